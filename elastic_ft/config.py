@@ -1,0 +1,209 @@
+"""The job file: typed, units in names, unknown keys refused. One source of configuration.
+
+``load_job(path)`` and ``Job.model_validate(dict)`` are the only ways in; ``parse_job`` turns
+pydantic's findings into one line (``ConfigError``). The resolved job is saved with the run.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from elastic_ft.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Section):
+    """Exactly one of ``preset``, ``path`` and ``transformers``."""
+
+    preset: str | None = None  # a built-in decoder, see elastic_ft.models.decoder.PRESETS
+    path: str | None = None  # "package.module:callable" returning an nn.Module
+    transformers: dict[str, Any] | None = None  # a Hugging Face config, with its model_type
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # for preset and path
+
+    @model_validator(mode="after")
+    def one_source(self) -> ModelConfig:
+        given = [k for k in ("preset", "path", "transformers") if getattr(self, k) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none"
+            raise ValueError(f"expected one of preset, path, transformers; found {found}")
+        return self
+
+
+class DataConfig(Section):
+    """Token data from a URL, or a map-style dataset by import path."""
+
+    url: str | None = None  # file, folder or glob, any fsspec URL; "stdlib:" = Python's own source
+    format: Literal["auto", "text", "jsonl", "parquet", "tokens"] = "auto"
+    text_field: str = "text"  # jsonl, parquet
+    tokenizer: str | None = None  # a tokenizer.json; none: a BPE is trained on the data
+    vocab_size: int = Field(4096, ge=258)  # of a trained BPE
+    token_bytes: Literal[2, 4] = 2  # format "tokens": little-endian unsigned
+    sequence_length: int = Field(256, ge=2)
+    max_tokens: int | None = Field(None, ge=1)  # use at most this many
+    eval_fraction: float = Field(0.02, ge=0, lt=1)  # held out, from the end
+    eval_every_steps: int = Field(0, ge=0)  # 0: never
+    eval_samples: int = Field(64, ge=1)  # at most so many of the held-out ones
+    cache_dir: str = "~/.cache/elastic_ft"  # tokenised data
+    path: str | None = None  # "package.module:callable" returning a map-style dataset
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # for path
+
+    @model_validator(mode="after")
+    def one_source(self) -> DataConfig:
+        if (self.url is None) == (self.path is None):
+            raise ValueError("expected exactly one of url and path")
+        return self
+
+
+class OptimizerConfig(Section):
+    name: str = "adamw"  # adamw, adam, sgd, or "package.module:class"
+    lr: float = Field(3e-4, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup_steps: int = Field(0, ge=0)
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    grad_clip: float | None = Field(1.0, gt=0)  # maximum global norm
+
+
+class BatchConfig(Section):
+    """Sizes in samples. Micro-batches are the unit that is dealt to workers."""
+
+    global_batch_size: int = Field(32, ge=1)
+    micro_batch_size: int = Field(4, ge=1)
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch_size // self.micro_batch_size
+
+    @model_validator(mode="after")
+    def divisible(self) -> BatchConfig:
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of "
+                f"micro_batch_size {self.micro_batch_size}"
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of compute; parameters stay fp32
+    initial_loss_scale: float = Field(2.0**16, gt=0)  # fp16
+    loss_scale_growth_steps: int = Field(2000, ge=1)
+
+
+class ParallelConfig(Section):
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    shard_size: int | None = Field(None, ge=2)  # hsdp: ranks that share one replica
+    activation_checkpointing: bool = False
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+
+
+class ElasticConfig(Section):
+    """Who may take part, and how long to wait for what."""
+
+    min_workers: int = Field(1, ge=1)
+    max_workers: int = Field(1, ge=1)
+    workers_per_node: int = Field(1, ge=1)
+    start_timeout_s: float = Field(300, gt=0)  # until min_workers are ready
+    gather_s: float = Field(10, ge=0)  # at the start: wait so long for more than min_workers
+    join_batch_s: float = Field(0.5, ge=0)  # joiners that come together join together
+    suspend_timeout_s: float = Field(1800, gt=0)  # below min_workers
+    pause_timeout_s: float = Field(10, gt=0)  # survivors to reach a safe point once aborted
+    form_timeout_s: float = Field(60, gt=0)  # forming plus re-sharding
+    hang_timeout_s: float = Field(60, gt=0)  # no progress inside a step
+    heartbeat_timeout_s: float = Field(10, gt=0)  # nothing at all from a worker
+    max_generations_without_progress: int = Field(10, ge=1)
+    max_user_failures: int = Field(2, ge=0)  # retries of an exception in user code, per step
+
+    @model_validator(mode="after")
+    def ordered(self) -> ElasticConfig:
+        if self.min_workers > self.max_workers:
+            raise ValueError(
+                f"min_workers {self.min_workers} is greater than max_workers {self.max_workers}"
+            )
+        return self
+
+
+class SnapshotConfig(Section):
+    every_steps: int = Field(1, ge=1)  # sharded layouts: to host memory and to a buddy
+    copies: Literal[1, 2] = 2  # 2: a buddy on another node holds each shard
+
+
+class CheckpointConfig(Section):
+    url: str | None = None  # any fsspec URL; none: checkpoints/ in the run folder
+    every_steps: int = Field(0, ge=0)  # 0: only the final one
+    final: bool = True
+    keep_last: int = Field(2, ge=1)
+
+
+class FaultConfig(Section):
+    """Faults to inject: off by default. See chaos/ for scenarios."""
+
+    scenario: str | None = None  # file of a scenario
+
+
+class Job(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: int = Field(0, ge=0)
+    steps: int = Field(ge=1)
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch: BatchConfig = BatchConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    elastic: ElasticConfig = ElasticConfig()
+    snapshot: SnapshotConfig = SnapshotConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    faults: FaultConfig = FaultConfig()
+    audit: bool = False  # write ledger.jsonl: the samples each committed step consumed
+
+    @model_validator(mode="after")
+    def every_worker_has_work(self) -> Job:
+        if self.batch.micro_batches < self.elastic.max_workers:
+            raise ValueError(
+                f"batch.global_batch_size {self.batch.global_batch_size} makes "
+                f"{self.batch.micro_batches} micro-batches, fewer than elastic.max_workers "
+                f"{self.elastic.max_workers}: some workers would have nothing to do"
+            )
+        return self
+
+
+def parse_job(values: Any, where: str = "job") -> Job:
+    """Returns the typed job. Raises ConfigError with one line: the first bad key and why."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a mapping of sections, found {type(values).__name__}")
+    try:
+        return Job.model_validate(values)
+    except ValidationError as error:
+        first, *others = error.errors()
+        key = ".".join(str(part) for part in first["loc"]) or where
+        message = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
+            first["type"], first["msg"].removeprefix("Value error, ")
+        )
+        found = ""
+        if first["type"] not in ("extra_forbidden", "missing", "value_error"):
+            found = f", found {first['input']!r}"
+        more = f" (and {len(others)} more)" if others else ""
+        raise ConfigError(f"{key}: {message}{found}{more}") from None
+
+
+def load_job(path: str | Path) -> Job:
+    """Returns the job in a YAML file. Raises ConfigError."""
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"{path}: not YAML: {line}") from None
+    return parse_job(values, str(path))

@@ -1,0 +1,422 @@
+"""What the core is told (events) and what it asks for (commands). Data only.
+
+Every event carries ``at_s``, the unix time at which the host saw it: the core has no clock.
+A command's outcome comes back as an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from elastic_ft.core.layout import Layout
+
+WorkerId = str  # one process, never reused: a restarted worker has a new id
+NodeId = str
+
+
+class Tier(StrEnum):
+    """Where a piece of state lies, nearest first."""
+
+    LIVE = "live"  # the device memory of the rank that trains with it
+    HOST = "host"  # its own snapshot in host memory
+    KEEPER = "keeper"  # shared memory of the node, outliving the worker
+    PEER = "peer"  # a copy kept for a peer
+    CHECKPOINT = "checkpoint"  # object storage
+    INITIAL = "initial"  # recomputed from the seed: step 0
+
+
+TIER_ORDER = tuple(Tier)
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker process and where it runs, as journalled in ``generation_formed``."""
+
+    worker: WorkerId
+    node: NodeId
+    host: str
+    pid: int
+    raylet_pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One complete shard of the state at one step, held by a worker."""
+
+    step: int
+    space: str  # Layout.shard_space
+    shard: str  # Layout.shard_of(rank)
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    step: int
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the state of a new generation comes from.
+
+    ``holders`` maps each shard name to the workers that have it, nearest tier first. It is empty
+    for CHECKPOINT (read from ``url``) and INITIAL (made from the seed).
+    """
+
+    step: int
+    tier: Tier  # the farthest tier used
+    space: str = ""
+    holders: dict[str, tuple[tuple[WorkerId, Tier], ...]] = field(default_factory=dict)
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One generation: who, in which rank order, laid out how, with state from where."""
+
+    generation: int
+    members: tuple[Member, ...]  # index = rank
+    donors: tuple[Member, ...]  # not in the new world; give their state, then leave
+    layout: Layout
+    source: Source
+    buddies: tuple[int | None, ...]  # rank -> rank that keeps a copy of its shard
+    reason: str
+
+    def rank_of(self, worker: WorkerId) -> int | None:
+        return next((r for r, m in enumerate(self.members) if m.worker == worker), None)
+
+
+# ------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted:
+    at_s: float
+    checkpoints: tuple[CheckpointRef, ...] = ()  # committed ones, newest first
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker is up, has imported everything and built its model on meta: it can join."""
+
+    at_s: float
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker's process is gone. May come more than once, and from several observers."""
+
+    at_s: float
+    worker: WorkerId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerHung:
+    """A worker's progress stood still past the deadline. It can't be trusted: it is killed (I6)."""
+
+    at_s: float
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLost:
+    at_s: float
+    node: NodeId
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDraining:
+    """The node goes away at ``deadline_s`` (unix): its workers leave before."""
+
+    at_s: float
+    node: NodeId
+    deadline_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFailed:
+    """A worker saw its group break, usually before anyone knows whose fault it is."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    step: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRaised:
+    """User code, or ours, raised in a worker. The process lives."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    step: int
+    error: str
+    usage: bool = False  # the user's to fix: retrying is pointless
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The worker is at its safe point, its groups of older generations are gone."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int  # that of the PauseWorkers it answers
+    holdings: tuple[Holding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The worker has formed its groups and has its state: it trains on."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    step: int
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRefused:
+    """State from ``holder`` (worker id or URL) was damaged or unreadable (I5)."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    holder: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepApplied:
+    """The worker has applied the optimizer for ``step`` (steps count from 1)."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    step: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepHeld:
+    """The worker's shard after ``step`` is in host memory, and its buddy has a copy."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsWritten:
+    """The worker's part of a checkpoint is in the object store."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int  # in which the checkpoint was begun
+    step: int
+    shards: tuple[dict[str, Any], ...]  # manifest entries, see core.manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ShardsFailed:
+    at_s: float
+    worker: WorkerId
+    generation: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointCommitted:
+    at_s: float
+    step: int
+    url: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    at_s: float
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDone:
+    """The worker has run every step; rank 0 adds the digest of the final state."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    step: int
+    state_digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimerFired:
+    at_s: float
+    timer: str
+    generation: int
+
+
+Event = (
+    JobStarted
+    | WorkerReady
+    | WorkerLost
+    | WorkerHung
+    | NodeLost
+    | NodeDraining
+    | CollectiveFailed
+    | WorkerRaised
+    | Paused
+    | Resumed
+    | SourceRefused
+    | StepApplied
+    | StepHeld
+    | ShardsWritten
+    | ShardsFailed
+    | CheckpointCommitted
+    | CheckpointFailed
+    | WorkerDone
+    | StopRequested
+    | TimerFired
+)
+
+
+# ---------------------------------------------------------------------------- commands
+
+
+@dataclass(frozen=True, slots=True)
+class WantWorkers:
+    """Keep ``total`` workers alive or starting; replacements are started as capacity allows."""
+
+    total: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KillWorker:
+    """SIGKILL, and forget it."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWorker:
+    """Ask the worker to exit in good order."""
+
+    worker: WorkerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PauseWorkers:
+    """Fence every older generation (I1) and bring the workers to their safe point.
+
+    ``abort``: break running collectives now; otherwise stop at the next step boundary.
+    """
+
+    generation: int
+    workers: tuple[WorkerId, ...]
+    abort: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FormGeneration:
+    assignment: Assignment
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStep:
+    """``step`` is committed (I4): write its line and its ledger line."""
+
+    step: int
+    generation: int
+    world_size: int
+    layout: str
+    metrics: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """Committed steps after ``step`` are lost: void their lines. Journalled, never silent."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCheckpoint:
+    """All shards are written: verify, then publish the manifest (I5)."""
+
+    step: int
+    generation: int
+    shards: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonCheckpoint:
+    step: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartTimer:
+    """TimerFired(timer, generation) after ``after_s`` seconds. The core ignores stale ones."""
+
+    timer: str
+    generation: int
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """One line of events.jsonl (I8)."""
+
+    event: str
+    generation: int
+    reason: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishJob:
+    status: str  # completed | failed | stopped
+    reason: str
+    state_digest: str = ""
+
+
+Command = (
+    WantWorkers
+    | KillWorker
+    | ReleaseWorker
+    | PauseWorkers
+    | FormGeneration
+    | RecordStep
+    | RollBack
+    | CommitCheckpoint
+    | AbandonCheckpoint
+    | StartTimer
+    | Journal
+    | FinishJob
+)

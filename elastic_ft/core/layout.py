@@ -1,0 +1,108 @@
+"""How a model is laid out over ranks. Pure; the mesh itself is built by an engine.
+
+Rank order is row-major over (pp, dp_replicate, dp_shard, tp), torch's order for
+``init_device_mesh`` with those dimension names, so tensor-parallel peers are neighbours.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["ddp", "fsdp", "hsdp"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sizes of the parallel dimensions; their product is the world size."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    pp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.dp_replicate, self.dp_shard, self.pp, self.tp) < 1:
+            raise ValueError(f"every dimension of a layout is at least 1, got {self}")
+
+    @property
+    def world_size(self) -> int:
+        return self.dp_replicate * self.dp_shard * self.pp * self.tp
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """(pp, dp_replicate, dp_shard, tp) indices of ``rank``."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside layout {self} of {self.world_size} ranks")
+        rest, tp = divmod(rank, self.tp)
+        rest, shard = divmod(rest, self.dp_shard)
+        pp, replicate = divmod(rest, self.dp_replicate)
+        return pp, replicate, shard, tp
+
+    def data_rank(self, rank: int) -> int:
+        """Index of ``rank`` among the ranks that read different samples."""
+        _, replicate, shard, _ = self.coordinates(rank)
+        return replicate * self.dp_shard + shard
+
+    def shard_of(self, rank: int) -> str:
+        """Name of the part of the state that ``rank`` holds. Equal names hold equal state.
+
+        Comparable only within one layout: see ``shard_space``.
+        """
+        pp, _, shard, tp = self.coordinates(rank)
+        return f"pp{pp}.s{shard}.tp{tp}"
+
+    def shards(self) -> frozenset[str]:
+        """Every shard name; together they are the whole state."""
+        return frozenset(self.shard_of(rank) for rank in range(self.world_size))
+
+    @property
+    def shard_space(self) -> str:
+        """Names the way the state is cut. Layouts with one shard space have the same shards."""
+        return f"pp{self.pp}.s{self.dp_shard}.tp{self.tp}"
+
+    @staticmethod
+    def of_shard_space(space: str) -> Layout:
+        """The smallest layout whose ``shard_space`` is ``space``."""
+        match = re.fullmatch(r"pp(\d+)\.s(\d+)\.tp(\d+)", space)
+        if match is None:
+            raise ValueError(f"not a shard space: {space!r}")
+        pp, shard, tp = map(int, match.groups())
+        return Layout(pp=pp, dp_shard=shard, tp=tp)
+
+    def __str__(self) -> str:
+        if self.dp_shard == 1:
+            data = f"ddp{self.dp_replicate}"
+        elif self.dp_replicate == 1:
+            data = f"fsdp{self.dp_shard}"
+        else:
+            data = f"hsdp{self.dp_replicate}x{self.dp_shard}"
+        return "-".join(
+            [f"pp{self.pp}"] * (self.pp > 1) + [data] + [f"tp{self.tp}"] * (self.tp > 1)
+        )
+
+
+def plan_layout(strategy: Strategy, world_size: int, shard_size: int | None) -> tuple[Layout, str]:
+    """Returns the layout for ``world_size`` ranks, and the reason in words.
+
+    ``shard_size`` is HSDP's wanted number of shards. Where it does not divide the world, the
+    largest smaller divisor (at least 2) is taken, or, if there is none, the whole world shards:
+    the state of one replica must fit, so fewer shards than wanted is the exception, not the rule.
+    """
+    if world_size < 1:
+        raise ValueError(f"a layout needs at least one rank, got {world_size}")
+    if strategy == "ddp":
+        return Layout(dp_replicate=world_size), f"ddp: {world_size} replicas"
+    if strategy == "fsdp":
+        return Layout(dp_shard=world_size), f"fsdp: {world_size} shards"
+    wanted = min(shard_size or world_size, world_size)
+    fitting = [size for size in range(wanted, 1, -1) if world_size % size == 0]
+    shards = fitting[0] if fitting else world_size
+    layout = Layout(dp_replicate=world_size // shards, dp_shard=shards)
+    why = "as asked" if shards == wanted else f"{wanted} shards do not divide {world_size} ranks"
+    return layout, f"hsdp: {layout.dp_replicate} replicas of {shards} shards, {why}"

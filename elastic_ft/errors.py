@@ -1,0 +1,67 @@
+"""Every error elastic_ft raises on purpose, on one page.
+
+    ElasticError
+    ├── UsageError            the user can fix it; one line, exit code 2, nothing was started
+    │   ├── ConfigError       a key of the job file: unknown, wrong type, impossible value
+    │   ├── DataError         data missing, empty, or not what the job says
+    │   ├── StorageError      a URL that can't be reached, read or written (found before the start)
+    │   ├── ModelError        a model that can't be imported or built
+    │   └── CheckpointMismatch  a checkpoint of another model
+    ├── JobFailed             the job ended; exit code 1; the message names the last good checkpoint
+    ├── GroupBroken           a collective or a transfer broke: a peer is gone, or a newer
+    │                         generation has fenced this one (I1); the worker goes to its safe point
+    ├── StateDamaged          a digest did not match: the source is refused, the next one is tried (I5)
+    └── StoreFailed           an object-store operation failed after its bounded retries
+"""
+
+
+class ElasticError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class UsageError(ElasticError):
+    """Something the user can fix. The message is one line: what was found, what was expected."""
+
+
+class ConfigError(UsageError):
+    """A bad key in the job file. The message starts with the key."""
+
+
+class DataError(UsageError):
+    """Data that is missing, empty, or not of the declared format."""
+
+
+class StorageError(UsageError):
+    """A URL that cannot be reached, read or written, found before the job starts."""
+
+
+class ModelError(UsageError):
+    """A model that cannot be imported or built."""
+
+
+class CheckpointMismatch(UsageError):
+    """A checkpoint that belongs to another model; the message names the first tensors that differ."""
+
+
+class JobFailed(ElasticError):
+    """The job ended without completing. The message names the cause and the last good checkpoint."""
+
+
+class GroupBroken(ElasticError):
+    """A collective, or the forming of a group, broke or was fenced by a newer generation (I1)."""
+
+
+class StateDamaged(ElasticError):
+    """Bytes whose digest differs from the recorded one.
+
+    Attributes:
+        holder: worker id or URL that the damaged bytes came from.
+    """
+
+    def __init__(self, message: str, holder: str) -> None:
+        super().__init__(message)
+        self.holder = holder
+
+
+class StoreFailed(ElasticError):
+    """An object-store operation failed after its bounded retries."""

@@ -1,0 +1,38 @@
+"""The seam between the controller and whatever hosts worker processes (plain processes, Ray)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from elastic_ft.core.events import Assignment, Event, WorkerId
+
+Inbox = Callable[[Event], None]  # thread-safe; how a host reports
+
+
+class Host(Protocol):
+    """Starts and kills worker processes, and reports what becomes of them.
+
+    A started worker calls ``runtime.worker.run_worker`` with the controller's address; from then
+    on the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
+    a process's end (the connection's end reports too: first come, first served), ``NodeLost`` and
+    ``NodeDraining``. No method blocks for longer than a few milliseconds.
+    """
+
+    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+        """Called once, before anything else. Workers connect to ``address`` with ``key``."""
+
+    def want_workers(self, total: int) -> None:
+        """Keep ``total`` workers alive or starting; start replacements as capacity allows."""
+
+    def kill_worker(self, worker: WorkerId) -> None:
+        """SIGKILL the worker; idempotent. Its WorkerLost follows."""
+
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
+        """Extras for each member, handed to its ``on_generation`` hook before it forms."""
+
+    def formed(self, assignment: Assignment) -> None:
+        """Every member of ``assignment`` is training."""
+
+    def close(self) -> None:
+        """Kill what is left and free everything. Bounded."""
