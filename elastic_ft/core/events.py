@@ -112,6 +112,7 @@ class WorkerLost:
     at_s: float
     worker: WorkerId
     cause: str
+    silent_s: float = 0.0  # since its last message: an upper bound of the time to notice
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class WorkerHung:
     at_s: float
     worker: WorkerId
     reason: str
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +343,14 @@ class PauseWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class StopAtBoundary:
+    """Finish the running step, write a checkpoint, and report WorkerDone."""
+
+    workers: tuple[WorkerId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FormGeneration:
     assignment: Assignment
 
@@ -401,7 +411,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class FinishJob:
-    status: str  # completed | failed | stopped
+    status: str  # completed | failed | stopped | suspended
     reason: str
     state_digest: str = ""
 
@@ -411,6 +421,7 @@ Command = (
     | KillWorker
     | ReleaseWorker
     | PauseWorkers
+    | StopAtBoundary
     | FormGeneration
     | RecordStep
     | RollBack

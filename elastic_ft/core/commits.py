@@ -1,0 +1,217 @@
+"""Committing steps and checkpoints, and the end of the job (I4, I5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_ft.core.events import (
+    AbandonCheckpoint,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointRef,
+    CommitCheckpoint,
+    FinishJob,
+    RecordStep,
+    ReleaseWorker,
+    ShardsFailed,
+    ShardsWritten,
+    StepApplied,
+    StepHeld,
+    WantWorkers,
+    WorkerDone,
+    WorkerId,
+)
+from elastic_ft.core.state import CheckpointAttempt, PendingStep, Turn, is_current
+
+# --------------------------------------------------------------------- committing steps
+
+
+def step_applied(turn: Turn, event: StepApplied) -> None:
+    pending = _pending_for(turn, event.worker, event.generation, event.step)
+    if pending is None:
+        return
+    bit = 1 << turn.state.ranks[event.worker]
+    metrics = pending.metrics or event.metrics
+    _set_pending(turn, event.step, replace(pending, applied=pending.applied | bit, metrics=metrics))
+    commit_steps(turn)
+
+
+def step_held(turn: Turn, event: StepHeld) -> None:
+    pending = _pending_for(turn, event.worker, event.generation, event.step)
+    if pending is None:
+        return
+    bit = 1 << turn.state.ranks[event.worker]
+    _set_pending(turn, event.step, replace(pending, held=pending.held | bit))
+    commit_steps(turn)
+
+
+def _pending_for(turn: Turn, worker: WorkerId, generation: int, step: int) -> PendingStep | None:
+    """The entry of a step that this message may still change, or None (I1)."""
+    state = turn.state
+    if not is_current(turn, worker, generation) or worker not in state.ranks:
+        return None
+    if step <= state.committed:
+        return None
+    assert state.assignment is not None
+    fresh = PendingStep(generation, len(turn.members), str(state.assignment.layout), {})
+    return state.pending.get(step, fresh)
+
+
+def _set_pending(turn: Turn, step: int, pending: PendingStep) -> None:
+    turn.set(pending={**turn.state.pending, step: pending})
+
+
+def commit_steps(turn: Turn) -> None:
+    """Commits every step that all members applied and whose state survives one node (I4).
+
+    Replicated state survives as soon as it is applied; sharded state once a snapshot of that
+    step, or of a later one, has its second copy. Nothing commits while a generation forms.
+    """
+    state = turn.state
+    if state.assignment is None or state.phase not in ("running", "pausing"):
+        return
+    everyone = turn.everyone()
+    sharded = any(buddy is not None for buddy in state.assignment.buddies)
+    safe = [s for s, p in state.pending.items() if (p.held if sharded else p.applied) == everyone]
+    durable = max(safe, default=0)
+    while (pending := turn.state.pending.get(turn.state.committed + 1)) is not None:
+        number = turn.state.committed + 1
+        if number > durable or pending.applied != everyone:
+            break
+        turn.do(
+            RecordStep(
+                number, pending.generation, pending.world_size, pending.layout, pending.metrics
+            )
+        )
+        rest = {s: p for s, p in turn.state.pending.items() if s != number}
+        turn.set(committed=number, pending=rest, fruitless=0)
+    _commit_checkpoints(turn)
+    finish_if_done(turn)
+
+
+# --------------------------------------------------------------------------- checkpoints
+
+
+def shards_written(turn: Turn, event: ShardsWritten) -> None:
+    attempt = _attempt(turn, event.step, event.generation)
+    if attempt is None or event.worker not in attempt.missing:
+        return
+    attempt = replace(
+        attempt, missing=attempt.missing - {event.worker}, shards=attempt.shards + event.shards
+    )
+    gone = attempt.missing - turn.state.ready.keys()
+    if gone:
+        abandon(turn, attempt, f"{', '.join(sorted(gone))} left before writing its shards")
+        return
+    _put_attempt(turn, attempt)
+    _commit_checkpoints(turn)
+
+
+def shards_failed(turn: Turn, event: ShardsFailed) -> None:
+    attempt = _attempt(turn, event.step, event.generation)
+    if attempt is not None and event.worker in attempt.missing:
+        abandon(turn, attempt, f"{event.worker}: {event.reason}")
+        finish_if_done(turn)
+
+
+def _attempt(turn: Turn, step: int, generation: int) -> CheckpointAttempt | None:
+    """The attempt, begun by the first message about it, or None if it is void (I1)."""
+    state = turn.state
+    writers = state.writers.get(generation)
+    if writers is None or (step, generation) in state.abandoned:
+        return None
+    for attempt in state.attempts:
+        if (attempt.step, attempt.generation) == (step, generation):
+            return attempt
+    return CheckpointAttempt(step, generation, writers)
+
+
+def _put_attempt(turn: Turn, attempt: CheckpointAttempt) -> None:
+    key = (attempt.step, attempt.generation)
+    others = [a for a in turn.state.attempts if (a.step, a.generation) != key]
+    turn.set(attempts=(*others, attempt))
+
+
+def abandon(turn: Turn, attempt: CheckpointAttempt, reason: str) -> None:
+    key = (attempt.step, attempt.generation)
+    turn.set(
+        attempts=tuple(a for a in turn.state.attempts if (a.step, a.generation) != key),
+        abandoned=turn.state.abandoned | {key},
+    )
+    turn.do(AbandonCheckpoint(attempt.step, attempt.generation, reason))
+    turn.journal("checkpoint_abandoned", reason, step=attempt.step)
+
+
+def abandon_attempts_of(turn: Turn, gone: list[WorkerId]) -> None:
+    for attempt in turn.state.attempts:
+        missing = sorted(attempt.missing.intersection(gone))
+        if missing:
+            abandon(turn, attempt, f"{', '.join(missing)} left before writing its shards")
+
+
+def _commit_checkpoints(turn: Turn) -> None:
+    """Publishes what is written, once its step is committed: no checkpoint runs ahead of steps."""
+    for attempt in turn.state.attempts:
+        if not attempt.missing and not attempt.committing and attempt.step <= turn.state.committed:
+            _put_attempt(turn, replace(attempt, committing=True))
+            turn.do(CommitCheckpoint(attempt.step, attempt.generation, attempt.shards))
+
+
+def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
+    ref = CheckpointRef(event.step, event.url)
+    _settle_attempt(turn, event.step)
+    older = tuple(r for r in turn.state.checkpoints if r.step != event.step)
+    refs = sorted((ref, *older), key=lambda r: -r.step)
+    turn.set(checkpoints=tuple(refs))
+    turn.journal(
+        "checkpoint_committed",
+        "every shard is verified and the manifest is published",
+        step=event.step,
+        url=event.url,
+        bytes=event.bytes,
+        seconds=event.seconds,
+    )
+    finish_if_done(turn)
+
+
+def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
+    _settle_attempt(turn, event.step)
+    turn.journal("checkpoint_failed", event.reason, step=event.step)
+    finish_if_done(turn)
+
+
+def _settle_attempt(turn: Turn, step: int) -> None:
+    turn.set(attempts=tuple(a for a in turn.state.attempts if a.step != step or not a.committing))
+
+
+# -------------------------------------------------------------------------------- the end
+
+
+def worker_done(turn: Turn, event: WorkerDone) -> None:
+    rank = turn.state.ranks.get(event.worker)
+    if rank is None or not is_current(turn, event.worker, event.generation):
+        return
+    digest = event.state_digest or turn.state.state_digest
+    turn.set(done=turn.state.done | 1 << rank, state_digest=digest)
+    finish_if_done(turn)
+
+
+def finish_if_done(turn: Turn) -> None:
+    state = turn.state
+    if state.phase != "running" or state.done != turn.everyone() or state.attempts:
+        return
+    if any(step > state.committed for step in state.pending):
+        return
+    if state.stopping:
+        finish(turn, "stopped", f"{state.stopping}; {turn.last_good()}")
+    else:
+        finish(turn, "completed", f"all {state.committed} steps are committed")
+
+
+def finish(turn: Turn, status: str, reason: str) -> None:
+    turn.set(phase="ended", status=status)
+    turn.do(WantWorkers(0, "the job has ended"))
+    for worker in turn.state.ready:
+        turn.do(ReleaseWorker(worker, "the job has ended"))
+    turn.journal("finished", reason, status=status)
+    turn.do(FinishJob(status, reason, turn.state.state_digest))

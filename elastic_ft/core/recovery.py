@@ -1,0 +1,100 @@
+"""Which step to go on from, who has each shard of it, and who keeps a second copy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from elastic_ft.core.events import (
+    TIER_ORDER,
+    CheckpointRef,
+    Holding,
+    Member,
+    Source,
+    Tier,
+    WorkerId,
+)
+from elastic_ft.core.layout import Layout
+
+Refused = frozenset[tuple[str, int]]  # (worker id or URL, step) whose state proved damaged
+
+
+def choose(
+    holdings: Mapping[WorkerId, Sequence[Holding]],
+    checkpoints: Sequence[CheckpointRef],
+    refused: Refused = frozenset(),
+) -> tuple[Source, str]:
+    """Returns the newest state that is complete, and the reason in words.
+
+    A step is complete in memory when every shard of one shard space has a holder. Memory wins
+    over a checkpoint of the same or an older step; with neither, step 0 is made from the seed.
+    """
+    held = _by_step_and_space(holdings, refused)
+    usable = [ref for ref in checkpoints if (ref.url, ref.step) not in refused]
+    checkpoint = max(usable, key=lambda ref: ref.step, default=None)
+    floor = checkpoint.step if checkpoint else 0
+    skipped = []
+    for step, space in sorted(held, key=lambda key: (-key[0], key[1])):
+        if step < floor or (checkpoint is None and step == 0):
+            break
+        shards = held[step, space]
+        missing = sorted(Layout.of_shard_space(space).shards() - shards.keys())
+        if missing:
+            skipped.append(f"step {step} lacks {', '.join(missing)}")
+            continue
+        farthest = max((who[0][1] for who in shards.values()), key=TIER_ORDER.index)
+        why = f"step {step} is complete in memory, farthest tier {farthest}"
+        return Source(step, farthest, space, shards), _because(why, skipped)
+    if checkpoint is not None:
+        why = f"nothing newer than checkpoint {checkpoint.step} is complete in memory"
+        return Source(checkpoint.step, Tier.CHECKPOINT, url=checkpoint.url), _because(why, skipped)
+    return Source(0, Tier.INITIAL), _because("no state is held and no checkpoint is good", skipped)
+
+
+def _because(why: str, skipped: Iterable[str]) -> str:
+    return "; ".join([why, *skipped])
+
+
+def _by_step_and_space(
+    holdings: Mapping[WorkerId, Sequence[Holding]], refused: Refused
+) -> dict[tuple[int, str], dict[str, tuple[tuple[WorkerId, Tier], ...]]]:
+    """(step, shard space) -> shard -> its holders, nearest tier first."""
+    found: dict[tuple[int, str], dict[str, list[tuple[WorkerId, Tier]]]] = {}
+    for worker, held in sorted(holdings.items()):
+        for holding in held:
+            if (worker, holding.step) in refused and holding.tier is not Tier.LIVE:
+                continue
+            shards = found.setdefault((holding.step, holding.space), {})
+            shards.setdefault(holding.shard, []).append((worker, holding.tier))
+    return {
+        key: {
+            shard: tuple(sorted(who, key=lambda pair: (TIER_ORDER.index(pair[1]), pair[0])))
+            for shard, who in shards.items()
+        }
+        for key, shards in found.items()
+    }
+
+
+def choose_buddies(
+    members: Sequence[Member], layout: Layout, copies: int
+) -> tuple[int | None, ...]:
+    """Returns, per rank, the rank that keeps a copy of its shard, or None where none is needed.
+
+    A shard that replicas on two nodes hold already is redundant. Otherwise the copy goes to
+    another node if there is one (it survives a node), else to another worker (it survives a
+    process), each worker keeping as few copies as can be.
+    """
+    nodes_of: dict[str, set[str]] = {}
+    for rank, member in enumerate(members):
+        nodes_of.setdefault(layout.shard_of(rank), set()).add(member.node)
+    kept = [0] * len(members)
+    buddies: list[int | None] = []
+    for rank, member in enumerate(members):
+        if copies < 2 or len(members) < 2 or len(nodes_of[layout.shard_of(rank)]) > 1:
+            buddies.append(None)
+            continue
+        ring = [(rank + distance) % len(members) for distance in range(1, len(members))]
+        elsewhere = [peer for peer in ring if members[peer].node != member.node]
+        buddy = min(elsewhere or ring, key=lambda peer: (kept[peer], ring.index(peer)))
+        kept[buddy] += 1
+        buddies.append(buddy)
+    return tuple(buddies)

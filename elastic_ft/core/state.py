@@ -1,0 +1,192 @@
+"""What the core knows of a job, and the scratch pad of one event being handled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic_ft.core.events import (
+    Assignment,
+    CheckpointRef,
+    Command,
+    Holding,
+    Journal,
+    Member,
+    NodeId,
+    StartTimer,
+    WorkerId,
+)
+from elastic_ft.core.layout import Strategy
+from elastic_ft.core.recovery import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the user decided; see ``config.ElasticConfig`` for the meaning of each."""
+
+    min_workers: int
+    max_workers: int
+    strategy: Strategy = "ddp"
+    shard_size: int | None = None
+    copies: int = 2
+    start_timeout_s: float = 300
+    gather_s: float = 10
+    join_batch_s: float = 0.5
+    suspend_timeout_s: float = 1800
+    pause_timeout_s: float = 10
+    form_timeout_s: float = 60
+    boundary_timeout_s: float = 70  # a running step to end: the hang timeout and some
+    stop_timeout_s: float = 120
+    max_generations_without_progress: int = 10
+    max_user_failures: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A change of membership under way."""
+
+    cause: str
+    at_s: float
+    noticed_s: float
+    before: Assignment
+    lost: tuple[WorkerId, ...] = ()
+    steps_lost: int = 0
+    steps_redone: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A finished change of membership, as it stands in result.json (DESIGN section 7)."""
+
+    cause: str
+    at_s: float  # unix time of the notice
+    at_step: int
+    noticed_s: float  # upper bound: from the lost worker's last message to the notice
+    paused_s: float  # from the notice until every member trains on
+    steps_lost: int  # committed steps that must be redone
+    steps_redone: int  # steps applied by all but not yet committed that must be redone
+    source: str
+    bytes_moved: int
+    world_before: int
+    world_after: int
+    layout_before: str
+    layout_after: str
+    survivors_kept_pid: bool
+    generation: int
+    lost_nodes: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that some members have applied, and that is not committed. Masks are bits by rank."""
+
+    generation: int
+    world_size: int
+    layout: str
+    metrics: dict[str, Any]
+    applied: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAttempt:
+    step: int
+    generation: int
+    missing: frozenset[WorkerId]
+    shards: tuple[dict[str, Any], ...] = ()
+    committing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    phase: str = "starting"  # starting, running, pausing, forming, suspended, ended
+    generation: int = 0  # the newest one opened: anything older is fenced
+    assignment: Assignment | None = None
+    ranks: dict[WorkerId, int] = field(default_factory=dict)  # of the assignment
+    ready: dict[WorkerId, Member] = field(default_factory=dict)  # alive and warm
+    abort: bool = False  # pausing: collectives are broken off
+    paused: dict[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)
+    resumed: int = 0  # bits by rank
+    bytes_moved: int = 0
+    done: int = 0  # bits by rank
+    state_digest: str = ""
+    draining: dict[NodeId, float] = field(default_factory=dict)
+    committed: int = 0
+    pending: dict[int, PendingStep] = field(default_factory=dict)
+    checkpoints: tuple[CheckpointRef, ...] = ()
+    attempts: tuple[CheckpointAttempt, ...] = ()
+    abandoned: frozenset[tuple[int, int]] = frozenset()  # (step, generation) of attempts
+    writers: dict[int, frozenset[WorkerId]] = field(default_factory=dict)  # by generation
+    refused: Refused = frozenset()
+    episode: Episode | None = None
+    recoveries: tuple[Recovery, ...] = ()
+    fruitless: int = 0  # generations since the last committed step
+    user_failures: tuple[int, int] = (-1, 0)  # (step, how often)
+    stopping: str = ""
+    status: str = ""
+
+
+class Turn:
+    """One event being handled: the state so far and the commands so far."""
+
+    def __init__(self, state: State, policy: Policy, at_s: float) -> None:
+        self.state, self.policy, self.at_s = state, policy, at_s
+        self.commands: list[Command] = []
+
+    def set(self, **changes: Any) -> None:
+        self.state = replace(self.state, **changes)
+
+    def do(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def journal(self, event: str, reason: str, **fields: Any) -> None:
+        self.do(Journal(event, self.state.generation, reason, fields))
+
+    def timer(self, name: str, after_s: float) -> None:
+        self.do(StartTimer(name, self.state.generation, after_s))
+
+    # -- questions
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.state.assignment.members if self.state.assignment else ()
+
+    def live_members(self) -> list[WorkerId]:
+        """Members and donors of the last assignment that are alive, in rank order."""
+        assignment = self.state.assignment
+        if assignment is None:
+            return []
+        everyone = assignment.members + assignment.donors
+        return [m.worker for m in everyone if m.worker in self.state.ready]
+
+    def usable(self) -> list[Member]:
+        """Who may be in the next world: survivors in rank order, then joiners by arrival."""
+        ready, ranks = self.state.ready, self.state.ranks
+        staying = [m for m in ready.values() if m.node not in self.state.draining]
+        survivors = sorted((m for m in staying if m.worker in ranks), key=lambda m: ranks[m.worker])
+        joiners = [m for m in staying if m.worker not in ranks]
+        return (survivors + joiners)[: self.policy.max_workers]
+
+    def joiners(self) -> list[Member]:
+        return [m for m in self.usable() if m.worker not in self.state.ranks]
+
+    def everyone(self) -> int:
+        return (1 << len(self.members)) - 1
+
+    def last_good(self) -> str:
+        refs = self.state.checkpoints
+        return (
+            f"last good checkpoint: step {refs[0].step}, {refs[0].url}"
+            if refs
+            else ("there is no checkpoint")
+        )
+
+
+def is_current(turn: Turn, worker: WorkerId, generation: int) -> bool:
+    """False for anything from a fenced generation or a worker that is out (I1)."""
+    assignment = turn.state.assignment
+    return (
+        assignment is not None
+        and generation == assignment.generation
+        and worker in turn.state.ready
+    )
