@@ -1,0 +1,227 @@
+"""From the job's ``model`` section to a module, its initial state and its repeated blocks.
+
+The device is the caller's: under ``torch.device("meta")`` nothing is allocated. A meta model gets
+its parameters and persistent buffers from ``initial_state`` (or a checkpoint), its other buffers,
+which are functions of the configuration, from ``computed_buffers``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ft.config import ModelConfig
+from elastic_ft.errors import ModelError
+from elastic_ft.models.decoder import PRESETS, Decoder, DecoderConfig
+from elastic_ft.models.imports import call_object, one_line
+
+ModelFactory = Callable[[], nn.Module]
+
+
+def build_model(
+    config: ModelConfig, *, vocab_size: int | None, sequence_length: int | None
+) -> nn.Module:
+    """Returns the module that ``config`` describes, on the caller's default device.
+
+    ``vocab_size`` and ``sequence_length`` are the data's, None where the data has none. A preset
+    takes them unless its kwargs say otherwise, a transformers model takes the vocabulary if its
+    configuration has none, a custom callable gets its kwargs and nothing else.
+    Raises ModelError, one line.
+    """
+    if config.preset is not None:
+        return _build_preset(config.preset, config.kwargs, vocab_size, sequence_length)
+    if config.path is not None:
+        return _build_custom(config.path, config.kwargs)
+    assert config.transformers is not None  # ModelConfig has exactly one of the three
+    return _build_transformers(config.transformers, vocab_size, sequence_length)
+
+
+def _build_preset(
+    preset: str, kwargs: dict[str, Any], vocab_size: int | None, sequence_length: int | None
+) -> Decoder:
+    if preset not in PRESETS:
+        raise ModelError(f"model.preset: expected one of {', '.join(PRESETS)}; found {preset!r}")
+    known = [field.name for field in dataclasses.fields(DecoderConfig)]
+    for key in kwargs:
+        if key not in known:
+            raise ModelError(f"model.kwargs.{key}: unknown key; expected {', '.join(known)}")
+    from_data = {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
+    given = {key: value for key, value in from_data.items() if value is not None}
+    try:
+        sizes = dataclasses.replace(PRESETS[preset], **(given | kwargs))
+    except ValueError as error:
+        raise ModelError(f"model.kwargs: {error}") from None
+    _check_fits("model.kwargs.vocab_size", sizes.vocab_size, vocab_size)
+    _check_fits("model.kwargs.max_sequence_length", sizes.max_sequence_length, sequence_length)
+    return Decoder(sizes)
+
+
+def _check_fits(key: str, models: object, datas: int | None) -> None:
+    if isinstance(models, int) and datas is not None and models < datas:
+        raise ModelError(f"{key}: {models} is smaller than the data's {datas}")
+
+
+def _build_custom(path: str, kwargs: dict[str, Any]) -> nn.Module:
+    model = call_object(path, kwargs, "model.path", ModelError)
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model.path: {path} returned {type(model).__name__}, expected a torch.nn.Module"
+        )
+    return model
+
+
+def _build_transformers(
+    given: dict[str, Any], vocab_size: int | None, sequence_length: int | None
+) -> nn.Module:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise ModelError(
+            "model.transformers: needs the transformers extra: pip install "
+            f"'elastic-ft[transformers]' ({one_line(error)})"
+        ) from error
+    values = dict(given)
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise ModelError("model.transformers.model_type: required key is missing, e.g. llama")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"model.transformers.model_type: transformers knows no {model_type!r}; "
+            "expected a name such as llama, qwen3 or gpt2"
+        )
+    values.setdefault("use_cache", False)  # the cache serves generation; here it costs memory
+    if vocab_size is not None:
+        values.setdefault("vocab_size", vocab_size)
+    try:
+        defaults = AutoConfig.for_model(model_type)
+        for key in values:  # transformers itself keeps unknown keys without a word
+            if not hasattr(defaults, key) and key != "attn_implementation":
+                raise ModelError(f"model.transformers.{key}: unknown key for {model_type}")
+        config = AutoConfig.for_model(model_type, **values)
+        _check_fits("model.transformers.vocab_size", config.vocab_size, vocab_size)
+        length_max = getattr(config, "max_position_embeddings", None)
+        _check_fits("model.transformers.max_position_embeddings", length_max, sequence_length)
+        return AutoModelForCausalLM.from_config(config)
+    except ModelError:
+        raise
+    except Exception as error:  # transformers raises errors of many packages
+        raise ModelError(f"model.transformers: {one_line(error)}") from error
+
+
+def block_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns the repeated blocks to shard and to checkpoint one by one; disjoint, in order.
+
+    Those that a transformers model names in ``_no_split_modules``, else the children of the
+    ModuleList, or failing that the Sequential, that repeats one type of block most heavily (by
+    number of parameters). Empty if nothing repeats.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    named = [module for module in model.modules() if type(module).__name__ in names]
+    if named:
+        return _outermost(named)
+    for container in (nn.ModuleList, nn.Sequential):
+        candidates = [
+            _repeated(list(module.children()))
+            for module in model.modules()
+            if isinstance(module, container)
+        ]
+        best = max(candidates, key=lambda blocks: sum(map(_size, blocks)), default=[])
+        if best:
+            return best
+    return []
+
+
+def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+    inner = {id(part) for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _repeated(children: list[nn.Module]) -> list[nn.Module]:
+    """The children whose type occurs at least twice among those with parameters."""
+    children = [child for child in children if _size(child) > 0]
+    counts = Counter(type(child) for child in children)
+    return [child for child in children if counts[type(child)] > 1]
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def initial_state(model_factory: ModelFactory, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, CPU tensor) for every parameter and persistent buffer, in the model's order.
+
+    A function of ``seed`` alone. A model with ``initial_tensor(name, shape, seed)`` is asked
+    tensor by tensor, so that one tensor is in memory at a time; any other is built whole on the
+    CPU with torch's generator seeded, and the generator is put back afterwards. Tied tensors
+    come once, under the name ``named_parameters`` gives them.
+    """
+    with torch.device("meta"):
+        skeleton = model_factory()
+    initial_tensor: Any = getattr(skeleton, "initial_tensor", None)
+    if initial_tensor is not None:
+        for name, tensor in _persistent(skeleton):
+            yield name, initial_tensor(name, tensor.shape, seed).to(tensor.dtype)
+        return
+    yield from _persistent(_seeded(model_factory, seed))
+
+
+def _seeded(model_factory: ModelFactory, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA as well
+        return model_factory()
+
+
+def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+    computed = _computed_names(model)
+    for name, buffer in model.named_buffers():
+        if name not in computed:
+            yield name, buffer
+
+
+def _computed_names(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def computed_buffers(model_factory: ModelFactory) -> dict[str, Tensor]:
+    """Returns the CPU values of the non-persistent buffers, by name; {} where there are none.
+
+    No checkpoint holds them (rotary frequencies, masks), and ``to_empty`` leaves them undefined.
+    Parameters are dropped as they are made, so this takes the memory of one tensor at a time.
+    """
+    with torch.device("meta"):
+        names = _computed_names(model_factory())
+    if not names:
+        return {}
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), _parameters_on_meta():
+        model = model_factory()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules built inside keep real buffers and no parameter data (accelerate does the same)."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore

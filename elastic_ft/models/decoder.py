@@ -1,0 +1,211 @@
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Nothing in it depends on a layout. It has no buffers, so a model built on the meta device is
+complete once its parameters are; rotary angles are computed in ``forward`` and handed to the
+blocks as complex numbers, which mixed-precision policies leave alone (a bfloat16 angle would blur
+positions past 256). Every initial weight is a function of (seed, name), so a rank can make any
+parameter alone.
+
+Shape suffixes: B batch, T positions, D model width, H query heads, K key-value heads, E head
+width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+INITIAL_STD = 0.02
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Sizes of a decoder. Raises ValueError, naming the field, for sizes that can't be built."""
+
+    vocab_size: int
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    max_sequence_length: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, getattr(self, field.name), field.type)
+        if self.dim % self.n_heads or self.head_dim % 2:
+            raise ValueError(
+                f"dim {self.dim} must be n_heads {self.n_heads} times an even head width"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+
+def _check_type(name: str, value: object, annotation: object) -> None:
+    if annotation == "bool":
+        good, expected = isinstance(value, bool), "true or false"
+    elif annotation == "int":
+        good, expected = type(value) is int and value > 0, "a positive integer"
+    else:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+        expected = "a positive number"
+    if not good:
+        raise ValueError(f"{name}: expected {expected}, found {value!r}")
+
+
+# A name tells the number of parameters at the preset's own vocabulary, within 10 %.
+PRESETS: dict[str, DecoderConfig] = {
+    # vocab_size, n_layers, dim, n_heads, n_kv_heads, ffn_dim, max_sequence_length, rope_theta
+    "decoder-1m": DecoderConfig(4096, 4, 80, 4, 2, 256, 1024),
+    "decoder-4m": DecoderConfig(4096, 6, 192, 6, 3, 512, 1024),
+    "decoder-15m": DecoderConfig(4096, 8, 384, 8, 4, 896, 1024),
+    "decoder-60m": DecoderConfig(32_000, 8, 512, 8, 4, 1536, 2048),
+    "decoder-160m": DecoderConfig(32_000, 12, 768, 12, 6, 3072, 2048),
+    "decoder-410m": DecoderConfig(32_000, 24, 1024, 16, 8, 3584, 2048),
+    "decoder-1b": DecoderConfig(32_000, 20, 2048, 32, 8, 5632, 4096, 500_000.0),
+    "decoder-3b": DecoderConfig(32_000, 28, 3072, 24, 8, 8192, 4096, 500_000.0),
+    "decoder-7b": DecoderConfig(32_000, 32, 4096, 32, 8, 14_336, 4096, 500_000.0),
+}
+
+
+def rotations(length: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Returns complex64 [T, E/2]: entry (t, i) turns pair i of a head by t * theta^(-2i/E).
+
+    RoFormer (Su et al., 2021), equation 15.
+    """
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
+    positions = torch.arange(length, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, theta ** (-pairs / head_dim))
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def rotate(x_BTHE: Tensor, turns: Tensor) -> Tensor:
+    """Returns ``x`` with each neighbouring pair of its last dimension turned; same dtype."""
+    pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns[:, None, :]).flatten(-2).type_as(x_BTHE)
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.queries_per_kv = config.n_heads // config.n_kv_heads
+        kv_dim = config.n_kv_heads * config.head_dim
+        self.query = nn.Linear(config.dim, config.dim, bias=False)
+        self.key = nn.Linear(config.dim, kv_dim, bias=False)
+        self.value = nn.Linear(config.dim, kv_dim, bias=False)
+        self.output = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, turns: Tensor) -> Tensor:
+        # Head counts come from the weights (-1): under tensor parallelism a rank has fewer.
+        q_BTHE = rotate(self.query(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
+        k_BTKE = rotate(self.key(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
+        v_BTKE = self.value(x_BTD).unflatten(-1, (-1, self.head_dim))
+        # Expanded by hand: with enable_gqa, float32 on CUDA falls back to the quadratic kernel.
+        k_BTHE = k_BTKE.repeat_interleave(self.queries_per_kv, dim=2)
+        v_BTHE = v_BTKE.repeat_interleave(self.queries_per_kv, dim=2)
+        mixed = F.scaled_dot_product_attention(
+            q_BTHE.transpose(1, 2), k_BTHE.transpose(1, 2), v_BTHE.transpose(1, 2), is_causal=True
+        )
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)). Shazeer, 2020, equation 6."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nn.Module):
+    """One pre-norm layer. It is what FSDP shards and activation checkpointing recomputes."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x_BTD: Tensor, turns: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), turns)
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, output projection.
+
+    Parameters hold torch's defaults until they are filled from ``initial_tensor``; ``initialise``
+    does that for a whole model.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Returns logits [B, T, V] for int64 ``tokens`` [B, T].
+
+        Raises ValueError if T exceeds ``config.max_sequence_length``.
+        """
+        length = tokens_BT.shape[1]
+        if length > self.config.max_sequence_length:
+            raise ValueError(
+                f"{length} tokens exceed max_sequence_length {self.config.max_sequence_length}"
+            )
+        turns = rotations(length, self.config.head_dim, self.config.rope_theta, tokens_BT.device)
+        x_BTD = self.embedding(tokens_BT)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, turns)
+        return self.output(self.norm(x_BTD))
+
+    def initial_tensor(self, name: str, shape: Sequence[int], seed: int) -> Tensor:
+        """Returns the initial float32 CPU value of parameter ``name``, whose full shape is given.
+
+        A function of (seed, name, shape) and the number of layers alone. Norms start at 1,
+        weights at N(0, 0.02), and the two projections of a block that write to the residual
+        stream at N(0, 0.02 / sqrt(2 * n_layers)), as in GPT-2 (Radford et al., 2019, 2.3).
+        """
+        if name.endswith("norm.weight"):
+            return torch.ones(*shape, device="cpu")
+        std = INITIAL_STD
+        if name.endswith((".attention.output.weight", ".ffn.down.weight")):
+            std /= math.sqrt(2 * self.config.n_layers)
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.randn(*shape, generator=generator, device="cpu") * std
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Fills every parameter of a whole (unsharded) model from ``initial_tensor``."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(self.initial_tensor(name, parameter.shape, seed))

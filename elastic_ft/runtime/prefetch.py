@@ -1,0 +1,161 @@
+"""Loads the next steps' micro-batches in the background, and is cheap to redirect.
+
+A new generation deals the same micro-batches to other ranks. What is loaded is therefore kept per
+(step, sample indices), not per request: after ``cancel`` and new requests, a survivor loads only
+what it did not have (I6).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from elastic_ft.errors import GroupBroken
+
+MicroBatch = tuple[int, ...]  # indices of its samples
+JOIN_TIMEOUT_S = 5.0
+
+
+class Prefetcher:
+    """Micro-batches by step. One background thread; at most ``depth_steps`` steps are wanted.
+
+    Use from the training thread: ``request`` a step or two ahead, then ``get`` each step once.
+    ``cancel`` may come from any thread. ``dataset[i]`` runs in the background thread and must
+    depend on ``i`` alone (I3).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any] | None = None,
+        *,
+        depth_steps: int = 2,
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate or dataset.collate
+        self._depth_steps = depth_steps
+        self._changed = threading.Condition()
+        self._wanted: dict[int, list[MicroBatch]] = {}
+        self._loaded: dict[tuple[int, MicroBatch], Any] = {}
+        self._failed: dict[tuple[int, MicroBatch], Exception] = {}
+        self._cancellations = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def request(self, step: int, micro_batches: Sequence[Sequence[int]]) -> None:
+        """Asks for the micro-batches of ``step``; returns at once. Replaces an earlier request.
+
+        Raises ValueError if ``depth_steps`` other steps are already wanted.
+        """
+        with self._changed:
+            if step not in self._wanted and len(self._wanted) >= self._depth_steps:
+                raise ValueError(
+                    f"step {step} requested while {sorted(self._wanted)} are wanted; "
+                    f"at most {self._depth_steps} at once"
+                )
+            self._wanted[step] = [tuple(indices) for indices in micro_batches]
+            self._failed.clear()
+            self._start_thread()
+            self._changed.notify_all()
+
+    def get(self, step: int, timeout_s: float = 300.0) -> list[Any]:
+        """Returns the micro-batches of ``step``, in the order of its request, and forgets it.
+
+        Raises whatever the dataset raised; TimeoutError after ``timeout_s``; GroupBroken if
+        ``cancel`` came meanwhile; ValueError for a step that is not wanted.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            if step not in self._wanted:
+                raise ValueError(f"step {step} was not requested; wanted: {sorted(self._wanted)}")
+            before = self._cancellations
+            while missing := self._missing(step):
+                self._raise_failure(step)
+                if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                    raise TimeoutError(
+                        f"step {step}: {len(missing)} micro-batches not loaded after "
+                        f"{timeout_s:g} s, the first of them {missing[0]}"
+                    )
+                if self._cancellations != before or self._closed:
+                    raise GroupBroken(f"step {step}: its data was cancelled by a new generation")
+            micro_batches = self._wanted.pop(step)
+            self._forget_outside(step)
+            return [self._loaded[step, indices] for indices in micro_batches]
+
+    def cancel(self) -> None:
+        """Drops every request and wakes a waiting ``get``; what is loaded is kept."""
+        with self._changed:
+            self._wanted.clear()
+            self._failed.clear()
+            self._cancellations += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread; waits for at most 5 s for the sample that it is loading."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def __enter__(self) -> Prefetcher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _missing(self, step: int) -> list[MicroBatch]:
+        return [indices for indices in self._wanted[step] if (step, indices) not in self._loaded]
+
+    def _raise_failure(self, step: int) -> None:
+        for indices in self._wanted[step]:
+            error = self._failed.get((step, indices))
+            if error is not None:
+                raise error
+
+    def _forget_outside(self, step: int) -> None:
+        """Keeps the delivered step, for another deal of it, and those ahead: a bound (I7)."""
+        for key in [k for k in self._loaded if not step <= k[0] <= step + self._depth_steps]:
+            del self._loaded[key]
+
+    def _start_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._next() is not None)
+                if self._closed:
+                    return
+                key = self._next()
+            assert key is not None
+            self._load(key)
+
+    def _next(self) -> tuple[int, MicroBatch] | None:
+        for step in sorted(self._wanted):
+            for indices in self._missing(step):
+                if (step, indices) not in self._failed:
+                    return step, indices
+        return None
+
+    def _load(self, key: tuple[int, MicroBatch]) -> None:
+        try:
+            loaded = self._collate([self._dataset[index] for index in key[1]])
+        except Exception as error:  # the user's dataset may raise anything; get() raises it
+            with self._changed:
+                self._failed[key] = error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            self._loaded[key] = loaded
+            self._changed.notify_all()
