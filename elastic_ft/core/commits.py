@@ -97,7 +97,10 @@ def shards_written(turn: Turn, event: ShardsWritten) -> None:
     if attempt is None or event.worker not in attempt.missing:
         return
     attempt = replace(
-        attempt, missing=attempt.missing - {event.worker}, shards=attempt.shards + event.shards
+        attempt,
+        missing=attempt.missing - {event.worker},
+        shards=attempt.shards + event.shards,
+        tensors={**attempt.tensors, **event.tensors},
     )
     gone = attempt.missing - turn.state.ready.keys()
     if gone:
@@ -154,7 +157,7 @@ def _commit_checkpoints(turn: Turn) -> None:
     for attempt in turn.state.attempts:
         if not attempt.missing and not attempt.committing and attempt.step <= turn.state.committed:
             _put_attempt(turn, replace(attempt, committing=True))
-            turn.do(CommitCheckpoint(attempt.step, attempt.generation, attempt.shards))
+            turn.do(CommitCheckpoint(attempt.step, attempt.generation, attempt.shards, attempt.tensors))
 
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:

@@ -227,6 +227,7 @@ class ShardsWritten:
     generation: int  # in which the checkpoint was begun
     step: int
     shards: tuple[dict[str, Any], ...]  # manifest entries, see core.manifest
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # dtype, shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +382,7 @@ class CommitCheckpoint:
     step: int
     generation: int
     shards: tuple[dict[str, Any], ...]
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

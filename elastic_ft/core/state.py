@@ -94,6 +94,7 @@ class CheckpointAttempt:
     generation: int
     missing: frozenset[WorkerId]
     shards: tuple[dict[str, Any], ...] = ()
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     committing: bool = False
 
 

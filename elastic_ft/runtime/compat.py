@@ -1,0 +1,51 @@
+"""Every private name of torch that the runtime uses. tests/tidy/test_torch_contract.py pins them."""
+
+from __future__ import annotations
+
+import datetime
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_EXCEPTHOOK = sys.excepthook
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Sets the timeout of later collectives (forming has a shorter one of its own)."""
+    c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+
+def abort_nccl(group: dist.ProcessGroup) -> None:
+    """Breaks off running NCCL collectives (ncclCommAbort). Gloo's abort() is a no-op."""
+    device = torch.device("cuda")
+    try:
+        backend = group._get_backend(device)
+    except RuntimeError:
+        return  # this group has no CUDA backend
+    backend.abort()
+
+
+def forget_meshes() -> None:
+    """Drops what torch caches by mesh. Meshes of two generations compare equal, so these caches
+    would hand out the groups of a generation that is gone."""
+    from torch.distributed.tensor import _collective_utils, _random, _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _random._rng_tracker = None
+    sys.excepthook = _EXCEPTHOOK  # init_process_group replaces it
+
+
+def local_shape_and_offset(
+    shape: torch.Size, mesh: dist.DeviceMesh, placements: object
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(local sizes, global offsets) of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)  # type: ignore[arg-type]
+    return tuple(sizes), tuple(offsets)

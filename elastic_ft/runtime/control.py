@@ -1,0 +1,199 @@
+"""The connection between a controller and its workers: core events up, core commands down.
+
+One authenticated connection per worker (``multiprocessing.connection``: an HMAC challenge with the
+job's random key, then pickles). Its end is the first sign of a worker's death, and of a
+controller's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.context import AuthenticationError
+from typing import Any
+
+from elastic_ft.config import Job
+from elastic_ft.core.events import Assignment, Member, WorkerId
+from elastic_ft.runtime.faults import Fault
+
+# ---------------------------------------------------------------- messages beside core's own
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker's first message."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The controller's answer: all that a worker needs to know."""
+
+    job: Job
+    run: str  # unique per controller start; part of every object it writes
+    checkpoint_url: str
+    store: tuple[str, int]  # address of the TCPStore through which groups form
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    assignment: Assignment
+    extra: Any = None  # of the host, for the worker's ``on_generation`` hook
+    fired: frozenset[int] = frozenset()  # faults that have fired
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    worker: WorkerId
+    step: int
+    points: int  # points reached so far: stands still when the training thread does
+    point: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the journal that decides nothing."""
+
+    worker: WorkerId
+    generation: int
+    event: str
+    reason: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FaultFired:
+    worker: WorkerId
+    index: int
+    step: int
+    at_s: float
+
+
+# ------------------------------------------------------------------------------- both ends
+
+
+class Channel:
+    """One end of a connection; ``send`` may be called from any thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: Any) -> bool:
+        """Returns False if the other end is gone: that has been or will be noticed by reading."""
+        with self._lock:
+            try:
+                self._connection.send(message)
+            except (OSError, ValueError):
+                return False
+        return True
+
+    def receive(self) -> Any:
+        """Blocks. Raises EOFError when the other end is gone."""
+        try:
+            return self._connection.recv()
+        except (OSError, TypeError) as error:  # closed under our hands
+            raise EOFError(str(error)) from None
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Channel, Welcome]:
+    """Connects a worker. Raises OSError, EOFError or AuthenticationError."""
+    channel = Channel(Client(address, authkey=key))
+    channel.send(Hello(member))
+    welcome = channel.receive()
+    assert isinstance(welcome, Welcome)
+    return channel, welcome
+
+
+class ControlServer:
+    """Accepts workers and reads them, a thread each; what they say goes to ``on_message``."""
+
+    def __init__(
+        self,
+        host: str,
+        welcome: Callable[[Member], Welcome],
+        on_message: Callable[[Member, Any], None],
+        on_end: Callable[[Member, float], None],
+    ) -> None:
+        self.key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), backlog=128, authkey=self.key)
+        self._welcome, self._on_message, self._on_end = welcome, on_message, on_end
+        self._channels: dict[WorkerId, Channel] = {}
+        self._heard: dict[WorkerId, float] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def port(self) -> int:
+        return int(self._listener.address[1])
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            try:
+                connection = self._listener.accept()
+            except AuthenticationError:
+                continue  # not one of ours
+            except (OSError, EOFError):
+                if self._closed:
+                    return
+                continue  # a worker died while connecting
+            channel = Channel(connection)
+            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            hello = channel.receive()
+        except EOFError:
+            return
+        if not isinstance(hello, Hello):
+            channel.close()
+            return
+        member = hello.member
+        with self._lock:
+            self._channels[member.worker] = channel
+            self._heard[member.worker] = time.monotonic()
+        channel.send(self._welcome(member))
+        while True:
+            try:
+                message = channel.receive()
+            except EOFError:
+                break
+            self._heard[member.worker] = time.monotonic()
+            self._on_message(member, message)
+        silent_s = self.silent_s(member.worker)
+        with self._lock:
+            self._channels.pop(member.worker, None)
+        self._on_end(member, silent_s)
+
+    def send(self, worker: WorkerId, message: Any) -> bool:
+        with self._lock:
+            channel = self._channels.get(worker)
+        return channel is not None and channel.send(message)
+
+    def silent_s(self, worker: WorkerId) -> float:
+        """Seconds since the worker's last message."""
+        return time.monotonic() - self._heard.get(worker, time.monotonic())
+
+    def connected(self) -> tuple[WorkerId, ...]:
+        with self._lock:
+            return tuple(self._channels)
+
+    def close(self) -> None:
+        self._closed = True
+        self._listener.close()
+        with self._lock:
+            channels = list(self._channels.values())
+        for channel in channels:
+            channel.close()

@@ -1,0 +1,448 @@
+"""The controller: inbox -> journal -> ``core.membership.step`` -> executor. It decides nothing.
+
+    event = inbox.get()
+    journal(event)                                # written before it is acted on
+    state, commands = step(state, event, policy)
+    for command in commands: execute(command)     # its outcome comes back as an event
+
+One thread. Slow work (publishing a checkpoint) runs on a pool and answers with an event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import queue
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from elastic_ft.config import Job
+from elastic_ft.core import events as ev
+from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
+from elastic_ft.core.membership import step as decide
+from elastic_ft.core.state import Policy, State
+from elastic_ft.core.watch import Mark, find_hung
+from elastic_ft.observe.accounts import Accounts
+from elastic_ft.observe.metrics import Metrics
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.runtime.control import ControlServer, FaultFired, Form, Heartbeat, Note, Welcome
+from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.host import Host
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.store import Store, open_store
+
+log = logging.getLogger(__name__)
+WATCH_EVERY_S = 0.25
+COMMIT_DEADLINE_S = 120.0
+
+
+def policy_of(job: Job) -> Policy:
+    elastic = job.elastic
+    return Policy(
+        min_workers=elastic.min_workers,
+        max_workers=elastic.max_workers,
+        strategy=job.parallel.strategy,
+        shard_size=job.parallel.shard_size,
+        copies=job.snapshot.copies,
+        start_timeout_s=elastic.start_timeout_s,
+        gather_s=elastic.gather_s,
+        join_batch_s=elastic.join_batch_s,
+        suspend_timeout_s=elastic.suspend_timeout_s,
+        pause_timeout_s=elastic.pause_timeout_s,
+        form_timeout_s=elastic.form_timeout_s,
+        boundary_timeout_s=elastic.hang_timeout_s + elastic.pause_timeout_s,
+        max_generations_without_progress=elastic.max_generations_without_progress,
+        max_user_failures=elastic.max_user_failures,
+    )
+
+
+class Controller:
+    """Runs one job on a host, from its newest good checkpoint to its end.
+
+    Args:
+        job: the job.
+        host: starts and kills workers.
+        run: the run folder; an earlier run in it is continued.
+        checkpoint_url: where checkpoints are.
+        address: this machine's, as workers reach it.
+        faults: to inject at named points.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        host: Host,
+        run: RunFolder,
+        checkpoint_url: str,
+        *,
+        address: str = "127.0.0.1",
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        self.job, self.host, self.run_folder = job, host, run
+        self.policy = policy_of(job)
+        self.state = State()
+        self.run_id = uuid.uuid4().hex[:12]
+        self.checkpoint_url = checkpoint_url
+        self._store: Store = open_store(checkpoint_url)
+        self._address = address
+        self._faults = tuple(faults)
+        self._fired: set[int] = set()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._timers: list[tuple[float, int, ev.TimerFired]] = []
+        self._timer_count = 0
+        self._marks: dict[ev.WorkerId, Mark] = {}
+        self._next_watch_s = 0.0
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
+        self._tcp_store: Any = None
+        self._server: ControlServer | None = None
+        self._accounts = Accounts(time.time())
+        self.metrics = Metrics(job.name)
+        self._last_metrics: dict[str, Any] = {}
+        self._finish: ev.FinishJob | None = None
+        self.on_step: Callable[[dict[str, Any]], None] | None = None
+
+    # ------------------------------------------------------------------- outside
+
+    def post(self, event: Any) -> None:
+        """Puts an event into the inbox; from any thread."""
+        self._inbox.put(event)
+
+    def stop(self, reason: str) -> None:
+        """Asks for a clean stop: the running step, a checkpoint, the end. Twice: at once."""
+        self.post(ev.StopRequested(time.time(), reason))
+
+    def run(self) -> dict[str, Any]:
+        """Runs the job to its end. Returns what is in result.json."""
+        found = self._open()
+        try:
+            self._handle(ev.JobStarted(time.time(), found))
+            while self._finish is None:
+                self._turn()
+            self._drain_releases()
+        finally:
+            self._close()
+        return self._result(self._finish)
+
+    # --------------------------------------------------------------------- set-up
+
+    def _open(self) -> tuple[ev.CheckpointRef, ...]:
+        self.run_folder.repair()
+        self.run_folder.write_job(self.job.model_dump(mode="json"))
+        found = checkpoints.committed(self._store)
+        self.run_folder.truncate(found[0].step if found else 0)
+        self._tcp_store = dist.TCPStore(
+            self._address, 0, is_master=True, wait_for_workers=False, use_libuv=True
+        )
+        self._server = ControlServer(
+            self._address, self._welcome, self._on_message, self._on_connection_end
+        )
+        self._server.start()
+        self.host.start(self.post, (self._address, self._server.port), self._server.key)
+        return found
+
+    def _welcome(self, member: ev.Member) -> Welcome:
+        return Welcome(
+            self.job,
+            self.run_id,
+            self.checkpoint_url,
+            (self._address, self._tcp_store.port),
+            self._faults,
+        )
+
+    def _close(self) -> None:
+        self.host.close()
+        if self._server is not None:
+            self._server.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._tcp_store = None
+
+    def _drain_releases(self) -> None:
+        """Gives released workers a moment to end by themselves before the host kills them."""
+        assert self._server is not None
+        deadline = time.monotonic() + 5.0
+        while self._server.connected() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=0.02)
+
+    # ------------------------------------------------------------------- the inbox
+
+    def _on_message(self, member: ev.Member, message: Any) -> None:
+        self._inbox.put(message)
+
+    def _on_connection_end(self, member: ev.Member, silent_s: float) -> None:
+        self._inbox.put(
+            ev.WorkerLost(time.time(), member.worker, "its connection ended", round(silent_s, 4))
+        )
+
+    def _turn(self) -> None:
+        """One message, or one timer, or one look at who hangs."""
+        now = time.monotonic()
+        due = self._timers[0][0] if self._timers else now + WATCH_EVERY_S
+        patience = max(0.0, min(due, max(self._next_watch_s, now)) - now)
+        try:
+            message = self._inbox.get(timeout=patience)
+        except queue.Empty:
+            self._fire_timers()
+            self._watch()
+            return
+        self._handle(message)
+        if time.monotonic() >= due:
+            self._fire_timers()
+
+    def _fire_timers(self) -> None:
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            _, _, fired = heapq.heappop(self._timers)
+            self._handle(replace(fired, at_s=time.time()))
+
+    def _handle(self, message: Any) -> None:
+        if isinstance(message, Heartbeat):
+            self._note_progress(message.worker, message.step, message.points)
+        elif isinstance(message, Note):
+            self._journal(message.event, message.generation, message.reason, message.fields)
+        elif isinstance(message, FaultFired):
+            self._fault_fired(message)
+        else:
+            self._step(message)
+
+    def _step(self, event: ev.Event) -> None:
+        if self._finish is not None:
+            return
+        self.run_folder.record_inbox({"type": type(event).__name__, **asdict(event)})
+        if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
+            self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
+        if isinstance(event, ev.StepApplied):
+            self._note_progress(event.worker, event.step, None)
+        before = self.state.phase
+        self.state, commands = decide(self.state, event, self.policy)
+        for command in commands:
+            self._execute(command)
+        self._after(before)
+
+    def _after(self, phase_before: str) -> None:
+        state = self.state
+        if state.phase != phase_before:
+            cause = state.episode.cause if state.episode else ""
+            self._accounts.enter(state.phase, cause, time.time())
+            if state.phase == "running" and state.assignment is not None:
+                self._marks = {}
+                self.host.formed(state.assignment)
+        self.metrics.show(state)
+
+    # ---------------------------------------------------------------- the executor
+
+    def _execute(self, command: ev.Command) -> None:
+        executors[type(command)](self, command)
+
+    def _want_workers(self, command: ev.WantWorkers) -> None:
+        self.host.want_workers(command.total)
+
+    def _kill_worker(self, command: ev.KillWorker) -> None:
+        self.host.kill_worker(command.worker)
+
+    def _release_worker(self, command: ev.ReleaseWorker) -> None:
+        self._send(command.worker, command)
+
+    def _to_workers(self, command: ev.PauseWorkers | ev.StopAtBoundary) -> None:
+        if isinstance(command, ev.PauseWorkers):
+            self._journal("pausing", command.generation, command.reason, {"abort": command.abort})
+        for worker in command.workers:
+            self._send(worker, command)
+
+    def _form(self, command: ev.FormGeneration) -> None:
+        assignment = command.assignment
+        extras = self.host.prepare(assignment)
+        for member in (*assignment.members, *assignment.donors):
+            extra = extras.get(member.worker)
+            self._send(member.worker, Form(assignment, extra, frozenset(self._fired)))
+
+    def _send(self, worker: ev.WorkerId, message: Any) -> None:
+        """A worker that can't be reached is lost; the connection's end says so."""
+        assert self._server is not None
+        self._server.send(worker, message)
+
+    def _record_step(self, command: ev.RecordStep) -> None:
+        metrics = dict(command.metrics)
+        sample_ids = metrics.pop("sample_ids", None)
+        line = {
+            "step": command.step,
+            "generation": command.generation,
+            "world_size": command.world_size,
+            "layout": command.layout,
+            **metrics,
+            "samples": command.step * self.job.batch.global_batch_size,
+            "committed_at_s": round(time.time(), 6),
+        }
+        self.run_folder.record_step(line, sample_ids)
+        self._last_metrics = line
+        self.metrics.step(line)
+        if self.on_step is not None:
+            self.on_step(line)
+
+    def _roll_back(self, command: ev.RollBack) -> None:
+        self.run_folder.truncate(command.step)
+
+    def _start_timer(self, command: ev.StartTimer) -> None:
+        self._timer_count += 1
+        due = time.monotonic() + command.after_s
+        fired = ev.TimerFired(0.0, command.timer, command.generation)
+        heapq.heappush(self._timers, (due, self._timer_count, fired))
+
+    def _journal_line(self, command: ev.Journal) -> None:
+        self._journal(command.event, command.generation, command.reason, command.fields)
+
+    def _journal(self, event: str, generation: int, reason: str, fields: dict[str, Any]) -> None:
+        line = self.run_folder.journal(time.time(), event, generation, reason, fields)
+        self.metrics.event(event, line)
+        log.info("g%d %s: %s", generation, event, reason)
+
+    def _commit_checkpoint(self, command: ev.CommitCheckpoint) -> None:
+        self._pool.submit(self._publish, command)
+
+    def _publish(self, command: ev.CommitCheckpoint) -> None:
+        """On the pool: verifies the shards and publishes the manifest; answers with an event."""
+        began = time.monotonic()
+        try:
+            ref, nbytes, warnings = self._publish_manifest(command)
+        except Exception as error:  # whatever the store or the check says: the job goes on
+            reason = f"{type(error).__name__}: {error}"
+            self.post(ev.CheckpointFailed(time.time(), command.step, reason))
+            return
+        for warning in warnings:
+            self.post(Note("controller", command.generation, "checkpoint_warning", warning))
+        seconds = round(time.monotonic() - began, 4)
+        self.post(ev.CheckpointCommitted(time.time(), command.step, ref.url, nbytes, seconds))
+
+    def _publish_manifest(
+        self, command: ev.CommitCheckpoint
+    ) -> tuple[ev.CheckpointRef, int, tuple[str, ...]]:
+        entries = tuple(ShardEntry.from_dict(item) for item in command.shards)
+        manifest = Manifest(
+            job=self.job.name,
+            run=self.run_id,
+            step=command.step,
+            generation=command.generation,
+            nonce=uuid.uuid4().hex,
+            layout=str(self.state.assignment.layout) if self.state.assignment else "",
+            created_at_s=time.time(),
+            tensors={n: TensorSpec(dtype, tuple(s)) for n, (dtype, s) in command.tensors.items()},
+            entries=entries,
+            extra={"seed": self.job.seed},
+        )
+        outcome = checkpoints.commit(self._store, manifest, self.job.checkpoint.keep_last)
+        return outcome.ref, sum(entry.nbytes for entry in entries), tuple(outcome.warnings)
+
+    def _abandon_checkpoint(self, command: ev.AbandonCheckpoint) -> None:
+        prefix = checkpoints.attempt_prefix(self.run_id, command.generation, command.step)
+        self._pool.submit(self._delete_attempt, prefix, command)
+
+    def _delete_attempt(self, prefix: str, command: ev.AbandonCheckpoint) -> None:
+        try:
+            checkpoints.abandon(self._store, prefix)
+        except Exception as error:  # left for the sweep at the next start
+            reason = f"{prefix}: {type(error).__name__}: {error}"
+            self.post(Note("controller", command.generation, "checkpoint_warning", reason))
+
+    def _finish_job(self, command: ev.FinishJob) -> None:
+        self._finish = command
+
+    # ------------------------------------------------------------------- the watch
+
+    def _note_progress(self, worker: ev.WorkerId, step: int, points: int | None) -> None:
+        now = time.monotonic()
+        old = self._marks.get(worker)
+        if old is None:
+            self._marks[worker] = Mark(step, points or 0, now, now)
+            return
+        points = old.points if points is None else points
+        moved = (step, points) != (old.step, old.points)
+        self._marks[worker] = Mark(step, points, now if moved else old.moved_at_s, now)
+
+    def _watch(self) -> None:
+        if time.monotonic() < self._next_watch_s:
+            return
+        self._next_watch_s = time.monotonic() + WATCH_EVERY_S
+        state, elastic = self.state, self.job.elastic
+        if state.phase != "running":
+            return
+        now = time.monotonic()
+        for worker in state.ranks:
+            self._marks.setdefault(worker, Mark(0, 0, now, now))
+        marks = {w: m for w, m in self._marks.items() if w in state.ranks and w in state.ready}
+        hung = find_hung(marks, now, elastic.hang_timeout_s, elastic.heartbeat_timeout_s)
+        for worker, reason in hung.items():
+            silent_s = round(now - marks[worker].heard_at_s, 4)
+            self._step(ev.WorkerHung(time.time(), worker, reason, silent_s))
+
+    def _fault_fired(self, message: FaultFired) -> None:
+        self._fired.add(message.index)
+        fault = self._faults[message.index]
+        self._journal(
+            "fault_fired",
+            self.state.generation,
+            f"{fault.action} at {fault.point}",
+            {
+                "worker": message.worker,
+                "index": message.index,
+                "at_step": message.step,
+                "fired_at_s": message.at_s,
+                **{k: v for k, v in asdict(fault).items() if v is not None},
+            },
+        )
+
+    # --------------------------------------------------------------------- the end
+
+    def _result(self, finish: ev.FinishJob) -> dict[str, Any]:
+        accounts = self._accounts.close(time.time())
+        result = {
+            "status": finish.status,
+            "reason": finish.reason,
+            "steps": self.state.committed,
+            "samples": self.state.committed * self.job.batch.global_batch_size,
+            "final_loss": self._last_metrics.get("loss"),
+            "state_digest": finish.state_digest,
+            "goodput": accounts.goodput,
+            "badput": accounts.badput,
+            "wall_s": accounts.wall_s,
+            "generations": self.state.generation,
+            "recoveries": [asdict(recovery) for recovery in self.state.recoveries],
+            "checkpoints": [asdict(ref) for ref in self.state.checkpoints],
+            "faults_fired": sorted(self._fired),
+        }
+        self.run_folder.write_result(result)
+        self.run_folder.close()
+        return result
+
+
+executors: dict[type, Callable[[Controller, Any], None]] = {
+    ev.WantWorkers: Controller._want_workers,
+    ev.KillWorker: Controller._kill_worker,
+    ev.ReleaseWorker: Controller._release_worker,
+    ev.PauseWorkers: Controller._to_workers,
+    ev.StopAtBoundary: Controller._to_workers,
+    ev.FormGeneration: Controller._form,
+    ev.RecordStep: Controller._record_step,
+    ev.RollBack: Controller._roll_back,
+    ev.CommitCheckpoint: Controller._commit_checkpoint,
+    ev.AbandonCheckpoint: Controller._abandon_checkpoint,
+    ev.StartTimer: Controller._start_timer,
+    ev.Journal: Controller._journal_line,
+    ev.FinishJob: Controller._finish_job,
+}
+
+
+def own_address() -> str:
+    """This machine's address on its default route, or loopback if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: nothing is sent
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"

@@ -1,0 +1,106 @@
+"""The engine seam: how a model is laid out over ranks, and how one global batch is run.
+
+The loop, the snapshots, the transfer and the controller see an engine only through this protocol.
+Nothing outside an engine may assume how state is cut: it is a set of named tensors, and of each
+this rank holds one box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic_ft.core.sharding import Box
+from elastic_ft.runtime.groups import Groups
+
+Reach = Callable[[str], None]  # announces a named point of a step (faults, hang watch)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """This rank's part of one tensor of the training state.
+
+    Attributes:
+        shape: of the whole (unsharded) tensor.
+        box: which part of it ``local`` is; empty boxes are allowed.
+        local: plain tensor of ``box.sizes``; aliases the memory that training uses.
+        volatile: a forward changes it (a buffer), not only the optimizer.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    local: torch.Tensor
+    volatile: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """torch's name without the prefix, e.g. "float32"."""
+        return str(self.local.dtype).removeprefix("torch.")
+
+
+State = Mapping[str, StateTensor]  # "model.<fqn>", "optim.<fqn>.<key>", "engine.<name>"
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples that go through the model together. ``weight`` 0: padding, no effect on anything."""
+
+    number: int  # within the global batch; seeds per-sample randomness (I3)
+    data: Any
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What applying the gradients did."""
+
+    grad_norm: float  # global, before clipping
+    skipped: bool = False  # fp16: gradients overflowed, the loss scale was lowered
+
+
+class Engine(Protocol):
+    """Attributes:
+        intact: the live state is that of one step: False while an optimizer step is under way.
+    """
+
+    intact: bool
+
+    def prepare(self) -> None:
+        """Whatever can be done before there is a group: imports, the model on meta."""
+
+    def attach(self, groups: Groups) -> bool:
+        """Lays the model out over ``groups``.
+
+        Returns True when the state of before is still in place, False when it must be filled in
+        (``state()`` then lists uninitialised tensors).
+        """
+
+    def detach(self) -> State:
+        """Drops all that is bound to the groups. Returns this rank's state as plain tensors that
+        stay valid and unchanged until the next ``attach`` has been followed by a step."""
+
+    def state(self) -> State:
+        """This rank's part of the training state, aliasing the live memory."""
+
+    def initialise(self) -> None:
+        """Fills the state of step 0 from the seed, equal in every layout."""
+
+    def restored(self) -> None:
+        """The state was filled from outside: refresh what is derived from it."""
+
+    def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
+        """How many micro-batches each rank must run, given how many each was dealt."""
+
+    def run_batch(
+        self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
+    ) -> tuple[float, int]:
+        """Runs forward and backward, gradients reduced. Returns this rank's (loss sum, tokens)."""
+
+    def apply(self, step: int, tokens: int, reach: Reach) -> Update:
+        """Clips and applies the optimizer; ``tokens`` is the whole batch's count."""
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """Returns this rank's (loss sum, tokens) without gradients."""

@@ -1,0 +1,427 @@
+"""DDP, HSDP and FSDP2 over a DeviceMesh, in plain PyTorch.
+
+DDP keeps module and optimizer across generations and only re-wraps them. FSDP2 can't be re-sharded
+in place: the module is rebuilt on meta, sharded over the new mesh, and filled in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ft.config import Job, OptimizerConfig
+from elastic_ft.core.schedule import learning_rate
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import ConfigError, ElasticError
+from elastic_ft.models.build import block_modules, computed_buffers, initial_state
+from elastic_ft.models.loss import loss_sum
+from elastic_ft.runtime import compat
+from elastic_ft.runtime.engines.base import MicroBatch, Reach, State, StateTensor, Update
+from elastic_ft.runtime.groups import Groups
+
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class NonFiniteGradient(ElasticError):
+    """The global gradient norm is not a number, and no loss scale explains it."""
+
+
+class NativeEngine:
+    def __init__(
+        self,
+        job: Job,
+        model_factory: Callable[[], nn.Module],
+        device: torch.device,
+        tokens_per_sample: int,
+    ) -> None:
+        self.job, self.device = job, device
+        self._factory = model_factory
+        self._nominal_tokens = tokens_per_sample * job.batch.global_batch_size
+        self._compute_dtype = DTYPES[job.precision.dtype]
+        self._module: nn.Module | None = None  # the bare model
+        self._runner: nn.Module | None = None  # what forward goes through
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._scale = torch.tensor(job.precision.initial_loss_scale, dtype=torch.float32)
+        self._good_steps = torch.tensor(0, dtype=torch.int64)
+        self._replicated = False
+        self._state: dict[str, StateTensor] | None = None
+        self._groups: Groups | None = None
+        self._computed: dict[str, torch.Tensor] = {}
+        self.intact = True
+
+    # ------------------------------------------------------------------ layout
+
+    def prepare(self) -> None:
+        compat.forget_meshes()  # imports what the first teardown needs
+        with torch.device("meta"):
+            self._factory()
+        self._computed = computed_buffers(self._factory)
+        _warm_optimizer(self.job.optimizer)
+
+    def attach(self, groups: Groups) -> bool:
+        layout = groups.assignment.layout
+        self._groups = groups
+        replicated = layout.dp_shard == 1
+        kept = replicated and self._replicated and self._module is not None
+        if replicated:
+            if not kept:
+                self._build(None)
+            self._wrap_replicated()
+        else:
+            assert groups.mesh is not None
+            self._build(groups)
+        self._replicated = replicated
+        self._state = None
+        return kept
+
+    def detach(self) -> State:
+        state = self.state() if self._module is not None else {}
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        runner, self._runner, self._groups = self._runner, None, None
+        if isinstance(runner, DistributedDataParallel):
+            # The reducer's hooks sit on the parameters we keep: it must go now, not at some gc.
+            runner.reducer = None
+            runner.logger = None
+        if not self._replicated:
+            self._module, self._optimizer, self._parameters = None, None, {}
+            self._buffers = {}
+        self._state = None
+        return state
+
+    def _build(self, groups: Groups | None) -> None:
+        """A fresh module and optimizer, sharded over ``groups`` if given, uninitialised."""
+        with torch.device("meta"):
+            module = self._factory()
+        blocks = block_modules(module)
+        if self.job.parallel.activation_checkpointing:
+            blocks = _checkpoint_activations(module, blocks)
+        if groups is not None:
+            self._shard(module, blocks, groups)
+        module.to_empty(device=self.device)
+        named = {_plain(n): b for n, b in module.named_buffers()}
+        for name, value in self._computed.items():
+            named[name].copy_(value)
+        self._module = module
+        self._parameters = {_plain(n): p for n, p in module.named_parameters()}
+        persistent = {_plain(n) for n in module.state_dict()}
+        self._buffers = {
+            _plain(n): b for n, b in module.named_buffers() if _plain(n) in persistent
+        }
+        self._optimizer = make_optimizer(self.job.optimizer, self._parameters)
+        _materialise(self._optimizer)
+        self._runner = module
+
+    def _shard(self, module: nn.Module, blocks: Sequence[nn.Module], groups: Groups) -> None:
+        layout, mesh = groups.assignment.layout, groups.mesh
+        assert mesh is not None
+        names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+        policy = MixedPrecisionPolicy()
+        if self._compute_dtype is not torch.float32:
+            policy = MixedPrecisionPolicy(
+                param_dtype=self._compute_dtype, reduce_dtype=torch.float32
+            )
+        for block in [*blocks, module]:
+            fully_shard(block, mesh=mesh[names], mp_policy=policy)
+
+    def _wrap_replicated(self) -> None:
+        assert self._module is not None
+        self._runner = DistributedDataParallel(
+            self._module,
+            init_sync=False,  # the state comes through the transfer
+            broadcast_buffers=bool(self._buffers),
+            gradient_as_bucket_view=True,
+        )
+
+    # ------------------------------------------------------------------- state
+
+    def state(self) -> State:
+        if self._state is None:
+            self._state = dict(self._list_state())
+        return self._state
+
+    def _list_state(self) -> Iterator[tuple[str, StateTensor]]:
+        assert self._optimizer is not None
+        for name, parameter in self._parameters.items():
+            yield f"model.{name}", _state_tensor(parameter.detach())
+            for key, value in sorted(self._optimizer.state[parameter].items()):
+                if isinstance(value, torch.Tensor):
+                    yield f"optim.{name}.{key}", _state_tensor(value)
+        for name, buffer in self._buffers.items():
+            yield f"model.{name}", replace(_state_tensor(buffer), volatile=True)
+        if self.job.precision.dtype == "fp16":
+            yield "engine.loss_scale", _state_tensor(self._scale)
+            yield "engine.loss_scale_good_steps", _state_tensor(self._good_steps)
+
+    def initialise(self) -> None:
+        state = self.state()
+        with torch.no_grad():
+            for name, whole in initial_state(self._factory, self.job.seed):
+                target = state[f"model.{name}"]
+                box = target.box
+                slices = tuple(
+                    slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)
+                )
+                target.local.copy_(whole[slices])
+            for name, tensor in state.items():
+                if name.startswith("optim."):
+                    tensor.local.zero_()
+        self._scale.fill_(self.job.precision.initial_loss_scale)
+        self._good_steps.zero_()
+
+    def restored(self) -> None:
+        self._state = None
+
+    # ---------------------------------------------------------------- training
+
+    def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
+        """FSDP2 gathers parameters in every forward: all ranks run as many, padded if need be."""
+        return 0 if self._replicated else max(dealt)
+
+    def run_batch(
+        self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
+    ) -> tuple[float, int]:
+        assert self._groups is not None and self._runner is not None
+        # Gradients are averaged over ranks: the factor makes their sum the mean over tokens.
+        ranks = self._groups.assignment.layout.data_parallel_size
+        factor = ranks / self._nominal_tokens
+        if self.job.precision.dtype == "fp16":
+            factor *= float(self._scale)
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        self._reach_in_backward(reach)
+        for index, micro_batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            seed_for(self.job.seed, step, micro_batch.number)
+            if index == 0:
+                reach("forward")
+            with self._accumulating(last), self._autocast():
+                loss, count = loss_sum(self._runner, _to_device(micro_batch.data, self.device))
+                if index == 0:
+                    reach("backward")
+                (loss * (factor * micro_batch.weight)).backward()
+            if micro_batch.weight:
+                total += loss.detach().double()
+                tokens += int(count)
+        if not self._replicated:
+            self._state = None  # FSDP2's first forward may move its parameters
+        return float(total), tokens
+
+    def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        if isinstance(self._runner, DistributedDataParallel) and not last:
+            return self._runner.no_sync()
+        return contextlib.nullcontext()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._replicated and self._compute_dtype is not torch.float32:
+            return torch.autocast(self.device.type, dtype=self._compute_dtype)
+        return contextlib.nullcontext()
+
+    def _reach_in_backward(self, reach: Reach) -> None:
+        """Announces "reduce" once per step: when the first gradient is complete."""
+        first = next(iter(reversed(self._parameters.values())))
+        handle: list[Any] = []
+
+        def arrived(_: Any) -> None:
+            if handle:
+                handle.pop().remove()
+                reach("reduce")
+
+        handle.append(first.register_hook(arrived))
+
+    def apply(self, step: int, tokens: int, reach: Reach) -> Update:
+        assert self._optimizer is not None
+        reach("before_optimizer")
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
+        ratio = self._nominal_tokens / max(tokens, 1) / scale
+        norm = self._global_norm(gradients) * ratio
+        update = Update(norm)
+        if math.isfinite(norm):
+            self._scale_gradients(gradients, norm, ratio)
+            rate = learning_rate(self.job.optimizer, self.job.steps, step)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self.intact = False
+            with _inside(reach):
+                self._optimizer.step()
+            self.intact = True
+            self._grow_scale()
+        elif self.job.precision.dtype == "fp16":
+            self._scale.mul_(0.5)
+            self._good_steps.zero_()
+            update = Update(norm, skipped=True)
+        else:
+            raise NonFiniteGradient(f"step {step}: the global gradient norm is {norm}")
+        self._optimizer.zero_grad(set_to_none=True)
+        reach("after_optimizer")
+        return update
+
+    def _global_norm(self, gradients: list[torch.Tensor]) -> float:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _scale_gradients(self, gradients: list[torch.Tensor], norm: float, ratio: float) -> None:
+        clip = self.job.optimizer.grad_clip
+        factor = ratio * (min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0)
+        if factor != 1.0:
+            torch._foreach_mul_([_local(g) for g in gradients], factor)
+
+    def _grow_scale(self) -> None:
+        if self.job.precision.dtype != "fp16":
+            return
+        self._good_steps += 1
+        if int(self._good_steps) >= self.job.precision.loss_scale_growth_steps:
+            self._scale.mul_(2.0)
+            self._good_steps.zero_()
+
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        assert self._module is not None and self._runner is not None
+        runner = self._module if self._replicated else self._runner
+        total, tokens = 0.0, 0
+        self._module.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                for micro_batch in micro_batches:
+                    loss, count = loss_sum(runner, _to_device(micro_batch.data, self.device))
+                    if micro_batch.weight:
+                        total += float(loss)
+                        tokens += int(count)
+        finally:
+            self._module.train()
+        return total, tokens
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+def make_optimizer(
+    config: OptimizerConfig, parameters: dict[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Returns the optimizer; vectors (norms, biases) are not decayed."""
+    matrices = [p for p in parameters.values() if p.requires_grad and p.dim() >= 2]
+    vectors = [p for p in parameters.values() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}]
+    groups.append({"params": vectors, "weight_decay": 0.0})
+    groups = [g for g in groups if g["params"]]
+    adam = {"lr": config.lr, "betas": config.betas, "eps": config.eps, **config.kwargs}
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **adam)
+    if config.name == "adam":
+        return torch.optim.Adam(groups, **adam)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, **config.kwargs)
+    return _optimizer_class(config.name)(groups, lr=config.lr, **config.kwargs)
+
+
+def _optimizer_class(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer.name: {path!r} is neither adamw, adam, sgd nor importable: {error}"
+        ) from None
+
+
+def _materialise(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the optimizer create its state now, so that it can be listed and filled in.
+
+    A step with zero gradients and a rate of zero leaves the parameters as they are; the state
+    tensors it creates are overwritten by ``initialise`` or by the transfer.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _warm_optimizer(config: OptimizerConfig) -> None:
+    """The first step of an optimizer imports a lot (torch._dynamo): before anyone waits."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    _materialise(make_optimizer(config, {"weight": weight}))
+
+
+def _checkpoint_activations(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Recomputes each block's activations in backward. Returns the wrapped blocks."""
+    wanted, wrapped = {id(block) for block in blocks}, []
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in wanted:
+                wrapper = checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+                parent.register_module(name, wrapper)
+                wrapped.append(wrapper)
+    return wrapped
+
+
+def _plain(name: str) -> str:
+    return name.replace(CHECKPOINT_PREFIX, "")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _state_tensor(tensor: torch.Tensor) -> StateTensor:
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return StateTensor(shape, Box.whole(shape), tensor.detach())
+    sizes, offsets = compat.local_shape_and_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return StateTensor(shape, Box(offsets, sizes), tensor.to_local().detach())
+
+
+def seed_for(seed: int, step: int, micro_batch: int) -> None:
+    """Seeds dropout and the like by what is computed, not by who computes it (I3)."""
+    torch.manual_seed((seed * 1_000_003 + step) * 100_003 + micro_batch)
+
+
+def _to_device(data: Any, device: torch.device) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=True)
+    if isinstance(data, dict):
+        return {key: _to_device(value, device) for key, value in data.items()}
+    if isinstance(data, (tuple, list)):
+        return type(data)(_to_device(value, device) for value in data)
+    return data
+
+
+@contextlib.contextmanager
+def _inside(reach: Reach) -> Iterator[None]:
+    """Announces "inside_optimizer" between two operations of the optimizer, if anyone listens."""
+    interrupt = getattr(reach, "interrupt_operations", None)
+    if interrupt is None:
+        yield
+        return
+    with interrupt("inside_optimizer"):
+        yield
+
+
+def all_reduce_sums(values: Iterable[float], device: torch.device) -> list[float]:
+    """Sums each value over the world, in float64 on the CPU group."""
+    packed = torch.tensor(list(values), dtype=torch.float64)
+    dist.all_reduce(packed)
+    return packed.tolist()

@@ -1,0 +1,126 @@
+"""Named points of a step, and faults injected there by real signals. Off unless a job asks.
+
+A point is where something can die: data, forward, backward, reduce, before_optimizer,
+inside_optimizer, after_optimizer, snapshot_copy, buddy_send, forming, resharding,
+checkpoint_shard, before_manifest. Reaching one is also how a worker shows progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+POINTS = (
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "before_optimizer",
+    "inside_optimizer",
+    "after_optimizer",
+    "snapshot_copy",
+    "buddy_send",
+    "forming",
+    "resharding",
+    "checkpoint_shard",
+    "before_manifest",
+)
+OPERATIONS_BEFORE_INTERRUPT = 3  # of the optimizer: enough to leave it half done
+
+
+class InjectedFault(RuntimeError):
+    """Raised in a worker by a fault whose action is "raise"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault: who, where, what. It fires once in a run.
+
+    ``rank`` or ``worker`` selects the victim; ``step`` and ``generation`` narrow the moment.
+    """
+
+    point: str
+    action: Literal["kill", "stop", "raise", "hang"] = "kill"
+    rank: int | None = None
+    worker: str | None = None
+    step: int | None = None
+    generation: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.point not in POINTS:
+            raise ValueError(f"unknown point {self.point!r}, expected one of {', '.join(POINTS)}")
+
+
+class Points:
+    """Announces points: keeps the progress mark, and fires what is armed."""
+
+    def __init__(self, worker: str, faults: tuple[Fault, ...], fired: Callable[[int], None]):
+        self.worker, self.rank, self.step, self.generation = worker, -1, 0, 0
+        self.count, self.last = 0, "starting"
+        self._faults, self._fired, self._spent = faults, fired, set[int]()
+
+    def __call__(self, point: str) -> None:
+        self.count += 1
+        self.last = point
+        if self._faults:
+            for index in self._armed(point):
+                self._fire(index)
+
+    def spend(self, indexes: frozenset[int]) -> None:
+        """Faults that fired elsewhere in this run."""
+        self._spent |= indexes
+
+    def _armed(self, point: str) -> list[int]:
+        return [
+            index
+            for index, fault in enumerate(self._faults)
+            if index not in self._spent
+            and fault.point == point
+            and fault.rank in (None, self.rank)
+            and fault.worker in (None, self.worker)
+            and fault.step in (None, self.step)
+            and fault.generation in (None, self.generation)
+        ]
+
+    def _fire(self, index: int) -> None:
+        fault = self._faults[index]
+        self._spent.add(index)
+        self._fired(index)  # told before it happens: a dead worker tells nothing
+        if fault.action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault.action == "hang":
+            while True:
+                time.sleep(3600)
+        raise InjectedFault(f"injected at {fault.point} of step {self.step}")
+
+    @property
+    def interrupt_operations(self) -> Callable[[str], contextlib.AbstractContextManager[None]] | None:
+        """Fires ``point`` between tensor operations; None while nothing is armed for that."""
+        return self._interrupting if self._faults and self._armed("inside_optimizer") else None
+
+    @contextlib.contextmanager
+    def _interrupting(self, point: str) -> Iterator[None]:
+        with _AfterOperations(OPERATIONS_BEFORE_INTERRUPT, lambda: self(point)):
+            yield
+
+
+class _AfterOperations(TorchDispatchMode):
+    def __init__(self, operations: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._left, self._then = operations, then
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._left -= 1
+        if self._left == 0:
+            self._then()
+        return result

@@ -1,0 +1,247 @@
+"""Forming, fencing and tearing down the process groups of one generation (I1).
+
+Against a stopped or vanished peer Gloo's own ``abort`` and ``destroy`` do nothing: a survivor that
+is not a ring neighbour of the dead would wait out its timeout. So ``abort`` shuts down Gloo's
+connected sockets, which ends every running and later operation in milliseconds. They are told
+apart from others (Ray's gRPC) by the ports of Gloo's listeners, which peers exchange while
+forming. NCCL is aborted through its communicators.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from elastic_ft.core.events import Assignment, WorkerId
+from elastic_ft.core.layout import Layout
+from elastic_ft.errors import GroupBroken
+from elastic_ft.runtime import compat
+
+FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
+
+
+@dataclass(frozen=True)
+class _Socket:
+    fd: int
+    inode: int
+    local_port: int
+    peer_port: int | None  # None: listening
+
+
+def _inet_sockets() -> Iterator[_Socket]:
+    """This process's TCP sockets."""
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            copy = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue  # closed meanwhile
+        with copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            try:
+                listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                peer = None if listening else copy.getpeername()[1]
+                yield _Socket(fd, os.fstat(copy.fileno()).st_ino, copy.getsockname()[1], peer)
+            except OSError:
+                continue  # not connected
+
+
+def _shut_down(found: _Socket) -> None:
+    try:
+        copy = socket.socket(fileno=os.dup(found.fd))
+    except OSError:
+        return  # closed meanwhile
+    with copy:
+        if os.fstat(copy.fileno()).st_ino == found.inode:
+            try:
+                copy.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # not connected any more
+
+
+class Groups:
+    """The groups of one generation, as seen by one worker.
+
+    Attributes:
+        rank: rank in the world, or None for a donor.
+        world_size: members of the world.
+        mesh: over the non-trivial dimensions of the layout; None where all of them are one.
+        host: a Gloo group over members and donors (in that order), for host memory.
+        participant: this worker's rank in ``host``.
+    """
+
+    def __init__(
+        self, assignment: Assignment, worker: WorkerId, store_address: tuple[str, int]
+    ) -> None:
+        self.assignment = assignment
+        self.rank = assignment.rank_of(worker)
+        self.world_size = len(assignment.members)
+        everyone = [m.worker for m in (*assignment.members, *assignment.donors)]
+        self.participant, self.participants = everyone.index(worker), len(everyone)
+        self.mesh: DeviceMesh | None = None
+        self.host: Any = None
+        self.store: dist.Store | None = None
+        self._store_address = store_address
+        self._store_sockets: list[_Socket] = []
+        self._gloo_ports: set[int] = set()
+        self._lock = threading.Lock()
+        self._aborted = ""
+        self._uses_cuda = False
+        self._operation_timeout_s = FORM_TIMEOUT_S
+
+    # ------------------------------------------------------------------ forming
+
+    def form(self, device: torch.device, operation_timeout_s: float) -> None:
+        """Connects to every participant. Raises GroupBroken when that fails or is aborted."""
+        self._uses_cuda = device.type == "cuda"
+        try:
+            self._connect_store()
+            before = {s.inode for s in _inet_sockets() if s.peer_port is None}
+            self._make_groups(device)
+            fresh = [s for s in _inet_sockets() if s.peer_port is None and s.inode not in before]
+            self._exchange_ports([s.local_port for s in fresh])
+            self.barrier("formed")
+            self._check()
+        except GroupBroken:
+            raise
+        except Exception as error:  # torch raises many types; all mean: this generation is broken
+            raise GroupBroken(f"forming generation {self.generation}: {_one_line(error)}") from error
+        self._operation_timeout_s = operation_timeout_s
+        if self.rank is not None:
+            compat.set_group_timeout(dist.group.WORLD, operation_timeout_s)
+
+    def deadline(self) -> float:
+        """On the monotonic clock: when an operation begun now must have ended (I7)."""
+        return time.monotonic() + self._operation_timeout_s
+
+    @property
+    def generation(self) -> int:
+        return self.assignment.generation
+
+    def _connect_store(self) -> None:
+        known = {s.inode for s in _inet_sockets()}
+        host, port = self._store_address
+        timeout = datetime.timedelta(seconds=FORM_TIMEOUT_S)
+        client = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        mine = [s for s in _inet_sockets() if s.inode not in known and s.peer_port == port]
+        with self._lock:
+            self._store_sockets = mine
+        self.store = dist.PrefixStore(f"g{self.generation}", client)
+        self._check()
+
+    def _make_groups(self, device: torch.device) -> None:
+        timeout = datetime.timedelta(seconds=FORM_TIMEOUT_S)
+        assert self.store is not None
+        self.host = dist.ProcessGroupGloo(
+            dist.PrefixStore("host", self.store), self.participant, self.participants, timeout
+        )
+        if self.rank is None:
+            return
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore("world", self.store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+        self.mesh = _make_mesh(self.assignment.layout, device)
+
+    def _exchange_ports(self, own: list[int]) -> None:
+        assert self.store is not None
+        self.store.set(f"ports{self.participant}", ",".join(map(str, own)))
+        ports: set[int] = set()
+        for peer in range(self.participants):
+            ports.update(int(p) for p in self.store.get(f"ports{peer}").decode().split(",") if p)
+        with self._lock:
+            self._gloo_ports = ports
+
+    def barrier(self, name: str) -> None:
+        """Waits until every participant is here. Over the store: it works before any group does."""
+        assert self.store is not None
+        if self.store.add(f"{name}/count", 1) == self.participants:
+            self.store.set(f"{name}/all", b"1")
+        try:
+            self.store.wait([f"{name}/all"], datetime.timedelta(seconds=FORM_TIMEOUT_S))
+        except Exception as error:
+            raise GroupBroken(f"barrier {name}: {_one_line(error)}") from error
+
+    def exchange(self, name: str, value: bytes) -> list[bytes]:
+        """Returns every participant's value, in participant order."""
+        assert self.store is not None
+        try:
+            self.store.set(f"{name}/{self.participant}", value)
+            return [self.store.get(f"{name}/{peer}") for peer in range(self.participants)]
+        except Exception as error:
+            raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
+
+    # ------------------------------------------------------------------ fencing
+
+    def abort(self, reason: str) -> None:
+        """Ends every running and later operation of these groups, from any thread. Idempotent."""
+        with self._lock:
+            self._aborted = self._aborted or reason
+            ports, stores = self._gloo_ports, {s.inode for s in self._store_sockets}
+        for found in list(_inet_sockets()):
+            if found.peer_port is None:
+                continue  # a listener: shutting it down would abort the process
+            is_gloo = found.local_port in ports or found.peer_port in ports
+            if is_gloo or found.inode in stores:
+                _shut_down(found)
+        if self._uses_cuda and dist.is_initialized():
+            compat.abort_nccl(dist.group.WORLD)
+
+    def _check(self) -> None:
+        if self._aborted:
+            raise GroupBroken(self._aborted)
+
+    @property
+    def aborted(self) -> str:
+        """Why these groups were aborted, or an empty string."""
+        return self._aborted
+
+    def teardown(self) -> None:
+        """Frees the groups; nothing may use them any more. Called at the safe point only."""
+        self.abort(self._aborted or "teardown")
+        self.mesh = None
+        self.host = None
+        self.store = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        compat.forget_meshes()
+
+
+def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
+    sizes = {
+        "pp": layout.pp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "tp": layout.tp,
+    }
+    used = {name: size for name, size in sizes.items() if size > 1} or {"dp_shard": 1}
+    return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def wait(work: Any, deadline_s: float) -> None:
+    """Waits for a collective or a transfer. Raises GroupBroken when it fails or is late."""
+    try:
+        work.wait(datetime.timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
+    except Exception as error:
+        raise GroupBroken(_one_line(error)) from error

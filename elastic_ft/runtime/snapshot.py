@@ -1,0 +1,300 @@
+"""Snapshots in host memory: this rank's shard and copies kept for peers.
+
+A snapshot of step s is copied, and sent to its buddy, while the forward and backward of step s+1
+run; both must be complete before the optimizer of s+1. As every rank waits for that before the
+all-reduce that precedes the optimizer, passing it means: step s is held everywhere, and anything
+older may go. So two buffers per shard suffice, and a third while one is being uploaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+
+import torch
+import xxhash
+
+from elastic_ft.core.events import Holding, Tier
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import GroupBroken, StateDamaged
+from elastic_ft.runtime.engines.base import Reach, State, StateTensor
+from elastic_ft.runtime.groups import Groups, wait
+
+ALIGNMENT = 64  # bytes
+DIGEST_BYTES = 16  # xxh3_128, at the end of a shard's buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor's part lies in a shard's buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    offset: int
+    nbytes: int
+
+
+Schema = tuple[Slot, ...]
+
+
+def make_schema(state: State) -> Schema:
+    slots, offset = [], 0
+    for name in sorted(state):
+        tensor = state[name]
+        nbytes = tensor.local.numel() * tensor.local.element_size()
+        slots.append(Slot(name, tensor.dtype, tensor.shape, tensor.box, offset, nbytes))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(slots)
+
+
+def schema_bytes(schema: Schema) -> int:
+    """Size of a shard's buffer without the digest."""
+    if not schema:
+        return 0
+    return schema[-1].offset + -(-schema[-1].nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(eq=False, slots=True)
+class HostShard:
+    """One shard of the state after one step, in host memory."""
+
+    step: int
+    space: str
+    shard: str
+    tier: Tier
+    schema: Schema
+    buffer: torch.Tensor  # uint8 [schema_bytes + DIGEST_BYTES]
+    users: int = 0  # uploads that still read it
+    ready: Future[None] = field(default_factory=Future)
+
+    @property
+    def payload(self) -> torch.Tensor:
+        return self.buffer[:-DIGEST_BYTES]
+
+    def seal(self) -> None:
+        digest = xxhash.xxh3_128_digest(memoryview(self.payload.numpy()))
+        self.buffer[-DIGEST_BYTES:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+    def verify(self, holder: str) -> None:
+        """Raises StateDamaged when the bytes are not those that were sealed."""
+        digest = xxhash.xxh3_128_digest(memoryview(self.payload.numpy()))
+        if digest != bytes(self.buffer[-DIGEST_BYTES:].numpy()):
+            raise StateDamaged(
+                f"{self.tier} copy of shard {self.shard} at step {self.step} in {holder}: "
+                "digest differs",
+                holder,
+            )
+
+    def state(self) -> State:
+        """The tensors, aliasing the buffer."""
+        return {slot.name: self._tensor(slot) for slot in self.schema}
+
+    def _tensor(self, slot: Slot) -> StateTensor:
+        raw = self.buffer[slot.offset : slot.offset + slot.nbytes]
+        local = raw.view(getattr(torch, slot.dtype)).view(slot.box.sizes)
+        return StateTensor(slot.shape, slot.box, local)
+
+
+class Snapshots:
+    """The snapshots of one worker, over all generations."""
+
+    def __init__(self, worker: str, pinned: bool) -> None:
+        self.worker = worker
+        self._pinned = pinned
+        self._held: list[HostShard] = []
+        self._free: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._running: Future[None] | None = None
+        self.bytes_allocated = 0
+
+    # ------------------------------------------------------------------ taking
+
+    def take(
+        self,
+        step: int,
+        state: State,
+        groups: Groups,
+        peer_schemas: dict[int, Schema],
+        reach: Reach,
+        on_held: Callable[[int], None] | None = None,
+    ) -> HostShard:
+        """Starts copying ``state`` and, when ``on_held`` is given, the exchange with buddies.
+
+        ``peer_schemas``: of the ranks whose copies this one keeps. ``on_held(step)`` is called
+        once own copy, sent copy and received copies are complete.
+        """
+        assert self._running is None, "one snapshot at a time: wait() comes before take()"
+        assert groups.rank is not None
+        layout = groups.assignment.layout
+        shard = self._shard(step, layout.shard_space, layout.shard_of(groups.rank), state)
+        copied = _start_copies(shard, state)
+        exchange = _Exchange(step, groups, peer_schemas) if on_held else None
+
+        def run() -> None:
+            reach("snapshot_copy")
+            copied()
+            shard.seal()
+            with self._lock:
+                self._held.append(shard)
+            shard.ready.set_result(None)
+            if exchange is not None and on_held is not None:
+                reach("buddy_send")
+                self._exchange(shard, exchange)
+                on_held(step)
+
+        self._running = self._thread.submit(run)
+        return shard
+
+    def _shard(self, step: int, space: str, name: str, state: State) -> HostShard:
+        schema = make_schema(state)
+        return HostShard(step, space, name, Tier.HOST, schema, self._buffer(schema))
+
+    def _exchange(self, own: HostShard, exchange: _Exchange) -> None:
+        incoming = []
+        for rank, schema in sorted(exchange.peer_schemas.items()):
+            layout = exchange.groups.assignment.layout
+            incoming.append((rank, HostShard(
+                own.step, own.space, layout.shard_of(rank), Tier.PEER, schema, self._buffer(schema)
+            )))
+        try:
+            exchange.run(own.buffer, [(rank, shard.buffer) for rank, shard in incoming])
+        except GroupBroken:
+            self._recycle(shard for _, shard in incoming)
+            raise
+        for _, shard in incoming:
+            shard.verify(f"rank {exchange.groups.rank}")
+        with self._lock:
+            self._held.extend(shard for _, shard in incoming)
+
+    def wait(self, deadline_s: float) -> None:
+        """Waits for the snapshot under way. Raises GroupBroken if it failed or is late."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        try:
+            running.result(deadline_s)
+        except FutureTimeout:
+            raise GroupBroken(f"a snapshot took longer than {deadline_s:g} s") from None
+
+    def quiesce(self, deadline_s: float) -> None:
+        """At the safe point: lets the copy under way end, whatever becomes of it."""
+        try:
+            self.wait(deadline_s)
+        except (GroupBroken, StateDamaged):
+            return  # not held; the holdings tell
+
+    # ----------------------------------------------------------------- keeping
+
+    def drop_before(self, step: int) -> None:
+        """Frees every snapshot older than ``step`` that nobody reads."""
+        with self._lock:
+            gone = [s for s in self._held if s.step < step and not s.users]
+            self._held = [s for s in self._held if s not in gone]
+        self._recycle(gone)
+
+    def drop_after(self, step: int) -> None:
+        """Frees snapshots of steps that were rolled back."""
+        with self._lock:
+            gone = [s for s in self._held if s.step > step and not s.users]
+            self._held = [s for s in self._held if s not in gone]
+        self._recycle(gone)
+
+    def release(self, shard: HostShard) -> None:
+        """An upload is done with ``shard``."""
+        with self._lock:
+            shard.users -= 1
+
+    def holdings(self) -> tuple[Holding, ...]:
+        with self._lock:
+            return tuple(Holding(s.step, s.space, s.shard, s.tier) for s in self._held)
+
+    def find(self, step: int, space: str, shard: str) -> HostShard | None:
+        """The copy of a shard, own before peer's."""
+        with self._lock:
+            found = [s for s in self._held if (s.step, s.space, s.shard) == (step, space, shard)]
+        return min(found, key=lambda s: s.tier is not Tier.HOST, default=None)
+
+    def newest(self) -> int:
+        """The newest step of which this rank's own shard is held; 0 if none."""
+        with self._lock:
+            return max((s.step for s in self._held if s.tier is Tier.HOST), default=0)
+
+    def _buffer(self, schema: Schema) -> torch.Tensor:
+        size = schema_bytes(schema) + DIGEST_BYTES
+        with self._lock:
+            for index, buffer in enumerate(self._free):
+                if buffer.numel() == size:
+                    return self._free.pop(index)
+            self._free.clear()  # another layout: buffers of its sizes are of no more use
+        self.bytes_allocated += size
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        return buffer.pin_memory() if self._pinned else buffer
+
+    def _recycle(self, shards: Iterable[HostShard]) -> None:
+        with self._lock:
+            self._free.extend(shard.buffer for shard in shards)
+            del self._free[: -4]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class _Exchange:
+    """Sends one shard to its buddy and receives those that this rank keeps."""
+
+    def __init__(self, step: int, groups: Groups, peer_schemas: dict[int, Schema]) -> None:
+        self.step, self.groups, self.peer_schemas = step, groups, peer_schemas
+        self.group = groups.host
+
+    def run(self, own: torch.Tensor, incoming: list[tuple[int, torch.Tensor]]) -> None:
+        assert self.groups.rank is not None
+        buddy = self.groups.assignment.buddies[self.groups.rank]
+        try:
+            works = [self.group.recv([buffer], rank, self.step) for rank, buffer in incoming]
+            if buddy is not None:
+                works.append(self.group.send([own], buddy, self.step))
+        except RuntimeError as error:
+            raise GroupBroken(f"sending a snapshot: {error}") from error
+        for work in works:
+            wait(work, self.groups.deadline())
+
+
+def _start_copies(shard: HostShard, state: State) -> Callable[[], None]:
+    """Returns a function that completes the copy of ``state`` into ``shard``.
+
+    On a GPU the copies are queued here, on a stream of their own, and overlap what follows. In
+    host memory they are made by the returned function, on the snapshot thread. Tensors that a
+    forward changes (buffers) are copied at once.
+    """
+    pairs = [(tensor.local, state[name].local) for name, tensor in shard.state().items()]
+    device = next((source.device for _, source in pairs if source.is_cuda), None)
+    if device is None:
+        eager = {name for name, tensor in state.items() if tensor.volatile}
+        for name, tensor in shard.state().items():
+            if name in eager:
+                tensor.local.copy_(state[name].local)
+        later = [
+            (tensor.local, state[name].local)
+            for name, tensor in shard.state().items()
+            if name not in eager
+        ]
+
+        def copy() -> None:
+            for target, source in later:
+                target.copy_(source)
+
+        return copy
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(stream)
+    return done.synchronize
