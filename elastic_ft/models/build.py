@@ -96,14 +96,14 @@ def _build_transformers(
             f"model.transformers.model_type: transformers knows no {model_type!r}; "
             "expected a name such as llama, qwen3 or gpt2"
         )
-    values.setdefault("use_cache", False)  # the cache serves generation; here it costs memory
-    if vocab_size is not None:
-        values.setdefault("vocab_size", vocab_size)
     try:
         defaults = AutoConfig.for_model(model_type)
         for key in values:  # transformers itself keeps unknown keys without a word
             if not hasattr(defaults, key) and key != "attn_implementation":
                 raise ModelError(f"model.transformers.{key}: unknown key for {model_type}")
+        values.setdefault("use_cache", False)  # the cache serves generation; here it costs memory
+        if vocab_size is not None:
+            values.setdefault("vocab_size", vocab_size)
         config = AutoConfig.for_model(model_type, **values)
         _check_fits("model.transformers.vocab_size", config.vocab_size, vocab_size)
         length_max = getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,162 @@
+"""The job file: every mistake is one line that names the key and says what was expected."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.config import load_job, parse_job
+from elastic_ft.errors import ConfigError
+
+GOOD: dict[str, Any] = {
+    "name": "demo",
+    "steps": 10,
+    "model": {"preset": "decoder-1m"},
+    "data": {"url": "stdlib:"},
+    "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+    "elastic": {"min_workers": 2, "max_workers": 4},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """GOOD with the value at a dotted path replaced."""
+    values = copy.deepcopy(GOOD)
+    *sections, key = path.split(".")
+    section = values
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[key] = value
+    return values
+
+
+def without(key: str) -> dict[str, Any]:
+    return {name: value for name, value in GOOD.items() if name != key}
+
+
+def test_a_good_job_is_typed_and_filled_in() -> None:
+    job = parse_job(GOOD)
+    assert job.batch.micro_batches == 4
+    assert job.data.sequence_length == 256
+    assert parse_job(job.model_dump(mode="json")) == job
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        pytest.param(changed("colour", 1), "colour: unknown key", id="unknown-key"),
+        pytest.param(changed("batch.size", 1), "batch.size: unknown key", id="unknown-nested-key"),
+        pytest.param(without("name"), "name: required key is missing", id="no-name"),
+        pytest.param(without("model"), "model: required key is missing", id="no-model"),
+        pytest.param(changed("name", "a/b"), "name: String should match", id="bad-name"),
+        pytest.param(changed("name", "-rf"), "name: String should match", id="option-like-name"),
+        pytest.param(changed("steps", "ten"), "steps: Input should be a valid integer", id="type"),
+        pytest.param(changed("steps", 2.5), "found 2.5", id="fraction"),
+        pytest.param(changed("steps", 0), "steps: Input should be greater", id="no-steps"),
+        pytest.param(changed("seed", -1), "seed: Input should be greater", id="negative-seed"),
+        pytest.param(changed("audit", "maybe"), "audit: Input should be a valid bool", id="bool"),
+        pytest.param(changed("model", "decoder-1m"), "model: Input should be", id="not-a-section"),
+        pytest.param(changed("model", {}), "model: expected one of preset, path, tr", id="none"),
+        pytest.param(
+            changed("model.path", "a:b"), "model: expected one of preset, path, tr", id="two-models"
+        ),
+        pytest.param(
+            changed("data.path", "a:b"), "data: expected exactly one of url and path", id="two-data"
+        ),
+        pytest.param(changed("data", {}), "data: expected exactly one of url and path", id="none"),
+        pytest.param(changed("data.format", "csv"), "data.format: Input should be", id="format"),
+        pytest.param(changed("data.eval_fraction", 1), "data.eval_fraction: ", id="eval-all"),
+        pytest.param(changed("data.vocab_size", 10), "data.vocab_size: ", id="tiny-vocabulary"),
+        pytest.param(changed("data.token_bytes", 3), "data.token_bytes: ", id="token-width"),
+        pytest.param(changed("data.sequence_length", 1), "data.sequence_length: ", id="length"),
+        pytest.param(
+            changed("batch.micro_batch_size", 3),
+            "batch: global_batch_size 8 is not a multiple of micro_batch_size 3",
+            id="indivisible",
+        ),
+        pytest.param(
+            changed("elastic.min_workers", 5),
+            "elastic: min_workers 5 is greater than max_workers 4",
+            id="min-above-max",
+        ),
+        pytest.param(
+            changed("elastic.max_workers", 5), "fewer than elastic.max_workers 5", id="idle-workers"
+        ),
+        pytest.param(changed("elastic.form_timeout_s", 0), "elastic.form_timeout_s: ", id="zero"),
+        pytest.param(changed("optimizer.lr", -1), "optimizer.lr: ", id="negative-lr"),
+        pytest.param(changed("optimizer.betas", [0.9]), "optimizer.betas.1: ", id="one-beta"),
+        pytest.param(changed("optimizer.schedule", "step"), "optimizer.schedule: ", id="schedule"),
+        pytest.param(changed("precision.dtype", "fp8"), "precision.dtype: ", id="precision"),
+        pytest.param(changed("parallel.strategy", "zero"), "parallel.strategy: ", id="strategy"),
+        pytest.param(changed("parallel.shard_size", 1), "parallel.shard_size: ", id="shard-size"),
+        pytest.param(changed("snapshot.copies", 3), "snapshot.copies: ", id="copies"),
+        pytest.param(changed("checkpoint.keep_last", 0), "checkpoint.keep_last: ", id="keep-none"),
+        pytest.param(None, "job: expected a mapping of sections, found NoneType", id="empty"),
+        pytest.param([GOOD], "job: expected a mapping of sections, found list", id="a-list"),
+    ],
+)
+def test_a_mistake_is_one_line_naming_the_key(values: Any, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_job(values)
+    message = str(caught.value)
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_the_value_found_is_shown() -> None:
+    with pytest.raises(ConfigError, match=r"found 'ten'$"):
+        parse_job(changed("steps", "ten"))
+
+
+def test_further_mistakes_are_counted() -> None:
+    values = changed("steps", 0) | {"seed": -1, "colour": 1}
+    with pytest.raises(ConfigError, match=r"\(and 2 more\)$"):
+        parse_job(values)
+
+
+def test_a_job_file_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("{name: a, steps: 1, model: {preset: p}, data: {url: 'stdlib:'}}")
+    assert load_job(file).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        pytest.param("name: [a", "not YAML: ", id="broken"),
+        pytest.param("a: b: c", "not YAML: ", id="two-colons"),
+        pytest.param("name: \x00", "not YAML: ", id="control-character"),
+        pytest.param("", "expected a mapping of sections, found NoneType", id="empty"),
+        pytest.param("just words", "expected a mapping of sections, found str", id="words"),
+    ],
+)
+def test_a_bad_file_is_one_line_naming_it(tmp_path: Path, content: str, expected: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        load_job(file)
+    message = str(caught.value)
+    assert message.startswith(str(file))
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.yaml: cannot be read: No such file"):
+        load_job(tmp_path / "no.yaml")
+
+
+def test_a_folder_is_no_job_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_job(tmp_path)
+
+
+@pytest.mark.xfail(raises=UnicodeDecodeError, reason="load_job reads it as text unguarded")
+def test_a_file_that_is_not_text_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_bytes(b"\xff\xfe\x80binary")
+    with pytest.raises(ConfigError) as caught:
+        load_job(file)
+    assert "\n" not in str(caught.value)
