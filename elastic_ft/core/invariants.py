@@ -97,6 +97,8 @@ def _malformed(run: Run) -> Iterable[str]:
     for number, line in enumerate(run.events, 1):
         keys = (*_EVENT_KEYS, *_KEYS_OF_EVENT.get(line.get("event", ""), ()))
         yield from _lacking(f"events.jsonl:{number}", line, keys)
+        for member in line.get("members", ()):
+            yield from _lacking(f"events.jsonl:{number}, a member", member, ("worker", "pid"))
     for number, line in enumerate(run.steps, 1):
         yield from _lacking(f"steps.jsonl:{number}", line, _STEP_KEYS)
     for number, line in enumerate(run.ledger or (), 1):
@@ -199,12 +201,11 @@ def no_marker_no_checkpoint(run: Run) -> Iterable[str]:
     for line in run.events:
         if line["event"] in ("checkpoint_committed", "job_started"):
             committed.add(line.get("step", 0))
-        elif line["event"] == "generation_formed" and line.get("source") == "checkpoint":
-            if line["step"] not in committed:
-                yield (
-                    f"generation {line['generation']} starts from a checkpoint of step "
-                    f"{line['step']}, which was not committed before"
-                )
+        elif line.get("source") == "checkpoint" and line.get("step", 0) not in committed:
+            yield (
+                f"generation {line['generation']} starts from a checkpoint of step "
+                f"{line['step']}, which was not committed before"
+            )
 
 
 def survivors_keep_their_process(run: Run) -> Iterable[str]:

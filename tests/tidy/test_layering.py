@@ -1,0 +1,153 @@
+"""Imports run one way, and the core knows nothing but itself (DESIGN section 3)."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "elastic_ft"
+
+# layer -> the layers it may import, itself aside
+MAY_IMPORT = {
+    "errors": set(),
+    "config": {"errors"},
+    "core": {"errors"},
+    "models": {"errors", "config"},
+    "storage": {"errors", "config", "core"},
+    "observe": {"errors", "config", "core"},
+    "runtime": {"errors", "config", "core", "models", "storage", "observe"},
+    "ray_train": {"errors", "config", "core", "models", "storage", "observe", "runtime"},
+}
+HOSTS_ONLY = "ray"  # third party, known to ray_train and to what stands above it
+RAY_FREE = ("errors", "config", "core", "models", "storage", "observe", "runtime")
+IMPURE = {"time", "datetime", "random", "secrets", "uuid", "os", "logging", "threading", "asyncio"}
+IMPURE |= {"socket", "subprocess", "tempfile", "pathlib", "shutil", "multiprocessing"}
+CORE_INPUT_OUTPUT = {"open", "print", "input", "eval", "exec", "__import__"}
+
+# Tests that sleep, and why they must: elsewhere wait on a condition (DESIGN section 8).
+MAY_SLEEP = {"tests/s3_server.py": "polls for its server to be ready, with a deadline"}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+CORE = sorted((PACKAGE / "core").rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def layer_of(path: Path) -> str:
+    """The first name below ``elastic_ft``: a sub-package or a top-level module."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every import, those inside functions included."""
+    package = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def calls_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name as written) of every call."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield node.lineno, ast.unparse(node.func)
+
+
+def breaches(paths: list[Path], layer_may: dict[str, set[str]]) -> list[str]:
+    found = []
+    for path in paths:
+        layer = layer_of(path)
+        if layer not in layer_may:  # cli.py and the like stand on top
+            continue
+        for line, imported in imports_of(path):
+            top, _, rest = imported.partition(".")
+            below = rest.partition(".")[0]
+            if top == "elastic_ft" and below not in {layer, *layer_may[layer]}:
+                found.append(f"{name_of(path)}:{line}: {layer} may not import {imported}")
+    return found
+
+
+def test_imports_run_one_way() -> None:
+    assert breaches(MODULES, MAY_IMPORT) == []
+
+
+def test_every_sub_package_has_its_place() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages <= MAY_IMPORT.keys(), "say in MAY_IMPORT what a new sub-package may import"
+
+
+def test_a_breach_would_be_seen() -> None:
+    """The check itself: turned around, the rule is broken by what is there."""
+    assert breaches(CORE, {"core": set()})
+
+
+def test_only_the_host_knows_ray() -> None:
+    found = [
+        f"{name_of(path)}:{line}: {imported}"
+        for path in MODULES
+        if layer_of(path) in RAY_FREE
+        for line, imported in imports_of(path)
+        if imported.split(".")[0] == HOSTS_ONLY
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", CORE, ids=name_of)
+def test_core_is_pure(path: Path) -> None:
+    """Standard library only; no clock, randomness, environment, logging, files or threads."""
+    tops = {(line, name.split(".")[0]) for line, name in imports_of(path)}
+    foreign = {(n, top) for n, top in tops if top not in {*sys.stdlib_module_names, "elastic_ft"}}
+    assert not foreign, "core imports the standard library and itself only"
+    assert not {(n, top) for n, top in tops if top in IMPURE}
+    assert not {(n, call) for n, call in calls_of(path) if call in CORE_INPUT_OUTPUT}
+
+
+def test_core_imports_without_any_third_party_package() -> None:
+    """In an interpreter without site-packages: no torch, no ray, no numpy, nothing."""
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in CORE]
+    program = f"""
+import importlib, sys
+sys.path.insert(0, {str(ROOT)!r})
+for name in ("torch", "ray", "numpy", "pydantic"):
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        continue
+    raise SystemExit(name + " can be imported: this shows nothing")
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_tests_wait_on_conditions_and_do_not_sleep() -> None:
+    found = [
+        f"{name_of(path)}:{line}"
+        for path in TESTS
+        for line, call in calls_of(path)
+        if call in ("time.sleep", "sleep") and name_of(path) not in MAY_SLEEP
+    ]
+    assert found == [], "wait on a condition with a deadline, or say why in MAY_SLEEP"
+
+
+def test_no_excuse_outlives_its_reason() -> None:
+    asleep = {name_of(path) for path in TESTS for _, call in calls_of(path) if "sleep" in call}
+    assert MAY_SLEEP.keys() <= asleep
