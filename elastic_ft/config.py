@@ -203,6 +203,8 @@ def load_job(path: str | Path) -> Job:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not a text file: {error.reason}") from None
     except yaml.YAMLError as error:
         line = " ".join(str(error).split())
         raise ConfigError(f"{path}: not YAML: {line}") from None

@@ -46,6 +46,7 @@ class Form:
     assignment: Assignment
     extra: Any = None  # of the host, for the worker's ``on_generation`` hook
     fired: frozenset[int] = frozenset()  # faults that have fired
+    checkpointed_step: int = 0  # of the newest committed checkpoint
 
 
 @dataclass(frozen=True, slots=True)

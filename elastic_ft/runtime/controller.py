@@ -145,8 +145,17 @@ class Controller:
             self._address, self._welcome, self._on_message, self._on_connection_end
         )
         self._server.start()
+        self._pool.submit(self._sweep)
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
+
+    def _sweep(self) -> None:
+        """On the pool: frees what earlier runs wrote and never published."""
+        try:
+            checkpoints.sweep_abandoned(self._store, keep_runs=[self.run_id])
+        except Exception as error:  # harmless: the next start sweeps again
+            reason = f"sweeping abandoned uploads: {type(error).__name__}: {error}"
+            self.post(Note("controller", 0, "checkpoint_warning", reason))
 
     def _welcome(self, member: ev.Member) -> Welcome:
         return Welcome(
@@ -259,9 +268,11 @@ class Controller:
     def _form(self, command: ev.FormGeneration) -> None:
         assignment = command.assignment
         extras = self.host.prepare(assignment)
+        refs = self.state.checkpoints
+        checkpointed = refs[0].step if refs else 0
         for member in (*assignment.members, *assignment.donors):
             extra = extras.get(member.worker)
-            self._send(member.worker, Form(assignment, extra, frozenset(self._fired)))
+            self._send(member.worker, Form(assignment, extra, frozenset(self._fired), checkpointed))
 
     def _send(self, worker: ev.WorkerId, message: Any) -> None:
         """A worker that can't be reached is lost; the connection's end says so."""
@@ -310,19 +321,19 @@ class Controller:
         """On the pool: verifies the shards and publishes the manifest; answers with an event."""
         began = time.monotonic()
         try:
-            ref, nbytes, warnings = self._publish_manifest(command)
+            done = self._publish_manifest(command)
         except Exception as error:  # whatever the store or the check says: the job goes on
             reason = f"{type(error).__name__}: {error}"
             self.post(ev.CheckpointFailed(time.time(), command.step, reason))
             return
-        for warning in warnings:
+        for warning in done.warnings:
             self.post(Note("controller", command.generation, "checkpoint_warning", warning))
         seconds = round(time.monotonic() - began, 4)
-        self.post(ev.CheckpointCommitted(time.time(), command.step, ref.url, nbytes, seconds))
+        self.post(
+            ev.CheckpointCommitted(time.time(), command.step, done.ref.url, done.nbytes, seconds)
+        )
 
-    def _publish_manifest(
-        self, command: ev.CommitCheckpoint
-    ) -> tuple[ev.CheckpointRef, int, tuple[str, ...]]:
+    def _publish_manifest(self, command: ev.CommitCheckpoint) -> checkpoints.Committed:
         entries = tuple(ShardEntry.from_dict(item) for item in command.shards)
         manifest = Manifest(
             job=self.job.name,
@@ -336,8 +347,7 @@ class Controller:
             entries=entries,
             extra={"seed": self.job.seed},
         )
-        outcome = checkpoints.commit(self._store, manifest, self.job.checkpoint.keep_last)
-        return outcome.ref, sum(entry.nbytes for entry in entries), tuple(outcome.warnings)
+        return checkpoints.commit(self._store, manifest, self.job.checkpoint.keep_last)
 
     def _abandon_checkpoint(self, command: ev.AbandonCheckpoint) -> None:
         prefix = checkpoints.attempt_prefix(self.run_id, command.generation, command.step)

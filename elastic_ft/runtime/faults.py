@@ -66,18 +66,19 @@ class Points:
         self.count, self.last = 0, "starting"
         self._faults, self._fired, self._spent = faults, fired, set[int]()
 
-    def __call__(self, point: str) -> None:
+    def __call__(self, point: str, step: int | None = None) -> None:
+        """``step``: where it is not the one the training thread is at (background work)."""
         self.count += 1
         self.last = point
         if self._faults:
-            for index in self._armed(point):
+            for index in self._armed(point, self.step if step is None else step):
                 self._fire(index)
 
     def spend(self, indexes: frozenset[int]) -> None:
         """Faults that fired elsewhere in this run."""
         self._spent |= indexes
 
-    def _armed(self, point: str) -> list[int]:
+    def _armed(self, point: str, step: int) -> list[int]:
         return [
             index
             for index, fault in enumerate(self._faults)
@@ -85,7 +86,7 @@ class Points:
             and fault.point == point
             and fault.rank in (None, self.rank)
             and fault.worker in (None, self.worker)
-            and fault.step in (None, self.step)
+            and fault.step in (None, step)
             and fault.generation in (None, self.generation)
         ]
 
@@ -103,9 +104,15 @@ class Points:
         raise InjectedFault(f"injected at {fault.point} of step {self.step}")
 
     @property
-    def interrupt_operations(self) -> Callable[[str], contextlib.AbstractContextManager[None]] | None:
+    def interrupt_operations(
+        self,
+    ) -> Callable[[str], contextlib.AbstractContextManager[None]] | None:
         """Fires ``point`` between tensor operations; None while nothing is armed for that."""
-        return self._interrupting if self._faults and self._armed("inside_optimizer") else None
+        return (
+            self._interrupting
+            if self._faults and self._armed("inside_optimizer", self.step)
+            else None
+        )
 
     @contextlib.contextmanager
     def _interrupting(self, point: str) -> Iterator[None]:

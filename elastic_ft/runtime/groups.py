@@ -86,7 +86,7 @@ class Groups:
     def __init__(
         self, assignment: Assignment, worker: WorkerId, store_address: tuple[str, int]
     ) -> None:
-        self.assignment = assignment
+        self.assignment, self.worker = assignment, worker
         self.rank = assignment.rank_of(worker)
         self.world_size = len(assignment.members)
         everyone = [m.worker for m in (*assignment.members, *assignment.donors)]
@@ -118,7 +118,9 @@ class Groups:
         except GroupBroken:
             raise
         except Exception as error:  # torch raises many types; all mean: this generation is broken
-            raise GroupBroken(f"forming generation {self.generation}: {_one_line(error)}") from error
+            raise GroupBroken(
+                f"forming generation {self.generation}: {_one_line(error)}"
+            ) from error
         self._operation_timeout_s = operation_timeout_s
         if self.rank is not None:
             compat.set_group_timeout(dist.group.WORLD, operation_timeout_s)

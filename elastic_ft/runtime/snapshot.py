@@ -9,6 +9,7 @@ older may go. So two buffers per shard suffice, and a third while one is being u
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -69,6 +70,7 @@ class HostShard:
     tier: Tier
     schema: Schema
     buffer: torch.Tensor  # uint8 [schema_bytes + DIGEST_BYTES]
+    partial: bool = False  # only what this rank writes of a checkpoint: no source for others
     users: int = 0  # uploads that still read it
     ready: Future[None] = field(default_factory=Future)
 
@@ -123,9 +125,11 @@ class Snapshots:
         peer_schemas: dict[int, Schema],
         reach: Reach,
         on_held: Callable[[int], None] | None = None,
+        partial: bool = False,
     ) -> HostShard:
         """Starts copying ``state`` and, when ``on_held`` is given, the exchange with buddies.
 
+        ``partial``: ``state`` is a part of the shard, for an upload alone; ``release`` frees it.
         ``peer_schemas``: of the ranks whose copies this one keeps. ``on_held(step)`` is called
         once own copy, sent copy and received copies are complete.
         """
@@ -133,18 +137,20 @@ class Snapshots:
         assert groups.rank is not None
         layout = groups.assignment.layout
         shard = self._shard(step, layout.shard_space, layout.shard_of(groups.rank), state)
+        shard.partial = partial
         copied = _start_copies(shard, state)
         exchange = _Exchange(step, groups, peer_schemas) if on_held else None
 
         def run() -> None:
-            reach("snapshot_copy")
+            reach("snapshot_copy", step)
             copied()
             shard.seal()
-            with self._lock:
-                self._held.append(shard)
+            if not partial:
+                with self._lock:
+                    self._held.append(shard)
             shard.ready.set_result(None)
             if exchange is not None and on_held is not None:
-                reach("buddy_send")
+                reach("buddy_send", step)
                 self._exchange(shard, exchange)
                 on_held(step)
 
@@ -159,9 +165,19 @@ class Snapshots:
         incoming = []
         for rank, schema in sorted(exchange.peer_schemas.items()):
             layout = exchange.groups.assignment.layout
-            incoming.append((rank, HostShard(
-                own.step, own.space, layout.shard_of(rank), Tier.PEER, schema, self._buffer(schema)
-            )))
+            incoming.append(
+                (
+                    rank,
+                    HostShard(
+                        own.step,
+                        own.space,
+                        layout.shard_of(rank),
+                        Tier.PEER,
+                        schema,
+                        self._buffer(schema),
+                    ),
+                )
+            )
         try:
             exchange.run(own.buffer, [(rank, shard.buffer) for rank, shard in incoming])
         except GroupBroken:
@@ -173,14 +189,17 @@ class Snapshots:
             self._held.extend(shard for _, shard in incoming)
 
     def wait(self, deadline_s: float) -> None:
-        """Waits for the snapshot under way. Raises GroupBroken if it failed or is late."""
+        """Waits for the snapshot under way, until ``deadline_s`` on the monotonic clock.
+
+        Raises GroupBroken if it failed or is late.
+        """
         running, self._running = self._running, None
         if running is None:
             return
         try:
-            running.result(deadline_s)
+            running.result(max(0.001, deadline_s - time.monotonic()))
         except FutureTimeout:
-            raise GroupBroken(f"a snapshot took longer than {deadline_s:g} s") from None
+            raise GroupBroken("a snapshot was not complete in time") from None
 
     def quiesce(self, deadline_s: float) -> None:
         """At the safe point: lets the copy under way end, whatever becomes of it."""
@@ -209,6 +228,8 @@ class Snapshots:
         """An upload is done with ``shard``."""
         with self._lock:
             shard.users -= 1
+        if shard.partial and not shard.users:
+            self._recycle([shard])
 
     def holdings(self) -> tuple[Holding, ...]:
         with self._lock:
@@ -239,7 +260,7 @@ class Snapshots:
     def _recycle(self, shards: Iterable[HostShard]) -> None:
         with self._lock:
             self._free.extend(shard.buffer for shard in shards)
-            del self._free[: -4]
+            del self._free[:-4]
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

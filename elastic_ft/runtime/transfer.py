@@ -45,9 +45,7 @@ def exchange_boxes(groups: Groups, offers: Iterable[State], needs: State) -> lis
         offers=tuple((name, t.box) for state in offers for name, t in state.items()),
         needs=tuple((name, t.box) for name, t in needs.items()),
         itemsizes={
-            name: t.local.element_size()
-            for state in (*offers, needs)
-            for name, t in state.items()
+            name: t.local.element_size() for state in (*offers, needs) for name, t in state.items()
         },
     )
     return [pickle.loads(raw) for raw in groups.exchange("boxes", pickle.dumps(own))]
@@ -58,8 +56,8 @@ def move(groups: Groups, boxes: list[Boxes], offers: Iterable[State], needs: Sta
 
     Raises GroupBroken when a peer breaks off, StateDamaged when a message arrives damaged.
     """
-    sources = _pieces((b.offers for b in boxes))
-    targets = _pieces((b.needs for b in boxes))
+    sources = _pieces(b.offers for b in boxes)
+    targets = _pieces(b.needs for b in boxes)
     itemsizes: dict[str, int] = {}
     for participant in boxes:
         itemsizes |= participant.itemsizes

@@ -16,7 +16,7 @@ import torch
 from elastic_ft.core.sharding import Box
 from elastic_ft.runtime.groups import Groups
 
-Reach = Callable[[str], None]  # announces a named point of a step (faults, hang watch)
+Reach = Callable[..., None]  # (point, step=None): announces a named point, see runtime.faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Update:
 
 class Engine(Protocol):
     """Attributes:
-        intact: the live state is that of one step: False while an optimizer step is under way.
+    intact: the live state is that of one step: False while an optimizer step is under way.
     """
 
     intact: bool

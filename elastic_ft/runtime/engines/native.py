@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import math
-from dataclasses import replace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -123,9 +123,7 @@ class NativeEngine:
         self._module = module
         self._parameters = {_plain(n): p for n, p in module.named_parameters()}
         persistent = {_plain(n) for n in module.state_dict()}
-        self._buffers = {
-            _plain(n): b for n, b in module.named_buffers() if _plain(n) in persistent
-        }
+        self._buffers = {_plain(n): b for n, b in module.named_buffers() if _plain(n) in persistent}
         self._optimizer = make_optimizer(self.job.optimizer, self._parameters)
         _materialise(self._optimizer)
         self._runner = module
@@ -177,9 +175,7 @@ class NativeEngine:
             for name, whole in initial_state(self._factory, self.job.seed):
                 target = state[f"model.{name}"]
                 box = target.box
-                slices = tuple(
-                    slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True)
-                )
+                slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
                 target.local.copy_(whole[slices])
             for name, tensor in state.items():
                 if name.startswith("optim."):

@@ -1,0 +1,208 @@
+"""A real multi-node Ray cluster on this machine: for the demo, `--local-nodes N` and the tests.
+
+Every node is a raylet of its own with its own object store and its own workers, so killing a node
+is what it is on a fleet: processes gone, nobody told. All of it lives in one private folder, on
+ports of the kernel's choosing, and dies with this process (the kernel sees to it).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psutil
+import ray
+
+from elastic_ft.core.events import NodeId
+from elastic_ft.ray_train import compat
+
+MB = 2**20
+
+# A dead node is declared dead after about 1.5 s instead of Ray's 13 s; no worker is started before
+# it is asked for.
+SYSTEM_CONFIG: dict[str, Any] = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+    "prestart_worker_first_driver": False,
+}
+
+
+class LocalCluster:
+    """A head node without CPUs (it holds the driver and the controller) and ``nodes`` others.
+
+    Attributes:
+        address: for ``ray.init``.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 4,
+        cpus_per_node: float = 1,
+        *,
+        dashboard: bool = False,
+        object_store_mb: int = 80,
+        system_config: dict[str, Any] | None = None,
+    ) -> None:
+        self._cpus_per_node = cpus_per_node
+        self._object_store_bytes = object_store_mb * MB
+        # Unix socket paths are at most 107 bytes long: a short folder, whatever TMPDIR says.
+        self._folder = tempfile.mkdtemp(prefix="eft-", dir="/tmp")
+        # The kernel kills a node when the *thread* that started it ends; this one ends in close().
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="local-cluster")
+        self._nodes: dict[NodeId, Any] = {}
+        self._killed: list[Any] = []
+        self._connected = False
+        self._head: Any = None
+        try:
+            self._head = self._start(
+                head=True,
+                num_cpus=0,
+                include_dashboard=dashboard,
+                dashboard_port=0,
+                gcs_server_port=0,
+                no_monitor=True,
+                _system_config=SYSTEM_CONFIG | (system_config or {}),
+            )
+            self.address: str = self._head.gcs_address
+            for _ in range(nodes):
+                self.add_node()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def connect(self, **kwargs: Any) -> None:
+        """Makes this process a driver of the cluster."""
+        options = {"log_to_driver": False, **kwargs}
+        ray.init(address=self.address, **options)
+        self._connected = True
+
+    @property
+    def dashboard_url(self) -> str:
+        return f"http://{self._head.webui_url}"
+
+    @property
+    def node_ids(self) -> tuple[NodeId, ...]:
+        """The nodes alive, the head excepted, oldest first."""
+        return tuple(self._nodes)
+
+    def add_node(self, cpus: float | None = None) -> NodeId:
+        """Returns the id of a new node that is up and registered."""
+        cpus = self._cpus_per_node if cpus is None else cpus
+        node = self._start(head=False, num_cpus=cpus, gcs_address=self.address)
+        self._nodes[node.node_id] = node
+        return str(node.node_id)
+
+    def raylet_pid(self, node: NodeId) -> int:
+        return int(self._raylet(node).pid)
+
+    def processes(self, node: NodeId) -> list[psutil.Process]:
+        """The raylet of ``node`` and everything it started, workers included."""
+        raylet = psutil.Process(self.raylet_pid(node))
+        return [raylet, *raylet.children(recursive=True)]
+
+    def node_of_pid(self, pid: int) -> NodeId:
+        """Returns the node whose raylet started ``pid``. Raises KeyError if none did."""
+        ancestors = {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+        for node in self._nodes:
+            if self.raylet_pid(node) in ancestors:
+                return node
+        raise KeyError(f"process {pid} runs on no node of this cluster")
+
+    def kill_node(self, node: NodeId) -> None:
+        """SIGKILLs the whole node, as a power cut would: nobody on it reports anything."""
+        processes = self.processes(node)  # the raylet first, so that it can't tell of the others
+        for process in processes:
+            _signal(process, signal.SIGKILL)
+        self._reap(node, processes[1:])
+
+    def kill_raylet(self, node: NodeId) -> None:
+        """SIGKILLs the raylet alone; the workers find out by themselves and exit."""
+        processes = self.processes(node)
+        _signal(processes[0], signal.SIGKILL)
+        self._reap(node, [])
+        self._killed.extend(processes[1:])  # close() makes sure of them
+
+    def drain_node(self, node: NodeId, deadline_s: float, reason: str = "preemption") -> None:
+        """Announces that ``node`` goes away at ``deadline_s`` (unix time), as clouds do."""
+        compat.drain_node(self.address, node, reason, deadline_s)
+
+    def close(self) -> None:
+        """Leaves no process and no file behind. Bounded; idempotent."""
+        if self._connected:
+            ray.shutdown()
+            self._connected = False
+        left = list(self._killed)
+        nodes = [*self._nodes.values(), *([self._head] if self._head else [])]
+        for node in nodes:
+            pids = [info.process.pid for kind in node.all_processes.values() for info in kind]
+            for pid in pids:
+                left += _family(pid)
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        for process in left:
+            _signal(process, signal.SIGKILL)
+        psutil.wait_procs(left, timeout=10)
+        self._nodes, self._head, self._killed = {}, None, []
+        self._starter.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start(self, *, head: bool, **params: Any) -> Any:
+        def start() -> Any:
+            return compat.start_node(
+                head=head,
+                temp_dir=self._folder,
+                object_store_memory=self._object_store_bytes,
+                num_gpus=0,
+                env_vars={"RAY_USAGE_STATS_ENABLED": "0"},
+                **params,
+            )
+
+        return self._starter.submit(start).result()
+
+    def _raylet(self, node: NodeId) -> Any:
+        return self._nodes[node].all_processes["raylet"][0].process
+
+    def _reap(self, node: NodeId, others: list[psutil.Process]) -> None:
+        # Unreaped, the dead raylet looks alive to its workers: they would train on for 12 s.
+        self._raylet(node).wait()
+        del self._nodes[node]
+        psutil.wait_procs(others, timeout=10)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Returns once ``condition`` holds. Raises TimeoutError."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _signal(process: psutil.Process, signum: int) -> None:
+    if process.pid == os.getpid():
+        raise AssertionError("about to signal this very process")
+    try:
+        process.send_signal(signum)
+    except psutil.NoSuchProcess:
+        pass

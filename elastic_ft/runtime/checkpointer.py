@@ -1,0 +1,107 @@
+"""This rank's part of a checkpoint, written from host memory while training goes on.
+
+Each tensor box is written once, by one of its replicas, the bytes spread evenly over the ranks.
+The controller publishes the manifest when every rank has reported its shards (I5).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from elastic_ft.core.events import ShardsFailed, ShardsWritten
+from elastic_ft.core.sharding import Box, Piece, partition_owners
+from elastic_ft.runtime.engines.base import Reach, State
+from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.snapshot import HostShard, Snapshots
+from elastic_ft.runtime.transfer import Boxes
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.store import open_store
+
+UPLOAD_DEADLINE_S = 600.0
+
+Owned = frozenset[tuple[str, Box]]
+
+
+def owned_by(groups: Groups, boxes: list[Boxes]) -> Owned:
+    """Which boxes this rank writes: the same division on every rank."""
+    pieces = [
+        Piece(str(rank), name, box)
+        for rank, listed in enumerate(boxes[: groups.world_size])
+        for name, box in listed.needs
+    ]
+    owners = partition_owners(pieces, boxes[0].itemsizes)
+    return frozenset((p.tensor, p.box) for p in owners.get(str(groups.rank), []))
+
+
+class Checkpointer:
+    def __init__(
+        self,
+        worker: str,
+        run: str,
+        url: str,
+        snapshots: Snapshots,
+        send: Callable[[Any], object],
+        reach: Reach,
+    ) -> None:
+        self._worker, self._run, self._url = worker, run, url
+        self._snapshots, self._send, self._reach = snapshots, send, reach
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: list[Future[None]] = []
+        self._store: Any = None
+
+    def owned_state(self, state: State, owned: Owned) -> State:
+        return {name: t for name, t in state.items() if (name, t.box) in owned}
+
+    def write(self, shard: HostShard, owned: Owned, state: State, groups: Groups) -> None:
+        """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
+        shard.users += 1
+        tensors = {name: (t.dtype, t.shape) for name, t in state.items()}
+        self._running = [f for f in self._running if not f.done()]
+        self._running.append(
+            self._pool.submit(self._upload, shard, owned, tensors, groups.generation, groups.rank)
+        )
+
+    def _upload(
+        self,
+        shard: HostShard,
+        owned: Owned,
+        tensors: dict[str, tuple[str, tuple[int, ...]]],
+        generation: int,
+        rank: int,
+    ) -> None:
+        try:
+            shard.ready.result(UPLOAD_DEADLINE_S)
+            self._reach("checkpoint_shard", shard.step)
+            if self._store is None:
+                self._store = open_store(self._url)
+            prefix = checkpoints.attempt_prefix(self._run, generation, shard.step)
+            entries = checkpoints.write_shards(self._store, prefix, rank, _pieces(shard, owned))
+            self._reach("before_manifest", shard.step)
+        except Exception as error:  # a full disk, a store that is down: training goes on
+            reason = f"{type(error).__name__}: {error}"
+            self._send(ShardsFailed(time.time(), self._worker, generation, shard.step, reason))
+        else:
+            self._send(
+                ShardsWritten(
+                    time.time(), self._worker, generation, shard.step, tuple(entries), tensors
+                )
+            )
+        finally:
+            self._snapshots.release(shard)
+
+    def wait_all(self, timeout_s: float) -> None:
+        """Waits for uploads under way; what is not done by then is reported by the controller."""
+        wait(self._running, timeout_s)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _pieces(shard: HostShard, owned: Owned) -> Iterator[tuple[str, Box, str, memoryview]]:
+    for slot in shard.schema:
+        if (slot.name, slot.box) in owned and slot.nbytes:
+            raw = shard.buffer[slot.offset : slot.offset + slot.nbytes]
+            yield slot.name, slot.box, slot.dtype, memoryview(raw.numpy())

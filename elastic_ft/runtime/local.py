@@ -1,0 +1,255 @@
+"""The runtime on plain processes of this machine, no Ray: tests, debugging, a single GPU box.
+
+Nodes are virtual: a name and a number of slots. Killing a node kills its workers.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait as wait_any
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from elastic_ft.config import Job
+from elastic_ft.core.events import Assignment, NodeDraining, NodeLost, WorkerId, WorkerLost
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.host import Inbox
+
+START_FAILURES_MAX = 5  # in a row, before any worker lives: then the job can't start here
+WATCH_EVERY_S = 0.5
+
+
+@dataclass(slots=True)
+class Node:
+    name: str
+    slots: int
+    alive: bool = True
+    draining: bool = False
+    workers: set[WorkerId] = field(default_factory=set)
+
+
+class LocalHost:
+    """Worker processes on virtual nodes.
+
+    Args:
+        nodes: name -> slots.
+        environment: for the workers, beside this process's own.
+    """
+
+    def __init__(self, nodes: dict[str, int], environment: dict[str, str] | None = None) -> None:
+        self._nodes = {name: Node(name, slots) for name, slots in nodes.items()}
+        self._environment = environment or {}
+        self._processes: dict[WorkerId, BaseProcess] = {}
+        self._lock = threading.RLock()
+        self._wanted = 0
+        self._count = 0
+        self._closed = False
+        self._inbox: Inbox | None = None
+        self._address: tuple[str, int] = ("", 0)
+        self._key = b""
+        self._context = multiprocessing.get_context("spawn")
+
+    # ------------------------------------------------------------------ Host
+
+    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+        self._inbox, self._address, self._key = inbox, address, key
+        threading.Thread(target=self._watch, name="local-host", daemon=True).start()
+
+    def want_workers(self, total: int) -> None:
+        with self._lock:
+            self._wanted = total
+            self._fill()
+
+    def kill_worker(self, worker: WorkerId) -> None:
+        with self._lock:
+            process = self._processes.get(worker)
+            if process is not None and process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
+        return {}
+
+    def formed(self, assignment: Assignment) -> None:
+        return None
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed, self._wanted = True, 0
+            processes = list(self._processes.values())
+        for process in processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.join(10)
+
+    # ------------------------------------------------------- what a cluster would do
+
+    def add_node(self, name: str, slots: int) -> None:
+        with self._lock:
+            self._nodes[name] = Node(name, slots)
+            self._fill()
+
+    def kill_node(self, name: str, notice_after_s: float = 0.0) -> None:
+        """SIGKILLs all of the node's workers, and reports the node lost a little later."""
+        with self._lock:
+            node = self._nodes[name]
+            node.alive = False
+            for worker in list(node.workers):
+                self.kill_worker(worker)
+
+        def report() -> None:
+            self._post(NodeLost(time.time(), name, "the node was killed"))
+
+        threading.Timer(notice_after_s, report).start()
+
+    def drain_node(self, name: str, deadline_s: float) -> None:
+        """A preemption notice: at ``deadline_s`` (unix) the node is killed."""
+        with self._lock:
+            self._nodes[name].draining = True
+        self._post(NodeDraining(time.time(), name, deadline_s, "preemption notice"))
+
+        def end() -> None:
+            if not self._closed:
+                self.kill_node(name)
+
+        timer = threading.Timer(max(0.0, deadline_s - time.time()), end)
+        timer.daemon = True
+        timer.start()
+
+    def pid_of(self, worker: WorkerId) -> int | None:
+        process = self._processes.get(worker)
+        return process.pid if process else None
+
+    def alive(self) -> list[WorkerId]:
+        with self._lock:
+            return [w for w, p in self._processes.items() if p.is_alive()]
+
+    # ----------------------------------------------------------------- internals
+
+    def _post(self, event: Any) -> None:
+        if self._inbox is not None and not self._closed:
+            self._inbox(event)
+
+    def _fill(self) -> None:
+        """Starts workers on free slots, spread over nodes, until ``wanted`` are alive."""
+        while not self._closed and len(self._processes) < self._wanted:
+            free = [
+                node
+                for node in self._nodes.values()
+                if node.alive and not node.draining and len(node.workers) < node.slots
+            ]
+            if not free:
+                return
+            self._start_one(min(free, key=lambda node: len(node.workers)))
+
+    def _start_one(self, node: Node) -> None:
+        worker = f"w{self._count}"
+        self._count += 1
+        process = self._context.Process(
+            target=_worker_process,
+            args=(self._address, self._key, worker, node.name, self._environment, os.getpid()),
+            name=worker,
+            daemon=True,
+        )
+        before = {name: os.environ.get(name) for name in self._environment}
+        os.environ.update(self._environment)  # torch reads some of it when it is imported
+        try:
+            process.start()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+        self._processes[worker] = process
+        node.workers.add(worker)
+
+    def _watch(self) -> None:
+        """Reaps ended workers at once, and replaces them."""
+        while not self._closed:
+            with self._lock:
+                sentinels = {p.sentinel: w for w, p in self._processes.items()}
+            if not sentinels:
+                time.sleep(0.02)
+                continue
+            for sentinel in wait_any(list(sentinels), timeout=WATCH_EVERY_S):
+                self._reap(sentinels[sentinel])  # type: ignore[index]
+
+    def _reap(self, worker: WorkerId) -> None:
+        with self._lock:
+            process = self._processes.pop(worker, None)
+            if process is None:
+                return
+            process.join(1)
+            for node in self._nodes.values():
+                node.workers.discard(worker)
+        self._post(WorkerLost(time.time(), worker, _end_of(process.exitcode)))
+        with self._lock:
+            self._fill()
+
+
+def _end_of(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def _worker_process(
+    address: tuple[str, int],
+    key: bytes,
+    worker: str,
+    node: str,
+    environment: dict[str, str],
+    parent: int,
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides how to stop
+    os.environ.update(environment)
+    from elastic_ft.runtime.worker import member_here, run_worker
+
+    run_worker(address, key, member_here(worker, node, os.uname().nodename))
+
+
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
+}
+
+
+def run_local(
+    job: Job,
+    out: str,
+    *,
+    nodes: dict[str, int] | None = None,
+    faults: Sequence[Fault] = (),
+    on_step: Callable[[Any, dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """Runs ``job`` on plain processes. Returns what is in result.json.
+
+    Args:
+        out: the run folder.
+        nodes: name -> slots; by default as many nodes as ``max_workers`` needs.
+        faults: to inject at named points.
+        on_step: called with (host, step line) after each committed step, in the controller's
+            thread.
+    """
+    from elastic_ft.runtime.controller import Controller
+
+    elastic = job.elastic
+    if nodes is None:
+        count = -(-elastic.max_workers // elastic.workers_per_node)
+        nodes = {f"n{i}": elastic.workers_per_node for i in range(count)}
+    host = LocalHost(nodes, WORKER_ENVIRONMENT)
+    run = RunFolder(out)
+    url = job.checkpoint.url or f"{run.url}/checkpoints"
+    controller = Controller(job, host, run, url, faults=faults)
+    if on_step is not None:
+        controller.on_step = lambda line: on_step(host, line)
+    return controller.run()

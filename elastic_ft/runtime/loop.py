@@ -1,0 +1,320 @@
+"""The training loop of one generation, and its safe points.
+
+    data -> forward, backward -> [snapshot of the last step complete] -> agree -> optimizer
+         -> report -> start this step's snapshot -> boundary
+
+``agree`` is one small all-reduce: loss, tokens, and whether anyone was asked to pause or stop, so
+that all members stop after the same step. Once it has passed, nothing between it and the boundary
+can keep a healthy member from applying the step; who fails before it has not applied it (I4).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ft.config import Job
+from elastic_ft.core.batches import DataOrder, deal, step_batch
+from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
+from elastic_ft.core.schedule import learning_rate
+from elastic_ft.errors import ElasticError
+from elastic_ft.runtime.checkpointer import Checkpointer, Owned
+from elastic_ft.runtime.control import Note
+from elastic_ft.runtime.data import DataBundle
+from elastic_ft.runtime.digest import state_digest
+from elastic_ft.runtime.engines.base import Engine, MicroBatch
+from elastic_ft.runtime.faults import Points
+from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.prefetch import Prefetcher
+from elastic_ft.runtime.snapshot import Schema, Snapshots
+from elastic_ft.runtime.transfer import Boxes
+
+FINISH_DEADLINE_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a train loop sees of one step.
+
+    A step is yielded once all members have applied it. If its state does not survive a failure it
+    is run, and yielded, again.
+    """
+
+    number: int
+    loss: float  # mean per token (or per term) over the global batch
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    step_time_s: float
+    generation: int
+    world_size: int
+    rank: int
+    eval_loss: float | None = None
+    checkpointed: bool = False  # a checkpoint of this step has been started
+    last: bool = False
+
+
+@dataclass(slots=True)
+class Flags:
+    """What the controller asks of a running generation; read at the next agreement."""
+
+    pause: bool = False
+    stop: bool = False
+
+
+@dataclass(slots=True)
+class Formed:
+    """One formed generation, ready to train."""
+
+    groups: Groups
+    boxes: list[Boxes]
+    owned: Owned
+    peer_schemas: dict[int, Schema]  # of the ranks whose copies are kept here
+    step: int
+
+
+@dataclass(slots=True)
+class Tools:
+    """What outlives every generation (I6)."""
+
+    job: Job
+    worker: str
+    engine: Engine
+    data: DataBundle
+    prefetcher: Prefetcher
+    snapshots: Snapshots
+    checkpointer: Checkpointer
+    points: Points
+    send: Callable[[Any], object]
+    checkpointed_step: int = 0  # the newest step with a checkpoint, committed or begun here
+
+
+class Loop:
+    """Attributes:
+    step: the last step applied here: the live state is that of this step.
+    """
+
+    def __init__(self, tools: Tools, formed: Formed, flags: Flags) -> None:
+        self.tools, self.formed, self.flags = tools, formed, flags
+        self.groups, self.job, self.engine = formed.groups, tools.job, tools.engine
+        self.step = formed.step
+        self.order = DataOrder(self.job.seed, len(tools.data.train))
+        layout = self.groups.assignment.layout
+        assert self.groups.rank is not None
+        self.data_rank = layout.data_rank(self.groups.rank)
+        self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
+        self.sharded = any(b is not None for b in self.groups.assignment.buddies)
+        self._stopping = False
+
+    def steps(self) -> Iterator[Step]:
+        """Runs until the last step, a pause or a stop. Raises GroupBroken and user errors."""
+        if self.sharded and self.step > 0 and self.step < self.job.steps:
+            self._snapshot(final=False)  # the restored state has no second copy yet
+        self._request(self.step + 1)
+        while self.step < self.job.steps:
+            result = self._one_step()
+            yield result
+            if self.flags.pause:
+                return
+            if self._stopping:
+                break
+        self._finish()
+
+    # ---------------------------------------------------------------- one step
+
+    def _one_step(self) -> Step:
+        began = time.perf_counter()
+        number, points = self.step + 1, self.tools.points
+        points.step = number
+        points("data")
+        micro_batches = self._load(number)
+        loss, tokens = self.engine.run_batch(number, micro_batches, points)
+        self.tools.snapshots.wait(self.groups.deadline())
+        loss, tokens = self._agree(loss, tokens)
+        sample_ids = self._audit(number)
+        self.tools.snapshots.drop_before(self.tools.snapshots.newest())
+        update = self.engine.apply(number, tokens, points)
+        self.step = number
+        rate = learning_rate(self.job.optimizer, self.job.steps, number)
+        metrics: dict[str, Any] = {
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": update.grad_norm,
+            "tokens": tokens,
+            "step_time_s": round(time.perf_counter() - began, 6),
+        }
+        if update.skipped:
+            metrics["skipped"] = True
+        if sample_ids is not None:
+            metrics["sample_ids"] = sample_ids
+        self._send(StepApplied(time.time(), self.tools.worker, self._generation, number, metrics))
+        checkpointed = self._keep(number)
+        eval_loss = self._evaluate_if_due(number)
+        return Step(
+            number=number,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=update.grad_norm,
+            tokens=tokens,
+            step_time_s=metrics["step_time_s"],
+            generation=self._generation,
+            world_size=self.groups.world_size,
+            rank=self.groups.rank or 0,
+            eval_loss=eval_loss,
+            checkpointed=checkpointed,
+            last=number == self.job.steps,
+        )
+
+    @property
+    def _generation(self) -> int:
+        return self.groups.generation
+
+    def _send(self, message: Any) -> None:
+        self.tools.send(message)
+
+    def _indices(self, number: int) -> list[tuple[int, ...]]:
+        """Dataset indices of this rank's micro-batches, padded where the engine must (I2, I3)."""
+        batch, dealt = self.job.batch, self.dealt[self.data_rank]
+        ids = step_batch(self.order, number, batch.global_batch_size, batch.micro_batch_size, dealt)
+        indices = [tuple(self.order.dataset_index(i) for i in micro_batch) for micro_batch in ids]
+        wanted = self.engine.micro_batches_per_rank([len(d) for d in self.dealt])
+        return indices + indices[:1] * (wanted - len(indices))
+
+    def _request(self, number: int) -> None:
+        if number <= self.job.steps:
+            self.tools.prefetcher.request(number, self._indices(number))
+
+    def _load(self, number: int) -> list[MicroBatch]:
+        loaded = self.tools.prefetcher.get(number, self.job.elastic.hang_timeout_s)
+        self._request(number + 1)
+        dealt = self.dealt[self.data_rank]
+        return [
+            MicroBatch(dealt.start + index, data, float(index < len(dealt)))
+            for index, data in enumerate(loaded)
+        ]
+
+    def _agree(self, loss: float, tokens: int) -> tuple[float, int]:
+        """Returns the global mean loss and token count; settles whether to pause or stop."""
+        values = [loss, float(tokens), float(self.flags.pause), float(self.flags.stop)]
+        packed = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(packed)
+        total, count, pause, stop = packed.tolist()
+        self.flags.pause = pause > 0
+        self._stopping = stop > 0
+        return total / max(count, 1.0), int(count)
+
+    def _audit(self, number: int) -> list[int] | None:
+        """The sample ids that the members really consumed, gathered from each (I2)."""
+        if not self.job.audit:
+            return None
+        batch, dealt = self.job.batch, self.dealt[self.data_rank]
+        ids = step_batch(self.order, number, batch.global_batch_size, batch.micro_batch_size, dealt)
+        consumed = torch.zeros(batch.global_batch_size, dtype=torch.int64)
+        if self._counts_samples():
+            for offset, micro_batch in zip(dealt, ids, strict=True):
+                first = offset * batch.micro_batch_size
+                consumed[first : first + len(micro_batch)] = torch.tensor(micro_batch) + 1
+        dist.all_reduce(consumed)
+        return [value - 1 for value in consumed.tolist()]
+
+    def _counts_samples(self) -> bool:
+        """Ranks that share one batch (tensor and pipeline peers) count it once."""
+        assert self.groups.rank is not None
+        pp, _, _, tp = self.groups.assignment.layout.coordinates(self.groups.rank)
+        return pp == 0 and tp == 0
+
+    # ---------------------------------------------------------- keeping the state
+
+    def _keep(self, number: int) -> bool:
+        """Starts the snapshot and the checkpoint that are due. Returns if a checkpoint was."""
+        every = self.job.checkpoint.every_steps
+        final = number == self.job.steps or self._stopping
+        checkpoint = bool(every and number % every == 0) or (final and self.job.checkpoint.final)
+        if self.sharded and (final or number % self.job.snapshot.every_steps == 0):
+            self._snapshot(final=False, checkpoint=checkpoint)
+        elif checkpoint:
+            self._snapshot(final=True, checkpoint=True)
+        return checkpoint
+
+    def _snapshot(self, final: bool, checkpoint: bool = False) -> None:
+        """Copies the live state to host memory: for peers, for an upload, or for both."""
+        tools, state = self.tools, self.engine.state()
+        upload_only = not self.sharded or final
+        if upload_only:
+            state = tools.checkpointer.owned_state(state, self.formed.owned)
+        shard = tools.snapshots.take(
+            self.step,
+            state,
+            self.groups,
+            self.formed.peer_schemas,
+            tools.points,
+            on_held=None if upload_only else self._held,
+            partial=upload_only,
+        )
+        if checkpoint:
+            tools.checkpointed_step = self.step
+            tools.checkpointer.write(shard, self.formed.owned, self.engine.state(), self.groups)
+
+    def _held(self, step: int) -> None:
+        self._send(StepHeld(time.time(), self.tools.worker, self._generation, step))
+
+    # ------------------------------------------------------------------ evaluation
+
+    def _evaluate_if_due(self, number: int) -> float | None:
+        every = self.job.data.eval_every_steps
+        held_out = self.tools.data.evaluation
+        if not every or held_out is None or (number % every and number != self.job.steps):
+            return None
+        self.tools.points("data")
+        loss, tokens = self.engine.evaluate(list(self._eval_batches(held_out)))
+        packed = torch.tensor([loss, float(tokens)], dtype=torch.float64)
+        dist.all_reduce(packed)
+        mean = float(packed[0] / packed[1].clamp(min=1))
+        if self.groups.rank == 0:
+            fields = {"step": number, "loss": mean, "tokens": int(packed[1])}
+            reason = f"held-out loss after step {number}"
+            self._send(Note(self.tools.worker, self._generation, "evaluated", reason, fields))
+        return mean
+
+    def _eval_batches(self, held_out: Any) -> Iterator[MicroBatch]:
+        size = self.job.batch.micro_batch_size
+        count = min(self.job.data.eval_samples, len(held_out))
+        starts = range(0, count, size)
+        dealt = deal(len(starts), len(self.dealt))
+        mine = [starts[i] for i in dealt[self.data_rank]]
+        padding = max(len(d) for d in dealt) - len(mine)
+        for weight, first in [*((1.0, s) for s in mine), *((0.0, 0) for _ in range(padding))]:
+            samples = [held_out[i] for i in range(first, min(first + size, count))]
+            yield MicroBatch(first, held_out.collate(samples), weight)
+
+    # --------------------------------------------------------------------- the end
+
+    def _finish(self) -> None:
+        """Everything durable, then the digest, then WorkerDone."""
+        tools = self.tools
+        tools.points.last = "finishing"
+        begun = tools.checkpointed_step == self.step
+        tools.snapshots.wait(self.groups.deadline())
+        if self.sharded and self.formed.step == self.step and self.step > 0:
+            self._snapshot(final=False)
+            tools.snapshots.wait(self.groups.deadline())
+        if not begun and self.job.checkpoint.final and self.step > 0:
+            self._snapshot(final=True, checkpoint=True)
+            tools.snapshots.wait(self.groups.deadline())
+        tools.checkpointer.wait_all(FINISH_DEADLINE_S)
+        digest = state_digest(self.groups, self.engine.state(), self.formed.boxes)
+        self._send(WorkerDone(time.time(), tools.worker, self._generation, self.step, digest))
+
+
+class DataChanged(ElasticError):
+    """Two workers see different data: their tokenised caches differ."""
+
+
+def check_fingerprints(fingerprints: Sequence[str]) -> None:
+    if len(set(fingerprints)) > 1:
+        raise DataChanged(f"workers see different data: fingerprints {sorted(set(fingerprints))}")

@@ -1,0 +1,149 @@
+"""Fills a generation's state from the source the core chose: peers' memory, checkpoint or seed."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+
+import torch
+
+from elastic_ft.core.events import CheckpointRef, Source, Tier
+from elastic_ft.errors import CheckpointMismatch, GroupBroken, StateDamaged, StoreFailed
+from elastic_ft.runtime.engines.base import Engine, Reach, State
+from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
+from elastic_ft.runtime.transfer import Boxes, exchange_boxes, move
+from elastic_ft.storage import checkpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    boxes: list[Boxes]  # what everyone holds now, by participant
+    peer_schemas: dict[int, Schema]  # of the ranks whose copies this one keeps
+    bytes_received: int
+
+
+def restore(
+    engine: Engine,
+    groups: Groups,
+    snapshots: Snapshots,
+    live: State,
+    reach: Reach,
+) -> Restored:
+    """Lays the engine out over ``groups`` and fills its state; every participant calls it.
+
+    ``live``: this worker's state of the generation before, if it has one.
+    Raises GroupBroken, or StateDamaged naming the holder.
+    """
+    source = groups.assignment.source
+    kept = engine.attach(groups) if groups.rank is not None else False
+    needs = engine.state() if groups.rank is not None else {}
+    reach("resharding")
+    offers = _offers(groups, source, snapshots, live, needs if kept else None)
+    in_place = kept and _is_live_holder(groups, source)
+    if groups.rank is not None and not in_place:
+        engine.intact = False  # until it is filled: a failure now leaves no live state here
+    boxes = exchange_boxes(groups, offers, needs)
+    received = 0
+    if source.tier is Tier.INITIAL:
+        if groups.rank is not None:
+            engine.initialise()
+    elif source.tier is Tier.CHECKPOINT:
+        if groups.rank is not None:
+            _read_checkpoint(source, needs)
+    else:
+        received = move(groups, boxes, offers, needs)
+    if groups.rank is not None:
+        engine.restored()
+        engine.intact = True
+    schemas = _exchange_schemas(groups, needs)
+    groups.barrier("restored")
+    return Restored(boxes, schemas, received)
+
+
+def _is_live_holder(groups: Groups, source: Source) -> bool:
+    return any(
+        worker == groups.worker and tier is Tier.LIVE
+        for holders in source.holders.values()
+        for worker, tier in holders
+    )
+
+
+def _offers(
+    groups: Groups, source: Source, snapshots: Snapshots, live: State, kept: State | None
+) -> list[State]:
+    """The shards of the chosen step that this worker holds, each from its nearest tier."""
+    offers: list[State] = []
+    for shard, holders in sorted(source.holders.items()):
+        tiers = {tier for worker, tier in holders if worker == groups.worker}
+        if Tier.LIVE in tiers:
+            offers.append(live if kept is None else kept)
+        elif tiers:
+            held = snapshots.find(source.step, source.space, shard)
+            if held is None:
+                raise GroupBroken(f"shard {shard} of step {source.step} is not held here any more")
+            held.verify(groups.worker)
+            offers.append(held.state())
+    return offers
+
+
+def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
+    """Sizes of the snapshots to expect from the ranks whose buddy this one is."""
+    if not any(buddy is not None for buddy in groups.assignment.buddies):
+        return {}
+    schemas = groups.exchange("schemas", pickle.dumps(make_schema(state)))
+    return {
+        rank: pickle.loads(schemas[rank])
+        for rank, buddy in enumerate(groups.assignment.buddies)
+        if buddy is not None and buddy == groups.rank
+    }
+
+
+def _read_checkpoint(source: Source, needs: State) -> None:
+    """Reads this rank's boxes. Raises StateDamaged for the manifest's URL on any doubt (I5)."""
+    ref = CheckpointRef(source.step, source.url)
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        reader = checkpoints.open_checkpoint(ref)
+        expected = {n: (t.dtype, t.shape) for n, t in needs.items()}
+        found = {n: (spec.dtype, tuple(spec.shape)) for n, spec in reader.manifest.tensors.items()}
+        if expected != found:
+            raise CheckpointMismatch(mismatch_message(source.url, found, expected))
+        wanted = []
+        for name, tensor in sorted(needs.items()):
+            if tensor.local.numel() == 0:
+                continue
+            buffer = tensor.local
+            if not buffer.is_contiguous() or buffer.is_cuda:
+                buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
+                staged.append((tensor.local, buffer))
+            raw = buffer.reshape(-1).view(torch.uint8).numpy()
+            wanted.append(checkpoints.Want(name, tensor.box, memoryview(raw)))
+        reader.read(wanted)
+    except StoreFailed as error:
+        raise StateDamaged(f"{source.url}: {error}", source.url) from error
+    with torch.no_grad():
+        for target, buffer in staged:
+            target.copy_(buffer)
+
+
+def mismatch_message(
+    url: str,
+    found: dict[str, tuple[str, tuple[int, ...]]],
+    expected: dict[str, tuple[str, tuple[int, ...]]],
+) -> str:
+    """One line naming the first tensors that differ."""
+    differing = sorted(n for n in found.keys() | expected.keys() if found.get(n) != expected.get(n))
+    shown = [
+        f"{name} is {_spec(found.get(name))}, the model has {_spec(expected.get(name))}"
+        for name in differing[:3]
+    ]
+    more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+    return f"{url} is a checkpoint of another model: {'; '.join(shown)}{more}"
+
+
+def _spec(spec: tuple[str, tuple[int, ...]] | None) -> str:
+    return "absent" if spec is None else f"{spec[0]} {list(spec[1])}"
+
+
+__all__ = ["Restored", "mismatch_message", "restore"]

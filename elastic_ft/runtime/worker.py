@@ -1,0 +1,422 @@
+"""A worker process: connects to the controller, and goes from generation to generation.
+
+Three threads beside the training thread: one reads the controller's commands, and breaks off
+collectives when told to (it is the watchdog); one beats; one copies snapshots. The training thread
+alone touches groups and model, and only at its safe point, between two generations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from elastic_ft.config import Job
+from elastic_ft.core.events import (
+    CollectiveFailed,
+    Holding,
+    Member,
+    Paused,
+    PauseWorkers,
+    ReleaseWorker,
+    Resumed,
+    SourceRefused,
+    StopAtBoundary,
+    Tier,
+    WorkerRaised,
+    WorkerReady,
+)
+from elastic_ft.errors import GroupBroken, StateDamaged, UsageError
+from elastic_ft.models.build import build_model
+from elastic_ft.runtime import restore
+from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
+from elastic_ft.runtime.control import Channel, FaultFired, Form, Heartbeat, Welcome, connect
+from elastic_ft.runtime.data import open_dataset
+from elastic_ft.runtime.engines.base import State
+from elastic_ft.runtime.engines.native import NativeEngine
+from elastic_ft.runtime.faults import Points
+from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
+from elastic_ft.runtime.prefetch import Prefetcher
+from elastic_ft.runtime.snapshot import Snapshots
+
+HEARTBEATS_PER_TIMEOUT = 8
+GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
+RELEASE_TIMEOUT_S = 3600.0  # with nothing heard: the connection's end is the usual way out
+
+
+class ControllerLost(GroupBroken):
+    """The controller is gone: nobody can commit a step or form a generation any more."""
+
+
+def run_worker(
+    address: tuple[str, int],
+    key: bytes,
+    member: Member,
+    *,
+    train_loop: Callable[[], Any] | None = None,
+    on_generation: Callable[[Any], None] | None = None,
+    on_pause: Callable[[], None] | None = None,
+) -> None:
+    """Takes part in a job until released or until the controller is gone. Blocks.
+
+    Args:
+        address, key: of the controller.
+        member: who this is and where.
+        train_loop: user code; it iterates over ``elastic_ft.train()``. None: nothing but that.
+        on_generation: called in the training thread with the host's extra, before forming.
+        on_pause: called from the control thread when collectives are broken off.
+    """
+    global _current
+    worker = Worker(address, key, member, on_generation, on_pause)
+    _current = worker
+    try:
+        if train_loop is None:
+            for _ in worker.steps():
+                pass
+        else:
+            train_loop()
+    except ControllerLost:
+        return
+    except GeneratorExit:
+        raise
+    except Exception as error:
+        worker.raised(error)
+        raise
+    finally:
+        _current = None
+        worker.close()
+
+
+_current: Worker | None = None
+
+
+def train() -> Iterator[Step]:
+    """Yields each step of the job that this worker takes part in; elasticity happens inside.
+
+    For use in a train loop given to ``ElasticTrainer``. Raises RuntimeError elsewhere.
+    """
+    if _current is None:
+        raise RuntimeError("elastic_ft.train() works inside a train loop run by ElasticTrainer")
+    return _current.steps()
+
+
+class Worker:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        key: bytes,
+        member: Member,
+        on_generation: Callable[[Any], None] | None,
+        on_pause: Callable[[], None] | None,
+    ) -> None:
+        self.member = member
+        self._on_generation, self._on_pause = on_generation, on_pause
+        self._channel: Channel
+        self._welcome: Welcome
+        self._channel, self._welcome = connect(address, key, member)
+        self.job: Job = self._welcome.job
+        self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
+        self._news = threading.Condition()
+        self._fence = 0  # the newest generation heard of: older ones are over (I1)
+        self._answered = 0  # the newest PauseWorkers answered
+        self._form: Form | None = None
+        self._released = ""
+        self._controller_lost = False
+        self._groups: Groups | None = None
+        self._flags = Flags()
+        self._live: tuple[Holding, State] | None = None
+        self._tools: Tools | None = None
+        self._closed = threading.Event()
+        for target in (self._read, self._beat):
+            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+
+    # ------------------------------------------------------------------ the controller
+
+    def _send(self, message: Any) -> bool:
+        return self._channel.send(message)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                message = self._channel.receive()
+            except EOFError:
+                self._on_controller_lost()
+                return
+            if isinstance(message, PauseWorkers):
+                self._on_pause_workers(message)
+            elif isinstance(message, Form):
+                self._on_form(message)
+            elif isinstance(message, StopAtBoundary):
+                self._flags.stop = True
+            elif isinstance(message, ReleaseWorker):
+                self._on_release(message.reason)
+
+    def _on_pause_workers(self, message: PauseWorkers) -> None:
+        with self._news:
+            self._fence = max(self._fence, message.generation)
+            groups = self._groups
+            if message.abort and groups is not None and groups.generation < message.generation:
+                groups.abort(message.reason)
+            else:
+                self._flags.pause = True
+            self._news.notify_all()
+        if message.abort and self._on_pause is not None:
+            self._on_pause()
+
+    def _on_form(self, message: Form) -> None:
+        with self._news:
+            generation = message.assignment.generation
+            if generation >= self._fence:
+                self._fence = generation
+                self._form = message
+            self._news.notify_all()
+
+    def _on_release(self, reason: str) -> None:
+        with self._news:
+            self._released = reason
+            if self._groups is not None:
+                self._groups.abort(reason)
+            self._news.notify_all()
+
+    def _on_controller_lost(self) -> None:
+        with self._news:
+            self._controller_lost = True
+            if self._groups is not None:
+                self._groups.abort("the controller is gone")
+            self._news.notify_all()
+        if self._on_pause is not None:
+            self._on_pause()
+
+    def _beat(self) -> None:
+        every_s = self.job.elastic.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        while not self._closed.wait(every_s):
+            points = self._points
+            self._send(Heartbeat(self.member.worker, points.step, points.count, points.last))
+
+    def _fault_fired(self, index: int) -> None:
+        self._send(FaultFired(self.member.worker, index, self._points.step, time.time()))
+
+    def raised(self, error: BaseException) -> None:
+        """Tells the controller of an exception that user code let through."""
+        step, generation = self._points.step, self._points.generation
+        self._send(_raised_event(self.member.worker, generation, step, error))
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._tools is not None:
+            self._tools.prefetcher.close()
+            self._tools.snapshots.close()
+            self._tools.checkpointer.close()
+        self._channel.close()
+
+    # ------------------------------------------------------------------ the job
+
+    def steps(self) -> Iterator[Step]:
+        """Yields every step this worker takes part in, until it is released."""
+        tools = self._tools = self._prepare()
+        self._send(WorkerReady(time.time(), self.member))
+        while (form := self._next_form()) is not None:
+            error: BaseException | None = None
+            try:
+                yield from self._generation(tools, form)
+                self._await_news()
+            except GeneratorExit:
+                raise
+            except Exception as caught:
+                error = caught
+            try:
+                if error is not None:
+                    self._explain(form.assignment.generation, error)
+            finally:
+                self._retreat(tools)
+            del error
+
+    def _prepare(self) -> Tools:
+        """Everything that can be done before there is a group: no survivor waits for it."""
+        job = self.job
+        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+        data = open_dataset(job.data, job.seed)
+
+        def factory() -> torch.nn.Module:
+            return build_model(
+                job.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length
+            )
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if job.parallel.backend == "gloo":
+            device = torch.device("cpu")
+        engine = NativeEngine(job, factory, device, data.sequence_length or 1)
+        engine.prepare()
+        snapshots = Snapshots(self.member.worker, pinned=device.type == "cuda")
+        checkpointer = Checkpointer(
+            self.member.worker,
+            self._welcome.run,
+            self._welcome.checkpoint_url,
+            snapshots,
+            self._send,
+            self._points,
+        )
+        gc.collect()
+        gc.freeze()  # imports and caches: no later collection needs to look at them
+        return Tools(
+            job=job,
+            worker=self.member.worker,
+            engine=engine,
+            data=data,
+            prefetcher=Prefetcher(data.train),
+            snapshots=snapshots,
+            checkpointer=checkpointer,
+            points=self._points,
+            send=self._send,
+        )
+
+    def _next_form(self) -> Form | None:
+        """At the safe point: answers pauses until an assignment comes. None: leave.
+
+        Raises ControllerLost.
+        """
+        with self._news:
+            while True:
+                if self._controller_lost:
+                    raise ControllerLost("the controller is gone")
+                if self._released:
+                    return None
+                form, self._form = self._form, None
+                if form is not None and form.assignment.generation >= self._fence:
+                    self._flags = Flags(stop=self._flags.stop)
+                    return form
+                if self._fence > self._answered:
+                    self._answer_pause()
+                if not self._news.wait(RELEASE_TIMEOUT_S):
+                    raise ControllerLost(f"nothing heard for {RELEASE_TIMEOUT_S:g} s")
+
+    def _answer_pause(self) -> None:
+        self._answered = self._fence
+        holdings = self._tools.snapshots.holdings() if self._tools else ()
+        if self._live is not None:
+            holdings = (self._live[0], *holdings)
+        self._send(Paused(time.time(), self.member.worker, self._fence, holdings))
+
+    def _await_news(self) -> None:
+        """After a boundary or the last step: the controller says what comes next."""
+        with self._news:
+            self._news.wait_for(self._is_over, RELEASE_TIMEOUT_S)
+
+    def _is_over(self) -> bool:
+        current = self._groups.generation if self._groups else 0
+        return self._controller_lost or bool(self._released) or self._fence > current
+
+    # ------------------------------------------------------------------ a generation
+
+    def _generation(self, tools: Tools, form: Form) -> Iterator[Step]:
+        """Forms, restores and trains. Raises whatever breaks it."""
+        assignment = form.assignment
+        self._points.spend(form.fired)
+        self._points.generation = assignment.generation
+        self._points.step = assignment.source.step
+        tools.checkpointed_step = form.checkpointed_step
+        if self._on_generation is not None and form.extra is not None:
+            self._on_generation(form.extra)
+        groups = Groups(assignment, self.member.worker, self._welcome.store)
+        with self._news:
+            self._groups = groups
+            if self._fence > assignment.generation:
+                groups.abort("fenced before forming")
+        self._points.rank = -1 if groups.rank is None else groups.rank
+        self._points("forming")
+        groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s)
+        live = self._live[1] if self._live else {}
+        restored = restore.restore(tools.engine, groups, tools.snapshots, live, self._points)
+        step = assignment.source.step
+        if groups.rank is None:
+            self._send(Resumed(time.time(), self.member.worker, groups.generation, step))
+            return  # a donor: its state is handed over, it waits for its release
+        self._live = None
+        tools.snapshots.drop_after(step)
+        formed = Formed(
+            groups=groups,
+            boxes=restored.boxes,
+            owned=owned_by(groups, restored.boxes),
+            peer_schemas=restored.peer_schemas,
+            step=step,
+        )
+        self._loop = Loop(tools, formed, self._flags)
+        self._send(
+            Resumed(
+                time.time(), self.member.worker, groups.generation, step, restored.bytes_received
+            )
+        )
+        threading.Thread(target=gc.collect, daemon=True).start()  # the last generation's modules
+        yield from self._loop.steps()
+
+    def _explain(self, generation: int, error: BaseException) -> None:
+        """Tells the controller what broke this generation."""
+        worker, step = self.member.worker, self._points.step
+        if isinstance(error, ControllerLost):
+            raise error
+        if isinstance(error, StateDamaged):
+            reason = str(error)
+            self._send(SourceRefused(time.time(), worker, generation, error.holder, reason))
+        elif self._is_collective(error):
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self._send(CollectiveFailed(time.time(), worker, generation, step, text))
+        else:
+            self._send(_raised_event(worker, generation, step, error))
+
+    def _is_collective(self, error: BaseException) -> bool:
+        """Whether ``error`` comes from a broken group rather than from user code."""
+        if isinstance(error, (GroupBroken, dist.DistError)):
+            return True
+        if not isinstance(error, RuntimeError):
+            return False
+        if any(mark in str(error) for mark in ("gloo", "Connection closed by peer", "NCCL")):
+            return True
+        with self._news:  # a plain RuntimeError: a peer's loss may explain it
+            return self._news.wait_for(self._is_over, GRACE_S)
+
+    def _retreat(self, tools: Tools) -> None:
+        """To the safe point: no group of this generation is left, the state is plain tensors."""
+        groups = self._groups
+        if groups is None:
+            return
+        groups.abort(groups.aborted or "retreat")
+        tools.prefetcher.cancel()
+        tools.snapshots.quiesce(time.monotonic() + self.job.elastic.pause_timeout_s / 2)
+        engine, loop = tools.engine, getattr(self, "_loop", None)
+        intact = engine.intact
+        state = engine.detach() if groups.rank is not None else {}
+        if loop is not None and groups.rank is not None:
+            if intact:
+                layout = groups.assignment.layout
+                name = layout.shard_of(groups.rank)
+                holding = Holding(loop.step, layout.shard_space, name, Tier.LIVE)
+                self._live = (holding, state)
+            else:
+                self._live = None
+        self._loop = None
+        del loop
+        with self._news:
+            self._groups = None
+        groups.teardown()
+
+
+def _raised_event(worker: str, generation: int, step: int, error: BaseException) -> WorkerRaised:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    usage = isinstance(error, UsageError)
+    return WorkerRaised(time.time(), worker, generation, step, text, usage)
+
+
+def member_here(worker: str, node: str, host: str, raylet_pid: int | None = None) -> Member:
+    return Member(worker, node, host, os.getpid(), raylet_pid)
+
+
+with contextlib.suppress(RuntimeError):
+    torch.set_num_interop_threads(1)

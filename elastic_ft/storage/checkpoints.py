@@ -1,0 +1,299 @@
+"""Checkpoints in object storage: shards first, verified, then one manifest, then nothing else (I5).
+
+Layout under the checkpoint URL::
+
+    data/<run>/g<generation>-s<step>/r<rank>-<n>.bin   bytes of tensor pieces, one after the other
+    manifests/<step>-<attempt>.json                    what makes it a checkpoint
+
+``run`` is new with every start of a controller, so no attempt ever writes where another has
+written. A manifest's ``attempt`` counts from 0 per step: a step whose manifest was refused as
+damaged, or that is trained once more after falling back to an older one, is published again under
+the next attempt, beside the old manifest and never over it; readers take the newest attempt
+first. Two writers that publish the same attempt at once have one winner (a conditional write);
+the other gets StoreFailed. A lost acknowledgement is told from a lost race by reading back: the
+manifest carries its writer's nonce.
+
+``core.manifest`` has the schema and the commit rule. An entry's ``file`` is relative to its
+manifest's prefix, which follows from run, generation and step: ``prefix_of``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from elastic_ft.core.events import CheckpointRef
+from elastic_ft.core.manifest import Manifest, incomplete
+from elastic_ft.errors import StateDamaged, StoreFailed
+from elastic_ft.storage.backends import Kind
+from elastic_ft.storage.shards import (
+    Piece,
+    Reader,
+    Want,
+    attempt_prefix,
+    odd_sizes,
+    parallel,
+    prefix_of,
+    read_pieces,
+    verify,
+    write_shards,
+)
+from elastic_ft.storage.store import Store, StoreError, open_store
+
+__all__ = [
+    "Committed",
+    "Piece",
+    "Reader",
+    "Swept",
+    "Want",
+    "abandon",
+    "attempt_prefix",
+    "commit",
+    "committed",
+    "load_manifest",
+    "open_checkpoint",
+    "prefix_of",
+    "read_pieces",
+    "sweep_abandoned",
+    "verify",
+    "write_shards",
+]
+
+LOOKUP_THREADS = 16
+PUBLISH_ATTEMPTS = 3
+ATTEMPT_PREFIX = re.compile(r"^data/[^/]+/g\d+-s\d+$")
+MANIFEST_KEY = re.compile(r"^manifests/(\d+)-(\d+)\.json$")
+
+
+# ---------------------------------------------------------------------------- publishing
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A published checkpoint. ``warnings``: older ones that could not be pruned, and why."""
+
+    ref: CheckpointRef
+    nbytes: int
+    warnings: tuple[str, ...] = ()
+
+
+def commit(store: Store, manifest: Manifest, keep_last: int) -> Committed:
+    """Verifies that the shards are there and whole, publishes the manifest, prunes older ones.
+
+    Giving the same manifest again is harmless. Raises StoreFailed if the checkpoint is not whole,
+    another writer published this attempt first, or the store failed. In the last case the
+    manifest may yet appear: leave its data alone.
+    """
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, found {keep_last}")
+    if problem := _incomplete_or_short(store, manifest):
+        raise StoreFailed(f"checkpoint of step {manifest.step} refused: {problem}")
+    published = _publish(store, manifest)
+    nbytes = sum(entry.nbytes for entry in manifest.entries)
+    warnings = _prune(store, published, prefix_of(manifest), keep_last)
+    ref = CheckpointRef(manifest.step, store.url_of(published.key))
+    return Committed(ref, nbytes, warnings)
+
+
+def _incomplete_or_short(store: Store, manifest: Manifest) -> str:
+    """The first thing wrong with the checkpoint, as far as it shows without reading it."""
+    for flaw in (*incomplete(manifest), *odd_sizes(manifest)):
+        return flaw
+    ends: dict[str, int] = {}
+    for entry in manifest.entries:
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.nbytes)
+
+    def check(item: tuple[str, int]) -> str:
+        file, expected = item
+        key = f"{prefix_of(manifest)}/{file}"
+        try:
+            found = store.size(key)
+        except StoreError as error:
+            if error.kind is Kind.MISSING:
+                return f"{key} is missing"
+            raise
+        return "" if found == expected else f"{key} has {found} bytes, expected {expected}"
+
+    return next(filter(None, parallel(check, ends.items(), LOOKUP_THREADS)), "")
+
+
+def _publish(store: Store, manifest: Manifest) -> _Published:
+    """What the manifest is now published as."""
+    body = manifest.to_json()
+    same_step = [item for item in _published(store) if item.step == manifest.step]
+    for item in same_step:
+        if _body(store, item.key) == body:
+            return item
+    own = _Published(manifest.step, same_step[0].attempt + 1 if same_step else 0)
+    trouble: StoreFailed | None = None
+    for _ in range(PUBLISH_ATTEMPTS):
+        try:
+            if store.put_if_absent(own.key, body):
+                return own
+        except StoreFailed as error:
+            trouble = error
+        found = _body(store, own.key)
+        if found == body:  # it has our nonce: only the acknowledgement was lost
+            return own
+        if found is not None:
+            raise StoreFailed(
+                f"{store.url_of(own.key)} was published by {_writer(found)}: this writer "
+                f"(run {manifest.run}, nonce {manifest.nonce}) lost; is another controller alive?"
+            )
+    raise StoreFailed(f"{store.url_of(own.key)} could not be published: {trouble}") from trouble
+
+
+def _body(store: Store, key: str) -> bytes | None:
+    try:
+        return store.get(key)
+    except StoreError as error:
+        if error.kind is Kind.MISSING:
+            return None
+        raise
+
+
+def _writer(body: bytes) -> str:
+    try:
+        other = Manifest.from_json(body)
+    except StateDamaged as error:
+        return f"an unknown writer ({error})"
+    return f"run {other.run}, generation {other.generation}, nonce {other.nonce}"
+
+
+# ------------------------------------------------------------------------------- finding
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Published:
+    step: int
+    attempt: int
+
+    @property
+    def key(self) -> str:
+        return _manifest_key(self.step, self.attempt)
+
+
+def _manifest_key(step: int, attempt: int) -> str:
+    return f"manifests/{step:010d}-{attempt}.json"
+
+
+def _published(store: Store) -> list[_Published]:
+    """Newest first: by step, then by attempt. Nothing is assumed of the listing's order."""
+    matches = (MANIFEST_KEY.match(key) for key in store.list("manifests"))
+    return sorted((_Published(int(m[1]), int(m[2])) for m in matches if m), reverse=True)
+
+
+def committed(store: Store) -> tuple[CheckpointRef, ...]:
+    """All published checkpoints, newest first; whether they are whole shows on reading them.
+
+    After a fallback a step may appear twice: the later attempt comes first.
+    """
+    return tuple(CheckpointRef(p.step, store.url_of(p.key)) for p in _published(store))
+
+
+def load_manifest(store: Store, ref: CheckpointRef) -> Manifest:
+    """The manifest of a published checkpoint.
+
+    Raises StateDamaged if it is gone, torn, altered, of another step, or its entries do not make
+    up its tensors; StoreFailed if it can't be read.
+    """
+    key = ref.url.removeprefix(f"{store.url}/")
+    body = _body(store, key)
+    if body is None:
+        raise StateDamaged(f"{ref.url}: the manifest is missing", ref.url)
+    manifest = Manifest.from_json(body, ref.url)
+    if manifest.step != ref.step:
+        message = f"{ref.url}: holds step {manifest.step}, expected {ref.step}"
+        raise StateDamaged(message, ref.url)
+    for flaw in (*incomplete(manifest), *odd_sizes(manifest)):
+        raise StateDamaged(f"{ref.url}: {flaw}", ref.url)
+    return manifest
+
+
+def open_checkpoint(ref: CheckpointRef, deadline_s: float = 60) -> Reader:
+    """A reader for a checkpoint known by its URL alone. Raises as ``load_manifest`` does."""
+    root, _, _ = ref.url.rpartition("/manifests/")
+    if not root:
+        raise ValueError(f"not the URL of a manifest: {ref.url}")
+    store = open_store(root, deadline_s=deadline_s)
+    return Reader(store, load_manifest(store, ref), ref.url)
+
+
+# ------------------------------------------------------------------------------ retention
+
+
+def abandon(store: Store, prefix: str) -> None:
+    """Deletes what an attempt wrote. Only for one that was never given to ``commit``."""
+    if not ATTEMPT_PREFIX.match(prefix):
+        raise ValueError(f"not the prefix of an attempt: {prefix!r}")
+    store.delete(prefix)
+
+
+def _prune(store: Store, newest: _Published, in_use: str, keep_last: int) -> tuple[str, ...]:
+    """Deletes what ``keep_last`` no longer covers, manifest before data; returns what went wrong.
+
+    Counted are steps, newest attempt each, from ``newest`` downwards: it was just verified, so
+    the newest good checkpoint always stays. What is ahead of it, left from before a fallback, is
+    kept until training has passed it: this writer can't know that it is bad.
+    """
+    kept: list[_Published] = [newest]
+    doomed: list[_Published] = []
+    try:
+        behind = [item for item in _published(store) if item < newest]
+    except StoreFailed as error:
+        return (f"older checkpoints were not pruned: {error}",)
+    for item in behind:
+        is_kept = item.step != kept[-1].step and len(kept) < keep_last
+        (kept if is_kept else doomed).append(item)
+    results = (_delete_checkpoint(store, item.key, in_use) for item in doomed)
+    return tuple(warning for warning in results if warning)
+
+
+def _delete_checkpoint(store: Store, key: str, in_use: str) -> str | None:
+    """Deletes manifest, then data unless that is ``in_use``. Returns a warning, or None."""
+    url = store.url_of(key)
+    try:
+        body = _body(store, key)
+        if body is None:
+            return None
+        store.delete(key)
+        prefix = prefix_of(Manifest.from_json(body, url))
+        if prefix != in_use:
+            store.delete(prefix)
+    except StateDamaged as error:
+        return f"{url} was pruned without its data, being damaged: {error}"
+    except StoreFailed as error:
+        return f"{url} was not pruned entirely: {error}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    prefixes: tuple[str, ...]  # deleted
+    warnings: tuple[str, ...] = ()
+
+
+def sweep_abandoned(store: Store, keep_runs: Iterable[str] = ()) -> Swept:
+    """Deletes data that no manifest references, except that of ``keep_runs``.
+
+    For the start of a job, when one controller alone is at work. If some manifest can't be
+    understood nothing is deleted, for its data may be good. Never raises StoreFailed: what was
+    not done is a warning.
+    """
+    keep = set(keep_runs)
+    try:
+        # Data is listed before manifests: one published in between counts as referenced.
+        found = {"/".join(key.split("/")[:3]) for key in store.list("data")}
+        referenced = {prefix_of(load_manifest(store, ref)) for ref in committed(store)}
+    except (StoreFailed, StateDamaged) as error:
+        return Swept((), (f"abandoned data was not swept: {error}",))
+    doomed = sorted(p for p in found - referenced if p.split("/")[1] not in keep)
+    swept, warnings = [], []
+    for prefix in doomed:
+        try:
+            store.delete(prefix)
+            swept.append(prefix)
+        except StoreFailed as error:
+            warnings.append(f"{prefix} was not swept: {error}")
+    return Swept(tuple(swept), tuple(warnings))

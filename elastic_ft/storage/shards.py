@@ -1,0 +1,331 @@
+"""Tensor pieces to and from objects, in parallel, with a digest for each (I5).
+
+An object is the bytes of some boxes, one after the other; a ``ShardEntry`` says where each lies.
+Any cut of a tensor can be read from any other cut of it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import numpy as np
+import xxhash
+
+from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import StateDamaged, StoreFailed
+from elastic_ft.storage.backends import Kind
+from elastic_ft.storage.store import Store, StoreError
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+OBJECT_BYTES = 64 * 2**20  # of a shard object and of one read
+THREADS = 4  # concurrent transfers, each with one object in memory
+
+Piece = tuple[str, Box, str, memoryview]  # tensor, box, dtype, its bytes in row-major order
+
+
+def digest(data: bytes | memoryview) -> str:
+    """As ShardEntry has it. Finds damage, not forgery."""
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+def attempt_prefix(run: str, generation: int, step: int) -> str:
+    """Where one attempt to write one checkpoint puts its shards."""
+    if not run or "/" in run:
+        raise ValueError(f"run must be a name without '/', found {run!r}")
+    return f"data/{run}/g{generation}-s{step}"
+
+
+def prefix_of(manifest: Manifest) -> str:
+    """Where the shards of a checkpoint are."""
+    return attempt_prefix(manifest.run, manifest.generation, manifest.step)
+
+
+# ------------------------------------------------------------------------------- writing
+
+
+def write_shards(
+    store: Store, prefix: str, rank: int, pieces: Iterable[Piece], threads: int = THREADS
+) -> tuple[dict[str, Any], ...]:
+    """Writes a rank's pieces under ``prefix`` and returns their manifest entries, as dicts.
+
+    Pieces are packed into objects of up to OBJECT_BYTES, larger ones are cut along their first
+    axes, empty ones have no entry. ``pieces`` is consumed as the writing goes on, at most
+    2 * threads objects ahead: a generator may copy from the device on the fly. The bytes must not
+    change before this returns. Raises StoreFailed; what was written is then left to ``abandon``.
+    """
+
+    def write(numbered: tuple[int, list[Piece]]) -> list[dict[str, Any]]:
+        number, parts = numbered
+        file = f"r{rank}-{number}.bin"
+        entries, offset = [], 0
+        for tensor, box, dtype, view in parts:
+            entries.append(ShardEntry(tensor, box, dtype, file, offset, view.nbytes, digest(view)))
+            offset += view.nbytes
+        store.put(f"{prefix}/{file}", [view for *_, view in parts])
+        return [entry.to_dict() for entry in entries]
+
+    written = parallel(write, enumerate(_pack(pieces)), threads)
+    return tuple(entry for entries in written for entry in entries)
+
+
+def _pack(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Groups pieces, in order, into objects of at most OBJECT_BYTES."""
+    parts: list[Piece] = []
+    nbytes = 0
+    for tensor, box, dtype, data in pieces:
+        if box.numel == 0:
+            continue
+        for cut, view in _cut(box, memoryview(data).cast("B")):
+            if parts and nbytes + view.nbytes > OBJECT_BYTES:
+                yield parts
+                parts, nbytes = [], 0
+            parts.append((tensor, cut, dtype, view))
+            nbytes += view.nbytes
+    if parts:
+        yield parts
+
+
+def _cut(box: Box, view: memoryview) -> Iterator[tuple[Box, memoryview]]:
+    """The box as boxes of at most OBJECT_BYTES, each contiguous in the bytes of the whole."""
+    if view.nbytes <= OBJECT_BYTES or box.numel == 1:
+        yield box, view
+        return
+    axis = next(d for d, size in enumerate(box.sizes) if size > 1)
+    row_bytes = view.nbytes // box.sizes[axis]
+    step = max(1, OBJECT_BYTES // row_bytes)
+    for start in range(0, box.sizes[axis], step):
+        rows = min(step, box.sizes[axis] - start)
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[axis] += start
+        sizes[axis] = rows
+        part = view[start * row_bytes : (start + rows) * row_bytes]
+        yield from _cut(Box(tuple(offsets), tuple(sizes)), part)
+
+
+# ------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box of a tensor, and where its bytes go: writable, contiguous, row-major."""
+
+    tensor: str
+    box: Box
+    out: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Entries that lie together in one object and are read at once."""
+
+    file: str
+    start: int
+    end: int
+    entries: tuple[ShardEntry, ...]
+
+    def part(self, data: bytes, entry: ShardEntry) -> memoryview:
+        return memoryview(data)[entry.offset - self.start :][: entry.nbytes]
+
+
+_Placement = tuple[Want, Box]  # this part of an entry goes to that want
+
+
+class Reader:
+    """Reads any cut of a checkpoint's tensors, whatever cut wrote it. Verifies all it reads.
+
+    ``url`` names the source in StateDamaged: the manifest's URL, as in CheckpointRef. May be used
+    from several threads.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, url: str, threads: int = THREADS) -> None:
+        self.manifest = manifest
+        self.url = url
+        self._store = store
+        self._threads = threads
+        self._entries: dict[str, list[ShardEntry]] = defaultdict(list)
+        for entry in manifest.entries:
+            self._entries[entry.tensor].append(entry)
+
+    def read(self, wants: Iterable[Want]) -> int:
+        """Fills every want, reading each entry that it needs once. Returns bytes read.
+
+        Raises StateDamaged if an object is missing, short, or differs from its digest, or an
+        element is in no entry; StoreFailed if the store failed; ValueError if ``out`` has not the
+        box's size. On an error the wants hold no state to be used.
+        """
+        placements: dict[ShardEntry, list[_Placement]] = defaultdict(list)
+        for want in wants:
+            for entry, part in self._sources(want):
+                placements[entry].append((want, part))
+        prefix = prefix_of(self.manifest)
+
+        def fetch(run: _Run) -> int:
+            data = _read_run(self._store, prefix, run, self.url)
+            for entry in run.entries:
+                if problem := _damage(entry, run.part(data, entry)):
+                    raise StateDamaged(f"{self.url}: {problem}", self.url)
+                for want, part in placements[entry]:
+                    _copy(entry, run.part(data, entry), want, part)
+            return run.end - run.start
+
+        return sum(parallel(fetch, _runs(placements), self._threads))
+
+    def read_piece(self, tensor: str, box: Box, out: memoryview) -> int:
+        """``read`` for one box. For many, ``read`` them together: entries are then read once."""
+        return self.read([Want(tensor, box, out)])
+
+    def _sources(self, want: Want) -> list[tuple[ShardEntry, Box]]:
+        """Entries and the disjoint parts of the want that each fills, all of it."""
+        if want.tensor not in self.manifest.tensors:
+            raise StateDamaged(f"{self.url}: has no tensor {want.tensor}", self.url)
+        found: list[tuple[ShardEntry, Box]] = []
+        missing = [want.box] if want.box.numel else []
+        for entry in self._entries[want.tensor] if missing else ():
+            parts = [p for old in missing if (p := old.intersect(entry.box)) is not None]
+            if parts:
+                _check_room(want, entry)
+                found += [(entry, part) for part in parts]
+                missing = [rest for old in missing for rest in old.minus(entry.box)]
+        if missing:
+            message = f"{self.url}: {want.tensor}: no entry has {missing[0]}"
+            raise StateDamaged(message, self.url)
+        return found
+
+
+def read_pieces(
+    store: Store, manifest: Manifest, wanted: Iterable[tuple[str, Box, memoryview]], url: str
+) -> int:
+    """``Reader.read`` in one call, of (tensor, box, out); ``url`` as in Reader."""
+    return Reader(store, manifest, url).read(Want(*want) for want in wanted)
+
+
+def odd_sizes(manifest: Manifest) -> Iterator[str]:
+    """Entries whose length does not fit their box, or the other entries of the tensor."""
+    itemsize: dict[str, int] = {}
+    for entry in manifest.entries:
+        numel = entry.box.numel
+        fits = entry.nbytes % numel == 0 if numel else entry.nbytes == 0
+        if not fits or (
+            numel
+            and itemsize.setdefault(entry.tensor, entry.nbytes // numel) * numel != entry.nbytes
+        ):
+            yield f"{entry.tensor}: {entry.box} of {entry.dtype} has {entry.nbytes} bytes"
+
+
+def verify(store: Store, manifest: Manifest) -> list[str]:
+    """Reads every byte of a checkpoint and returns what is wrong with it; [] if nothing is."""
+    prefix = prefix_of(manifest)
+
+    def check(run: _Run) -> list[str]:
+        try:
+            data = _read_run(store, prefix, run, store.url_of(prefix))
+        except (StateDamaged, StoreFailed) as error:
+            return [str(error)]
+        found = (_damage(entry, run.part(data, entry)) for entry in run.entries)
+        return [problem for problem in found if problem]
+
+    problems = parallel(check, _runs(manifest.entries), THREADS)
+    return [*incomplete(manifest), *odd_sizes(manifest), *(p for each in problems for p in each)]
+
+
+def _runs(entries: Iterable[ShardEntry]) -> list[_Run]:
+    """Neighbouring entries of one object, joined into reads of at most OBJECT_BYTES."""
+    ordered = sorted((e for e in entries if e.nbytes), key=lambda e: (e.file, e.offset))
+    runs: list[_Run] = []
+    for file, group in groupby(ordered, key=lambda e: e.file):
+        joined: list[ShardEntry] = []
+        for entry in group:
+            end = entry.offset + entry.nbytes
+            if joined and (
+                entry.offset != joined[-1].offset + joined[-1].nbytes
+                or end - joined[0].offset > OBJECT_BYTES
+            ):
+                runs.append(_run(file, joined))
+                joined = []
+            joined.append(entry)
+        runs.append(_run(file, joined))
+    return runs
+
+
+def _run(file: str, entries: Sequence[ShardEntry]) -> _Run:
+    last = entries[-1]
+    return _Run(file, entries[0].offset, last.offset + last.nbytes, tuple(entries))
+
+
+def _read_run(store: Store, prefix: str, run: _Run, holder: str) -> bytes:
+    try:
+        data = store.get(f"{prefix}/{run.file}", run.start, run.end)
+    except StoreError as error:
+        if error.kind is Kind.MISSING:
+            raise StateDamaged(f"{holder}: {run.file} is missing", holder) from error
+        raise
+    if len(data) != run.end - run.start:
+        found = run.start + len(data)
+        message = f"{holder}: {run.file} ends at byte {found}, expected {run.end} or more"
+        raise StateDamaged(message, holder)
+    return data
+
+
+def _damage(entry: ShardEntry, data: memoryview) -> str | None:
+    found = digest(data)
+    if found == entry.digest:
+        return None
+    return f"{entry.tensor} {entry.box} in {entry.file}: digest {found}, expected {entry.digest}"
+
+
+def _check_room(want: Want, entry: ShardEntry) -> None:
+    expected = want.box.numel * (entry.nbytes // entry.box.numel)
+    if want.out.nbytes != expected:
+        raise ValueError(
+            f"{want.tensor} {want.box} takes {expected} bytes, found room for {want.out.nbytes}"
+        )
+
+
+def _copy(entry: ShardEntry, data: memoryview, want: Want, part: Box) -> None:
+    """Copies ``part``, in global coordinates, from an entry's bytes into the want's."""
+    kind = _carrier(entry.nbytes // entry.box.numel)
+    source = np.frombuffer(data, kind).reshape(entry.box.sizes)
+    target = np.frombuffer(want.out, kind).reshape(want.box.sizes)
+    target[part.slices_within(want.box)] = source[part.slices_within(entry.box)]
+
+
+def _carrier(itemsize: int) -> np.dtype[Any]:
+    """A numpy type of that width, to carry bytes of any torch type unchanged."""
+    return np.dtype(f"u{itemsize}" if itemsize in (1, 2, 4, 8) else f"V{itemsize}")
+
+
+# ------------------------------------------------------------------------------ transfers
+
+
+def parallel(work: Callable[[A], R], items: Iterable[A], threads: int) -> list[R]:
+    """``work`` on each item, results in order; items are taken at most 2 * threads ahead.
+
+    The first error is raised once the work in flight has ended; what waits is dropped.
+    """
+    results: list[R] = []
+    pending: deque[Future[R]] = deque()
+    with _pool(threads) as pool:
+        for item in items:
+            if len(pending) >= 2 * threads:
+                results.append(pending.popleft().result())
+            pending.append(pool.submit(work, item))
+        results += [future.result() for future in pending]
+    return results
+
+
+@contextmanager
+def _pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint")
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
