@@ -35,7 +35,7 @@ def s3(s3_session: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A fresh URL of each kind."""
     if request.param == "s3":
-        return request.getfixturevalue("s3").url(f"t/{uuid4().hex}")
+        return str(request.getfixturevalue("s3").url(f"t/{uuid4().hex}"))
     return {
         "local": f"{tmp_path}/store",
         "file": f"file://{tmp_path}/store",
