@@ -157,7 +157,9 @@ def _commit_checkpoints(turn: Turn) -> None:
     for attempt in turn.state.attempts:
         if not attempt.missing and not attempt.committing and attempt.step <= turn.state.committed:
             _put_attempt(turn, replace(attempt, committing=True))
-            turn.do(CommitCheckpoint(attempt.step, attempt.generation, attempt.shards, attempt.tensors))
+            turn.do(
+                CommitCheckpoint(attempt.step, attempt.generation, attempt.shards, attempt.tensors)
+            )
 
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
@@ -165,7 +167,7 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     _settle_attempt(turn, event.step)
     older = tuple(r for r in turn.state.checkpoints if r.step != event.step)
     refs = sorted((ref, *older), key=lambda r: -r.step)
-    turn.set(checkpoints=tuple(refs))
+    turn.set(checkpoints=tuple(refs[: turn.policy.keep_last]))
     turn.journal(
         "checkpoint_committed",
         "every shard is verified and the manifest is published",

@@ -95,6 +95,7 @@ class Assignment:
 class JobStarted:
     at_s: float
     checkpoints: tuple[CheckpointRef, ...] = ()  # committed ones, newest first
+    generation: int = 0  # the last one of an earlier controller in this run folder (I1)
 
 
 @dataclass(frozen=True, slots=True)

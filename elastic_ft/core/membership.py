@@ -240,7 +240,7 @@ def _suspend(turn: Turn, workers: int) -> None:
 
 def _job_started(turn: Turn, event: JobStarted) -> None:
     committed = event.checkpoints[0].step if event.checkpoints else 0
-    turn.set(checkpoints=event.checkpoints, committed=committed)
+    turn.set(checkpoints=event.checkpoints, committed=committed, generation=event.generation)
     start = (
         f"resuming from checkpoint {event.checkpoints[0].url}"
         if event.checkpoints
@@ -327,7 +327,7 @@ def _blame_node(recovery: Recovery, lost: NodeLost) -> Recovery:
     if (
         recovery.cause == "worker_lost"
         and lost.node in recovery.lost_nodes
-        and lost.at_s - recovery.at_s < NODE_LOSS_LAG_S
+        and lost.at_s - recovery.noticed_at_s < NODE_LOSS_LAG_S
     ):
         return replace(recovery, cause="node_lost")
     return recovery
@@ -523,7 +523,7 @@ def _close_episode(turn: Turn, after: Assignment) -> None:
     lost = [m for m in before.members if m.worker in episode.lost]
     recovery = Recovery(
         cause=episode.cause,
-        at_s=episode.at_s,
+        noticed_at_s=episode.at_s,
         at_step=source.step,
         noticed_s=round(episode.noticed_s, 4),
         paused_s=round(turn.at_s - episode.at_s, 4),

@@ -39,6 +39,7 @@ class Policy:
     stop_timeout_s: float = 120
     max_generations_without_progress: int = 10
     max_user_failures: int = 2
+    keep_last: int = 2  # checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Recovery:
     """A finished change of membership, as it stands in result.json (DESIGN section 7)."""
 
     cause: str
-    at_s: float  # unix time of the notice
+    noticed_at_s: float  # unix time
     at_step: int
     noticed_s: float  # upper bound: from the lost worker's last message to the notice
     paused_s: float  # from the notice until every member trains on

@@ -169,6 +169,11 @@ class RunFolder:
                 self.mirror_error = f"{name}: {type(error).__name__}: {error}"
 
 
+def last_generation(path: Path) -> int:
+    """The newest generation that a journal knows of."""
+    return max((line["generation"] for line in read_lines(path)), default=0)
+
+
 def count_lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 

@@ -1,7 +1,7 @@
 """Every private symbol of Ray that elastic_ft uses, in this one module.
 
 Ray Train's internals change with every minor release, so pyproject pins ``ray==2.60.*`` and
-``tests/ray/test_contract.py`` pins the signature of each name below: moving to the next Ray is
+``tests/ray/test_contract.py`` pins the shape of each name below: moving to the next Ray is
 reading that test's failures.
 """
 
@@ -14,6 +14,111 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient
 from ray.core.generated import autoscaler_pb2
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
+from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
+from ray.train.v2._internal.constants import (
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    get_env_vars_to_propagate,
+)
+from ray.train.v2._internal.execution.callback import (
+    ReplicaGroupCallback,
+    ReportCallback,
+    WorkerGroupCallback,
+)
+from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
+from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationBarrierResetError
+from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
+from ray.train.v2._internal.execution.controller.controller import (
+    TrainController,
+    TrainControllerLoopIterationResult,
+)
+from ray.train.v2._internal.execution.controller.state import RunningState, SchedulingState
+from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
+from ray.train.v2._internal.execution.preemption import PreemptionContext
+from ray.train.v2._internal.execution.scaling_policy.scaling_policy import (
+    NoopDecision,
+    ResizeDecision,
+    ScalingPolicy,
+)
+from ray.train.v2._internal.execution.train_fn_utils import (
+    DistributedTrainFnUtils,
+    set_train_fn_utils,
+)
+from ray.train.v2._internal.execution.training_report import _TrainingReport as TrainingReport
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import (
+    PlacementGroupHandle,
+)
+from ray.train.v2._internal.execution.worker_group.poll import WorkerGroupPollStatus, WorkerStatus
+from ray.train.v2._internal.execution.worker_group.state import (
+    WorkerGroupContext,
+    WorkerGroupState,
+    _shutdown_workers,
+)
+from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker, Worker
+from ray.train.v2._internal.execution.worker_group.worker_group import WorkerGroup
+from ray.train.v2._internal.logging.logging import get_train_application_worker_log_path
+from ray.train.v2._internal.util import (
+    ObjectRefWrapper,
+    TrainingFramework,
+    bundle_to_remote_args,
+    time_monotonic,
+)
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+__all__ = [
+    "HEALTH_CHECK_INTERVAL_S_ENV_VAR",
+    "RAY_NODE_ID_KEY",
+    "Backend",
+    "BackendConfig",
+    "DataParallelTrainer",
+    "DatasetsCallback",
+    "DistributedContext",
+    "DistributedTrainFnUtils",
+    "FailureDecision",
+    "FailurePolicy",
+    "NoopDecision",
+    "ObjectRefWrapper",
+    "PlacementGroupCleanerCallback",
+    "PlacementGroupHandle",
+    "PreemptionCallback",
+    "PreemptionContext",
+    "RayTrainWorker",
+    "ReplicaGroup",
+    "ReplicaGroupCallback",
+    "ReportCallback",
+    "ReportCallbackHandler",
+    "ResizeDecision",
+    "RunningState",
+    "ScalingPolicy",
+    "SchedulingState",
+    "StateManagerCallback",
+    "SynchronizationBarrierResetError",
+    "TrainController",
+    "TrainControllerLoopIterationResult",
+    "TrainingFramework",
+    "TrainingReport",
+    "Worker",
+    "WorkerGroup",
+    "WorkerGroupCallback",
+    "WorkerGroupContext",
+    "WorkerGroupPollStatus",
+    "WorkerGroupState",
+    "WorkerStatus",
+    "bundle_to_remote_args",
+    "drain_node",
+    "draining_nodes",
+    "get_env_vars_to_propagate",
+    "get_train_application_worker_log_path",
+    "get_train_context",
+    "set_train_fn_utils",
+    "shutdown_workers",
+    "start_node",
+    "time_monotonic",
+]
 
 DRAIN_REASONS = {
     "preemption": "DRAIN_NODE_REASON_PREEMPTION",
@@ -37,6 +142,11 @@ def drain_node(gcs_address: str, node: str, reason: str, deadline_s: float) -> N
     )
     if not accepted:
         raise RuntimeError(f"the drain of node {node} was refused: {why}")
+
+
+def shutdown_workers(workers: list[Worker], patience_s: float) -> None:
+    """Lets Ray's shutdown hooks run in each worker, then kills it."""
+    _shutdown_workers(workers, patience_s)
 
 
 def start_node(*, head: bool, **params: Any) -> Any:

@@ -32,7 +32,7 @@ from elastic_ft.core.state import Policy, State
 from elastic_ft.core.watch import Mark, find_hung
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics
-from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.run_folder import RunFolder, last_generation
 from elastic_ft.runtime.control import ControlServer, FaultFired, Form, Heartbeat, Note, Welcome
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
@@ -61,6 +61,7 @@ def policy_of(job: Job) -> Policy:
         boundary_timeout_s=elastic.hang_timeout_s + elastic.pause_timeout_s,
         max_generations_without_progress=elastic.max_generations_without_progress,
         max_user_failures=elastic.max_user_failures,
+        keep_last=job.checkpoint.keep_last,
     )
 
 
@@ -123,7 +124,8 @@ class Controller:
         """Runs the job to its end. Returns what is in result.json."""
         found = self._open()
         try:
-            self._handle(ev.JobStarted(time.time(), found))
+            before = last_generation(self.run_folder.path / "events.jsonl")
+            self._handle(ev.JobStarted(time.time(), found, before))
             while self._finish is None:
                 self._turn()
             self._drain_releases()

@@ -54,7 +54,9 @@ class LocalHost:
         self._inbox: Inbox | None = None
         self._address: tuple[str, int] = ("", 0)
         self._key = b""
-        self._context = multiprocessing.get_context("spawn")
+        # Workers fork from a server that has imported torch and nothing else: 0.3 s, not 5 s.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["elastic_ft.runtime.preload"])
 
     # ------------------------------------------------------------------ Host
 

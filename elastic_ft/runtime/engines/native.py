@@ -74,7 +74,7 @@ class NativeEngine:
         with torch.device("meta"):
             self._factory()
         self._computed = computed_buffers(self._factory)
-        _warm_optimizer(self.job.optimizer)
+        warm_optimizer(self.job.optimizer)
 
     def attach(self, groups: Groups) -> bool:
         layout = groups.assignment.layout
@@ -145,7 +145,7 @@ class NativeEngine:
         self._runner = DistributedDataParallel(
             self._module,
             init_sync=False,  # the state comes through the transfer
-            broadcast_buffers=bool(self._buffers),
+            forward_sync_buffers=bool(self._buffers),
             gradient_as_bucket_view=True,
         )
 
@@ -354,7 +354,7 @@ def _materialise(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _warm_optimizer(config: OptimizerConfig) -> None:
+def warm_optimizer(config: OptimizerConfig) -> None:
     """The first step of an optimizer imports a lot (torch._dynamo): before anyone waits."""
     weight = nn.Parameter(torch.zeros(2, 2))
     _materialise(make_optimizer(config, {"weight": weight}))

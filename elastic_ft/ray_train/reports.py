@@ -1,0 +1,162 @@
+"""``ray.train.report`` across generations: no round is torn, lost or delivered twice.
+
+A round is one call of ``ray.train.report`` by every member. It opens when all of them are in the
+barrier: from then on each live member owes its report, whatever becomes of the generation. If the
+generation is fenced before that, all of them are refused, and none has reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ft.core.events import WorkerId
+from elastic_ft.ray_train.compat import (
+    ReportCallback,
+    SynchronizationBarrierResetError,
+    TrainingReport,
+)
+from elastic_ft.ray_train.worker import SEQUENCES
+
+log = logging.getLogger(__name__)
+REPORT = "ray.train.report"  # what Ray Train calls itself at the barrier
+FENCE_CHECK_EVERY_S = 0.02
+
+
+class Barrier:
+    """Takes the place of Ray Train's SynchronizationActor, inside the controller.
+
+    Args:
+        is_fenced: whether a generation is over (I1).
+        on_report: called as a round of reports opens, with its generation.
+    """
+
+    def __init__(self, is_fenced: Callable[[int], bool], on_report: Callable[[int], None]) -> None:
+        self._is_fenced, self._on_report = is_fenced, on_report
+        self._waiting: dict[int, _Gathering] = {}
+
+    async def join(self, rank: int, world_size: int, data: Any, method: str, sequence: int) -> Any:
+        """Returns rank 0's data once every rank has joined. Raises when the generation is over."""
+        generation = sequence // SEQUENCES
+        if self._is_fenced(generation):
+            raise _refused(generation)
+        gathering = self._waiting.setdefault(sequence, _Gathering())
+        gathering.ranks.add(rank)
+        if rank == 0:
+            gathering.data = data
+        if len(gathering.ranks) == world_size:
+            del self._waiting[sequence]
+            if method == REPORT:
+                self._on_report(generation)
+            gathering.complete.set()
+        while not gathering.complete.is_set():
+            try:
+                await asyncio.wait_for(gathering.complete.wait(), FENCE_CHECK_EVERY_S)
+            except TimeoutError:
+                if self._is_fenced(generation):
+                    self._waiting.pop(sequence, None)
+                    raise _refused(generation) from None
+        return gathering.data
+
+
+@dataclass
+class _Gathering:
+    ranks: set[int] = field(default_factory=set)
+    data: Any = None
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def _refused(generation: int) -> SynchronizationBarrierResetError:
+    return SynchronizationBarrierResetError(f"generation {generation} is over")
+
+
+@dataclass
+class Round:
+    """Attributes:
+    owing: members that have not reported yet, in rank order.
+    """
+
+    owing: list[WorkerId]
+    reports: dict[WorkerId, TrainingReport] = field(default_factory=dict)
+    lost: list[WorkerId] = field(default_factory=list)
+
+
+class Rounds:
+    """Collects the members' reports, and hands complete rounds on, in order.
+
+    Args:
+        callbacks: of Ray Train: checkpoint registry, validation, user callbacks.
+        first: index of the last round delivered by an earlier controller.
+    """
+
+    def __init__(self, callbacks: Iterable[ReportCallback], first: int) -> None:
+        self._callbacks = list(callbacks)
+        self._rounds: dict[int, Round] = {}
+        self._delivered = first
+        self.opened = first  # index of the newest round
+        self.last_metrics: dict[str, Any] | None = None
+
+    def open(self, members: Iterable[WorkerId]) -> None:
+        self.opened += 1
+        self._rounds[self.opened] = Round(list(members))
+
+    def add(self, worker: WorkerId, index: int, report: TrainingReport) -> None:
+        """A report is fetched from a worker: its ``index``-th round."""
+        pending = self._rounds.get(index)
+        if pending is None or worker in pending.reports:
+            log.warning("round %d: a report of %s came too late and is dropped", index, worker)
+            return
+        pending.reports[worker] = report
+        if worker in pending.owing:
+            pending.owing.remove(worker)
+        self._deliver()
+
+    def lose(self, worker: WorkerId) -> None:
+        """Nothing more comes from ``worker``."""
+        for pending in self._rounds.values():
+            if worker in pending.owing:
+                pending.owing.remove(worker)
+                pending.lost.append(worker)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        while (pending := self._rounds.get(self._delivered + 1)) and not pending.owing:
+            self._delivered += 1
+            del self._rounds[self._delivered]
+            self._hand_on(self._delivered, pending)
+
+    def _hand_on(self, index: int, done: Round) -> None:
+        # With no report left, the callbacks still count the round.
+        reports = list(done.reports.values()) or [TrainingReport(None, {}, False)]
+        metrics = [report.metrics for report in reports]
+        checkpoint, validation = _common_checkpoint(index, done)
+        if done.reports:
+            self.last_metrics = metrics[0]
+        consolidated = TrainingReport(checkpoint, metrics[0], validation)
+        for callback in self._callbacks:
+            callback.after_report(training_report=consolidated, metrics=metrics)
+
+
+def _common_checkpoint(index: int, done: Round) -> tuple[Any, Any]:
+    """The checkpoint that the members wrote together, unless one was lost writing its part.
+
+    Where some member wrote nothing, one member writes for all, and a lost one took nothing along.
+    """
+    writers = [report for report in done.reports.values() if report.checkpoint is not None]
+    if not writers:
+        return None, False
+    paths = {report.checkpoint.path for report in writers}
+    if len(paths) > 1:
+        raise RuntimeError(
+            f"round {index}: expected one checkpoint path from all workers, found {sorted(paths)}"
+        )
+    if done.lost and len(writers) == len(done.reports):
+        log.warning(
+            "round %d: checkpoint %s is not registered: %s was lost before reporting its part",
+            index, min(paths), ", ".join(done.lost),
+        )
+        return None, False
+    return writers[0].checkpoint, writers[0].validation

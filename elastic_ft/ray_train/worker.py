@@ -1,0 +1,185 @@
+"""The worker's side: a Ray Train worker actor whose training thread takes part in the job.
+
+The actor's own threads answer polls and hold the sentinel call. What the training thread sees of
+Ray Train (rank, world size, report barrier) changes only at its safe point, in ``take_seat``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import psutil
+import ray
+from ray.exceptions import RayTaskError
+
+from elastic_ft.core.events import Member, NodeId, WorkerId
+from elastic_ft.errors import GroupBroken
+from elastic_ft.ray_train.compat import (
+    DistributedContext,
+    DistributedTrainFnUtils,
+    PreemptionContext,
+    RayTrainWorker,
+    SynchronizationBarrierResetError,
+    WorkerStatus,
+    get_train_context,
+    set_train_fn_utils,
+)
+
+SEQUENCES = 1_000_000_000  # collective calls per generation: the sequence number tells which it is
+END = "end"  # the concurrency group of the sentinel
+FLUSH_S = 10.0  # for the controller to fetch the last report
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A member's place in one generation."""
+
+    generation: int
+    place: DistributedContext
+    reports: int  # rounds of ray.train.report so far, for one who was not there
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is started with. ``train_loop`` travels by value: its node may be gone."""
+
+    address: tuple[str, int]
+    key: bytes
+    worker: WorkerId
+    node: NodeId
+    train_loop: Callable[[], Any] | None
+
+
+class ByValue(Generic[T]):
+    """Stands in for Ray Train's reference to the train function."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def get(self) -> T:
+        return self._value
+
+
+@dataclass
+class Polled(WorkerStatus):
+    """Ray Train's worker status, with the round that the report in it belongs to."""
+
+    report_index: int = 0
+
+
+class ElasticWorker(RayTrainWorker):
+    def __init__(self) -> None:
+        super().__init__()
+        self._ended = threading.Event()
+        self._end = ""
+        self._seated = False
+        self._reports = 0
+
+    def init_train_context(self, *args: Any, **kwargs: Any) -> None:
+        super().init_train_context(*args, **kwargs)
+        set_train_fn_utils(ElasticTrainFnUtils())
+
+    def start_training(self, task: Task) -> None:
+        """Starts the training thread and returns."""
+        self.run_train_fn(ByValue(functools.partial(self._train, task)))
+
+    @ray.method(concurrency_group=END)
+    def await_end(self) -> str:
+        """Blocks until the training thread has ended. Returns its error, or "".
+
+        The call is the sentinel: it fails as soon as Ray knows that the process is gone.
+        """
+        self._ended.wait()
+        queue = get_train_context().execution_context.result_queue
+        deadline_s = time.monotonic() + FLUSH_S
+        while not queue.empty() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return self._end
+
+    def poll_status(self) -> Polled:
+        status = super().poll_status()
+        if status.training_report is not None:
+            self._reports += 1
+        return Polled(**vars(status), report_index=self._reports)
+
+    def take_seat(self, seat: Seat) -> None:
+        """In the training thread, at its safe point: Ray Train's context of the new generation."""
+        context = get_train_context()
+        context.distributed_context = seat.place
+        context.collective_seq = seat.generation * SEQUENCES
+        context.preemption_context = PreemptionContext()
+        if not self._seated:
+            self._seated = True
+            context.report_call_index = context.current_report_index = seat.reports
+            self._reports = seat.reports
+        os.environ.update(
+            RANK=str(seat.place.world_rank),
+            WORLD_SIZE=str(seat.place.world_size),
+            LOCAL_RANK=str(seat.place.local_rank),
+            LOCAL_WORLD_SIZE=str(seat.place.local_world_size),
+            NODE_RANK=str(seat.place.node_rank),
+        )
+
+    def _train(self, task: Task) -> Any:
+        from elastic_ft.runtime.worker import run_worker
+
+        returned: list[Any] = []
+
+        def train_loop() -> None:
+            assert task.train_loop is not None
+            returned.append(task.train_loop())
+
+        try:
+            run_worker(
+                task.address,
+                task.key,
+                Member(
+                    task.worker, task.node, os.uname().nodename, os.getpid(), find_raylet_pid()
+                ),
+                train_loop=train_loop if task.train_loop is not None else None,
+                on_generation=self.take_seat,
+            )
+        except BaseException as error:
+            self._end = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._ended.set()
+        return returned[0] if returned else None
+
+
+class ElasticTrainFnUtils(DistributedTrainFnUtils):
+    """``ray.train.collective.*`` in a broken generation is a broken collective like any other."""
+
+    def barrier(self) -> None:
+        with_group(super().barrier)
+
+    def broadcast_from_rank_zero(self, data: Any) -> Any:
+        return with_group(super().broadcast_from_rank_zero, data)
+
+    def get_preemption_info(self) -> Any:
+        return with_group(super().get_preemption_info)
+
+
+def with_group(collective: Callable[..., T], *args: Any) -> T:
+    try:
+        return collective(*args)
+    except RayTaskError as error:
+        if isinstance(error.cause, SynchronizationBarrierResetError):
+            raise GroupBroken(str(error.cause)) from None
+        raise
+
+
+def find_raylet_pid() -> int | None:
+    """Of the node that this worker belongs to: what must die for the whole node to be lost."""
+    for parent in psutil.Process().parents():
+        if parent.name() == "raylet":
+            return int(parent.pid)
+    return None
