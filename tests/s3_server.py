@@ -65,6 +65,8 @@ def s3_server(folder: Path, bucket: str = "elastic-ft-test") -> Iterator[S3Serve
         yield S3Server(endpoint, bucket, env, process.pid)
     finally:
         _stop(process)
+        for service, port in ports.items():  # its gRPC sockets have fixed names in /tmp
+            Path(f"/tmp/seaweedfs-{service}-grpc-{port + 10000}.sock").unlink(missing_ok=True)
 
 
 def _weed() -> str:
