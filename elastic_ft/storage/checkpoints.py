@@ -35,7 +35,6 @@ from elastic_ft.storage.shards import (
     odd_sizes,
     parallel,
     prefix_of,
-    read_pieces,
     verify,
     write_shards,
 )
@@ -54,7 +53,6 @@ __all__ = [
     "load_manifest",
     "open_checkpoint",
     "prefix_of",
-    "read_pieces",
     "sweep_abandoned",
     "verify",
     "write_shards",

@@ -201,13 +201,6 @@ class Reader:
         return found
 
 
-def read_pieces(
-    store: Store, manifest: Manifest, wanted: Iterable[tuple[str, Box, memoryview]], url: str
-) -> int:
-    """``Reader.read`` in one call, of (tensor, box, out); ``url`` as in Reader."""
-    return Reader(store, manifest, url).read(Want(*want) for want in wanted)
-
-
 def odd_sizes(manifest: Manifest) -> Iterator[str]:
     """Entries whose length does not fit their box, or the other entries of the tensor."""
     itemsize: dict[str, int] = {}
