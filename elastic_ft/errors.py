@@ -1,17 +1,17 @@
 """Every error elastic_ft raises on purpose, on one page.
 
-    ElasticError
-    ├── UsageError            the user can fix it; one line, exit code 2, nothing was started
-    │   ├── ConfigError       a key of the job file: unknown, wrong type, impossible value
-    │   ├── DataError         data missing, empty, or not what the job says
-    │   ├── StorageError      a URL that can't be reached, read or written (found before the start)
-    │   ├── ModelError        a model that can't be imported or built
-    │   └── CheckpointMismatch  a checkpoint of another model
-    ├── JobFailed             the job ended; exit code 1; the message names the last good checkpoint
-    ├── GroupBroken           a collective or a transfer broke: a peer is gone, or a newer
-    │                         generation has fenced this one (I1); the worker goes to its safe point
-    ├── StateDamaged          a digest did not match: the source is refused, the next one is tried (I5)
-    └── StoreFailed           an object-store operation failed after its bounded retries
+ElasticError
+├── UsageError            the user can fix it; one line, exit code 2, nothing was started
+│   ├── ConfigError       a key of the job file: unknown, wrong type, impossible value
+│   ├── DataError         data missing, empty, or not what the job says
+│   ├── StorageError      a URL that can't be reached, read or written (found before the start)
+│   ├── ModelError        a model that can't be imported or built
+│   └── CheckpointMismatch  a checkpoint of another model
+├── JobFailed             the job ended; exit code 1; the message names the last good checkpoint
+├── GroupBroken           a collective or a transfer broke: a peer is gone, or a newer
+│                         generation has fenced this one (I1); the worker goes to its safe point
+├── StateDamaged          a digest did not match: this source is refused, the next one tried (I5)
+└── StoreFailed           an object-store operation failed after its bounded retries
 """
 
 
@@ -40,11 +40,11 @@ class ModelError(UsageError):
 
 
 class CheckpointMismatch(UsageError):
-    """A checkpoint that belongs to another model; the message names the first tensors that differ."""
+    """A checkpoint of another model; the message names the first tensors that differ."""
 
 
 class JobFailed(ElasticError):
-    """The job ended without completing. The message names the cause and the last good checkpoint."""
+    """The job ended without completing. The message names the cause and the last checkpoint."""
 
 
 class GroupBroken(ElasticError):
@@ -61,6 +61,9 @@ class StateDamaged(ElasticError):
     def __init__(self, message: str, holder: str) -> None:
         super().__init__(message)
         self.holder = holder
+
+    def __reduce__(self) -> tuple[type["StateDamaged"], tuple[str, str]]:
+        return StateDamaged, (str(self), self.holder)
 
 
 class StoreFailed(ElasticError):

@@ -13,8 +13,9 @@ class Mark:
     """What is known of one member's progress. Seconds are of one clock."""
 
     step: int
-    points: int  # named points reached so far
-    moved_at_s: float  # when ``points`` last grew
+    place: int  # named points that its training thread has reached in that step
+    points: int  # named points reached in all
+    moved_at_s: float  # when any of these last changed
     heard_at_s: float  # when anything at all was heard
 
 
@@ -28,7 +29,8 @@ def find_hung(
 
     Silence is proof enough: a stopped process sends nothing. A worker that beats but stands still
     drags all others with it into their collectives, so when nobody moves, the ones that are
-    furthest behind are to blame; if none is, all are at the same point and nobody is blamed.
+    furthest behind are to blame. If all are at the same place, nobody can be told from outside:
+    ``all_stand_still`` says so, and whoever then fails to reach its safe point is the one.
     """
     silent = {
         worker: f"nothing heard for {now_s - mark.heard_at_s:.1f} s"
@@ -37,10 +39,9 @@ def find_hung(
     }
     if silent:
         return silent
-    still = [w for w, m in marks.items() if now_s - m.moved_at_s > hang_timeout_s]
-    if not marks or len(still) < len(marks):
+    if not all_stand_still(marks, now_s, hang_timeout_s):
         return {}
-    places = {worker: (mark.step, mark.points) for worker, mark in marks.items()}
+    places = {worker: (mark.step, mark.place) for worker, mark in marks.items()}
     behind = min(places.values())
     if behind == max(places.values()):
         return {}
@@ -49,3 +50,8 @@ def find_hung(
         for worker, place in sorted(places.items())
         if place == behind
     }
+
+
+def all_stand_still(marks: Mapping[WorkerId, Mark], now_s: float, hang_timeout_s: float) -> bool:
+    """Whether there are members and none has moved for ``hang_timeout_s``."""
+    return bool(marks) and all(now_s - m.moved_at_s > hang_timeout_s for m in marks.values())

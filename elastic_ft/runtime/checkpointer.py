@@ -92,9 +92,9 @@ class Checkpointer:
         finally:
             self._snapshots.release(shard)
 
-    def wait_all(self, timeout_s: float) -> None:
-        """Waits for uploads under way; what is not done by then is reported by the controller."""
-        wait(self._running, timeout_s)
+    def wait_all(self, timeout_s: float) -> bool:
+        """Waits for uploads under way. Returns whether all have ended."""
+        return not wait(self._running, timeout_s).not_done
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Every private name of torch that the runtime uses. tests/tidy/test_torch_contract.py pins them."""
+"""Every private name of torch in use; tests/tidy/test_torch_contract.py pins them."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class Form:
 class Heartbeat:
     worker: WorkerId
     step: int
-    points: int  # points reached so far: stands still when the training thread does
+    place: int  # points that the training thread has reached in this step
+    points: int  # points reached in all, background work included
     point: str
 
 

@@ -29,10 +29,10 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import Policy, State
-from elastic_ft.core.watch import Mark, find_hung
+from elastic_ft.core.watch import Mark, all_stand_still, find_hung
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics
-from elastic_ft.observe.run_folder import RunFolder, last_generation
+from elastic_ft.observe.run_folder import RunFolder, last_generation, read_lines
 from elastic_ft.runtime.control import ControlServer, FaultFired, Form, Heartbeat, Note, Welcome
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
@@ -138,7 +138,7 @@ class Controller:
     def _open(self) -> tuple[ev.CheckpointRef, ...]:
         self.run_folder.repair()
         self.run_folder.write_job(self.job.model_dump(mode="json"))
-        found = checkpoints.committed(self._store)
+        found = self._resumable(checkpoints.committed(self._store))
         self.run_folder.truncate(found[0].step if found else 0)
         self._tcp_store = dist.TCPStore(
             self._address, 0, is_master=True, wait_for_workers=False, use_libuv=True
@@ -150,6 +150,17 @@ class Controller:
         self._pool.submit(self._sweep)
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
+
+    def _resumable(self, found: tuple[ev.CheckpointRef, ...]) -> tuple[ev.CheckpointRef, ...]:
+        """Leaves out checkpoints ahead of this run folder's steps, unless it has none at all.
+
+        They are left of a run that fell back to an older one: taking them would leave a hole in
+        the ledger (I2).
+        """
+        lines = read_lines(self.run_folder.path / "steps.jsonl")
+        recorded = lines[-1]["step"] if lines else 0
+        within = tuple(ref for ref in found if ref.step <= recorded)
+        return within or (found if not recorded else ())
 
     def _sweep(self) -> None:
         """On the pool: frees what earlier runs wrote and never published."""
@@ -215,7 +226,7 @@ class Controller:
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
-            self._note_progress(message.worker, message.step, message.points)
+            self._note_progress(message)
         elif isinstance(message, Note):
             self._journal(message.event, message.generation, message.reason, message.fields)
         elif isinstance(message, FaultFired):
@@ -230,7 +241,7 @@ class Controller:
         if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
         if isinstance(event, ev.StepApplied):
-            self._note_progress(event.worker, event.step, None)
+            self._note_step(event)
         before = self.state.phase
         self.state, commands = decide(self.state, event, self.policy)
         for command in commands:
@@ -367,15 +378,16 @@ class Controller:
 
     # ------------------------------------------------------------------- the watch
 
-    def _note_progress(self, worker: ev.WorkerId, step: int, points: int | None) -> None:
-        now = time.monotonic()
-        old = self._marks.get(worker)
-        if old is None:
-            self._marks[worker] = Mark(step, points or 0, now, now)
-            return
-        points = old.points if points is None else points
-        moved = (step, points) != (old.step, old.points)
-        self._marks[worker] = Mark(step, points, now if moved else old.moved_at_s, now)
+    def _note_progress(self, beat: Heartbeat) -> None:
+        now, old = time.monotonic(), self._marks.get(beat.worker)
+        still = old and (old.step, old.place, old.points) == (beat.step, beat.place, beat.points)
+        moved_at_s = old.moved_at_s if old and still else now
+        self._marks[beat.worker] = Mark(beat.step, beat.place, beat.points, moved_at_s, now)
+
+    def _note_step(self, event: ev.StepApplied) -> None:
+        now, old = time.monotonic(), self._marks.get(event.worker)
+        points = old.points if old else 0
+        self._marks[event.worker] = Mark(event.step, 0, points, now, now)
 
     def _watch(self) -> None:
         if time.monotonic() < self._next_watch_s:
@@ -386,12 +398,17 @@ class Controller:
             return
         now = time.monotonic()
         for worker in state.ranks:
-            self._marks.setdefault(worker, Mark(0, 0, now, now))
+            self._marks.setdefault(worker, Mark(0, 0, 0, now, now))
         marks = {w: m for w, m in self._marks.items() if w in state.ranks and w in state.ready}
         hung = find_hung(marks, now, elastic.hang_timeout_s, elastic.heartbeat_timeout_s)
         for worker, reason in hung.items():
             silent_s = round(now - marks[worker].heard_at_s, 4)
             self._step(ev.WorkerHung(time.time(), worker, reason, silent_s))
+        if not hung and all_stand_still(marks, now, elastic.hang_timeout_s):
+            self._marks = {}
+            reason = f"nobody moved for {elastic.hang_timeout_s:g} s, all at the same place"
+            first, step = min(state.ranks), state.committed
+            self._step(ev.CollectiveFailed(time.time(), first, state.generation, step, reason))
 
     def _fault_fired(self, message: FaultFired) -> None:
         self._fired.add(message.index)

@@ -32,6 +32,7 @@ POINTS = (
     "checkpoint_shard",
     "before_manifest",
 )
+Interrupt = Callable[[str], contextlib.AbstractContextManager[None]]
 OPERATIONS_BEFORE_INTERRUPT = 3  # of the optimizer: enough to leave it half done
 
 
@@ -63,16 +64,23 @@ class Points:
 
     def __init__(self, worker: str, faults: tuple[Fault, ...], fired: Callable[[int], None]):
         self.worker, self.rank, self.step, self.generation = worker, -1, 0, 0
+        self.place = 0  # points the training thread reached since the step began
         self.count, self.last = 0, "starting"
         self._faults, self._fired, self._spent = faults, fired, set[int]()
 
     def __call__(self, point: str, step: int | None = None) -> None:
         """``step``: where it is not the one the training thread is at (background work)."""
         self.count += 1
-        self.last = point
+        if step is None:
+            self.place += 1
+            self.last = point
         if self._faults:
             for index in self._armed(point, self.step if step is None else step):
                 self._fire(index)
+
+    def begin(self, step: int) -> None:
+        """The training thread begins ``step``."""
+        self.step, self.place = step, 0
 
     def spend(self, indexes: frozenset[int]) -> None:
         """Faults that fired elsewhere in this run."""
@@ -104,15 +112,10 @@ class Points:
         raise InjectedFault(f"injected at {fault.point} of step {self.step}")
 
     @property
-    def interrupt_operations(
-        self,
-    ) -> Callable[[str], contextlib.AbstractContextManager[None]] | None:
-        """Fires ``point`` between tensor operations; None while nothing is armed for that."""
-        return (
-            self._interrupting
-            if self._faults and self._armed("inside_optimizer", self.step)
-            else None
-        )
+    def interrupt_operations(self) -> Interrupt | None:
+        """Fires a point between tensor operations; None while nothing is armed for that."""
+        armed = self._faults and self._armed("inside_optimizer", self.step)
+        return self._interrupting if armed else None
 
     @contextlib.contextmanager
     def _interrupting(self, point: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ can keep a healthy member from applying the step; who fails before it has not ap
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.schedule import learning_rate
-from elastic_ft.errors import ElasticError
 from elastic_ft.runtime.checkpointer import Checkpointer, Owned
 from elastic_ft.runtime.control import Note
 from elastic_ft.runtime.data import DataBundle
@@ -130,7 +129,7 @@ class Loop:
     def _one_step(self) -> Step:
         began = time.perf_counter()
         number, points = self.step + 1, self.tools.points
-        points.step = number
+        points.begin(number)
         points("data")
         micro_batches = self._load(number)
         loss, tokens = self.engine.run_batch(number, micro_batches, points)
@@ -139,7 +138,8 @@ class Loop:
         sample_ids = self._audit(number)
         self.tools.snapshots.drop_before(self.tools.snapshots.newest())
         update = self.engine.apply(number, tokens, points)
-        self.step = number
+        self.step = number  # from here on the live state is that of this step
+        points("after_optimizer")
         rate = learning_rate(self.job.optimizer, self.job.steps, number)
         metrics: dict[str, Any] = {
             "loss": loss,
@@ -297,7 +297,7 @@ class Loop:
     def _finish(self) -> None:
         """Everything durable, then the digest, then WorkerDone."""
         tools = self.tools
-        tools.points.last = "finishing"
+        tools.points("finishing")
         begun = tools.checkpointed_step == self.step
         tools.snapshots.wait(self.groups.deadline())
         if self.sharded and self.formed.step == self.step and self.step > 0:
@@ -306,15 +306,8 @@ class Loop:
         if not begun and self.job.checkpoint.final and self.step > 0:
             self._snapshot(final=True, checkpoint=True)
             tools.snapshots.wait(self.groups.deadline())
-        tools.checkpointer.wait_all(FINISH_DEADLINE_S)
+        deadline = time.monotonic() + FINISH_DEADLINE_S
+        while not tools.checkpointer.wait_all(1.0) and time.monotonic() < deadline:
+            tools.points("finishing")  # an upload takes as long as it takes: this is no hang
         digest = state_digest(self.groups, self.engine.state(), self.formed.boxes)
         self._send(WorkerDone(time.time(), tools.worker, self._generation, self.step, digest))
-
-
-class DataChanged(ElasticError):
-    """Two workers see different data: their tokenised caches differ."""
-
-
-def check_fingerprints(fingerprints: Sequence[str]) -> None:
-    if len(set(fingerprints)) > 1:
-        raise DataChanged(f"workers see different data: fingerprints {sorted(set(fingerprints))}")

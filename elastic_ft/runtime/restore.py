@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +30,12 @@ def restore(
     snapshots: Snapshots,
     live: State,
     reach: Reach,
+    forget_live: Callable[[], None],
 ) -> Restored:
     """Lays the engine out over ``groups`` and fills its state; every participant calls it.
 
-    ``live``: this worker's state of the generation before, if it has one.
+    ``live``: this worker's state of the generation before, if it has one. ``forget_live`` is
+    called before it is overwritten in place.
     Raises GroupBroken, or StateDamaged naming the holder.
     """
     source = groups.assignment.source
@@ -42,7 +45,9 @@ def restore(
     offers = _offers(groups, source, snapshots, live, needs if kept else None)
     in_place = kept and _is_live_holder(groups, source)
     if groups.rank is not None and not in_place:
-        engine.intact = False  # until it is filled: a failure now leaves no live state here
+        engine.intact = False  # until it is filled
+        if kept:
+            forget_live()
     boxes = exchange_boxes(groups, offers, needs)
     received = 0
     if source.tier is Tier.INITIAL:

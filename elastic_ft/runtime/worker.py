@@ -33,7 +33,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic_ft.errors import GroupBroken, StateDamaged, UsageError
+from elastic_ft.errors import DataError, GroupBroken, StateDamaged, UsageError
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime import restore
 from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
@@ -199,7 +199,9 @@ class Worker:
         every_s = self.job.elastic.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         while not self._closed.wait(every_s):
             points = self._points
-            self._send(Heartbeat(self.member.worker, points.step, points.count, points.last))
+            self._send(
+                Heartbeat(self.member.worker, points.step, points.place, points.count, points.last)
+            )
 
     def _fault_fired(self, index: int) -> None:
         self._send(FaultFired(self.member.worker, index, self._points.step, time.time()))
@@ -321,7 +323,7 @@ class Worker:
         assignment = form.assignment
         self._points.spend(form.fired)
         self._points.generation = assignment.generation
-        self._points.step = assignment.source.step
+        self._points.begin(assignment.source.step)
         tools.checkpointed_step = form.checkpointed_step
         if self._on_generation is not None and form.extra is not None:
             self._on_generation(form.extra)
@@ -333,8 +335,11 @@ class Worker:
         self._points.rank = -1 if groups.rank is None else groups.rank
         self._points("forming")
         groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s)
+        _check_same_data(groups, tools.data.fingerprint)
         live = self._live[1] if self._live else {}
-        restored = restore.restore(tools.engine, groups, tools.snapshots, live, self._points)
+        restored = restore.restore(
+            tools.engine, groups, tools.snapshots, live, self._points, self._forget_live
+        )
         step = assignment.source.step
         if groups.rank is None:
             self._send(Resumed(time.time(), self.member.worker, groups.generation, step))
@@ -356,6 +361,10 @@ class Worker:
         )
         threading.Thread(target=gc.collect, daemon=True).start()  # the last generation's modules
         yield from self._loop.steps()
+
+    def _forget_live(self) -> None:
+        """The live state is about to be overwritten in place: it is no source any more."""
+        self._live = None
 
     def _explain(self, generation: int, error: BaseException) -> None:
         """Tells the controller what broke this generation."""
@@ -406,6 +415,15 @@ class Worker:
         with self._news:
             self._groups = None
         groups.teardown()
+
+
+def _check_same_data(groups: Groups, fingerprint: str | None) -> None:
+    """Raises DataError if workers read different data, which no ledger would show (I2)."""
+    prints = groups.exchange("data", (fingerprint or "").encode())
+    if len(set(prints)) > 1:
+        raise DataError(
+            f"workers read different data: fingerprints {sorted(p.decode() for p in set(prints))}"
+        )
 
 
 def _raised_event(worker: str, generation: int, step: int, error: BaseException) -> WorkerRaised:

@@ -267,7 +267,6 @@ class NativeEngine:
         else:
             raise NonFiniteGradient(f"step {step}: the global gradient norm is {norm}")
         self._optimizer.zero_grad(set_to_none=True)
-        reach("after_optimizer")
         return update
 
     def _global_norm(self, gradients: list[torch.Tensor]) -> float:
