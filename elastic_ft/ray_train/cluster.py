@@ -7,6 +7,7 @@ ports of the kernel's choosing, and dies with this process (the kernel sees to i
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -202,7 +203,5 @@ def _family(pid: int) -> list[psutil.Process]:
 def _signal(process: psutil.Process, signum: int) -> None:
     if process.pid == os.getpid():
         raise AssertionError("about to signal this very process")
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(signum)
-    except psutil.NoSuchProcess:
-        pass

@@ -56,7 +56,7 @@ class Barrier:
             try:
                 await asyncio.wait_for(gathering.complete.wait(), FENCE_CHECK_EVERY_S)
             except TimeoutError:
-                if self._is_fenced(generation):
+                if self._is_fenced(generation) and not gathering.complete.is_set():
                     self._waiting.pop(sequence, None)
                     raise _refused(generation) from None
         return gathering.data
@@ -76,12 +76,20 @@ def _refused(generation: int) -> SynchronizationBarrierResetError:
 @dataclass
 class Round:
     """Attributes:
-    owing: members that have not reported yet, in rank order.
+    members: in rank order.
+    lost: members that died before their report was fetched.
     """
 
-    owing: list[WorkerId]
+    members: tuple[WorkerId, ...]
     reports: dict[WorkerId, TrainingReport] = field(default_factory=dict)
-    lost: list[WorkerId] = field(default_factory=list)
+    lost: set[WorkerId] = field(default_factory=set)
+
+    @property
+    def complete(self) -> bool:
+        return all(worker in self.reports or worker in self.lost for worker in self.members)
+
+    def in_rank_order(self) -> list[TrainingReport]:
+        return [self.reports[worker] for worker in self.members if worker in self.reports]
 
 
 class Rounds:
@@ -101,36 +109,33 @@ class Rounds:
 
     def open(self, members: Iterable[WorkerId]) -> None:
         self.opened += 1
-        self._rounds[self.opened] = Round(list(members))
+        self._rounds[self.opened] = Round(tuple(members))
 
     def add(self, worker: WorkerId, index: int, report: TrainingReport) -> None:
         """A report is fetched from a worker: its ``index``-th round."""
         pending = self._rounds.get(index)
-        if pending is None or worker in pending.reports:
+        if pending is None or worker not in pending.members:
             log.warning("round %d: a report of %s came too late and is dropped", index, worker)
             return
         pending.reports[worker] = report
-        if worker in pending.owing:
-            pending.owing.remove(worker)
         self._deliver()
 
     def lose(self, worker: WorkerId) -> None:
         """Nothing more comes from ``worker``."""
         for pending in self._rounds.values():
-            if worker in pending.owing:
-                pending.owing.remove(worker)
-                pending.lost.append(worker)
+            if worker in pending.members and worker not in pending.reports:
+                pending.lost.add(worker)
         self._deliver()
 
     def _deliver(self) -> None:
-        while (pending := self._rounds.get(self._delivered + 1)) and not pending.owing:
+        while (pending := self._rounds.get(self._delivered + 1)) and pending.complete:
             self._delivered += 1
             del self._rounds[self._delivered]
             self._hand_on(self._delivered, pending)
 
     def _hand_on(self, index: int, done: Round) -> None:
         # With no report left, the callbacks still count the round.
-        reports = list(done.reports.values()) or [TrainingReport(None, {}, False)]
+        reports = done.in_rank_order() or [TrainingReport(None, {}, False)]
         metrics = [report.metrics for report in reports]
         checkpoint, validation = _common_checkpoint(index, done)
         if done.reports:
@@ -145,7 +150,7 @@ def _common_checkpoint(index: int, done: Round) -> tuple[Any, Any]:
 
     Where some member wrote nothing, one member writes for all, and a lost one took nothing along.
     """
-    writers = [report for report in done.reports.values() if report.checkpoint is not None]
+    writers = [report for report in done.in_rank_order() if report.checkpoint is not None]
     if not writers:
         return None, False
     paths = {report.checkpoint.path for report in writers}
@@ -156,7 +161,9 @@ def _common_checkpoint(index: int, done: Round) -> tuple[Any, Any]:
     if done.lost and len(writers) == len(done.reports):
         log.warning(
             "round %d: checkpoint %s is not registered: %s was lost before reporting its part",
-            index, min(paths), ", ".join(done.lost),
+            index,
+            min(paths),
+            ", ".join(sorted(done.lost)),
         )
         return None, False
     return writers[0].checkpoint, writers[0].validation

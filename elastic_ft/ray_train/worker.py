@@ -141,9 +141,7 @@ class ElasticWorker(RayTrainWorker):
             run_worker(
                 task.address,
                 task.key,
-                Member(
-                    task.worker, task.node, os.uname().nodename, os.getpid(), find_raylet_pid()
-                ),
+                Member(task.worker, task.node, os.uname().nodename, os.getpid(), find_raylet_pid()),
                 train_loop=train_loop if task.train_loop is not None else None,
                 on_generation=self.take_seat,
             )

@@ -1,0 +1,318 @@
+"""Ray Train's controller, following elastic_ft's: see docs/adr/0001-ray-train-follows.md.
+
+Ray Train's loop                     elastic_ft's controller, in a thread of the same actor
+----------------                     -------------------------------------------------------
+SCHEDULING   <- until the first      starts, gathers workers, forms generation 1
+                generation is formed
+RUNNING      <- polls reports,       fences, forms, commits: as the core decides
+                mirrors the members
+SHUTTING_DOWN <- job ended           result.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.train import Checkpoint, Result, TrainingFailedError, WorkerGroupError
+
+from elastic_ft.config import Job
+from elastic_ft.core.events import WorkerId
+from elastic_ft.errors import JobFailed
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.ray_train.compat import (
+    HEALTH_CHECK_INTERVAL_S_ENV_VAR,
+    FailureDecision,
+    FailurePolicy,
+    NoopDecision,
+    PreemptionCallback,
+    ReportCallback,
+    ReportCallbackHandler,
+    ResizeDecision,
+    RunningState,
+    ScalingPolicy,
+    SchedulingState,
+    TrainController,
+    TrainControllerLoopIterationResult,
+    Worker,
+    WorkerGroupPollStatus,
+)
+from elastic_ft.ray_train.group import ElasticWorkerGroup
+from elastic_ft.ray_train.host import Launch, RayHost
+from elastic_ft.ray_train.reports import Barrier, Rounds
+from elastic_ft.runtime.controller import Controller
+from elastic_ft.runtime.faults import Fault
+
+log = logging.getLogger(__name__)
+POLL_S = 0.2  # how often reports are fetched; a worker can have one waiting
+FLUSH_S = 15.0  # after the job's end, for the last reports
+STOP_S = 30.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a controller for a job.
+
+    Attributes:
+        run_url: the run folder; an earlier run in it is continued.
+        attempt: 0, then one more for each controller that died.
+        placements: prefix of the names of placement groups.
+    """
+
+    job: Job
+    run_url: str
+    checkpoint_url: str
+    attempt: int
+    placements: str
+    faults: tuple[Fault, ...] = ()
+
+
+class JobFailedError(JobFailed, TrainingFailedError):
+    """What ``ElasticTrainer.fit`` raises, and ``Result.error`` holds, when the job has failed."""
+
+
+class WholeJobPolicy(ScalingPolicy):
+    """One group for the whole job. Pending placement groups are the autoscaler's demand."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        return None
+
+    def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
+        config = self.scaling_config
+        return ResizeDecision(config.max_workers, config._resources_per_worker_not_none)
+
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: Any, worker_group_status: Any
+    ) -> NoopDecision:
+        return NoopDecision()
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return int(self.scaling_config.max_workers)
+
+
+class RaiseAlways(FailurePolicy):
+    """What reaches Ray Train as a failure is final: recovery is elastic_ft's, and is over."""
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        return FailureDecision.RAISE
+
+
+class ControllerThread(threading.Thread):
+    """Attributes:
+    result: what is in result.json, once the job has ended.
+    error: why there is none.
+    """
+
+    def __init__(self, make: Callable[[], Controller]) -> None:
+        super().__init__(name="elastic-controller", daemon=True)
+        self._make = make
+        self.controller: Controller | None = None
+        self.result: dict[str, Any] | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.controller = self._make()
+            self.result = self.controller.run()
+        except BaseException as error:  # told to Ray Train's loop, which ends the run with it
+            log.exception("elastic_ft's controller failed")
+            self.error = error
+
+
+class ElasticController(TrainController):
+    worker_group_cls = ElasticWorkerGroup
+
+    def __init__(self, *, run: Run, **kwargs: Any) -> None:
+        self._run = run
+        self._thread: ControllerThread | None = None
+        self._host: RayHost | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        super().__init__(**kwargs)
+        callbacks = self._worker_group_callbacks_to_propagate
+        self._worker_group_callbacks_to_propagate = [
+            c for c in callbacks if not isinstance(c, (PreemptionCallback, ReportCallbackHandler))
+        ]
+        self._rounds = Rounds(
+            self._report_callbacks(), self._checkpoint_manager._current_report_index
+        )
+        self._barrier = Barrier(self._is_fenced, self._open_round)
+        if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
+            self._health_check_interval_s = POLL_S
+
+    def _report_callbacks(self) -> list[ReportCallback]:
+        return list(self._report_handler._report_callbacks)
+
+    # --------------------------------------------------------- called by actors, drivers
+
+    async def broadcast_from_rank_zero(
+        self,
+        world_rank: int,
+        world_size: int,
+        data: Any,
+        caller_method_name: str,
+        collective_seq: int,
+        relaxable: bool = False,
+    ) -> Any:
+        """The workers' barrier: the controller is its own SynchronizationActor."""
+        return await self._barrier.join(
+            world_rank, world_size, data, caller_method_name, collective_seq
+        )
+
+    async def stop(self, reason: str) -> None:
+        """Asks for a clean stop; the second time, for an immediate one."""
+        if self._thread is not None and self._thread.controller is not None:
+            self._thread.controller.stop(reason)
+
+    # ----------------------------------------------------------------- Ray Train's loop
+
+    async def run(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().run()
+
+    async def _step(self) -> TrainControllerLoopIterationResult:
+        state = self.get_state()
+        if isinstance(state, SchedulingState) and self._thread is not None:
+            await asyncio.sleep(self._health_check_interval_s / 4)
+            formed = bool(self._worker_group.members) or not self._thread.is_alive()
+            return TrainControllerLoopIterationResult(
+                self._get_run_attempt_id(), state, RunningState() if formed else state
+            )
+        return await super()._step()
+
+    def _execute_resize_decision(
+        self, decision: ResizeDecision
+    ) -> TrainControllerLoopIterationResult:
+        """Called once: starts elastic_ft's controller, which starts the workers."""
+        hook = "before_controller_execute_resize_decision"
+        if failure := self._run_controller_hook(hook, decision):
+            return failure
+        self._start_worker_group(decision.num_workers, decision.resources_per_worker)
+        group = self._worker_group
+        group.rounds = self._rounds
+        self._host = RayHost(group, self._launch(decision))
+        group.on_flushed = self._host.retire
+        self._thread = ControllerThread(self._make_controller)
+        self._thread.start()
+        return TrainControllerLoopIterationResult(
+            self._get_run_attempt_id(), self.get_state(), SchedulingState(decision)
+        )
+
+    async def _poll_workers(self) -> WorkerGroupPollStatus:
+        """All is well, until the job has ended: then finished, or the error."""
+        await asyncio.sleep(self._health_check_interval_s)
+        group, thread = self._worker_group, self._thread
+        status = await group.poll(self._health_check_interval_s)
+        if thread.is_alive():
+            return status
+        await self._flush()
+        if thread.error is not None:
+            raise thread.error
+        assert thread.result is not None
+        if thread.result["status"] in ("completed", "stopped"):
+            return group.status(finished=True)
+        raise self._failure(thread.result)
+
+    async def _flush(self) -> None:
+        deadline_s = self._loop.time() + FLUSH_S
+        while not self._worker_group.flushed and self._loop.time() < deadline_s:
+            await self._worker_group.poll(self._health_check_interval_s)
+
+    def _failure(self, result: dict[str, Any]) -> TrainingFailedError:
+        reason = f"{result['status']}: {result['reason']}"
+        errors = self._worker_group.errors()
+        return WorkerGroupError(reason, errors) if errors else JobFailedError(reason)
+
+    def _shutdown_worker_group(self) -> None:
+        self._end_thread()
+        super()._shutdown_worker_group()
+        if self._host is not None:
+            self._host.release()
+
+    def _end_thread(self) -> None:
+        thread = self._thread
+        if thread is None or not thread.is_alive():
+            return
+        for _ in range(2):  # the second one is obeyed at once
+            if thread.controller is not None:
+                thread.controller.stop("Ray Train's controller shuts down")
+        thread.join(STOP_S)
+
+    def _build_result(self) -> Result:
+        """Ray Train's result; where no checkpoint was reported to it, elastic_ft's newest."""
+        result = super()._build_result()
+        ended = self._thread.result if self._thread is not None else None
+        if result.metrics is None:
+            result = dataclasses.replace(result, metrics=self._rounds.last_metrics or ended)
+        if result.checkpoint is None and ended and ended["checkpoints"]:
+            checkpoint = Checkpoint(self._run.checkpoint_url)
+            result = dataclasses.replace(result, checkpoint=checkpoint)
+        return result
+
+    # ------------------------------------------------------------- elastic_ft's controller
+
+    def _make_controller(self) -> Controller:
+        run = self._run
+        assert self._host is not None
+        return Controller(
+            run.job,
+            self._host,
+            RunFolder(run.run_url),
+            run.checkpoint_url,
+            address=ray.util.get_node_ip_address(),
+            faults=run.faults,
+        )
+
+    def _launch(self, decision: ResizeDecision) -> Launch:
+        group, loop = self._worker_group, self._loop
+        own_handle = ray.get_runtime_context().current_actor
+
+        def on_formed(members: dict[WorkerId, Worker]) -> None:
+            loop.call_soon_threadsafe(group.adopt, members, own_handle)
+
+        def on_lost(worker: WorkerId) -> None:
+            loop.call_soon_threadsafe(group.lose, worker)
+
+        def on_ended(worker: WorkerId) -> None:
+            loop.call_soon_threadsafe(group.ended, worker)
+
+        attempt = self._run.attempt
+        return Launch(
+            prefix=f"r{attempt}" if attempt else "",
+            placements=self._run.placements,
+            bundle=decision.resources_per_worker,
+            label_selector=self._label_selector(),
+            train_loop=self._train_fn_ref.get(),
+            controller=own_handle,
+            on_formed=on_formed,
+            on_lost=on_lost,
+            on_ended=on_ended,
+            reports=lambda: self._rounds.opened,
+        )
+
+    def _label_selector(self) -> dict[str, str] | None:
+        selector = self._train_run_context.scaling_config.label_selector
+        return selector if isinstance(selector, dict) else None
+
+    def _is_fenced(self, generation: int) -> bool:
+        """Whether a collective of ``generation`` can't complete any more (I1)."""
+        controller = self._thread.controller if self._thread is not None else None
+        if controller is None:
+            return True
+        state = controller.state
+        if state.assignment is None or state.assignment.generation != generation:
+            return True
+        breaking = state.phase == "pausing" and state.abort
+        return breaking or state.phase in ("suspended", "ended")
+
+    def _open_round(self, generation: int) -> None:
+        assert self._thread is not None and self._thread.controller is not None
+        assignment = self._thread.controller.state.assignment
+        assert assignment is not None and assignment.generation == generation
+        self._rounds.open(member.worker for member in assignment.members)

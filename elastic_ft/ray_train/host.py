@@ -1,0 +1,359 @@
+"""``runtime.host.Host`` on Ray: one actor in one placement group per worker, and a sentinel on it.
+
+Runs on an event loop in a thread of its own, beside Ray Train's: a callback that blocks there (an
+upload, a slow tracker) does not delay the news of a death here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from elastic_ft.core.events import (
+    Assignment,
+    NodeDraining,
+    NodeId,
+    NodeLost,
+    WorkerId,
+    WorkerLost,
+)
+from elastic_ft.ray_train.compat import Worker, draining_nodes
+from elastic_ft.ray_train.group import ElasticWorkerGroup, seats
+from elastic_ft.ray_train.worker import Seat, Task
+from elastic_ft.runtime.host import Inbox
+
+log = logging.getLogger(__name__)
+DRAIN_POLL_S = 0.2
+NODE_POLL_S = 1.0
+DRAIN_DEADLINE_S = 120.0  # where the notice gives none
+EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, train context
+RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
+EARLY_S = 20.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class Hosted:
+    """One worker, from its placement group to its end."""
+
+    worker: WorkerId
+    placement: PlacementGroup
+    actor: ActorHandle | None = None
+    handle: Worker | None = None  # Ray Train's, once it is placed
+    node: NodeId = ""
+    task: asyncio.Task[None] | None = None
+    born_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Launch:
+    """What ``RayHost`` needs of the controller actor that it lives in.
+
+    Attributes:
+        prefix: of the names of workers; new with every controller, as ids are never reused.
+        placements: prefix of the names of placement groups, by which a later clean-up finds them.
+        bundle: resources of a worker.
+        label_selector: of the nodes it may run on.
+    """
+
+    prefix: str
+    placements: str
+    bundle: dict[str, float]
+    label_selector: dict[str, str] | None
+    train_loop: Callable[[], Any] | None
+    controller: ActorHandle
+    on_formed: Callable[[dict[WorkerId, Worker]], None]
+    on_lost: Callable[[WorkerId], None]
+    on_ended: Callable[[WorkerId], None]
+    reports: Callable[[], int]  # rounds of ray.train.report so far
+
+
+@dataclass(slots=True)
+class Nodes:
+    """What is known of the nodes that host a worker, or did."""
+
+    used: set[NodeId] = field(default_factory=set)
+    draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
+    lost: set[NodeId] = field(default_factory=set)
+
+
+class RayHost:
+    """Keeps workers alive, and tells of their ends and of their nodes'."""
+
+    def __init__(self, group: ElasticWorkerGroup, launch: Launch) -> None:
+        self._group, self._launch = group, launch
+        self._hosted: dict[WorkerId, Hosted] = {}
+        self._free: list[PlacementGroup] = []  # reserved by a worker that died: for the next one
+        self._nodes = Nodes()
+        self._wanted, self._count, self._failures = 0, 0, 0
+        self._closed = False
+        self._watchers: list[asyncio.Task[None]] = []
+        self._look = asyncio.Event()
+        self._inbox: Inbox = lambda event: None
+        self._address: tuple[str, int] = ("", 0)
+        self._key = b""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="ray-host", daemon=True)
+
+    # ------------------------------------------------------------------------ Host
+
+    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+        self._inbox, self._address, self._key = inbox, address, key
+        self._thread.start()
+        self._call(self._watch)
+
+    def want_workers(self, total: int) -> None:
+        self._call(self._set_wanted, total)
+
+    def kill_worker(self, worker: WorkerId) -> None:
+        self._call(self._kill, worker)
+
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
+        places = seats([member.node for member in assignment.members])
+        reports = self._launch.reports()
+        return {
+            member.worker: Seat(assignment.generation, place, reports)
+            for member, place in zip(assignment.members, places, strict=True)
+        }
+
+    def formed(self, assignment: Assignment) -> None:
+        places = seats([member.node for member in assignment.members])
+        members: dict[WorkerId, Worker] = {}
+        for member, place in zip(assignment.members, places, strict=True):
+            hosted = self._hosted.get(member.worker)
+            if hosted is None or hosted.handle is None:
+                return  # lost meanwhile: the next generation is on its way
+            hosted.handle.distributed_context = place
+            members[member.worker] = hosted.handle
+        self._launch.on_formed(members)
+
+    def close(self) -> None:
+        """Stops keeping workers. Members live on until Ray Train has fetched their last reports."""
+        self._call(self._stop_keeping)
+
+    def release(self) -> None:
+        """Kills what is left and frees every resource. Bounded; idempotent."""
+        if not self._thread.is_alive():
+            return
+        done = threading.Event()
+        self._call(self._free_everything, done)
+        done.wait(CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def retire(self, worker: WorkerId) -> None:
+        """The worker has ended in good order and its last report is fetched."""
+        self._call(self._bury, worker)
+
+    # ------------------------------------------------------------------- the loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _set_wanted(self, total: int) -> None:
+        self._wanted = total
+        self._fill()
+
+    def _fill(self) -> None:
+        """Starts workers until ``wanted`` are alive or starting off draining nodes."""
+        if self._closed:
+            return
+        draining = self._nodes.draining
+        staying = [hosted for hosted in self._hosted.values() if hosted.node not in draining]
+        for hosted in staying[self._wanted :]:
+            if hosted.handle is None:  # never those that are placed: they are released, or killed
+                self._cancel(hosted)
+        for _ in range(self._wanted - len(staying)):
+            self._begin()
+
+    def _begin(self) -> None:
+        worker = f"{self._launch.prefix}w{self._count}"
+        self._count += 1
+        placement = self._free.pop() if self._free else self._reserve(worker)
+        hosted = self._hosted[worker] = Hosted(worker, placement)
+        hosted.task = self._loop.create_task(self._host(hosted), name=worker)
+
+    def _reserve(self, worker: WorkerId) -> PlacementGroup:
+        selector = self._launch.label_selector
+        return placement_group(
+            [self._launch.bundle],
+            name=f"{self._launch.placements}{worker}",
+            bundle_label_selector=[selector] if selector else None,
+        )
+
+    async def _host(self, hosted: Hosted) -> None:
+        """The life of one worker."""
+        cause = ""
+        try:
+            await self._bring_up(hosted)
+            cause = await self._await_end(hosted)
+        except (RayError, TimeoutError) as error:
+            cause = describe(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # a callback of Ray Train's, or the user's: this worker is lost
+            log.exception("worker %s could not be started", hosted.worker)
+            cause = f"{type(error).__name__}: {error}"
+        if cause:
+            self._lost(hosted, cause)
+        else:
+            self._launch.on_ended(hosted.worker)
+
+    async def _bring_up(self, hosted: Hosted) -> None:
+        hosted.actor = self._group.create_actor(hosted.placement)
+        handle = await self._group.meet(hosted.actor)  # waits for capacity
+        hosted.node = handle.metadata.node_id
+        self._nodes.used.add(hosted.node)
+        task = Task(self._address, self._key, hosted.worker, hosted.node, self._launch.train_loop)
+        starting = self._group.start_worker(handle, task, self._launch.controller)
+        hosted.handle = handle
+        await asyncio.wait_for(starting, EQUIP_TIMEOUT_S)
+
+    async def _await_end(self, hosted: Hosted) -> str:
+        assert hosted.actor is not None
+        while True:
+            try:
+                return str(await hosted.actor.await_end.remote())
+            except ActorUnavailableError:  # means "maybe": ask again
+                await asyncio.sleep(DRAIN_POLL_S)
+
+    def _lost(self, hosted: Hosted, cause: str) -> None:
+        self._inbox(WorkerLost(time.time(), hosted.worker, cause))
+        self._launch.on_lost(hosted.worker)
+        self._look.set()
+        self._bury(hosted.worker)
+        early = time.monotonic() - hosted.born_s < EARLY_S
+        self._failures = self._failures + 1 if early else 0
+        self._loop.call_later(RETRY_S[min(self._failures, len(RETRY_S) - 1)], self._fill)
+
+    def _bury(self, worker: WorkerId) -> None:
+        """Kills what may be left of a worker; its resources are kept for its replacement."""
+        hosted = self._hosted.pop(worker, None)
+        if hosted is None:
+            return
+        if hosted.actor is not None:
+            ray.kill(hosted.actor)
+        gone = hosted.node in self._nodes.draining or hosted.node in self._nodes.lost
+        if self._closed or gone or not hosted.node:
+            remove_placement_group(hosted.placement)
+        else:
+            self._free.append(hosted.placement)
+
+    def _cancel(self, hosted: Hosted) -> None:
+        if hosted.task is not None:
+            hosted.task.cancel()
+        self._hosted.pop(hosted.worker, None)
+        if hosted.actor is not None:
+            ray.kill(hosted.actor)
+        remove_placement_group(hosted.placement)
+
+    def _kill(self, worker: WorkerId) -> None:
+        hosted = self._hosted.get(worker)
+        if hosted is not None and hosted.actor is not None:
+            ray.kill(hosted.actor)
+
+    # ------------------------------------------------------------------- the nodes
+
+    def _watch(self) -> None:
+        self._watchers = [
+            self._loop.create_task(self._watch_drains()),
+            self._loop.create_task(self._watch_deaths()),
+        ]
+
+    async def _watch_drains(self) -> None:
+        while not self._closed:
+            draining = await self._ask(draining_nodes)
+            for node, until_s in (draining or {}).items():
+                if node not in self._nodes.draining:
+                    self._drains(node, until_s)
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def _drains(self, node: NodeId, until_s: float) -> None:
+        now = time.time()
+        deadline_s = until_s or now + DRAIN_DEADLINE_S
+        self._nodes.draining[node] = deadline_s
+        if node in self._nodes.used:
+            reason = "Ray drains the node" + ("" if until_s else ", and names no deadline")
+            self._inbox(NodeDraining(now, node, deadline_s, reason))
+        for placement in self._free:  # they may lie on that node
+            remove_placement_group(placement)
+        self._free.clear()
+        self._fill()
+
+    async def _watch_deaths(self) -> None:
+        """Looks every second, and at once when a worker has died."""
+        while not self._closed:
+            for node in await self._ask(ray.nodes) or ():
+                name = node["NodeID"]
+                if not node["Alive"] and name in self._nodes.used - self._nodes.lost:
+                    self._nodes.lost.add(name)
+                    why = node.get("DeathReasonMessage") or "Ray declared it dead"
+                    self._inbox(NodeLost(time.time(), name, " ".join(why.split())))
+            self._look.clear()
+            try:
+                await asyncio.wait_for(self._look.wait(), NODE_POLL_S)
+            except TimeoutError:
+                continue
+
+    async def _ask(self, question: Callable[[], Any]) -> Any:
+        """A GCS call, off the loop: while the head is away it blocks. None if it failed."""
+        try:
+            return await self._loop.run_in_executor(None, question)
+        except Exception as error:  # the head comes back, or the job ends by its own deadlines
+            log.warning("no answer from the GCS: %s: %s", type(error).__name__, error)
+            return None
+
+    # ---------------------------------------------------------------------- the end
+
+    def _stop_keeping(self) -> None:
+        self._closed = True
+        self._wanted = 0
+        for hosted in list(self._hosted.values()):
+            if hosted.worker not in self._group.members:
+                self._cancel(hosted)
+        for placement in self._free:
+            remove_placement_group(placement)
+        self._free.clear()
+
+    def _free_everything(self, done: threading.Event) -> None:
+        self._stop_keeping()
+        for hosted in list(self._hosted.values()):
+            self._cancel(hosted)
+        for watcher in self._watchers:
+            watcher.cancel()
+        done.set()
+
+
+def describe(error: BaseException) -> str:
+    """One line on why a worker is gone, without Ray's ids and advice."""
+    if isinstance(error, RayActorError):
+        text = str(error)
+        for mark, short in DEATHS:
+            if mark in text:
+                return short
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+DEATHS = (
+    ("node has died", "its node died"),
+    ("node was drained", "its node was drained"),
+    ("ray.kill", "killed by the controller"),
+    ("creation task failed", "its actor could not be created"),
+    ("worker process has died", "its process died"),
+    ("owner", "its owner died"),
+)

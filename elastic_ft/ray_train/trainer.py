@@ -1,0 +1,218 @@
+"""``ElasticTrainer``: Ray Train's trainer for a job that outlives its workers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import signal
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from ray.train import Result, RunConfig, ScalingConfig
+from ray.util.placement_group import (
+    get_placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+
+from elastic_ft.config import Job, load_job, parse_job
+from elastic_ft.errors import ConfigError
+from elastic_ft.ray_train.compat import (
+    RAY_NODE_ID_KEY,
+    BackendConfig,
+    DataParallelTrainer,
+    DatasetsCallback,
+    PlacementGroupCleanerCallback,
+    TrainingFramework,
+    get_env_vars_to_propagate,
+)
+from elastic_ft.ray_train.controller import (
+    ElasticController,
+    JobFailedError,
+    RaiseAlways,
+    Run,
+    WholeJobPolicy,
+)
+from elastic_ft.runtime.faults import Fault
+
+log = logging.getLogger(__name__)
+CONTROLLER_STARTS = 4
+UNUSED_CALLBACKS = (DatasetsCallback, PlacementGroupCleanerCallback)
+CONTROLLER_ENVIRONMENT = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}  # as Ray Train sets it
+WORKER_ENVIRONMENT = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
+}
+
+
+class ElasticBackendConfig(BackendConfig):
+    """Process groups are formed by the workers themselves, generation by generation."""
+
+    @property
+    def framework(self) -> TrainingFramework:
+        return TrainingFramework.TORCH
+
+
+class ElasticTrainer(DataParallelTrainer):
+    """Trains a job on a Ray cluster; workers and nodes may come and go.
+
+    Args:
+        job: a Job, its values as a dict, or the path of its YAML file.
+        train_loop: runs on each worker and iterates over ``elastic_ft.train()``; it may call
+            ``ray.train.report``. By default every evaluation, checkpoint and the end is reported.
+        train_loop_config: the argument of ``train_loop``, if it takes one.
+        scaling_config: ``num_workers=(min, max)`` overrides the job's elastic section.
+        run_config: its ``storage_path`` and ``name`` make the run folder.
+        faults: to inject at named points.
+    """
+
+    def __init__(
+        self,
+        job: Job | Mapping[str, Any] | str | Path,
+        train_loop: Callable[..., Any] | None = None,
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        faults: Sequence[Fault] = (),
+    ) -> None:
+        self.job = as_job(job)
+        if scaling_config is None:
+            scaling_config = default_scaling(self.job)
+        else:
+            self.job = scaled(self.job, scaling_config)
+        run_config = run_config or RunConfig(name=self.job.name)
+        environment = dict(run_config.worker_runtime_env or {})
+        environment["env_vars"] = WORKER_ENVIRONMENT | environment.get("env_vars", {})
+        run_config.worker_runtime_env = environment
+        self._faults = tuple(faults)
+        self._interrupts = 0
+        super().__init__(
+            train_loop or report_milestones,
+            train_loop_config=train_loop_config,
+            backend_config=ElasticBackendConfig(),
+            scaling_config=scaling_config,
+            run_config=run_config,
+        )
+
+    @property
+    def run_url(self) -> str:
+        """The run folder: Ray Train's own folder of the experiment."""
+        return f"{str(self.run_config.storage_path).rstrip('/')}/{self.run_config.name}"
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()
+        return [c for c in callbacks if not isinstance(c, UNUSED_CALLBACKS)]
+
+    def _initialize_and_run_controller(self, **kwargs: Any) -> Result:
+        """Runs a controller to the job's end; one that dies is followed by another."""
+        kwargs["scaling_policy"] = WholeJobPolicy(self.scaling_config)
+        kwargs["failure_policy"] = RaiseAlways(self.run_config.failure_config)
+        placements = f"elastic_ft:{uuid.uuid4().hex}:"
+        try:
+            for attempt in range(CONTROLLER_STARTS):
+                run = Run(
+                    self.job,
+                    self.run_url,
+                    self.job.checkpoint.url or f"{self.run_url}/checkpoints",
+                    attempt,
+                    placements,
+                    self._faults,
+                )
+                try:
+                    return self._run_once(run, kwargs)
+                except RayActorError as error:
+                    log.warning("the controller died: %s", error)
+                    remove_placement_groups(placements)
+        finally:
+            remove_placement_groups(placements)
+        raise JobFailedError(
+            f"{CONTROLLER_STARTS} controllers died; the newest checkpoint is under "
+            f"{self.job.checkpoint.url or self.run_url}"
+        )
+
+    def _run_once(self, run: Run, kwargs: dict[str, Any]) -> Result:
+        here = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
+        actor_class = ray.remote(
+            num_cpus=0,
+            label_selector=here,
+            runtime_env={"env_vars": CONTROLLER_ENVIRONMENT | get_env_vars_to_propagate()},
+        )(ElasticController)
+        controller = actor_class.remote(run=run, **kwargs)
+        restore = self._stop_on_interrupt(controller)
+        try:
+            ray.get(controller.run.remote())
+            return ray.get(controller.get_result.remote())
+        finally:
+            restore()
+            ray.kill(controller)
+
+    def _stop_on_interrupt(self, controller: Any) -> Callable[[], None]:
+        """Ctrl C: a clean stop. Twice: at once. Returns what undoes it."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+
+        def stop(signum: int, frame: Any) -> None:
+            controller.stop.remote("interrupted")
+
+        previous = signal.signal(signal.SIGINT, stop)
+        return functools.partial(signal.signal, signal.SIGINT, previous)
+
+
+def report_milestones() -> None:
+    """The train loop of a job without one."""
+    import ray.train
+
+    from elastic_ft.runtime.worker import train
+
+    for step in train():
+        if step.checkpointed or step.last or step.eval_loss is not None:
+            ray.train.report(
+                {
+                    "step": step.number,
+                    "loss": step.loss,
+                    "eval_loss": step.eval_loss,
+                    "lr": step.learning_rate,
+                    "generation": step.generation,
+                    "world_size": step.world_size,
+                }
+            )
+
+
+def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
+    """Raises ConfigError."""
+    if isinstance(job, Job):
+        return job
+    return parse_job(dict(job)) if isinstance(job, Mapping) else load_job(job)
+
+
+def default_scaling(job: Job) -> ScalingConfig:
+    wants_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    wants_gpu = wants_gpu and job.parallel.backend != "gloo"
+    return ScalingConfig(
+        num_workers=(job.elastic.min_workers, job.elastic.max_workers), use_gpu=wants_gpu
+    )
+
+
+def scaled(job: Job, scaling: ScalingConfig) -> Job:
+    """``job`` with the numbers of workers of ``scaling``. Raises ConfigError."""
+    if scaling.max_workers < 1:
+        raise ConfigError(f"num_workers: expected at least 1, found {scaling.num_workers}")
+    numbers = {"min_workers": scaling.min_workers, "max_workers": scaling.max_workers}
+    values = job.model_dump()
+    return parse_job(values | {"elastic": values["elastic"] | numbers})
+
+
+def remove_placement_groups(prefix: str) -> None:
+    """Frees what a controller that died has left. Ray itself does so when the driver ends."""
+    for entry in placement_group_table().values():
+        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
+            try:
+                remove_placement_group(get_placement_group(entry["name"]))
+            except ValueError:  # removed meanwhile
+                continue
