@@ -40,10 +40,10 @@ class _Socket:
 
 def _inet_sockets() -> Iterator[_Socket]:
     """This process's TCP sockets."""
-    for name in os.listdir("/proc/self/fd"):
-        fd = int(name)
+    for entry in os.scandir("/proc/self/fd"):
+        fd = int(entry.name)
         try:
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+            if not os.readlink(entry.path).startswith("socket:"):  # noqa: PTH115
                 continue
             copy = socket.socket(fileno=os.dup(fd))
         except OSError:
