@@ -98,7 +98,7 @@ def _pause(turn: Turn, cause: str, reason: str, *, abort: bool, noticed_s: float
     if state.episode is None and state.assignment is not None:
         episode = Episode(cause, turn.at_s, noticed_s, state.assignment)
         turn.set(episode=episode)
-    turn.set(phase="pausing", generation=state.generation + 1, paused={}, abort=abort, done=0)
+    turn.set(phase="pausing", generation=state.generation + 1, paused={}, abort=abort)
     turn.set(fruitless=state.fruitless + 1)
     workers = tuple(turn.live_members())
     if workers:
@@ -156,6 +156,7 @@ def _form(turn: Turn) -> None:
         assignment=assignment,
         ranks={m.worker: rank for rank, m in enumerate(members)},
         resumed=0,
+        done=0,
         bytes_moved=0,
         writers=_recent_writers(turn.state.writers, assignment),
         pending=_pending_after_restore(turn.state.pending, source.step, len(members)),
@@ -498,6 +499,8 @@ def _formed(turn: Turn) -> None:
         _release(turn, donor.worker, "it has handed over its state; its node is draining")
     _close_episode(turn, assignment)
     commit_steps(turn)
+    if turn.state.phase != "running":  # that was the last step: the job has ended
+        return
     if turn.state.stopping:
         _stop(turn)
     elif not _leave_draining(turn):
