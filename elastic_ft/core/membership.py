@@ -254,11 +254,13 @@ def _job_started(turn: Turn, event: JobStarted) -> None:
 
 def _worker_ready(turn: Turn, event: WorkerReady) -> None:
     state, member = turn.state, event.member
-    if member.worker in state.ready:
+    if member.worker in state.ready or member.worker in state.gone:
         return
     turn.set(ready={**state.ready, member.worker: member})
     turn.journal("worker_ready", "up and warm", worker=member.worker, node=member.node)
-    if state.phase == "starting":
+    if member.node in state.draining:
+        _release(turn, member.worker, "its node is draining")
+    elif state.phase == "starting":
         count = len(turn.usable())
         if count == turn.policy.max_workers:
             _form_first(turn)
@@ -314,6 +316,7 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     turn.journal("node_lost", event.cause, node=event.node, workers=gone)
     for worker in gone:  # cut off, perhaps still running: it must not come back (I1)
         turn.do(KillWorker(worker, f"node {event.node} is lost"))
+    turn.set(draining={n: at_s for n, at_s in state.draining.items() if n != event.node})
     turn.set(recoveries=tuple(_blame_node(r, event) for r in state.recoveries))
     if state.episode and any(
         m.node == event.node and m.worker in state.episode.lost
@@ -340,14 +343,14 @@ def _lose(
     """Takes workers out of the world. Those already out are no news."""
     state = turn.state
     gone = [worker for worker in workers if worker in state.ready]
+    involved = [w for w in gone if w in turn.live_members()]
+    turn.forget(workers)  # those that were not ready yet, too
     if not gone:
         return
-    involved = [w for w in gone if w in turn.live_members()]
     for worker in gone:
         event = "worker_hung" if cause == "worker_hung" else "worker_lost"
         node = state.ready[worker].node
         turn.journal(event, reason, worker=worker, node=node, rank=state.ranks.get(worker))
-    turn.set(ready={w: m for w, m in state.ready.items() if w not in gone})
     abandon_attempts_of(turn, gone)
     if involved and state.phase in ("running", "forming"):
         _pause(turn, cause, f"{', '.join(involved)}: {reason}", abort=True, noticed_s=noticed_s)
@@ -401,7 +404,7 @@ def _leave_draining(turn: Turn) -> bool:
 
 def _release(turn: Turn, worker: WorkerId, reason: str) -> None:
     turn.do(ReleaseWorker(worker, reason))
-    turn.set(ready={w: m for w, m in turn.state.ready.items() if w != worker})
+    turn.forget([worker])
     abandon_attempts_of(turn, [worker])
 
 

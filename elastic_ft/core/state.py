@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,6 +107,7 @@ class State:
     assignment: Assignment | None = None
     ranks: dict[WorkerId, int] = field(default_factory=dict)  # of the assignment
     ready: dict[WorkerId, Member] = field(default_factory=dict)  # alive and warm
+    gone: frozenset[WorkerId] = frozenset()  # lost or released: an id is never used again
     abort: bool = False  # pausing: collectives are broken off
     paused: dict[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)
     resumed: int = 0  # bits by rank
@@ -143,6 +145,12 @@ class Turn:
 
     def journal(self, event: str, reason: str, **fields: Any) -> None:
         self.do(Journal(event, self.state.generation, reason, fields))
+
+    def forget(self, workers: Iterable[WorkerId]) -> None:
+        """They are gone, and late messages of theirs don't bring them back (I1)."""
+        gone = frozenset(workers)
+        ready = {w: m for w, m in self.state.ready.items() if w not in gone}
+        self.set(ready=ready, gone=self.state.gone | gone)
 
     def timer(self, name: str, after_s: float) -> None:
         self.do(StartTimer(name, self.state.generation, after_s))
