@@ -21,7 +21,7 @@ from elastic_ft.core.events import (
     WorkerDone,
     WorkerId,
 )
-from elastic_ft.core.state import CheckpointAttempt, PendingStep, Turn, is_current
+from elastic_ft.core.state import CheckpointAttempt, PendingStep, Turn, Writers, is_current
 
 # --------------------------------------------------------------------- committing steps
 
@@ -121,12 +121,14 @@ def _attempt(turn: Turn, step: int, generation: int) -> CheckpointAttempt | None
     """The attempt, begun by the first message about it, or None if it is void (I1)."""
     state = turn.state
     writers = state.writers.get(generation)
-    if writers is None or (step, generation) in state.abandoned:
+    if writers is None or (step, generation) in state.closed:
+        return None
+    if writers.until is not None and step > writers.until:
         return None
     for attempt in state.attempts:
         if (attempt.step, attempt.generation) == (step, generation):
             return attempt
-    return CheckpointAttempt(step, generation, writers)
+    return CheckpointAttempt(step, generation, writers.workers)
 
 
 def _put_attempt(turn: Turn, attempt: CheckpointAttempt) -> None:
@@ -136,13 +138,31 @@ def _put_attempt(turn: Turn, attempt: CheckpointAttempt) -> None:
 
 
 def abandon(turn: Turn, attempt: CheckpointAttempt, reason: str) -> None:
+    _close(turn, attempt)
+    turn.do(AbandonCheckpoint(attempt.step, attempt.generation, reason))
+    turn.journal("checkpoint_abandoned", reason, step=attempt.step)
+
+
+def _close(turn: Turn, attempt: CheckpointAttempt) -> None:
+    """A late message about it begins no new attempt."""
     key = (attempt.step, attempt.generation)
     turn.set(
         attempts=tuple(a for a in turn.state.attempts if (a.step, a.generation) != key),
-        abandoned=turn.state.abandoned | {key},
+        closed=turn.state.closed | {key},
     )
-    turn.do(AbandonCheckpoint(attempt.step, attempt.generation, reason))
-    turn.journal("checkpoint_abandoned", reason, step=attempt.step)
+
+
+def abandon_void_attempts(turn: Turn, writers: dict[int, Writers]) -> None:
+    """A new generation forms: what can't be completed, or is no part of the history, ends (I4)."""
+    for attempt in turn.state.attempts:
+        known = writers.get(attempt.generation)
+        if attempt.committing:
+            continue
+        if known is None:
+            abandon(turn, attempt, "its generation is too old")
+        elif known.until is not None and attempt.step > known.until:
+            abandon(turn, attempt, f"not every writer reached its step: {known.until} was the last")
+    turn.set(closed=frozenset(key for key in turn.state.closed if key[1] in writers))
 
 
 def abandon_attempts_of(turn: Turn, gone: list[WorkerId]) -> None:
@@ -155,7 +175,11 @@ def abandon_attempts_of(turn: Turn, gone: list[WorkerId]) -> None:
 def _commit_checkpoints(turn: Turn) -> None:
     """Publishes what is written, once its step is committed: no checkpoint runs ahead of steps."""
     for attempt in turn.state.attempts:
-        if not attempt.missing and not attempt.committing and attempt.step <= turn.state.committed:
+        if attempt.missing or attempt.committing or attempt.step > turn.state.committed:
+            continue
+        if any(ref.step == attempt.step for ref in turn.state.checkpoints):
+            abandon(turn, attempt, "this step has a checkpoint already")
+        elif not any(a.committing and a.step == attempt.step for a in turn.state.attempts):
             _put_attempt(turn, replace(attempt, committing=True))
             turn.do(
                 CommitCheckpoint(attempt.step, attempt.generation, attempt.shards, attempt.tensors)
@@ -176,17 +200,21 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
         bytes=event.bytes,
         seconds=event.seconds,
     )
+    _commit_checkpoints(turn)
     finish_if_done(turn)
 
 
 def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
     _settle_attempt(turn, event.step)
     turn.journal("checkpoint_failed", event.reason, step=event.step)
+    _commit_checkpoints(turn)
     finish_if_done(turn)
 
 
 def _settle_attempt(turn: Turn, step: int) -> None:
-    turn.set(attempts=tuple(a for a in turn.state.attempts if a.step != step or not a.committing))
+    for attempt in turn.state.attempts:
+        if attempt.step == step and attempt.committing:
+            _close(turn, attempt)
 
 
 # -------------------------------------------------------------------------------- the end

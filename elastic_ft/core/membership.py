@@ -19,8 +19,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from elastic_ft.core.commits import (
-    abandon,
     abandon_attempts_of,
+    abandon_void_attempts,
     checkpoint_committed,
     checkpoint_failed,
     commit_steps,
@@ -70,7 +70,16 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.recovery import choose, choose_buddies
-from elastic_ft.core.state import Episode, PendingStep, Policy, Recovery, State, Turn, is_current
+from elastic_ft.core.state import (
+    Episode,
+    PendingStep,
+    Policy,
+    Recovery,
+    State,
+    Turn,
+    Writers,
+    is_current,
+)
 
 WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
 NODE_LOSS_LAG_S = 90.0  # Ray's health checks need up to 63 s by default
@@ -151,6 +160,8 @@ def _form(turn: Turn) -> None:
     for member in state.ready.values():
         if member.worker not in keep and member.node in state.draining:
             _release(turn, member.worker, "its node is draining")
+    writers = _recent_writers(turn, assignment)
+    abandon_void_attempts(turn, writers)
     turn.set(
         phase="forming",
         assignment=assignment,
@@ -158,7 +169,7 @@ def _form(turn: Turn) -> None:
         resumed=0,
         done=0,
         bytes_moved=0,
-        writers=_recent_writers(turn.state.writers, assignment),
+        writers=writers,
         pending=_pending_after_restore(turn.state.pending, source.step, len(members)),
     )
     turn.do(FormGeneration(assignment))
@@ -185,11 +196,22 @@ def _held_by(source: Source, workers: set[WorkerId]) -> Source:
     return replace(source, holders=holders)
 
 
-def _recent_writers(
-    writers: dict[int, frozenset[WorkerId]], assignment: Assignment
-) -> dict[int, frozenset[WorkerId]]:
-    kept = dict(sorted(writers.items())[-(WRITERS_KEPT - 1) :])
-    return kept | {assignment.generation: frozenset(m.worker for m in assignment.members)}
+def _recent_writers(turn: Turn, assignment: Assignment) -> dict[int, Writers]:
+    """Uploads of older generations go on, for the steps that are still part of the history.
+
+    A step that only some had applied is restored to the others: those never begin its checkpoint.
+    """
+    state, until = turn.state, assignment.source.step
+    while until > state.committed and until in state.pending:
+        if state.pending[until].applied == turn.everyone():
+            break
+        until -= 1
+    kept = {
+        generation: replace(old, until=until if old.until is None else min(old.until, until))
+        for generation, old in sorted(state.writers.items())[-(WRITERS_KEPT - 1) :]
+    }
+    new = Writers(frozenset(m.worker for m in assignment.members))
+    return kept | {assignment.generation: new}
 
 
 def _pending_after_restore(
@@ -215,9 +237,6 @@ def _roll_back(turn: Turn, step: int, why: str) -> None:
     reason = f"{lost} committed steps are lost with their holders: {why}"
     turn.do(RollBack(step, reason))
     turn.journal("rolled_back", reason, step=step, steps_lost=lost)
-    for attempt in turn.state.attempts:
-        if attempt.step > step and not attempt.committing:
-            abandon(turn, attempt, f"its step was rolled back to {step}")
     turn.set(committed=step)
     if turn.state.episode:
         total = turn.state.episode.steps_lost + lost

@@ -101,6 +101,14 @@ class CheckpointAttempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Writers:
+    """Who writes the checkpoints that a generation begins."""
+
+    workers: frozenset[WorkerId]
+    until: int | None = None  # its last step that counts: later ones were void, or not everyone's
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     phase: str = "starting"  # starting, running, pausing, forming, suspended, ended
     generation: int = 0  # the newest one opened: anything older is fenced
@@ -119,8 +127,8 @@ class State:
     pending: dict[int, PendingStep] = field(default_factory=dict)
     checkpoints: tuple[CheckpointRef, ...] = ()
     attempts: tuple[CheckpointAttempt, ...] = ()
-    abandoned: frozenset[tuple[int, int]] = frozenset()  # (step, generation) of attempts
-    writers: dict[int, frozenset[WorkerId]] = field(default_factory=dict)  # by generation
+    closed: frozenset[tuple[int, int]] = frozenset()  # attempts that ended: (step, generation)
+    writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few
     refused: Refused = frozenset()
     episode: Episode | None = None
     recoveries: tuple[Recovery, ...] = ()
