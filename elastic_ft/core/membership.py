@@ -142,6 +142,9 @@ def _form(turn: Turn) -> None:
     state, policy = turn.state, turn.policy
     holdings = {worker: held for worker, held in state.paused.items() if worker in state.ready}
     source, why = choose(holdings, state.checkpoints, state.refused)
+    if source.step < state.committed and _is_publishing(turn, source.step):
+        turn.journal("awaiting_checkpoint", f"one newer than step {source.step} is being published")
+        return
     layout, why_layout = plan_layout(policy.strategy, len(members), policy.shard_size)
     if source.step < state.committed:
         _roll_back(turn, source.step, why)
@@ -174,6 +177,22 @@ def _form(turn: Turn) -> None:
     )
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
+
+
+def _is_publishing(turn: Turn, step: int) -> bool:
+    """Whether a checkpoint newer than ``step`` may appear: rolling back past it would leave one
+    ahead of the recorded steps. Its outcome comes within the store's deadline (I7)."""
+    return any(a.committing and a.step > step for a in turn.state.attempts)
+
+
+def _checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
+    checkpoint_committed(turn, event)
+    _form_if_paused(turn)
+
+
+def _checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
+    checkpoint_failed(turn, event)
+    _form_if_paused(turn)
 
 
 def _needed_donors(
@@ -646,8 +665,8 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     StepHeld: step_held,
     ShardsWritten: shards_written,
     ShardsFailed: shards_failed,
-    CheckpointCommitted: checkpoint_committed,
-    CheckpointFailed: checkpoint_failed,
+    CheckpointCommitted: _checkpoint_committed,
+    CheckpointFailed: _checkpoint_failed,
     WorkerDone: worker_done,
     StopRequested: _stop_requested,
     TimerFired: _timer_fired,
