@@ -237,7 +237,7 @@ class Controller:
     def _step(self, event: ev.Event) -> None:
         if self._finish is not None:
             return
-        self.run_folder.record_inbox({"type": type(event).__name__, **asdict(event)})
+        self._record(event)
         if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
         if isinstance(event, ev.StepApplied):
@@ -247,6 +247,12 @@ class Controller:
         for command in commands:
             self._execute(command)
         self._after(before)
+
+    def _record(self, event: ev.Event) -> None:
+        """Journals what the core is told. Steps come by the thousand: without their metrics."""
+        line = {"type": type(event).__name__, **asdict(event)}
+        line.pop("metrics", None)
+        self.run_folder.record_inbox(line)
 
     def _after(self, phase_before: str) -> None:
         state = self.state

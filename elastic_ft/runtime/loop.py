@@ -294,6 +294,13 @@ class Loop:
 
     # --------------------------------------------------------------------- the end
 
+    def _note_memory(self) -> None:
+        own = sum(t.local.numel() * t.local.element_size() for t in self.engine.state().values())
+        held = self.tools.snapshots.bytes_allocated
+        fields = {"state_bytes": own, "snapshot_bytes": held, "rank": self.groups.rank}
+        reason = f"snapshots take {held / max(own, 1):.2f} bytes per byte of this rank's state"
+        self._send(Note(self.tools.worker, self._generation, "host_memory", reason, fields))
+
     def _finish(self) -> None:
         """Everything durable, then the digest, then WorkerDone."""
         tools = self.tools
@@ -309,5 +316,6 @@ class Loop:
         deadline = time.monotonic() + FINISH_DEADLINE_S
         while not tools.checkpointer.wait_all(1.0) and time.monotonic() < deadline:
             tools.points("finishing")  # an upload takes as long as it takes: this is no hang
+        self._note_memory()
         digest = state_digest(self.groups, self.engine.state(), self.formed.boxes)
         self._send(WorkerDone(time.time(), tools.worker, self._generation, self.step, digest))
