@@ -324,8 +324,7 @@ def _form_again(turn: Turn) -> None:
 
 def _await_joiners(turn: Turn) -> None:
     """Joiners that come together join together, unless the world is full with them."""
-    joiners = turn.joiners()
-    if not joiners:
+    if turn.state.stopping or not turn.joiners():
         return
     if len(turn.usable()) == turn.policy.max_workers:
         _admit(turn)
@@ -431,7 +430,7 @@ def _leave_draining(turn: Turn) -> bool:
     leaving = [m for m in turn.members if m.node in turn.state.draining]
     if not leaving:
         return False
-    if len(turn.usable()) < turn.policy.min_workers:
+    if len(turn.staying()) < turn.policy.min_workers:
         reason = "leaving now would fall below min_workers: training on until the node goes"
         turn.journal("drain_deferred", reason, workers=[m.worker for m in leaving])
         return False
@@ -623,7 +622,7 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         else:
             reason = f"{usable} workers ready after {policy.start_timeout_s:g} s"
             finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}")
-    elif key == ("join", "running") and turn.joiners():
+    elif key == ("join", "running") and turn.joiners() and not state.stopping:
         _admit(turn)
     elif key == ("pause", "pausing"):
         _pause_overdue(turn)

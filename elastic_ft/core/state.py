@@ -177,13 +177,24 @@ class Turn:
         everyone = assignment.members + assignment.donors
         return [m.worker for m in everyone if m.worker in self.state.ready]
 
+    def _by_rank(self, members: Iterable[Member]) -> list[Member]:
+        """Survivors in rank order, then joiners by arrival."""
+        ranks = self.state.ranks
+        return sorted(members, key=lambda m: ranks.get(m.worker, len(ranks)))
+
+    def staying(self) -> list[Member]:
+        """Who may be in the next world and is not about to go."""
+        staying = [m for m in self.state.ready.values() if m.node not in self.state.draining]
+        return self._by_rank(staying)[: self.policy.max_workers]
+
     def usable(self) -> list[Member]:
-        """Who may be in the next world: survivors in rank order, then joiners by arrival."""
-        ready, ranks = self.state.ready, self.state.ranks
-        staying = [m for m in ready.values() if m.node not in self.state.draining]
-        survivors = sorted((m for m in staying if m.worker in ranks), key=lambda m: ranks[m.worker])
-        joiners = [m for m in staying if m.worker not in ranks]
-        return (survivors + joiners)[: self.policy.max_workers]
+        """Who may be in the next world: members on draining nodes only where it takes them."""
+        chosen = self.staying()
+        if len(chosen) < self.policy.min_workers:
+            leaving = [m for m in self.members if m.worker in self.state.ready]
+            leaving = [m for m in leaving if m.node in self.state.draining]
+            chosen += leaving[: self.policy.max_workers - len(chosen)]
+        return self._by_rank(chosen)
 
     def joiners(self) -> list[Member]:
         return [m for m in self.usable() if m.worker not in self.state.ranks]
