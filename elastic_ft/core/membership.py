@@ -465,9 +465,12 @@ def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
         return
     if not is_current(turn, event.worker, event.generation):
         return
-    step, count = state.user_failures
-    count = count + 1 if step == event.step else 1
-    turn.set(user_failures=(event.step, count))
+    step, count, generation = state.user_failures
+    if step != event.step:
+        count = 1
+    elif generation != event.generation:  # else another rank raises the same
+        count += 1
+    turn.set(user_failures=(event.step, count, event.generation))
     turn.journal("worker_raised", event.error, worker=event.worker, step=event.step, times=count)
     if count > turn.policy.max_user_failures:
         reason = f"{event.worker} raised {count} times at step {event.step}: {event.error}"

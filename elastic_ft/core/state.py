@@ -133,7 +133,7 @@ class State:
     episode: Episode | None = None
     recoveries: tuple[Recovery, ...] = ()
     fruitless: int = 0  # generations since the last committed step
-    user_failures: tuple[int, int] = (-1, 0)  # (step, how often)
+    user_failures: tuple[int, int, int] = (-1, 0, 0)  # step, how often, in which generation last
     stopping: str = ""
     status: str = ""
 
