@@ -112,8 +112,10 @@ def _pause(turn: Turn, cause: str, reason: str, *, abort: bool, noticed_s: float
     workers = tuple(turn.live_members())
     if workers:
         turn.do(PauseWorkers(turn.state.generation, workers, abort, reason))
-    after_s = turn.policy.pause_timeout_s if abort else turn.policy.boundary_timeout_s
-    turn.timer("pause", after_s)
+    if abort:
+        turn.timer("pause", turn.policy.pause_timeout_s)
+    else:
+        turn.timer("boundary", turn.policy.boundary_timeout_s)
     _form_if_paused(turn)
 
 
@@ -627,6 +629,8 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
             finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}")
     elif key == ("join", "running") and turn.joiners() and not state.stopping:
         _admit(turn)
+    elif key == ("boundary", "pausing"):
+        _boundary_overdue(turn)
     elif key == ("pause", "pausing"):
         _pause_overdue(turn)
     elif key == ("form", "forming"):
@@ -638,13 +642,19 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         finish(turn, "suspended", f"{reason}; {turn.last_good()}")
 
 
-def _pause_overdue(turn: Turn) -> None:
-    state = turn.state
-    late = [w for w in turn.live_members() if w not in state.paused]
-    if not late:
-        return
-    if not state.abort:
+def _late(turn: Turn) -> list[WorkerId]:
+    return [w for w in turn.live_members() if w not in turn.state.paused]
+
+
+def _boundary_overdue(turn: Turn) -> None:
+    late = _late(turn)
+    if late and not turn.state.abort:
         _escalate(turn, f"{', '.join(late)} reached no step boundary in time")
+
+
+def _pause_overdue(turn: Turn) -> None:
+    late = _late(turn)
+    if not late:
         return
     for worker in late:
         turn.do(KillWorker(worker, "it reached no safe point in time"))
