@@ -36,7 +36,15 @@ def step_applied(turn: Turn, event: StepApplied) -> None:
     commit_steps(turn)
 
 
+def _is_held(turn: Turn) -> bool:
+    """Whether this generation's steps are safe only once they are in host memory."""
+    assignment = turn.state.assignment
+    return assignment is not None and any(buddy is not None for buddy in assignment.buddies)
+
+
 def step_held(turn: Turn, event: StepHeld) -> None:
+    if not _is_held(turn):
+        return
     pending = _pending_for(turn, event.worker, event.generation, event.step)
     if pending is None:
         return
@@ -71,7 +79,7 @@ def commit_steps(turn: Turn) -> None:
     if state.assignment is None or state.phase not in ("running", "pausing"):
         return
     everyone = turn.everyone()
-    sharded = any(buddy is not None for buddy in state.assignment.buddies)
+    sharded = _is_held(turn)
     safe = [s for s, p in state.pending.items() if (p.held if sharded else p.applied) == everyone]
     durable = max(safe, default=0)
     while (pending := turn.state.pending.get(turn.state.committed + 1)) is not None:

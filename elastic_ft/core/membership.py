@@ -175,7 +175,7 @@ def _form(turn: Turn) -> None:
         done=0,
         bytes_moved=0,
         writers=writers,
-        pending=_pending_after_restore(turn.state.pending, source.step, len(members)),
+        pending=_pending_after_restore(turn, assignment),
     )
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
@@ -235,12 +235,18 @@ def _recent_writers(turn: Turn, assignment: Assignment) -> dict[int, Writers]:
     return kept | {assignment.generation: new}
 
 
-def _pending_after_restore(
-    pending: dict[int, PendingStep], step: int, world_size: int
-) -> dict[int, PendingStep]:
-    """Steps up to the restored one are in every member's state; later ones are void (I4)."""
-    everyone = (1 << world_size) - 1
-    return {s: replace(p, applied=everyone, held=0) for s, p in pending.items() if s <= step}
+def _pending_after_restore(turn: Turn, new: Assignment) -> dict[int, PendingStep]:
+    """Steps up to the restored one are in every member's state; later ones are void (I4).
+
+    Each has an entry, even where those who reported it are gone: none is left out of the record.
+    """
+    old = turn.state.assignment or new
+    everyone = (1 << len(new.members)) - 1
+    unheard = PendingStep(old.generation, len(old.members), str(old.layout), {})
+    return {
+        step: replace(turn.state.pending.get(step, unheard), applied=everyone, held=0)
+        for step in range(turn.state.committed + 1, new.source.step + 1)
+    }
 
 
 def _count_redone(turn: Turn, step: int) -> None:
@@ -248,7 +254,7 @@ def _count_redone(turn: Turn, step: int) -> None:
     episode = turn.state.episode
     if episode is None:
         return
-    everyone = (1 << len(episode.before.members)) - 1
+    everyone = turn.everyone()
     redone = [s for s, p in turn.state.pending.items() if s > step and p.applied == everyone]
     turn.set(episode=replace(episode, steps_redone=episode.steps_redone + len(redone)))
 
