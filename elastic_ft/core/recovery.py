@@ -26,14 +26,14 @@ def choose(
     """Returns the newest state that is complete, and the reason in words.
 
     A step is complete in memory when every shard of one shard space has a holder. Memory wins
-    over a checkpoint of the same or an older step; with neither, step 0 is made from the seed.
+    over a checkpoint of the same or an older step, near memory over far; with neither, step 0 is made from the seed.
     """
     held = _by_step_and_space(holdings, refused)
     usable = [ref for ref in checkpoints if (ref.url, ref.step) not in refused]
     checkpoint = max(usable, key=lambda ref: ref.step, default=None)
     floor = checkpoint.step if checkpoint else 0
     skipped = []
-    for step, space in sorted(held, key=lambda key: (-key[0], key[1])):
+    for step, space in sorted(held, key=lambda key: (-key[0], _farthest(held[key]), key[1])):
         if step < floor or (checkpoint is None and step == 0):
             break
         shards = held[step, space]
@@ -41,13 +41,18 @@ def choose(
         if missing:
             skipped.append(f"step {step} lacks {', '.join(missing)}")
             continue
-        farthest = max((who[0][1] for who in shards.values()), key=TIER_ORDER.index)
+        farthest = TIER_ORDER[_farthest(shards)]
         why = f"step {step} is complete in memory, farthest tier {farthest}"
         return Source(step, farthest, space, shards), _because(why, skipped)
     if checkpoint is not None:
         why = f"nothing newer than checkpoint {checkpoint.step} is complete in memory"
         return Source(checkpoint.step, Tier.CHECKPOINT, url=checkpoint.url), _because(why, skipped)
     return Source(0, Tier.INITIAL), _because("no state is held and no checkpoint is good", skipped)
+
+
+def _farthest(shards: Mapping[str, Sequence[tuple[WorkerId, Tier]]]) -> int:
+    """The farthest tier that must be read, as an index of TIER_ORDER."""
+    return max(TIER_ORDER.index(who[0][1]) for who in shards.values())
 
 
 def _because(why: str, skipped: Iterable[str]) -> str:
@@ -79,17 +84,20 @@ def choose_buddies(
 ) -> tuple[int | None, ...]:
     """Returns, per rank, the rank that keeps a copy of its shard, or None where none is needed.
 
-    A shard that replicas on two nodes hold already is redundant. Otherwise the copy goes to
+    A shard that replicas on two nodes hold already is redundant, and so is a state that every
+    member holds whole: a copy of it survives no more. Otherwise the copy goes to
     another node if there is one (it survives a node), else to another worker (it survives a
     process), each worker keeping as few copies as can be.
     """
     nodes_of: dict[str, set[str]] = {}
+    if copies < 2 or len(members) < 2 or len(layout.shards()) == 1:
+        return (None,) * len(members)
     for rank, member in enumerate(members):
         nodes_of.setdefault(layout.shard_of(rank), set()).add(member.node)
     kept = [0] * len(members)
     buddies: list[int | None] = []
     for rank, member in enumerate(members):
-        if copies < 2 or len(members) < 2 or len(nodes_of[layout.shard_of(rank)]) > 1:
+        if len(nodes_of[layout.shard_of(rank)]) > 1:
             buddies.append(None)
             continue
         ring = [(rank + distance) % len(members) for distance in range(1, len(members))]
