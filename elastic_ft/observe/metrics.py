@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from elastic_ft.core.state import State
 
@@ -29,6 +29,7 @@ class Metrics:
             return metric if labels else metric.labels(**label)
 
         self._job = job
+        self._server: Any = None
         self._world = gauge("world_size", "Workers in the running generation.")
         self._generation = gauge("generation", "The newest generation opened.")
         self._step = gauge("committed_step", "The last committed step.")
@@ -52,6 +53,16 @@ class Metrics:
             buckets=PAUSE_BUCKETS_S,
             registry=self.registry,
         ).labels(**label)
+
+    def serve(self, address: str) -> int:
+        """Serves /metrics on a free port, which it returns."""
+        self._server, _ = start_http_server(0, address, self.registry)
+        return int(self._server.server_port)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
 
     def show(self, state: State) -> None:
         self._world.set(len(state.ranks) if state.phase == "running" else 0)

@@ -147,6 +147,8 @@ class Controller:
             self._address, self._welcome, self._on_message, self._on_connection_end
         )
         self._server.start()
+        port = self.metrics.serve(self._address)
+        self._journal("metrics_served", 0, "Prometheus metrics of this job", {"port": port})
         self._pool.submit(self._sweep)
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
@@ -183,6 +185,7 @@ class Controller:
         self.host.close()
         if self._server is not None:
             self._server.close()
+        self.metrics.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._tcp_store = None
 
