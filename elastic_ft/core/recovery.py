@@ -26,7 +26,8 @@ def choose(
     """Returns the newest state that is complete, and the reason in words.
 
     A step is complete in memory when every shard of one shard space has a holder. Memory wins
-    over a checkpoint of the same or an older step, near memory over far; with neither, step 0 is made from the seed.
+    over a checkpoint of the same or an older step, and near memory over far; with neither, step 0
+    is made from the seed.
     """
     held = _by_step_and_space(holdings, refused)
     usable = [ref for ref in checkpoints if (ref.url, ref.step) not in refused]
@@ -85,13 +86,13 @@ def choose_buddies(
     """Returns, per rank, the rank that keeps a copy of its shard, or None where none is needed.
 
     A shard that replicas on two nodes hold already is redundant, and so is a state that every
-    member holds whole: a copy of it survives no more. Otherwise the copy goes to
-    another node if there is one (it survives a node), else to another worker (it survives a
-    process), each worker keeping as few copies as can be.
+    member holds whole: a copy of it survives no more. Otherwise the copy goes to another node if
+    there is one (it survives a node), else to another worker (it survives a process), each worker
+    keeping as few copies as can be.
     """
-    nodes_of: dict[str, set[str]] = {}
     if copies < 2 or len(members) < 2 or len(layout.shards()) == 1:
         return (None,) * len(members)
+    nodes_of: dict[str, set[str]] = {}
     for rank, member in enumerate(members):
         nodes_of.setdefault(layout.shard_of(rank), set()).add(member.node)
     kept = [0] * len(members)
