@@ -36,14 +36,8 @@ def step_applied(turn: Turn, event: StepApplied) -> None:
     commit_steps(turn)
 
 
-def _is_held(turn: Turn) -> bool:
-    """Whether this generation's steps are safe only once they are in host memory."""
-    assignment = turn.state.assignment
-    return assignment is not None and any(buddy is not None for buddy in assignment.buddies)
-
-
 def step_held(turn: Turn, event: StepHeld) -> None:
-    if not _is_held(turn):
+    if turn.state.assignment is None or not turn.state.assignment.snapshots:
         return
     pending = _pending_for(turn, event.worker, event.generation, event.step)
     if pending is None:
@@ -79,7 +73,7 @@ def commit_steps(turn: Turn) -> None:
     if state.assignment is None or state.phase not in ("running", "pausing"):
         return
     everyone = turn.everyone()
-    sharded = _is_held(turn)
+    sharded = state.assignment.snapshots
     safe = [s for s, p in state.pending.items() if (p.held if sharded else p.applied) == everyone]
     durable = max(safe, default=0)
     while (pending := turn.state.pending.get(turn.state.committed + 1)) is not None:
@@ -173,11 +167,11 @@ def abandon_void_attempts(turn: Turn, writers: dict[int, Writers]) -> None:
     turn.set(closed=frozenset(key for key in turn.state.closed if key[1] in writers))
 
 
-def abandon_attempts_of(turn: Turn, gone: list[WorkerId]) -> None:
+def abandon_attempts_of(turn: Turn, gone: list[WorkerId], how: str = "left") -> None:
     for attempt in turn.state.attempts:
         missing = sorted(attempt.missing.intersection(gone))
         if missing:
-            abandon(turn, attempt, f"{', '.join(missing)} left before writing its shards")
+            abandon(turn, attempt, f"{', '.join(missing)} {how} before writing its shards")
 
 
 def _commit_checkpoints(turn: Turn) -> None:
@@ -232,6 +226,7 @@ def worker_done(turn: Turn, event: WorkerDone) -> None:
     rank = turn.state.ranks.get(event.worker)
     if rank is None or not is_current(turn, event.worker, event.generation):
         return
+    abandon_attempts_of(turn, [event.worker], "was done")  # it writes first, then is done (I7)
     digest = event.state_digest or turn.state.state_digest
     turn.set(done=turn.state.done | 1 << rank, state_digest=digest)
     finish_if_done(turn)

@@ -84,6 +84,11 @@ class Assignment:
     buddies: tuple[int | None, ...]  # rank -> rank that keeps a copy of its shard
     reason: str
 
+    @property
+    def snapshots(self) -> bool:
+        """Whether every member keeps snapshots in host memory, and steps commit once held there."""
+        return any(buddy is not None for buddy in self.buddies)
+
     def rank_of(self, worker: WorkerId) -> int | None:
         return next((r for r, m in enumerate(self.members) if m.worker == worker), None)
 
