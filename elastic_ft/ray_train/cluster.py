@@ -24,6 +24,7 @@ from elastic_ft.core.events import NodeId
 from elastic_ft.ray_train import compat
 
 MB = 2**20
+END_TIMEOUT_S = 10.0
 
 # A dead node is declared dead after about 1.5 s instead of Ray's 13 s; no worker is started before
 # it is asked for.
@@ -85,10 +86,12 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def connect(self, **kwargs: Any) -> None:
-        """Makes this process a driver of the cluster."""
-        options = {"log_to_driver": False, **kwargs}
-        ray.init(address=self.address, **options)
+    def connect(self, *, quiet: bool = True, **kwargs: Any) -> None:
+        """Makes this process a driver of the cluster. ``quiet``: nodes may die, it is no news."""
+        if quiet:
+            compat.silence_raylets()
+            kwargs = {"log_to_driver": False, "logging_level": "WARNING", **kwargs}
+        ray.init(address=self.address, **kwargs)
         self._connected = True
 
     @property
@@ -155,7 +158,7 @@ class LocalCluster:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
         for process in left:
             _signal(process, signal.SIGKILL)
-        psutil.wait_procs(left, timeout=10)
+        _await_end(left)
         self._nodes, self._head, self._killed = {}, None, []
         self._starter.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -180,7 +183,7 @@ class LocalCluster:
         # Unreaped, the dead raylet looks alive to its workers: they would train on for 12 s.
         self._raylet(node).wait()
         del self._nodes[node]
-        psutil.wait_procs(others, timeout=10)
+        _await_end(others)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -189,7 +192,19 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
     while not condition():
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{what}: not within {timeout_s:g} s")
-        time.sleep(0.05)
+        time.sleep(0.02)
+
+
+def _await_end(processes: list[psutil.Process]) -> None:
+    """Returns once all are dead; init reaps them when it likes."""
+
+    def dead(process: psutil.Process) -> bool:
+        try:
+            return bool(process.status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_for(lambda: all(map(dead, processes)), END_TIMEOUT_S, "processes of a killed node end")
 
 
 def _family(pid: int) -> list[psutil.Process]:

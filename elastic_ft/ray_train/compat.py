@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray._private.state
+import ray._private.worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient
@@ -19,6 +20,7 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.callbacks.preemption_callback import PreemptionCallback
 from ray.train.v2._internal.callbacks.state_manager import StateManagerCallback
+from ray.train.v2._internal.callbacks.working_dir_setup import WorkingDirectorySetupCallback
 from ray.train.v2._internal.constants import (
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
     get_env_vars_to_propagate,
@@ -28,6 +30,7 @@ from ray.train.v2._internal.execution.callback import (
     ReportCallback,
     WorkerGroupCallback,
 )
+from ray.train.v2._internal.execution.checkpoint.checkpoint_manager import CheckpointManager
 from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
 from ray.train.v2._internal.execution.checkpoint.sync_actor import SynchronizationBarrierResetError
 from ray.train.v2._internal.execution.context import DistributedContext, get_train_context
@@ -74,6 +77,7 @@ __all__ = [
     "RAY_NODE_ID_KEY",
     "Backend",
     "BackendConfig",
+    "CheckpointManager",
     "DataParallelTrainer",
     "DatasetsCallback",
     "DistributedContext",
@@ -108,6 +112,7 @@ __all__ = [
     "WorkerGroupPollStatus",
     "WorkerGroupState",
     "WorkerStatus",
+    "WorkingDirectorySetupCallback",
     "bundle_to_remote_args",
     "drain_node",
     "draining_nodes",
@@ -116,6 +121,7 @@ __all__ = [
     "get_train_context",
     "set_train_fn_utils",
     "shutdown_workers",
+    "silence_raylets",
     "start_node",
     "time_monotonic",
 ]
@@ -147,6 +153,11 @@ def drain_node(gcs_address: str, node: str, reason: str, deadline_s: float) -> N
 def shutdown_workers(workers: list[Worker], patience_s: float) -> None:
     """Lets Ray's shutdown hooks run in each worker, then kills it."""
     _shutdown_workers(workers, patience_s)
+
+
+def silence_raylets() -> None:
+    """Keeps what raylets say of dead workers and nodes off this driver's standard output."""
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
 
 
 def start_node(*, head: bool, **params: Any) -> Any:

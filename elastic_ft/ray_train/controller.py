@@ -223,6 +223,7 @@ class ElasticController(TrainController):
         deadline_s = self._loop.time() + FLUSH_S
         while not self._worker_group.flushed and self._loop.time() < deadline_s:
             await self._worker_group.poll(self._health_check_interval_s)
+        self._rounds.deliver_carried()
 
     def _failure(self, result: dict[str, Any]) -> TrainingFailedError:
         reason = f"{result['status']}: {result['reason']}"

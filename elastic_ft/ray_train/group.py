@@ -219,6 +219,8 @@ class ElasticWorkerGroup(WorkerGroup):
         except RayActorError:  # the sentinel knows more, and tells
             return
         self._last[worker] = status
+        for refused in status.carried:
+            self.rounds.carry(refused)
         if status.training_report is not None:
             self.rounds.add(worker, status.report_index, status.training_report)
         elif not status.running:

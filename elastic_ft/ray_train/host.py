@@ -122,7 +122,7 @@ class RayHost:
         places = seats([member.node for member in assignment.members])
         reports = self._launch.reports()
         return {
-            member.worker: Seat(assignment.generation, place, reports)
+            member.worker: Seat(assignment.generation, assignment.source.step, place, reports)
             for member, place in zip(assignment.members, places, strict=True)
         }
 
@@ -302,13 +302,21 @@ class RayHost:
                 name = node["NodeID"]
                 if not node["Alive"] and name in self._nodes.used - self._nodes.lost:
                     self._nodes.lost.add(name)
-                    why = node.get("DeathReasonMessage") or "Ray declared it dead"
-                    self._inbox(NodeLost(time.time(), name, " ".join(why.split())))
+                    why = " ".join(
+                        (node.get("DeathReasonMessage") or "Ray declared it dead").split()
+                    )
+                    why = "it was drained" if name in self._nodes.draining else why
+                    self._inbox(NodeLost(time.time(), name, why))
             self._look.clear()
             try:
                 await asyncio.wait_for(self._look.wait(), NODE_POLL_S)
             except TimeoutError:
                 continue
+
+    def _why_lost(self, node: dict[str, Any]) -> str:
+        if node["NodeID"] in self._nodes.draining:
+            return "it was drained"
+        return " ".join(str(node.get("DeathReasonMessage") or "Ray declared it dead").split())
 
     async def _ask(self, question: Callable[[], Any]) -> Any:
         """A GCS call, off the loop: while the head is away it blocks. None if it failed."""

@@ -2,7 +2,8 @@
 
 A round is one call of ``ray.train.report`` by every member. It opens when all of them are in the
 barrier: from then on each live member owes its report, whatever becomes of the generation. If the
-generation is fenced before that, all of them are refused, and none has reported.
+generation is fenced before that, all of them are refused, and none has reported: if the step
+stands, its metrics are delivered before the next round (a checkpoint is not: it was not uploaded).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 
 from elastic_ft.core.events import WorkerId
 from elastic_ft.ray_train.compat import (
+    CheckpointManager,
     ReportCallback,
     SynchronizationBarrierResetError,
     TrainingReport,
 )
-from elastic_ft.ray_train.worker import SEQUENCES
+from elastic_ft.ray_train.worker import SEQUENCES, Refused
 
 log = logging.getLogger(__name__)
 REPORT = "ray.train.report"  # what Ray Train calls itself at the barrier
@@ -103,6 +105,7 @@ class Rounds:
     def __init__(self, callbacks: Iterable[ReportCallback], first: int) -> None:
         self._callbacks = list(callbacks)
         self._rounds: dict[int, Round] = {}
+        self._carried: dict[int, list[dict[str, Any]]] = {}  # step -> metrics
         self._delivered = first
         self.opened = first  # index of the newest round
         self.last_metrics: dict[str, Any] | None = None
@@ -120,6 +123,20 @@ class Rounds:
         pending.reports[worker] = report
         self._deliver()
 
+    def carry(self, refused: Refused) -> None:
+        """The metrics of a refused report, from one of the workers that made it."""
+        self._carried.setdefault(refused.step, []).append(refused.metrics)
+
+    def deliver_carried(self) -> None:
+        """Hands on what was refused; the checkpoint registry does not count it as a round."""
+        for step in sorted(self._carried):
+            metrics = self._carried.pop(step)
+            self.last_metrics = metrics[0]
+            report = TrainingReport(None, metrics[0], False)
+            for callback in self._callbacks:
+                if not isinstance(callback, CheckpointManager):
+                    callback.after_report(training_report=report, metrics=metrics)
+
     def lose(self, worker: WorkerId) -> None:
         """Nothing more comes from ``worker``."""
         for pending in self._rounds.values():
@@ -131,6 +148,7 @@ class Rounds:
         while (pending := self._rounds.get(self._delivered + 1)) and pending.complete:
             self._delivered += 1
             del self._rounds[self._delivered]
+            self.deliver_carried()  # every member's came with, or before, its report of this round
             self._hand_on(self._delivered, pending)
 
     def _hand_on(self, index: int, done: Round) -> None:

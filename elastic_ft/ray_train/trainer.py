@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import logging
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from elastic_ft.ray_train.compat import (
     DatasetsCallback,
     PlacementGroupCleanerCallback,
     TrainingFramework,
+    WorkingDirectorySetupCallback,
     get_env_vars_to_propagate,
 )
 from elastic_ft.ray_train.controller import (
@@ -42,7 +44,12 @@ from elastic_ft.runtime.faults import Fault
 
 log = logging.getLogger(__name__)
 CONTROLLER_STARTS = 4
-UNUSED_CALLBACKS = (DatasetsCallback, PlacementGroupCleanerCallback)
+UNUSED_CALLBACKS = (
+    DatasetsCallback,  # data is sharded by elastic_ft
+    PlacementGroupCleanerCallback,  # knows one placement group; see remove_placement_groups
+    WorkingDirectorySetupCallback,  # a job's relative paths mean the same in every process
+)
+CONTROLLER_CONCURRENCY = 10_000  # calls at once: each worker waits in one at a report's barrier
 CONTROLLER_ENVIRONMENT = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}  # as Ray Train sets it
 WORKER_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
@@ -89,9 +96,9 @@ class ElasticTrainer(DataParallelTrainer):
         run_config = run_config or RunConfig(name=self.job.name)
         environment = dict(run_config.worker_runtime_env or {})
         environment["env_vars"] = WORKER_ENVIRONMENT | environment.get("env_vars", {})
-        run_config.worker_runtime_env = environment
+        run_config = dataclasses.replace(run_config, worker_runtime_env=environment)
         self._faults = tuple(faults)
-        self._interrupts = 0
+        self._controller: Any = None
         super().__init__(
             train_loop or report_milestones,
             train_loop_config=train_loop_config,
@@ -140,28 +147,38 @@ class ElasticTrainer(DataParallelTrainer):
         here = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
         actor_class = ray.remote(
             num_cpus=0,
+            max_concurrency=CONTROLLER_CONCURRENCY,
             label_selector=here,
             runtime_env={"env_vars": CONTROLLER_ENVIRONMENT | get_env_vars_to_propagate()},
         )(ElasticController)
-        controller = actor_class.remote(run=run, **kwargs)
-        restore = self._stop_on_interrupt(controller)
+        self._controller = actor_class.remote(run=run, **kwargs)
         try:
-            ray.get(controller.run.remote())
-            return ray.get(controller.get_result.remote())
+            with self._interruptible():
+                ray.get(self._controller.run.remote())
+                return ray.get(self._controller.get_result.remote())
         finally:
-            restore()
-            ray.kill(controller)
+            ray.kill(self._controller)
+            self._controller = None
 
-    def _stop_on_interrupt(self, controller: Any) -> Callable[[], None]:
-        """Ctrl C: a clean stop. Twice: at once. Returns what undoes it."""
+    def stop(self, reason: str) -> None:
+        """From another thread than ``fit``: a clean stop after the running step, with a checkpoint.
+
+        The second time: at once.
+        """
+        if self._controller is not None:
+            self._controller.stop.remote(reason)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Ctrl C is ``stop``, where signals can be caught: in the main thread."""
         if threading.current_thread() is not threading.main_thread():
-            return lambda: None
-
-        def stop(signum: int, frame: Any) -> None:
-            controller.stop.remote("interrupted")
-
-        previous = signal.signal(signal.SIGINT, stop)
-        return functools.partial(signal.signal, signal.SIGINT, previous)
+            yield
+            return
+        previous = signal.signal(signal.SIGINT, lambda *_: self.stop("interrupted"))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
 
 
 def report_milestones() -> None:

@@ -10,6 +10,7 @@ import functools
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import psutil
 import ray
 from ray.exceptions import RayTaskError
+from ray.train import Checkpoint
 
 from elastic_ft.core.events import Member, NodeId, WorkerId
 from elastic_ft.errors import GroupBroken
@@ -43,6 +45,7 @@ class Seat:
     """A member's place in one generation."""
 
     generation: int
+    step: int  # the generation starts from the state after this step
     place: DistributedContext
     reports: int  # rounds of ray.train.report so far, for one who was not there
 
@@ -68,11 +71,25 @@ class ByValue(Generic[T]):
         return self._value
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A report of ``step`` that a broken generation's barrier has refused."""
+
+    step: int
+    metrics: dict[str, Any]
+
+
 @dataclass
 class Polled(WorkerStatus):
-    """Ray Train's worker status, with the round that the report in it belongs to."""
+    """Ray Train's worker status, and what elastic_ft adds.
+
+    Attributes:
+        report_index: of the round that the report in it belongs to.
+        carried: refused reports of steps that stand: they come before that report.
+    """
 
     report_index: int = 0
+    carried: tuple[Refused, ...] = ()
 
 
 class ElasticWorker(RayTrainWorker):
@@ -82,10 +99,12 @@ class ElasticWorker(RayTrainWorker):
         self._end = ""
         self._seated = False
         self._reports = 0
+        self._refused: list[Refused] = []
+        self._carried: deque[Refused] = deque()
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         super().init_train_context(*args, **kwargs)
-        set_train_fn_utils(ElasticTrainFnUtils())
+        set_train_fn_utils(ElasticTrainFnUtils(self._refused))
 
     def start_training(self, task: Task) -> None:
         """Starts the training thread and returns."""
@@ -108,7 +127,8 @@ class ElasticWorker(RayTrainWorker):
         status = super().poll_status()
         if status.training_report is not None:
             self._reports += 1
-        return Polled(**vars(status), report_index=self._reports)
+        carried = tuple(self._carried.popleft() for _ in range(len(self._carried)))
+        return Polled(**vars(status), report_index=self._reports, carried=carried)
 
     def take_seat(self, seat: Seat) -> None:
         """In the training thread, at its safe point: Ray Train's context of the new generation."""
@@ -120,6 +140,8 @@ class ElasticWorker(RayTrainWorker):
             self._seated = True
             context.report_call_index = context.current_report_index = seat.reports
             self._reports = seat.reports
+        self._carried.extend(refused for refused in self._refused if refused.step <= seat.step)
+        self._refused.clear()  # the others' steps are trained, and reported, again
         os.environ.update(
             RANK=str(seat.place.world_rank),
             WORLD_SIZE=str(seat.place.world_size),
@@ -154,7 +176,27 @@ class ElasticWorker(RayTrainWorker):
 
 
 class ElasticTrainFnUtils(DistributedTrainFnUtils):
-    """``ray.train.collective.*`` in a broken generation is a broken collective like any other."""
+    """What ``ray.train.*`` calls in a train loop.
+
+    ``ray.train.collective.*`` in a broken generation is a broken collective like any other.
+    """
+
+    def __init__(self, refused: list[Refused]) -> None:
+        self._refused = refused
+
+    def report(
+        self,
+        metrics: dict[str, Any],
+        checkpoint: Checkpoint | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As Ray Train's. Refused with its generation, the metrics are delivered with the next."""
+        context = get_train_context()
+        before = context.report_call_index
+        super().report(metrics, checkpoint, *args, **kwargs)
+        if context.report_call_index == before:
+            self._refused.append(Refused(current_step(), metrics))
 
     def barrier(self) -> None:
         with_group(super().barrier)
@@ -173,6 +215,13 @@ def with_group(collective: Callable[..., T], *args: Any) -> T:
         if isinstance(error.cause, SynchronizationBarrierResetError):
             raise GroupBroken(str(error.cause)) from None
         raise
+
+
+def current_step() -> int:
+    """The step that this worker's train loop was last given."""
+    from elastic_ft.runtime import worker
+
+    return worker._current._points.step if worker._current is not None else 0
 
 
 def find_raylet_pid() -> int | None:
