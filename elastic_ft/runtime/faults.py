@@ -1,8 +1,9 @@
 """Named points of a step, and faults injected there by real signals. Off unless a job asks.
 
 A point is where something can die: data, forward, backward, reduce, before_optimizer,
-inside_optimizer, after_optimizer, snapshot_copy, buddy_send, forming, resharding,
-checkpoint_shard, before_manifest. Reaching one is also how a worker shows progress.
+inside_optimizer, after_optimizer, snapshot_copy, buddy_send, forming, connecting (between a
+generation's first group and its others), resharding, checkpoint_shard, before_manifest. Reaching
+one is also how a worker shows progress.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ POINTS = (
     "snapshot_copy",
     "buddy_send",
     "forming",
+    "connecting",
     "resharding",
     "checkpoint_shard",
     "before_manifest",
@@ -44,15 +46,19 @@ class InjectedFault(RuntimeError):
 class Fault:
     """One fault: who, where, what. It fires once in a run.
 
-    ``rank`` or ``worker`` selects the victim; ``step`` and ``generation`` narrow the moment.
+    ``rank`` or ``worker`` selects the victim; ``step``, ``generation``, the ``world`` size and
+    ``after`` (the index of a fault that fired in an earlier generation) narrow the moment.
+    "corrupt" flips a byte in every copy that the victim keeps for a peer, and lets it go on.
     """
 
     point: str
-    action: Literal["kill", "stop", "raise", "hang"] = "kill"
+    action: Literal["kill", "stop", "raise", "hang", "corrupt"] = "kill"
     rank: int | None = None
     worker: str | None = None
     step: int | None = None
     generation: int | None = None
+    world: int | None = None
+    after: int | None = None
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
@@ -64,6 +70,8 @@ class Points:
 
     def __init__(self, worker: str, faults: tuple[Fault, ...], fired: Callable[[int], None]):
         self.worker, self.rank, self.step, self.generation = worker, -1, 0, 0
+        self.world = 0
+        self.corrupt: Callable[[], None] = lambda: None  # what the action of that name does
         self.place = 0  # points the training thread reached since the step began
         self.count, self.last = 0, "starting"
         self._faults, self._fired, self._spent = faults, fired, set[int]()
@@ -82,9 +90,13 @@ class Points:
         """The training thread begins ``step``."""
         self.step, self.place = step, 0
 
-    def spend(self, indexes: frozenset[int]) -> None:
-        """Faults that fired elsewhere in this run."""
-        self._spent |= indexes
+    def enter(
+        self, generation: int, rank: int | None, world: int, step: int, fired: frozenset[int]
+    ) -> None:
+        """The training thread enters a generation; ``fired``: faults of this run that have."""
+        self.generation, self.rank, self.world = generation, -1 if rank is None else rank, world
+        self.begin(step)
+        self._spent |= fired
 
     def _armed(self, point: str, step: int) -> list[int]:
         return [
@@ -96,6 +108,8 @@ class Points:
             and fault.worker in (None, self.worker)
             and fault.step in (None, step)
             and fault.generation in (None, self.generation)
+            and fault.world in (None, self.world)
+            and (fault.after is None or fault.after in self._spent)
         ]
 
     def _fire(self, index: int) -> None:
@@ -109,6 +123,9 @@ class Points:
         elif fault.action == "hang":
             while True:
                 time.sleep(3600)
+        elif fault.action == "corrupt":
+            self.corrupt()
+            return
         raise InjectedFault(f"injected at {fault.point} of step {self.step}")
 
     @property

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,13 +104,21 @@ class Groups:
 
     # ------------------------------------------------------------------ forming
 
-    def form(self, device: torch.device, operation_timeout_s: float) -> None:
-        """Connects to every participant. Raises GroupBroken when that fails or is aborted."""
+    def form(
+        self,
+        device: torch.device,
+        operation_timeout_s: float,
+        reach: Callable[[str], None] = lambda point: None,
+    ) -> None:
+        """Connects to every participant. Raises GroupBroken when that fails or is aborted.
+
+        ``reach`` is told when the first group is there and the others are not.
+        """
         self._uses_cuda = device.type == "cuda"
         try:
             self._connect_store()
             before = {s.inode for s in _inet_sockets() if s.peer_port is None}
-            self._make_groups(device)
+            self._make_groups(device, reach)
             fresh = [s for s in _inet_sockets() if s.peer_port is None and s.inode not in before]
             self._exchange_ports([s.local_port for s in fresh])
             self.barrier("formed")
@@ -144,12 +152,13 @@ class Groups:
         self.store = dist.PrefixStore(f"g{self.generation}", client)
         self._check()
 
-    def _make_groups(self, device: torch.device) -> None:
+    def _make_groups(self, device: torch.device, reach: Callable[[str], None]) -> None:
         timeout = datetime.timedelta(seconds=FORM_TIMEOUT_S)
         assert self.store is not None
         self.host = dist.ProcessGroupGloo(
             dist.PrefixStore("host", self.store), self.participant, self.participants, timeout
         )
+        reach("connecting")
         if self.rank is None:
             return
         dist.init_process_group(

@@ -246,6 +246,13 @@ class Snapshots:
         with self._lock:
             return max((s.step for s in self._held if s.tier is Tier.HOST), default=0)
 
+    def corrupt(self) -> None:
+        """Flips a byte of every copy kept for a peer: an injected fault."""
+        with self._lock:
+            for shard in self._held:
+                if shard.tier is Tier.PEER:
+                    shard.buffer[0] ^= 1
+
     def _buffer(self, schema: Schema) -> torch.Tensor:
         size = schema_bytes(schema) + DIGEST_BYTES
         with self._lock:

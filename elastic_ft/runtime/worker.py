@@ -258,6 +258,7 @@ class Worker:
         engine = NativeEngine(job, factory, device, data.sequence_length or 1)
         engine.prepare()
         snapshots = Snapshots(self.member.worker, pinned=device.type == "cuda")
+        self._points.corrupt = snapshots.corrupt
         checkpointer = Checkpointer(
             self.member.worker,
             self._welcome.run,
@@ -321,9 +322,6 @@ class Worker:
     def _generation(self, tools: Tools, form: Form) -> Iterator[Step]:
         """Forms, restores and trains. Raises whatever breaks it."""
         assignment = form.assignment
-        self._points.spend(form.fired)
-        self._points.generation = assignment.generation
-        self._points.begin(assignment.source.step)
         tools.checkpointed_step = form.checkpointed_step
         if self._on_generation is not None and form.extra is not None:
             self._on_generation(form.extra)
@@ -332,15 +330,15 @@ class Worker:
             self._groups = groups
             if self._fence > assignment.generation:
                 groups.abort("fenced before forming")
-        self._points.rank = -1 if groups.rank is None else groups.rank
+        step = assignment.source.step
+        self._points.enter(groups.generation, groups.rank, groups.world_size, step, form.fired)
         self._points("forming")
-        groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s)
+        groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s, self._points)
         _check_same_data(groups, tools.data.fingerprint)
         live = self._live[1] if self._live else {}
         restored = restore.restore(
             tools.engine, groups, tools.snapshots, live, self._points, self._forget_live
         )
-        step = assignment.source.step
         if groups.rank is None:
             self._send(Resumed(time.time(), self.member.worker, groups.generation, step))
             return  # a donor: its state is handed over, it waits for its release
