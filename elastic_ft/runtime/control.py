@@ -7,12 +7,21 @@ controller's.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from multiprocessing.context import AuthenticationError
 from typing import Any
 
@@ -104,6 +113,12 @@ class Channel:
             raise EOFError(str(error)) from None
 
     def close(self) -> None:
+        """Ends the connection; whoever blocks in ``receive`` is woken."""
+        try:
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
+                copy.shutdown(socket.SHUT_RDWR)  # close alone leaves a reader blocked
+        except OSError:
+            pass  # the other end was faster
         self._connection.close()
 
 
@@ -127,42 +142,58 @@ class ControlServer:
         on_end: Callable[[Member, float], None],
     ) -> None:
         self.key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), backlog=128, authkey=self.key)
+        self._listener = Listener((host, 0), backlog=128)
         self._welcome, self._on_message, self._on_end = welcome, on_message, on_end
         self._channels: dict[WorkerId, Channel] = {}
+        self._strangers: set[Channel] = set()  # not yet admitted
         self._heard: dict[WorkerId, float] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self._acceptor = threading.Thread(target=self._accept, name="control-accept", daemon=True)
 
     @property
     def port(self) -> int:
         return int(self._listener.address[1])
 
     def start(self) -> None:
-        threading.Thread(target=self._accept, name="control-accept", daemon=True).start()
+        self._acceptor.start()
 
     def _accept(self) -> None:
         while not self._closed:
             try:
                 connection = self._listener.accept()
-            except AuthenticationError:
-                continue  # not one of ours
-            except (OSError, EOFError):
-                if self._closed:
-                    return
-                continue  # a worker died while connecting
-            channel = Channel(connection)
-            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+            except OSError:
+                continue  # gone before it was accepted
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, channel: Channel) -> None:
+    def _admit(self, connection: Connection) -> tuple[Channel, Member] | None:
+        """Who connects, or None if it is not one of ours.
+
+        In the connection's own thread: one that says nothing (a stopped process, a port scanner)
+        keeps nobody else out.
+        """
+        channel = Channel(connection)
+        with self._lock:
+            self._strangers.add(channel)
         try:
+            deliver_challenge(connection, self.key)
+            answer_challenge(connection, self.key)
             hello = channel.receive()
-        except EOFError:
+        except (AuthenticationError, OSError, EOFError):
+            hello = None
+        finally:
+            with self._lock:
+                self._strangers.discard(channel)
+        if isinstance(hello, Hello) and not self._closed:
+            return channel, hello.member
+        channel.close()
+        return None
+
+    def _serve(self, connection: Connection) -> None:
+        admitted = self._admit(connection)
+        if admitted is None:
             return
-        if not isinstance(hello, Hello):
-            channel.close()
-            return
-        member = hello.member
+        channel, member = admitted
         with self._lock:
             self._channels[member.worker] = channel
             self._heard[member.worker] = time.monotonic()
@@ -193,9 +224,13 @@ class ControlServer:
             return tuple(self._channels)
 
     def close(self) -> None:
+        """Ends every connection and the threads that read them."""
         self._closed = True
+        with contextlib.suppress(OSError), socket.create_connection(self._listener.address, 5):
+            pass  # wakes the acceptor, which closing the listener would not
+        self._acceptor.join(5)
         self._listener.close()
         with self._lock:
-            channels = list(self._channels.values())
+            channels = [*self._channels.values(), *self._strangers]
         for channel in channels:
             channel.close()

@@ -5,6 +5,7 @@ Nodes are virtual: a name and a number of slots. Killing a node kills its worker
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -72,8 +73,8 @@ class LocalHost:
     def kill_worker(self, worker: WorkerId) -> None:
         with self._lock:
             process = self._processes.get(worker)
-            if process is not None and process.pid is not None and process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
+            if process is not None:
+                _kill(process)
 
     def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
         return {}
@@ -86,8 +87,7 @@ class LocalHost:
             self._closed, self._wanted = True, 0
             processes = list(self._processes.values())
         for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, signal.SIGKILL)
+            _kill(process)
         for process in processes:
             process.join(10)
 
@@ -195,6 +195,12 @@ class LocalHost:
         self._post(WorkerLost(time.time(), worker, _end_of(process.exitcode)))
         with self._lock:
             self._fill()
+
+
+def _kill(process: BaseProcess) -> None:
+    if process.pid is not None and process.is_alive():
+        with contextlib.suppress(ProcessLookupError):  # it ended this very moment
+            os.kill(process.pid, signal.SIGKILL)
 
 
 def _end_of(code: int | None) -> str:
