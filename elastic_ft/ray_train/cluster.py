@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -170,7 +171,7 @@ class LocalCluster:
                 temp_dir=self._folder,
                 object_store_memory=self._object_store_bytes,
                 num_gpus=0,
-                env_vars={"RAY_USAGE_STATS_ENABLED": "0"},
+                env_vars=worker_environment(),
                 **params,
             )
 
@@ -184,6 +185,13 @@ class LocalCluster:
         self._raylet(node).wait()
         del self._nodes[node]
         _await_end(others)
+
+
+def worker_environment() -> dict[str, str]:
+    """Of the nodes, and so of their workers: they import this very package, installed or not."""
+    here = str(Path(__file__).parents[2])
+    paths = [here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None:

@@ -1,0 +1,46 @@
+"""One four-node cluster per module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray.train import RunConfig
+from trial import NODES, Trial
+
+from elastic_ft.ray_train.cluster import LocalCluster
+from elastic_ft.ray_train.trainer import ElasticTrainer
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(NODES) as cluster:
+        cluster.connect()
+        yield cluster
+    left = [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()]
+    assert left == []
+
+
+@pytest.fixture
+def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Trial]]:
+    """Starts a job on a cluster of four live nodes; ends it with the test."""
+    while len(cluster.node_ids) < NODES:
+        cluster.add_node()
+    trials: list[Trial] = []
+
+    def begin(values: dict[str, Any], *args: Any, callbacks: Any = None, **kwargs: Any) -> Trial:
+        config = RunConfig(name=values["name"], storage_path=str(tmp_path), callbacks=callbacks)
+        trainer = ElasticTrainer(values, *args, run_config=config, **kwargs)
+        trials.append(Trial(trainer, tmp_path / values["name"]))
+        return trials[-1]
+
+    yield begin
+    for trial in trials:
+        trial.abandon()
+
+
+os.environ["OMP_NUM_THREADS"] = "1"

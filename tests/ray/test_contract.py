@@ -1,0 +1,251 @@
+"""What elastic_ft takes for granted of Ray's private code. A new Ray: start reading here."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import ray._private.state
+import ray._private.worker
+from ray.train.v2._internal.execution.context import ExecutionContext, TrainContext
+from ray.train.v2._internal.execution.failure_handling import default
+
+from elastic_ft.ray_train import compat
+
+PACKAGE = Path(compat.__file__).parent
+
+# Callables that are called or overridden, with the parameters that are relied upon.
+SIGNATURES: dict[str, tuple[Any, str]] = {
+    "TrainController.__init__": (
+        compat.TrainController.__init__,
+        "self, train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks, "
+        "validation_config",
+    ),
+    "TrainController.run": (compat.TrainController.run, "self"),
+    "TrainController._step": (compat.TrainController._step, "self"),
+    "TrainController._poll_workers": (compat.TrainController._poll_workers, "self"),
+    "TrainController._execute_resize_decision": (
+        compat.TrainController._execute_resize_decision,
+        "self, decision",
+    ),
+    "TrainController._start_worker_group": (
+        compat.TrainController._start_worker_group,
+        "self, num_workers, resources_per_worker",
+    ),
+    "TrainController._shutdown_worker_group": (
+        compat.TrainController._shutdown_worker_group,
+        "self",
+    ),
+    "TrainController._run_controller_hook": (
+        compat.TrainController._run_controller_hook,
+        "self, hook_name, args, invoke_failure_decision_callbacks, context",
+    ),
+    "TrainController._get_run_attempt_id": (compat.TrainController._get_run_attempt_id, "self"),
+    "TrainController._build_result": (compat.TrainController._build_result, "self"),
+    "TrainController.get_result": (compat.TrainController.get_result, "self"),
+    "TrainController.get_state": (compat.TrainController.get_state, "self"),
+    "WorkerGroup.__init__": (
+        compat.WorkerGroup.__init__,
+        "self, train_run_context, worker_group_context, callbacks",
+    ),
+    "WorkerGroup._start_impl": (
+        compat.WorkerGroup._start_impl,
+        "self, worker_group_state_builder",
+    ),
+    "WorkerGroup._get_worker_runtime_env": (
+        compat.WorkerGroup._get_worker_runtime_env,
+        "custom_runtime_env",
+    ),
+    "WorkerGroup.get_workers": (compat.WorkerGroup.get_workers, "self"),
+    "RayTrainWorker.init_train_context": (
+        compat.RayTrainWorker.init_train_context,
+        "self, train_run_context, distributed_context, synchronization_actor, storage_context, "
+        "worker_callbacks, controller_actor, dataset_shard_provider, checkpoint, "
+        "has_validation_fn, current_report_index",
+    ),
+    "RayTrainWorker.run_train_fn": (compat.RayTrainWorker.run_train_fn, "self, train_fn_ref"),
+    "RayTrainWorker.poll_status": (compat.RayTrainWorker.poll_status, "self"),
+    "RayTrainWorker.get_metadata": (compat.RayTrainWorker.get_metadata, "self"),
+    "TrainContext.report": (
+        TrainContext.report,
+        "self, metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, "
+        "delete_local_checkpoint_after_upload, checkpoint_upload_fn, validation",
+    ),
+    "TrainContext.next_collective_seq": (TrainContext.next_collective_seq, "self"),
+    "DistributedTrainFnUtils.report": (
+        compat.DistributedTrainFnUtils.report,
+        "self, metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, "
+        "delete_local_checkpoint_after_upload, checkpoint_upload_fn, validation",
+    ),
+    "DistributedTrainFnUtils.barrier": (compat.DistributedTrainFnUtils.barrier, "self"),
+    "DistributedTrainFnUtils.broadcast_from_rank_zero": (
+        compat.DistributedTrainFnUtils.broadcast_from_rank_zero,
+        "self, data",
+    ),
+    "DistributedTrainFnUtils.get_preemption_info": (
+        compat.DistributedTrainFnUtils.get_preemption_info,
+        "self",
+    ),
+    "ReportCallback.after_report": (
+        compat.ReportCallback.after_report,
+        "self, training_report, metrics",
+    ),
+    "ReplicaGroup.__init__": (
+        compat.ReplicaGroup.__init__,
+        "self, workers, resources_per_worker, callbacks",
+    ),
+    "ReplicaGroupCallback.after_replica_group_start": (
+        compat.ReplicaGroupCallback.after_replica_group_start,
+        "self, replica_group",
+    ),
+    "WorkerGroupCallback.before_worker_group_start": (
+        compat.WorkerGroupCallback.before_worker_group_start,
+        "self, worker_group_context",
+    ),
+    "WorkerGroupCallback.after_worker_group_poll_status": (
+        compat.WorkerGroupCallback.after_worker_group_poll_status,
+        "self, worker_group_status",
+    ),
+    "WorkerGroupCallback.before_init_train_context": (
+        compat.WorkerGroupCallback.before_init_train_context,
+        "self, workers",
+    ),
+    "ScalingPolicy.__init__": (compat.ScalingPolicy.__init__, "self, scaling_config"),
+    "FailurePolicy.make_decision": (
+        compat.FailurePolicy.make_decision,
+        "self, training_failed_error",
+    ),
+    "FailurePolicy.__init__": (default.DefaultFailurePolicy.__init__, "self, failure_config"),
+    "DataParallelTrainer._initialize_and_run_controller": (
+        compat.DataParallelTrainer._initialize_and_run_controller,
+        "self, controller_init_kwargs",
+    ),
+    "DataParallelTrainer._create_default_callbacks": (
+        compat.DataParallelTrainer._create_default_callbacks,
+        "self",
+    ),
+    "PlacementGroupHandle.wait": (compat.PlacementGroupHandle.wait, "self, timeout_seconds"),
+    "_shutdown_workers": (compat._shutdown_workers, "workers, patience_s"),
+    "bundle_to_remote_args": (compat.bundle_to_remote_args, "bundle"),
+    "get_env_vars_to_propagate": (compat.get_env_vars_to_propagate, ""),
+    "set_train_fn_utils": (compat.set_train_fn_utils, "train_fn_utils"),
+    "get_train_context": (compat.get_train_context, ""),
+    "GlobalState.get_draining_nodes": (
+        ray._private.state.GlobalState.get_draining_nodes,
+        "self",
+    ),
+    "print_to_stdstream": (ray._private.worker.print_to_stdstream, "data, ignore_prefix"),
+    "Node.__init__": (
+        compat.Node.__init__,
+        "self, ray_params, head, shutdown_at_exit, spawn_reaper, connect_only, default_worker, "
+        "ray_init_cluster",
+    ),
+    "Node.kill_all_processes": (
+        compat.Node.kill_all_processes,
+        "self, check_alive, allow_graceful, wait",
+    ),
+}
+
+FIELDS: dict[type, str] = {
+    compat.DistributedContext: "world_rank world_size local_rank local_world_size node_rank",
+    compat.Worker: "actor metadata resources distributed_context log_file_path "
+    "placement_group_bundle_index",
+    compat.WorkerStatus: "running error training_report return_value preemption_info",
+    compat.WorkerGroupPollStatus: "worker_statuses worker_rank_to_replica_group_rank",
+    compat.WorkerGroupState: "start_time placement_group_handle workers sync_actor",
+    compat.WorkerGroupContext: "run_attempt_id train_fn_ref num_workers resources_per_worker "
+    "placement_strategy label_selector num_slices",
+    compat.TrainControllerLoopIterationResult: "run_attempt_id previous_state next_state "
+    "training_failed_error",
+    compat.ResizeDecision: "num_workers resources_per_worker",
+    compat.PreemptionContext: "preemption_info",
+    ExecutionContext: "synchronization_actor result_queue training_thread_runner "
+    "train_context_callbacks",
+}
+
+
+def test_ray_is_the_pinned_one() -> None:
+    assert ray.__version__.startswith("2.60.")
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name: str) -> None:
+    function, expected = SIGNATURES[name]
+    assert ", ".join(inspect.signature(function).parameters) == expected
+
+
+@pytest.mark.parametrize("record", FIELDS, ids=lambda record: record.__name__)
+def test_fields(record: type) -> None:
+    assert " ".join(f.name for f in dataclasses.fields(record)) == FIELDS[record]
+
+
+def test_train_context_has_what_a_seat_replaces() -> None:
+    fields = {f.name for f in dataclasses.fields(TrainContext)}
+    assert fields >= {
+        "distributed_context",
+        "execution_context",
+        "preemption_context",
+        "current_report_index",
+        "report_call_index",
+        "collective_seq",
+    }
+    assert not TrainContext.__dataclass_params__.frozen
+
+
+def test_what_the_controller_keeps_under_private_names() -> None:
+    """Attributes that ElasticController and ElasticWorkerGroup read or replace."""
+    source = inspect.getsource(compat.TrainController)
+    for name in (
+        "_worker_group_callbacks_to_propagate",
+        "_report_handler",
+        "_checkpoint_manager",
+        "_health_check_interval_s",
+        "_worker_group",
+        "_train_run_context",
+        "_train_fn_ref",
+    ):
+        assert f"self.{name} = " in source or f"self.{name}: " in source, name
+    source = inspect.getsource(compat.WorkerGroup)
+    for name in (
+        "_callbacks",
+        "_replica_group_callbacks",
+        "_execution_group_callbacks",
+        "_worker_callbacks_to_propagate",
+        "_worker_group_state",
+        "_worker_group_context",
+        "_replica_groups",
+        "_worker_rank_to_replica_group_rank",
+        "_latest_poll_status",
+        "_storage_context",
+    ):
+        assert f"self.{name} = " in source or f"self.{name}: " in source, name
+    assert "self._report_callbacks = " in inspect.getsource(compat.ReportCallbackHandler)
+    assert "self._current_report_index = " in inspect.getsource(compat.CheckpointManager)
+
+
+def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:
+    source = inspect.getsource(TrainContext.report)
+    assert "isinstance(e.cause, SynchronizationBarrierResetError)" in source
+    assert "self.report_call_index -= 1" in source
+    assert "self.collective_seq -= 1" in source
+
+
+def test_private_ray_stays_in_compat() -> None:
+    for path in sorted(PACKAGE.glob("*.py")):
+        if path.name == "compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for module in modules:
+                parts = module.split(".")
+                private = parts[0] == "ray" and any(p.startswith("_") or p == "v2" for p in parts)
+                assert not private, f"{path.name} imports {module}: it belongs in compat.py"

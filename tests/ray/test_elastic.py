@@ -1,0 +1,188 @@
+"""Real nodes, real signals: what becomes of a job when its workers and nodes come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+from trial import START_S, Trial, job
+
+from elastic_ft.ray_train.cluster import LocalCluster, wait_for
+
+Start = Callable[..., Trial]
+pytestmark = pytest.mark.timeout(240)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_killed_worker_is_replaced(start: Start, cluster: LocalCluster) -> None:
+    trial = start(job("worker"))
+    trial.wait_for_world(4, timeout_s=START_S)
+    victim = trial.members()[1]
+    survivors = trial.pids() - {victim["pid"]}
+    assert cluster.node_of_pid(victim["pid"]) == victim["node"]
+    assert cluster.raylet_pid(victim["node"]) == victim["raylet_pid"]
+    os.kill(victim["pid"], signal.SIGKILL)
+    trial.wait_for_world(3)
+    assert trial.pids() == survivors
+    trial.wait_for_world(4, timeout_s=START_S)
+    assert survivors < trial.pids()
+    result = trial.stop()
+    assert result.error is None
+    assert result.metrics is not None
+    assert result.metrics["world_size"] == 4
+    assert result.checkpoint is not None
+    assert (Path(result.checkpoint.path) / "manifests").is_dir()
+    recovery = trial.events("recovered")[0]
+    assert (recovery["cause"], recovery["steps_lost"]) == ("worker_lost", 0)
+    trial.check()
+
+
+def test_stopped_worker_is_killed_and_replaced(start: Start) -> None:
+    elastic = {"max_workers": 3, "gather_s": 60, "heartbeat_timeout_s": 3}
+    trial = start(job("stopped", elastic=elastic))
+    trial.wait_for_world(3, timeout_s=START_S)
+    victim = trial.members()[2]
+    os.kill(victim["pid"], signal.SIGSTOP)
+    trial.wait_for_world(2)
+    trial.wait("the stopped worker is killed", lambda: not alive(victim["pid"]))
+    trial.wait_for_world(3, timeout_s=START_S)
+    trial.stop()
+    assert [line["worker"] for line in trial.events("worker_hung")] == [victim["worker"]]
+    trial.check()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_lost_node_and_its_successor(start: Start, cluster: LocalCluster, strategy: str) -> None:
+    trial = start(job(f"node-{strategy}", parallel={"strategy": strategy}))
+    trial.wait_for_world(4, timeout_s=START_S)
+    victim = trial.members()[2]
+    survivors = trial.pids() - {victim["pid"]}
+    cluster.kill_node(victim["node"])
+    trial.wait_for_world(3)
+    trial.wait("the node is declared lost", lambda: bool(trial.events("node_lost")))
+    cluster.add_node()
+    trial.wait_for_world(4, timeout_s=START_S)
+    assert survivors < trial.pids()
+    trial.stop()
+    lost = trial.events("recovered")[0]
+    assert (lost["world_before"], lost["world_after"], lost["steps_lost"]) == (4, 3, 0)
+    assert [line["node"] for line in trial.events("node_lost")] == [victim["node"]]
+    trial.check()
+
+
+def test_killed_raylet_takes_its_worker_along(start: Start, cluster: LocalCluster) -> None:
+    elastic = {"max_workers": 2, "gather_s": 60}
+    trial = start(job("raylet", elastic=elastic))
+    trial.wait_for_world(2, timeout_s=START_S)
+    victim = trial.members()[1]
+    cluster.kill_raylet(victim["node"])
+    trial.wait("its worker exits", lambda: not alive(victim["pid"]))
+    trial.wait_for_world(2, timeout_s=START_S)  # on a node that was idle
+    trial.stop()
+    trial.check()
+
+
+def test_two_nodes_at_once(start: Start, cluster: LocalCluster) -> None:
+    """Sharded state survives the loss of both holders of a shard: from the checkpoint."""
+    checkpoint = {"every_steps": 10}
+    values = job("two", parallel={"strategy": "fsdp"}, checkpoint=checkpoint)
+    trial = start(values)
+    trial.wait_for_world(4, timeout_s=START_S)
+    trial.wait("a checkpoint", lambda: bool(trial.events("checkpoint_committed")))
+    for member in trial.members()[1:3]:
+        cluster.kill_node(member["node"])
+    trial.wait_for_world(2)
+    for _ in range(2):
+        cluster.add_node()
+    trial.wait_for_world(4, timeout_s=START_S)
+    trial.stop()
+    assert {line["source"] for line in trial.events("recovered")} <= {"live", "peer", "checkpoint"}
+    trial.check()
+
+
+def test_drained_node_is_left_in_time(start: Start, cluster: LocalCluster) -> None:
+    trial = start(job("drain", parallel={"strategy": "fsdp"}))
+    trial.wait_for_world(4, timeout_s=START_S)
+    victim = trial.members()[0]
+    deadline_s = time.time() + 30
+    cluster.drain_node(victim["node"], deadline_s)
+    trial.wait_for_world(3)
+    assert time.time() < deadline_s
+    draining = trial.events("node_draining")[0]
+    assert draining["node"] == victim["node"]
+    assert draining["deadline_s"] == pytest.approx(deadline_s, abs=1)
+    trial.wait("its worker is gone", lambda: not alive(victim["pid"]))
+    cluster.add_node()
+    trial.wait_for_world(4, timeout_s=START_S)
+    trial.stop()
+    assert trial.events("worker_lost") == []
+    recovery = trial.events("recovered")[0]
+    assert (recovery["cause"], recovery["steps_lost"]) == ("node_draining", 0)
+    trial.check()
+
+
+def test_all_workers_killed(start: Start) -> None:
+    elastic = {"max_workers": 2, "gather_s": 60}
+    trial = start(job("all", elastic=elastic, checkpoint={"every_steps": 10}))
+    trial.wait_for_world(2, timeout_s=START_S)
+    trial.wait("a checkpoint", lambda: bool(trial.events("checkpoint_committed")))
+    for pid in trial.pids():
+        os.kill(pid, signal.SIGKILL)
+    trial.wait("suspended", lambda: bool(trial.events("suspended")))
+    trial.wait_for_world(2, timeout_s=START_S)
+    trial.stop()
+    resumed = next(
+        line for line in trial.events("generation_formed") if line["source"] == "checkpoint"
+    )
+    assert resumed["step"] >= 10
+    trial.check()
+
+
+def test_killed_controller_is_followed_by_another(start: Start, cluster: LocalCluster) -> None:
+    elastic = {"max_workers": 2, "gather_s": 60}
+    trial = start(job("controller", elastic=elastic, checkpoint={"every_steps": 10}))
+    trial.wait_for_world(2, timeout_s=START_S)
+    trial.wait("a checkpoint", lambda: bool(trial.events("checkpoint_committed")))
+    old = trial.pids()
+    [controller] = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if process.name().startswith("ray::ElasticCon")
+    ]
+    controller.kill()
+    trial.wait("the old workers exit", lambda: not any(map(alive, old)))
+    trial.wait("the new controller", lambda: len(trial.events("job_started")) == 2)
+    trial.wait_for_world(2, timeout_s=START_S)
+    assert not trial.pids() & old
+    assert trial.events("job_started")[1]["step"] >= 10
+    result = trial.stop()
+    assert result.error is None
+    workers = [m["worker"] for g in trial.events("generation_formed") for m in g["members"]]
+    assert len(set(workers)) == 4  # ids are never reused
+    trial.check()
+
+
+def test_nothing_is_left_in_the_cluster(cluster: LocalCluster) -> None:
+    """After all of the above: no actor and no placement group holds anything."""
+
+    def free() -> bool:
+        states = {entry["state"] for entry in placement_group_table().values()}
+        return (
+            states <= {"REMOVED"}
+            and ray.available_resources().get("CPU") == (ray.cluster_resources()["CPU"])
+        )
+
+    wait_for(free, 10, "everything is freed")

@@ -1,0 +1,192 @@
+"""The report barrier and the rounds, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ft.ray_train.compat import SynchronizationBarrierResetError, TrainingReport
+from elastic_ft.ray_train.group import seats
+from elastic_ft.ray_train.reports import REPORT, Barrier, Rounds
+from elastic_ft.ray_train.worker import SEQUENCES, Refused
+
+
+class Callback:
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, list[Any]]] = []
+
+    def after_report(self, training_report: Any, metrics: list[Any]) -> None:
+        checkpoint = training_report.checkpoint
+        self.seen.append((checkpoint.path if checkpoint else None, metrics))
+
+
+def report(metrics: Any, path: str | None = None) -> TrainingReport:
+    checkpoint: Any = SimpleNamespace(path=path) if path else None
+    return TrainingReport(checkpoint, metrics, False)
+
+
+@pytest.fixture
+def callback() -> Callback:
+    return Callback()
+
+
+@pytest.fixture
+def rounds(callback: Callback) -> Rounds:
+    return Rounds([callback], 0)  # type: ignore[list-item]
+
+
+# ------------------------------------------------------------------------------- rounds
+
+
+def test_a_round_is_handed_on_in_rank_order_once_all_have_reported(
+    rounds: Rounds, callback: Callback
+) -> None:
+    rounds.open(["a", "b"])
+    rounds.add("b", 1, report(2))
+    assert callback.seen == []
+    rounds.add("a", 1, report(1))
+    assert callback.seen == [(None, [1, 2])]
+    assert rounds.last_metrics == 1
+
+
+def test_rounds_are_handed_on_in_order(rounds: Rounds, callback: Callback) -> None:
+    rounds.open(["a", "b"])
+    rounds.open(["a", "b"])
+    for index in (1, 2):
+        rounds.add("a", index, report(index))
+    rounds.add("b", 2, report(2))
+    assert callback.seen == []
+    rounds.add("b", 1, report(1))
+    assert [metrics for _, metrics in callback.seen] == [[1, 1], [2, 2]]
+
+
+def test_a_lost_worker_is_not_waited_for(rounds: Rounds, callback: Callback) -> None:
+    rounds.open(["a", "b"])
+    rounds.add("b", 1, report(2))
+    rounds.lose("a")
+    assert callback.seen == [(None, [2])]
+
+
+def test_what_a_lost_worker_had_reported_counts(rounds: Rounds, callback: Callback) -> None:
+    rounds.open(["a", "b"])
+    rounds.add("a", 1, report(1))
+    rounds.lose("a")
+    rounds.add("b", 1, report(2))
+    assert callback.seen == [(None, [1, 2])]
+
+
+def test_a_round_whose_members_are_all_lost_is_still_counted(
+    rounds: Rounds, callback: Callback
+) -> None:
+    rounds.open(["a"])
+    rounds.lose("a")
+    assert callback.seen == [(None, [{}])]
+    assert rounds.last_metrics is None
+
+
+@pytest.mark.parametrize(
+    "paths, lost, expected",
+    [
+        ({"a": "p", "b": "p", "c": "p"}, "", "p"),  # sharded, whole
+        ({"a": "p", "b": "p"}, "c", None),  # sharded: the part of c is missing
+        ({"a": "p", "b": None}, "c", "p"),  # one writes for all
+        ({"b": None, "c": None}, "a", None),  # the writer is lost
+    ],
+)
+def test_checkpoint_of_a_round(
+    rounds: Rounds, callback: Callback, paths: dict[str, Any], lost: str, expected: str | None
+) -> None:
+    rounds.open(["a", "b", "c"])
+    for worker, path in paths.items():
+        rounds.add(worker, 1, report({}, path))
+    rounds.lose(lost)
+    assert [path for path, _ in callback.seen] == [expected]
+
+
+def test_refused_metrics_come_before_the_next_round(rounds: Rounds, callback: Callback) -> None:
+    for worker in ("a", "b"):
+        rounds.carry(Refused(7, {"step": 7, "from": worker}))
+    rounds.open(["a"])
+    rounds.add("a", 1, report({"step": 8}))
+    seven = [{"step": 7, "from": "a"}, {"step": 7, "from": "b"}]
+    assert [metrics for _, metrics in callback.seen] == [seven, [{"step": 8}]]
+    rounds.deliver_carried()
+    assert len(callback.seen) == 2
+
+
+# ------------------------------------------------------------------------------ barrier
+
+
+class Generations:
+    def __init__(self) -> None:
+        self.fenced: set[int] = set()
+        self.opened: list[int] = []
+        self.barrier = Barrier(self.fenced.__contains__, self.opened.append)
+
+    async def join(self, rank: int, size: int, generation: int, data: Any = None) -> Any:
+        sequence = generation * SEQUENCES + 1
+        return await self.barrier.join(rank, size, data, REPORT, sequence)
+
+
+def test_all_leave_the_barrier_together_with_the_data_of_rank_0() -> None:
+    async def scenario() -> None:
+        world = Generations()
+        names = await asyncio.gather(*(world.join(rank, 3, 1, f"of {rank}") for rank in range(3)))
+        assert names == ["of 0"] * 3
+        assert world.opened == [1]
+
+    asyncio.run(scenario())
+
+
+def test_a_fenced_generation_is_refused_whole() -> None:
+    async def scenario() -> None:
+        world = Generations()
+        waiting = [asyncio.ensure_future(world.join(rank, 3, 1)) for rank in range(2)]
+        await asyncio.sleep(0.01)
+        world.fenced.add(1)
+        for outcome in await asyncio.gather(*waiting, world.join(2, 3, 1), return_exceptions=True):
+            assert isinstance(outcome, SynchronizationBarrierResetError)
+        assert world.opened == []
+
+    asyncio.run(scenario())
+
+
+def test_a_round_that_has_opened_is_not_torn_by_the_fence() -> None:
+    async def scenario() -> None:
+        world = Generations()
+        first = asyncio.ensure_future(world.join(0, 2, 1, "name"))
+        await asyncio.sleep(0.01)
+        second = asyncio.ensure_future(world.join(1, 2, 1))
+        await asyncio.sleep(0)
+        world.fenced.add(1)
+        assert await asyncio.gather(first, second) == ["name", "name"]
+
+    asyncio.run(scenario())
+
+
+def test_generations_do_not_meet() -> None:
+    async def scenario() -> None:
+        world = Generations()
+        old = asyncio.ensure_future(world.join(0, 2, 1, "old"))
+        await asyncio.sleep(0.01)
+        world.fenced.add(1)
+        assert await asyncio.gather(world.join(0, 2, 2, "new"), world.join(1, 2, 2)) == ["new"] * 2
+        with pytest.raises(SynchronizationBarrierResetError):
+            await old
+        assert world.opened == [2]
+
+    asyncio.run(scenario())
+
+
+# -------------------------------------------------------------------------------- seats
+
+
+def test_seats_count_ranks_per_node() -> None:
+    places = seats(["n1", "n0", "n1", "n2"])
+    assert [p.world_rank for p in places] == [0, 1, 2, 3]
+    assert [p.local_rank for p in places] == [0, 0, 1, 0]
+    assert [p.local_world_size for p in places] == [2, 1, 2, 1]
+    assert [p.node_rank for p in places] == [0, 1, 0, 2]
