@@ -1,0 +1,171 @@
+"""What must hold after every event (safety). Each check looks at the truth of the simulated world,
+never at what the core believes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from elastic_ft.core.events import CommitCheckpoint, RecordStep, RollBack, Tier
+from elastic_ft.core.layout import Layout
+from elastic_ft.sim.places import Lineage
+
+if TYPE_CHECKING:
+    from elastic_ft.sim.group import Group
+    from elastic_ft.sim.worker import SimWorker
+    from elastic_ft.sim.world import World
+
+
+class Violation(AssertionError):
+    """An invariant does not hold in the simulated world."""
+
+
+def require(truth: bool, invariant: str, what: str) -> None:
+    if not truth:
+        raise Violation(f"{invariant}: {what}")
+
+
+def applied(world: World, worker: SimWorker, group: Group, step: int) -> None:
+    """I1: who can hear the controller never trains in a generation older than one that formed.
+
+    A node cut off with a whole world of its own trains on until the cut heals and it is killed:
+    that changes nothing, as its messages are refused and its uploads never published.
+    """
+    assert worker.live is not None
+    require(
+        group.generation >= world.formed or worker.node.cut or worker.node.lost,
+        "I1",
+        f"{worker.id} applies step {step} in generation {group.generation}, {world.formed} formed",
+    )
+    require(worker.live.step == step - 1, "I4", f"{worker.id} applies {step} on {worker.live.step}")
+
+
+def same_history(world: World, lineage: Lineage, what: str) -> None:
+    """I4: state never contradicts the record: the same generations computed the same steps.
+
+    The generations stand for the samples, too: one entry per step, so one batch per step.
+    """
+    record = tuple(generation for _, generation in world.recorded)
+    both = min(len(record), len(lineage))
+    require(
+        record[:both] == lineage[:both],
+        "I4",
+        f"{what} comes from generations {lineage}, the record from {record}",
+    )
+
+
+def recorded(world: World, command: RecordStep) -> None:
+    """I2, I4: every step once and in order; its state is there, and survives any one node."""
+    step = command.step
+    require(step == len(world.recorded) + 1, "I2", f"{step} recorded after {len(world.recorded)}")
+    members = [worker for worker in world.workers.values() if worker.id in world.core.ranks]
+    if any(not worker.answers() for worker in members):
+        return  # a fault is under way: what it took is not the rule's fault
+    layout = world.core.assignment.layout if world.core.assignment else Layout()
+    if world.scenario.copies < 2 and len(layout.shards()) > 1:
+        return  # the user wants no second copy
+    require(_complete_from(members, step), "I4", f"step {step} is recorded, but nowhere complete")
+    nodes = {worker.node.id for worker in members}
+    if len(nodes) < 2:
+        return
+    for node in sorted(nodes):
+        rest = [worker for worker in members if worker.node.id != node]
+        require(
+            _complete_from(rest, step), "I4", f"step {step} is recorded, but one copy is on {node}"
+        )
+
+
+def rolled_back(world: World, command: RollBack) -> None:
+    """I4: committed steps are given up only when no whole copy of any of them is left."""
+    require(command.step < len(world.recorded), "I4", f"rolls back to {command.step}, no older")
+    core = world.core
+    alive = [w for w in world.workers.values() if w.answers() and w.id in core.ready]
+    refused = core.refused
+    require(
+        not _complete_from(alive, command.step + 1, refused),
+        "I4",
+        f"rolls back to {command.step}, but a newer state is complete in memory",
+    )
+    newer = [c for c in world.store.published if c.step > command.step]
+    newer = [c for c in newer if (c.url, c.step) not in refused]
+    require(not newer, "I4", f"rolls back to {command.step}, but checkpoints are newer: {newer}")
+
+
+def _complete_from(
+    workers: Iterable[SimWorker], step: int, refused: frozenset[tuple[str, int]] = frozenset()
+) -> bool:
+    """Whether the workers hold every shard of one state of ``step`` or later. Deliberately dumb."""
+    shards: dict[tuple[int, str, Lineage], set[str]] = {}
+    for worker in workers:
+        for held, lineage in worker.everything():
+            if held.step < step:
+                continue
+            if held.tier is not Tier.LIVE and (worker.id, held.step) in refused:
+                continue
+            shards.setdefault((held.step, held.space, lineage), set()).add(held.shard)
+    return any(
+        names >= Layout.of_shard_space(space).shards() for (_, space, _), names in shards.items()
+    )
+
+
+def source(world: World, group: Group) -> Lineage:
+    """What the listed holders really have: all of one history. Returns it."""
+    chosen = group.assignment.source
+    where = f"generation {group.generation}: step {chosen.step}"
+    fenced = group.generation < max(world.groups)  # behind a cut, where the news has not come
+    if chosen.tier is Tier.INITIAL:
+        require(chosen.step == 0, "I4", f"{where} from the seed")
+        return ()
+    if chosen.tier is Tier.CHECKPOINT:
+        found = [c for c in world.store.published if c.url == chosen.url]
+        require(bool(found), "I5", f"{where}: {chosen.url} is not published")
+        require(found[0].step == chosen.step, "I5", f"{where}: {chosen.url} is of {found[0].step}")
+        if not fenced:
+            same_history(world, found[0].lineage, f"{where}, the checkpoint")
+        return found[0].lineage
+    lineages = set()
+    for shard, holders in chosen.holders.items():
+        require(bool(holders), "I4", f"{where}: nobody holds {shard}")
+        for name, tier in holders:
+            require(name in group.all, "I4", f"{where}: holder {name} takes no part")
+            lineage = group.all[name].lineage_of(chosen.step, chosen.space, shard, tier)
+            require(lineage is not None, "I4", f"{where}: {name} has no {shard} in {tier}")
+            lineages.add(lineage)
+    missing = Layout.of_shard_space(chosen.space).shards() - chosen.holders.keys()
+    require(not missing, "I4", f"{where}: nobody is asked for {sorted(missing)}")
+    require(len(lineages) == 1, "I4", f"{where} is mixed from {len(lineages)} histories")
+    (lineage,) = lineages
+    assert lineage is not None
+    require(len(lineage) == chosen.step, "I2", f"{where} consumed {len(lineage)} batches")
+    if not fenced:
+        same_history(world, lineage, f"{where}, the source")
+    return lineage
+
+
+def published(world: World, command: CommitCheckpoint) -> Lineage:
+    """I5: whole, of one state, and not ahead of the record. Returns its history."""
+    what = f"the checkpoint of step {command.step}"
+    require(command.step <= len(world.recorded), "I5", f"{what} is ahead of {len(world.recorded)}")
+    require(bool(command.shards), "I5", f"{what} is empty")
+    spaces = {entry["space"] for entry in command.shards}
+    lineages = {tuple(entry["lineage"]) for entry in command.shards}
+    require(len(spaces) == 1 and len(lineages) == 1, "I5", f"{what} is a mixture")
+    names = {entry["shard"] for entry in command.shards}
+    require(names == Layout.of_shard_space(spaces.pop()).shards(), "I5", f"{what} has {names}")
+    lineage: Lineage = lineages.pop()
+    require(len(lineage) == command.step, "I5", f"{what} holds step {len(lineage)}")
+    same_history(world, lineage, what)
+    return lineage
+
+
+def finished(world: World, status: str, reason: str) -> None:
+    """The job is done, and every member ends with the state that the record describes."""
+    if world.stop_requested and status == "stopped":
+        return
+    require(status == "completed", "I7", f"the job ends {status}: {reason}")
+    require(len(world.recorded) == world.scenario.steps, "I2", f"only {len(world.recorded)} steps")
+    for name in world.core.ranks:
+        live = world.workers[name].live
+        if world.workers[name].answers() and live is not None:
+            require(live.step == world.scenario.steps, "I4", f"{name} ends at step {live.step}")
+            same_history(world, live.lineage, f"the final state of {name}")

@@ -1,0 +1,274 @@
+"""A simulated process group: forming, moving state, and training in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from elastic_ft.core.events import (
+    Assignment,
+    Resumed,
+    SourceRefused,
+    StepApplied,
+    StepHeld,
+    Tier,
+    WorkerId,
+)
+from elastic_ft.sim import checks
+from elastic_ft.sim.places import Lineage
+from elastic_ft.sim.worker import Live, SimWorker
+
+if TYPE_CHECKING:
+    from elastic_ft.sim.world import World
+
+
+class Group:
+    """All events of one generation's collectives. ``failed``: nothing collective works any more."""
+
+    def __init__(self, world: World, assignment: Assignment) -> None:
+        self.world, self.assignment = world, assignment
+        self.generation = assignment.generation
+        self.members = [world.workers[m.worker] for m in assignment.members]
+        everyone = (*assignment.members, *assignment.donors)
+        self.all: dict[WorkerId, SimWorker] = {m.worker: world.workers[m.worker] for m in everyone}
+        self.joined: set[WorkerId] = set()
+        self.resumed: set[WorkerId] = set()
+        self.arrived: dict[int, set[WorkerId]] = {}
+        self.copied: dict[int, set[int]] = {}  # step -> ranks with their own copy
+        self.sent: dict[int, set[int]] = {}  # step -> ranks whose buddy has the copy
+        self.then: dict[tuple[int, int], Callable[[], None]] = {}  # (step, rank): once held
+        refs = world.core.checkpoints
+        self.checkpointed = refs[0].step if refs else 0  # sent along: the same for every member
+        self.holds = assignment.snapshots
+        self.failed = ""
+
+    # ----------------------------------------------------------------------- failing
+
+    def fail(self, why: str) -> None:
+        if self.failed:
+            return
+        self.failed = why
+        for worker in self.all.values():
+            if worker.group is self:
+                self._notice(worker)
+        self.world.watch_stall(self)
+
+    def _notice(self, worker: SimWorker) -> None:
+        """Some get an error soon, some late, some wait until they are told."""
+        rng = self.world.rng
+        if rng.random() < 0.7:
+            after_s = rng.choice((rng.uniform(0.005, 0.05), rng.uniform(0.1, 2.0)))
+            self.world.after(after_s, lambda: worker.broken(self))
+
+    def connected(self) -> bool:
+        """Whether every member can talk to every other: a cut node to itself alone."""
+        if any(not w.alive or w.hung for w in self.all.values()):
+            return False
+        cut = {w.node.id for w in self.all.values() if w.node.cut}
+        return not cut or ({w.node.id for w in self.all.values()} == cut and len(cut) == 1)
+
+    def _works(self, worker: SimWorker) -> bool:
+        return worker.works() and worker.group is self and not self.failed
+
+    def trains(self, worker: SimWorker) -> bool:
+        return not self.failed and worker.id in self.resumed and not worker.finishing
+
+    # ----------------------------------------------------------------------- forming
+
+    def join(self, worker: SimWorker) -> None:
+        self.joined.add(worker.id)
+        if self.failed:
+            self._notice(worker)
+        elif self.joined == self.all.keys():
+            self.world.after(self.world.rng.uniform(0.01, 0.3), self._move)
+
+    def _move(self) -> None:
+        if self.failed or not self.connected():
+            return
+        lineage = checks.source(self.world, self)
+        if (holder := self._damaged()) is not None:
+            refuser = self.world.rng.choice(self.members)
+            now_s = self.world.now_s
+            refuser.send(SourceRefused(now_s, refuser.id, self.generation, holder, "bad digest"))
+            return
+        for rank, worker in enumerate(self.members):
+            self._overwrite_in_place(rank, worker)
+        self.world.after(
+            self.world.rng.choice((0.05, self.world.rng.uniform(0.1, 3.0))),
+            lambda: self._moved(lineage),
+        )
+
+    def _damaged(self) -> str | None:
+        source = self.assignment.source
+        if source.tier is Tier.CHECKPOINT:
+            return source.url if self.world.store.is_damaged(source.url) else None
+        for shard, holders in source.holders.items():
+            for name, tier in holders:
+                copy = self.all[name].copies.get((source.step, source.space, shard))
+                if tier is not Tier.LIVE and copy is not None and copy.damaged:
+                    return name
+        return None
+
+    def _overwrite_in_place(self, rank: int, worker: SimWorker) -> None:
+        """The module stays if the shard stays; a state of another step is gone from here on."""
+        live, layout = worker.live, self.assignment.layout
+        if live is None or live.step == self.assignment.source.step:
+            return
+        if (live.space, live.shard) == (layout.shard_space, layout.shard_of(rank)):
+            worker.live = None
+
+    def _moved(self, lineage: Lineage) -> None:
+        """The barrier after the transfer: who passes it trains on."""
+        if self.failed or not self.connected():
+            return
+        self.world.formed = max(self.world.formed, self.generation)
+        for worker in self.all.values():
+            after_s = self.world.rng.uniform(0, 0.2)
+            self.world.after(after_s, lambda w=worker: self._resume(w, lineage))  # type: ignore[misc]
+
+    def _resume(self, worker: SimWorker, lineage: Lineage) -> None:
+        if not worker.works() or worker.group is not self:
+            return
+        source, layout = self.assignment.source, self.assignment.layout
+        step, rank = source.step, self.assignment.rank_of(worker.id)
+        if rank is not None:
+            self._retain(worker)
+            worker.drop(after=step)
+            worker.live = Live(step, layout.shard_space, layout.shard_of(rank), lineage)
+            self.resumed.add(worker.id)
+        worker.send(Resumed(self.world.now_s, worker.id, self.generation, step))
+        if rank is None:
+            return
+        if self.holds and step > 0:
+            self._snapshot(rank, worker, pause=False, stop=False)
+        else:
+            self._go_on(worker, pause=False, stop=False)
+
+    def _retain(self, worker: SimWorker) -> None:
+        """The source's shards stay until the new cut of the state is held in two places."""
+        live, source = worker.live, self.assignment.source
+        if not self.world.retain_live or not self.holds:
+            return
+        if live is not None and (live.step, live.space) == (source.step, source.space):
+            worker.keep((live.step, live.space, live.shard), Tier.HOST, live.lineage)
+
+    # ---------------------------------------------------------------------- training
+
+    def _go_on(self, worker: SimWorker, *, pause: bool, stop: bool) -> None:
+        if not worker.works() or worker.group is not self:
+            return
+        assert worker.live is not None
+        if pause:
+            worker.answer()  # at once, or when PauseWorkers comes: the flag of others was faster
+        elif stop or worker.live.step >= self.world.scenario.steps:
+            worker.finish(self)
+        elif self.failed:
+            self._notice(worker)
+        else:
+            self._arrive(worker)
+
+    def _arrive(self, worker: SimWorker) -> None:
+        assert worker.live is not None
+        step = worker.live.step + 1
+        arrived = self.arrived.setdefault(step, set())
+        arrived.add(worker.id)
+        if len(arrived) == len(self.members):
+            self.world.after(self.world.rng.uniform(0.3, 1.0), lambda: self._reduce(step))
+
+    def _reduce(self, step: int) -> None:
+        """The all-reduce before the optimizer: gradients, and who wants to pause or stop."""
+        if self.failed or not self.connected():
+            return
+        pause = any(worker.pause_flag for worker in self.members)
+        stop = any(worker.stop_flag for worker in self.members)
+        for worker in self.members:
+            after_s = self.world.rng.uniform(0, self.world.scenario.spread_s)
+            self.world.after(after_s, lambda w=worker: self._receive(w, step, pause, stop))  # type: ignore[misc]
+
+    def _receive(self, worker: SimWorker, step: int, pause: bool, stop: bool) -> None:
+        """Whoever has the result applies it, whatever happens to the group then."""
+        if not self._works(worker):
+            return
+        worker.unapplied = step
+        worker.drop(before=worker.newest_own())  # everyone passed here with that one held
+        after_s = self.world.rng.uniform(0, self.world.scenario.spread_s / 2)
+        self.world.after(after_s, lambda: self._apply(worker, step, pause, stop))
+
+    def _apply(self, worker: SimWorker, step: int, pause: bool, stop: bool) -> None:
+        if not worker.works() or worker.group is not self:
+            return
+        world, scenario = self.world, self.world.scenario
+        checks.applied(world, worker, self, step)
+        live = worker.live
+        assert live is not None
+        lineage = (*live.lineage, self.generation)
+        worker.live = Live(step, live.space, live.shard, lineage)
+        worker.unapplied = None
+        metrics = {"loss": round(1.0 / step, 6)}
+        worker.send(StepApplied(world.now_s, worker.id, self.generation, step, metrics))
+        final = stop or step == scenario.steps
+        if final or (scenario.checkpoint_every and step % scenario.checkpoint_every == 0):
+            worker.upload(self.generation)
+        if worker.asked > worker.answered and self.failed:
+            if self.holds and step % scenario.snapshot_every == 0:
+                worker.keep((step, live.space, live.shard), Tier.HOST, lineage)
+            worker.answer()
+        elif self.holds and (final or step % scenario.snapshot_every == 0):
+            rank = self.assignment.rank_of(worker.id)
+            assert rank is not None
+            self._snapshot(rank, worker, pause, stop)
+        else:
+            self._go_on(worker, pause=pause, stop=stop)
+
+    # --------------------------------------------------------------------- snapshots
+
+    def _snapshot(self, rank: int, worker: SimWorker, pause: bool, stop: bool) -> None:
+        live = worker.live
+        assert live is not None
+
+        def copied() -> None:
+            if not worker.works() or worker.group is not self or worker.live != live:
+                return
+            worker.keep((live.step, live.space, live.shard), Tier.HOST, live.lineage)
+            self.copied.setdefault(live.step, set()).add(rank)
+            self.sent.setdefault(live.step, set())
+            self._exchange(live.step, rank)
+            self.then[live.step, rank] = lambda: self._go_on(worker, pause=False, stop=stop)
+            self._report_held(live.step)
+            if pause:  # the boundary does not wait for buddies
+                self._go_on(worker, pause=True, stop=False)
+
+        self.world.after(self.world.rng.uniform(0.01, 0.3), copied)
+
+    def _exchange(self, step: int, rank: int) -> None:
+        """Sends the copies whose both ends are ready."""
+        for owner, buddy in enumerate(self.assignment.buddies):
+            if buddy is None or rank not in (owner, buddy):
+                continue
+            if {owner, buddy} <= self.copied[step]:
+                after_s = self.world.rng.uniform(0.01, 0.3)
+                self.world.after(after_s, lambda o=owner, b=buddy: self._arrived(step, o, b))  # type: ignore[misc]
+
+    def _arrived(self, step: int, owner: int, buddy: int) -> None:
+        sender, keeper = self.members[owner], self.members[buddy]
+        if not self._works(sender) or not self._works(keeper) or not self.connected():
+            return
+        layout = self.assignment.layout
+        key = (step, layout.shard_space, layout.shard_of(owner))
+        copy = sender.copies.get(key)
+        if copy is None:
+            return
+        keeper.keep(key, Tier.PEER, copy.lineage)
+        self.sent[step].add(owner)
+        self._report_held(step)
+
+    def _report_held(self, step: int) -> None:
+        """A member's part is done: own copy, copy sent, copies received. Then it goes on."""
+        buddies, copied, sent = self.assignment.buddies, self.copied[step], self.sent[step]
+        for rank, worker in enumerate(self.members):
+            mine = {rank} if buddies[rank] is not None else set()
+            due = mine | {owner for owner, buddy in enumerate(buddies) if buddy == rank}
+            if rank in copied and due <= sent and (step, rank) in self.then:
+                go_on = self.then.pop((step, rank))
+                worker.send(StepHeld(self.world.now_s, worker.id, self.generation, step))
+                go_on()

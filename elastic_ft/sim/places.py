@@ -1,0 +1,36 @@
+"""What outlives a worker: nodes and the object store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
+
+
+@dataclass(slots=True)
+class Node:
+    id: str
+    slots: int
+    up: bool = True
+    draining: bool = False
+    cut: bool = False  # partitioned from everything else
+    lost: bool = False  # the controller has been told so
+    held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    step: int
+    url: str
+    lineage: Lineage
+    damaged: bool = False
+
+
+@dataclass(slots=True)
+class ObjectStore:
+    published: list[Checkpoint] = field(default_factory=list)  # newest last
+    down: bool = False
+
+    def is_damaged(self, url: str) -> bool:
+        return any(c.damaged for c in self.published if c.url == url)

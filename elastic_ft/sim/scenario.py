@@ -1,0 +1,144 @@
+"""Chaos as data: what a simulated job is, and which faults befall it when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from elastic_ft.core.layout import Strategy
+from elastic_ft.core.state import Policy
+
+KINDS = {  # kind of fault -> how often it is drawn
+    "crash_worker": 6,
+    "crash_node": 4,
+    "hang_worker": 3,
+    "partition_node": 3,
+    "drain_node": 3,
+    "break_collective": 2,
+    "raise_error": 1,
+    "damage_memory": 2,
+    "damage_checkpoint": 1,
+    "store_down": 2,
+    "slow_network": 2,
+    "crash_controller": 1,
+    "request_stop": 1,
+}
+PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Fires once ``at_step`` is committed and the core is in ``phase``, ``after_s`` later."""
+
+    kind: str
+    at_step: int
+    phase: str
+    after_s: float
+    target: int  # which worker or node, modulo how many there are
+    lasts_s: float  # until the node is back, the network heals, the drained node goes ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    seed: int
+    strategy: Strategy
+    min_workers: int
+    max_workers: int
+    nodes: int
+    workers_per_node: int
+    steps: int
+    shard_size: int | None = None
+    copies: int = 2
+    snapshot_every: int = 1
+    checkpoint_every: int = 5
+    faults: tuple[Fault, ...] = ()
+    latency_s: float = 0.02
+    duplicates: float = 0.0  # share of messages that arrive twice
+    spread_s: float = 0.3  # members apply one step at times this far apart
+    heal_at_s: float = 150.0  # from then on nothing fails any more, and all nodes are back
+    finish_within_s: float = 500.0  # after that
+    events_max: int = 20_000
+
+    def policy(self) -> Policy:
+        return Policy(
+            min_workers=self.min_workers,
+            max_workers=self.max_workers,
+            strategy=self.strategy,
+            shard_size=self.shard_size,
+            copies=self.copies,
+            gather_s=2.0,
+            suspend_timeout_s=10_000.0,
+            pause_timeout_s=4.0,
+            form_timeout_s=8.0,
+            boundary_timeout_s=9.0,
+            max_generations_without_progress=200,
+            max_user_failures=50,
+        )
+
+
+def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
+    """Returns the scenario of ``seed``: 2 to 6 workers, 1 or 2 to a node, 1 to 6 faults."""
+    rng = random.Random(seed)
+    per_node = rng.choice((1, 2))
+    workers = rng.randint(2, 6)
+    nodes = -(-workers // per_node) + rng.choice((0, 0, 1))
+    steps = rng.randint(8, 16)
+    strategies: tuple[Strategy, ...] = ("ddp", "fsdp", "hsdp")
+    drawn = rng.choice(strategies)
+    return Scenario(
+        seed=seed,
+        strategy=strategy or drawn,
+        min_workers=rng.randint(1, workers),
+        max_workers=workers,
+        nodes=nodes,
+        workers_per_node=per_node,
+        steps=steps,
+        shard_size=rng.choice((None, 2, 3)),
+        copies=rng.choice((1, 2, 2, 2)),
+        snapshot_every=rng.choice((1, 1, 2, 3)),
+        checkpoint_every=rng.choice((0, 2, 3, 5)),
+        faults=tuple(_fault(rng, steps) for _ in range(rng.randint(1, 6))),
+        latency_s=rng.choice((0.005, 0.05, 0.5)),
+        duplicates=rng.choice((0.0, 0.0, 0.1)),
+        spread_s=rng.choice((0.0, 0.3, 1.0)),
+    )
+
+
+def _fault(rng: random.Random, steps: int) -> Fault:
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    return Fault(
+        kind=kind,
+        at_step=rng.randint(0, steps - 1),
+        phase=rng.choice(PHASES),
+        after_s=round(rng.choice((0.0, rng.uniform(0, 0.2), rng.uniform(0, 3.0))), 3),
+        target=rng.randrange(12),
+        lasts_s=round(rng.uniform(0.5, 25.0), 3),
+    )
+
+
+def single_fault(seed: int, strategy: Strategy) -> Scenario:
+    """A scenario with one loss of a worker or node, while steps are being committed.
+
+    At least three nodes, memory kept everywhere: no committed step may be lost.
+    """
+    rng = random.Random(f"single {seed}")
+    per_node = rng.choice((1, 2))
+    workers = rng.randint(3, 6)
+    nodes = max(3, -(-workers // per_node))
+    steps = rng.randint(8, 12)
+    kind = rng.choice(("crash_worker", "crash_node", "hang_worker", "drain_node"))
+    at_step, after_s = rng.randint(1, steps - 2), rng.uniform(0, 2.0)
+    fault = Fault(kind, at_step, "running", after_s, rng.randrange(12), 6.0)
+    return Scenario(
+        seed=seed,
+        strategy=strategy,
+        min_workers=1,
+        max_workers=workers,
+        nodes=nodes,
+        workers_per_node=per_node,
+        steps=steps,
+        shard_size=rng.choice((None, 2, 3)),
+        snapshot_every=rng.choice((1, 2)),
+        faults=(fault,),
+        spread_s=rng.choice((0.0, 0.3, 1.0)),
+    )

@@ -1,0 +1,142 @@
+"""The core by hand: one event in, the exact commands out. For examples and tests.
+
+script = Script(Policy(min_workers=2, max_workers=3))
+script.run(a="n1", b="n2")                # two workers that train in generation 1
+script.tell(WorkerLost, "b", "killed")    # -> [PauseWorkers(2, ("a",), True, ...), ...]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_ft.core.events import (
+    Assignment,
+    CheckpointRef,
+    Command,
+    Event,
+    FormGeneration,
+    Holding,
+    JobStarted,
+    Journal,
+    Member,
+    Paused,
+    Resumed,
+    StepApplied,
+    StepHeld,
+    Tier,
+    TimerFired,
+    WorkerReady,
+)
+from elastic_ft.core.membership import step
+from elastic_ft.core.state import Policy, State
+
+
+class Script:
+    """Attributes:
+    journal: (event, reason) of every journal line so far.
+    now_s: the time of the next event; each takes a second.
+    """
+
+    def __init__(self, policy: Policy, *checkpoints: CheckpointRef) -> None:
+        self.policy, self.state = policy, State()
+        self.now_s = 100.0
+        self.journal: list[tuple[str, str]] = []
+        self.tell(JobStarted, checkpoints)
+
+    def tell(self, kind: type[Any], *args: Any, **fields: Any) -> list[Command]:
+        """Returns what is to be done about ``kind(now, *args)``, its journal lines aside."""
+        event: Event = kind(self.now_s, *args, **fields)
+        self.now_s += 1.0
+        self.state, commands = step(self.state, event, self.policy)
+        lines = [c for c in commands if isinstance(c, Journal)]
+        self.journal += [(line.event, line.reason) for line in lines]
+        return [c for c in commands if not isinstance(c, Journal)]
+
+    def fire(self, timer: str, generation: int | None = None) -> list[Command]:
+        """The timer goes off: by default, that of the present generation."""
+        if generation is None:
+            generation = self.state.generation
+        return self.tell(TimerFired, timer, generation)
+
+    def ready(self, worker: str, node: str) -> list[Command]:
+        return self.tell(WorkerReady, member(worker, node))
+
+    @property
+    def assignment(self) -> Assignment:
+        assert self.state.assignment is not None
+        return self.state.assignment
+
+    @property
+    def ranks(self) -> tuple[str, ...]:
+        """The members of the newest assignment, in rank order."""
+        return tuple(m.worker for m in self.assignment.members)
+
+    def journalled(self, event: str) -> list[str]:
+        """The reasons of its lines."""
+        return [reason for name, reason in self.journal if name == event]
+
+    # ------------------------------------------------------------- longer passages
+
+    def run(self, **nodes: str) -> Script:
+        """Workers ``name=node`` get ready, form the first generation and train."""
+        for worker, node in nodes.items():
+            self.ready(worker, node)
+        if self.state.phase == "starting":
+            self.fire("gather")
+        self.resume()
+        return self
+
+    def resume(self) -> list[Command]:
+        """Every member of the forming generation says that it trains on."""
+        commands: list[Command] = []
+        for worker in self.ranks:
+            commands += self.tell(
+                Resumed, worker, self.state.generation, self.assignment.source.step
+            )
+        return commands
+
+    def train(self, *steps: int, held: bool = True) -> list[Command]:
+        """Every member applies the steps, and holds them where the layout is held."""
+        commands: list[Command] = []
+        for number in steps:
+            for worker in self.ranks:
+                commands += self.applied(worker, number)
+            if held and self.assignment.snapshots:
+                for worker in self.ranks:
+                    commands += self.tell(StepHeld, worker, self.assignment.generation, number)
+        return commands
+
+    def applied(self, worker: str, number: int) -> list[Command]:
+        metrics = {"loss": 1.0 / number}
+        return self.tell(StepApplied, worker, self.assignment.generation, number, metrics)
+
+    def paused(self, worker: str, *holdings: Holding) -> list[Command]:
+        return self.tell(Paused, worker, self.state.generation, holdings)
+
+    def live(self, worker: str, number: int) -> Holding:
+        """What ``worker`` has on its device, if it has applied ``number``."""
+        rank = self.assignment.rank_of(worker)
+        assert rank is not None
+        layout = self.assignment.layout
+        return Holding(number, layout.shard_space, layout.shard_of(rank), Tier.LIVE)
+
+    def copies(self, worker: str, number: int) -> tuple[Holding, ...]:
+        """What ``worker`` has in host memory once ``number`` is held: its own and its peers'."""
+        rank, layout = self.assignment.rank_of(worker), self.assignment.layout
+        assert rank is not None
+        own = Holding(number, layout.shard_space, layout.shard_of(rank), Tier.HOST)
+        peers = [owner for owner, buddy in enumerate(self.assignment.buddies) if buddy == rank]
+        return (
+            own,
+            *(Holding(number, layout.shard_space, layout.shard_of(p), Tier.PEER) for p in peers),
+        )
+
+
+def member(worker: str, node: str) -> Member:
+    return Member(worker, node, node, sum(worker.encode()))
+
+
+def formed(commands: list[Command]) -> Assignment:
+    """The assignment that ``commands`` hand out: exactly one."""
+    (form,) = [c for c in commands if isinstance(c, FormGeneration)]
+    return form.assignment

@@ -1,0 +1,211 @@
+"""A simulated worker: the protocol of ``runtime.worker``, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elastic_ft.core.events import (
+    Assignment,
+    CollectiveFailed,
+    Event,
+    FormGeneration,
+    Holding,
+    Member,
+    Paused,
+    PauseWorkers,
+    ReleaseWorker,
+    ShardsFailed,
+    ShardsWritten,
+    StopAtBoundary,
+    Tier,
+    WorkerDone,
+)
+from elastic_ft.sim.places import Lineage, Node
+
+if TYPE_CHECKING:
+    from elastic_ft.sim.group import Group
+    from elastic_ft.sim.world import World
+
+Key = tuple[int, str, str]  # step, space, shard
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    step: int
+    space: str
+    shard: str
+    lineage: Lineage
+
+
+@dataclass(slots=True)
+class Copy:
+    tier: Tier
+    lineage: Lineage
+    damaged: bool = False
+
+
+class SimWorker:
+    """Attributes:
+    fence: the newest generation heard of; anything older is over (I1).
+    asked, answered: generation of the newest PauseWorkers, and of the newest Paused.
+    unapplied: a step whose gradients are here but whose optimizer has not run: a straddler.
+    copies: snapshots in host memory, own and for peers.
+    """
+
+    def __init__(self, world: World, name: str, node: Node) -> None:
+        self.world, self.id, self.node = world, name, node
+        self.member = Member(name, node.id, node.id, int(name[1:]))
+        self.alive, self.hung = True, False
+        self.ready = False
+        self.released = False
+        self.fence = self.asked = self.answered = 0
+        self.pause_flag = self.stop_flag = self.finishing = False
+        self.unapplied: int | None = None
+        self.group: Group | None = None
+        self.live: Live | None = None
+        self.copies: dict[Key, Copy] = {}
+        self.uploads = 0
+        self.checkpointed = 0
+        self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
+        self.cut_off = False  # what was on its way is lost
+
+    def answers(self) -> bool:
+        """Alive, running, and within reach of the controller."""
+        return self.alive and not self.hung and not self.node.cut
+
+    def works(self) -> bool:
+        return self.alive and not self.hung
+
+    def send(self, event: Event) -> None:
+        self.world.send_up(self, event)
+
+    # ---------------------------------------------------------------- what it holds
+
+    def everything(self) -> Iterator[tuple[Holding, Lineage]]:
+        if self.live is not None:
+            live = self.live
+            yield Holding(live.step, live.space, live.shard, Tier.LIVE), live.lineage
+        for (step, space, shard), copy in self.copies.items():
+            yield Holding(step, space, shard, copy.tier), copy.lineage
+
+    def lineage_of(self, step: int, space: str, shard: str, tier: Tier) -> Lineage | None:
+        for held, lineage in self.everything():
+            if held == Holding(step, space, shard, tier):
+                return lineage
+        return None
+
+    def keep(self, key: Key, tier: Tier, lineage: Lineage) -> None:
+        old = self.copies.get(key)
+        if old is None or old.tier is Tier.PEER:
+            self.copies[key] = Copy(tier, lineage)
+
+    def drop(self, *, before: int = 0, after: int | None = None) -> None:
+        self.copies = {
+            key: copy
+            for key, copy in self.copies.items()
+            if key[0] >= before and (after is None or key[0] <= after)
+        }
+
+    def newest_own(self) -> int:
+        own = [key[0] for key, copy in self.copies.items() if copy.tier is Tier.HOST]
+        return max(own, default=0)
+
+    # -------------------------------------------------------------- what it is told
+
+    def receive(self, message: Any) -> None:
+        if not self.works() or self.released:
+            return
+        if isinstance(message, PauseWorkers):
+            self._pause(message)
+        elif isinstance(message, FormGeneration):
+            self._form(message.assignment)
+        elif isinstance(message, StopAtBoundary):
+            self.stop_flag = True
+        elif isinstance(message, ReleaseWorker):
+            self.released = True
+            self.world.after(0.05, lambda: self.world.kill(self, "released"))
+
+    def _pause(self, message: PauseWorkers) -> None:
+        if message.generation < self.fence:
+            return
+        self.fence = self.asked = message.generation
+        group = self.group
+        if group is not None and group.generation < message.generation:
+            if not message.abort and group.trains(self):
+                self.pause_flag = True
+                return
+            group.fail(f"{self.id} breaks off")
+        self.answer()
+
+    def _form(self, assignment: Assignment) -> None:
+        if assignment.generation < self.fence:
+            return
+        self.fence = assignment.generation
+        self.pause_flag = self.finishing = False
+        self.group = self.world.groups[assignment.generation]
+        self.checkpointed = self.group.checkpointed
+        self.group.join(self)
+
+    def answer(self) -> None:
+        """At the safe point: tells what it holds. A straddler first applies its step."""
+        if self.unapplied is not None:
+            return
+        self.group = None
+        self.pause_flag = False
+        if self.asked > self.answered:
+            self.answered = self.asked
+            holdings = tuple(held for held, _ in self.everything())
+            self.send(Paused(self.world.now_s, self.id, self.asked, holdings))
+
+    # ------------------------------------------------------------------ what it does
+
+    def broken(self, group: Group) -> None:
+        """Its collective failed."""
+        if self.group is not group or not self.works() or self.unapplied is not None:
+            return
+        step = self.live.step if self.live else 0
+        self.send(CollectiveFailed(self.world.now_s, self.id, group.generation, step, "broken"))
+        self.group = None
+        if self.asked > self.answered:
+            self.answer()
+
+    def upload(self, generation: int) -> None:
+        """Its part of a checkpoint of the live state; the first replica of a shard writes it."""
+        live, group = self.live, self.group
+        assert live is not None and group is not None
+        self.checkpointed = live.step
+        self.uploads += 1
+        rank = group.assignment.rank_of(self.id)
+        layout = group.assignment.layout
+        first = next(r for r in range(layout.world_size) if layout.shard_of(r) == live.shard)
+        entry = {"space": live.space, "shard": live.shard, "lineage": live.lineage}
+        shards = (entry,) if rank == first else ()
+
+        def written() -> None:
+            if not self.works():
+                return
+            self.uploads -= 1
+            now_s = self.world.now_s
+            if self.world.store.down or self.node.cut:
+                self.send(ShardsFailed(now_s, self.id, generation, live.step, "the store is down"))
+            else:
+                self.send(ShardsWritten(now_s, self.id, generation, live.step, shards))
+
+        self.world.after(self.world.rng.uniform(0.1, 4.0), written)
+
+    def finish(self, group: Group) -> None:
+        """The last step, or a stop: everything durable, then WorkerDone."""
+        if self.group is not group or not self.works():
+            return
+        self.finishing = True
+        assert self.live is not None
+        if self.checkpointed != self.live.step and self.live.step > 0:
+            self.upload(group.generation)
+        if self.uploads:
+            self.world.after(0.5, lambda: self.finish(group))
+            return
+        digest = ".".join(map(str, self.live.lineage))
+        step = self.live.step
+        self.send(WorkerDone(self.world.now_s, self.id, group.generation, step, digest))
