@@ -1,0 +1,103 @@
+"""Rank arithmetic, and the layout that a world of any size gets."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ft.core.layout import Layout, plan_layout
+
+layouts = st.builds(Layout, *[st.integers(1, 3) for _ in range(4)])
+
+
+@given(layouts)
+def test_ranks_are_numbered_row_major_over_pp_replicate_shard_tp(layout: Layout) -> None:
+    expected = [
+        (pp, replicate, shard, tp)
+        for pp in range(layout.pp)
+        for replicate in range(layout.dp_replicate)
+        for shard in range(layout.dp_shard)
+        for tp in range(layout.tp)
+    ]
+    assert [layout.coordinates(rank) for rank in range(layout.world_size)] == expected
+
+
+@given(layouts)
+def test_shards_are_what_is_left_when_replicas_are_taken_as_one(layout: Layout) -> None:
+    shards = [layout.shard_of(rank) for rank in range(layout.world_size)]
+    assert len(layout.shards()) == layout.world_size // layout.dp_replicate
+    assert all(shards.count(shard) == layout.dp_replicate for shard in layout.shards())
+    same = Layout.of_shard_space(layout.shard_space)
+    assert (same.shards(), same.shard_space) == (layout.shards(), layout.shard_space)
+
+
+@given(layouts)
+def test_peers_in_one_model_copy_read_the_same_samples(layout: Layout) -> None:
+    readers = [layout.data_rank(rank) for rank in range(layout.world_size)]
+    assert set(readers) == set(range(layout.data_parallel_size))
+    assert all(readers.count(r) == layout.pp * layout.tp for r in set(readers))
+
+
+def test_tensor_parallel_peers_are_neighbours() -> None:
+    layout = Layout(dp_shard=2, tp=2)
+    assert [layout.shard_of(rank) for rank in range(4)] == [
+        "pp0.s0.tp0",
+        "pp0.s0.tp1",
+        "pp0.s1.tp0",
+        "pp0.s1.tp1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (Layout(), "ddp1"),
+        (Layout(dp_replicate=4), "ddp4"),
+        (Layout(dp_shard=4), "fsdp4"),
+        (Layout(dp_replicate=2, dp_shard=3), "hsdp2x3"),
+        (Layout(pp=2, dp_shard=2, tp=2), "pp2-fsdp2-tp2"),
+    ],
+)
+def test_names(layout: Layout, name: str) -> None:
+    assert str(layout) == name
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shard_size", "wanted"),
+    [
+        (8, 4, "hsdp2x4"),
+        (6, 4, "hsdp2x3"),  # 4 do not divide 6
+        (4, 4, "fsdp4"),
+        (3, 4, "fsdp3"),
+        (5, 2, "fsdp5"),  # nothing divides 5: the state of one replica must fit
+        (6, None, "fsdp6"),
+        (1, 2, "ddp1"),
+    ],
+)
+def test_hsdp_takes_the_largest_number_of_shards_that_fits(
+    world_size: int, shard_size: int | None, wanted: str
+) -> None:
+    assert str(plan_layout("hsdp", world_size, shard_size)[0]) == wanted
+
+
+@given(st.sampled_from(["ddp", "fsdp", "hsdp"]), st.integers(1, 64), st.integers(1, 16))
+def test_every_world_gets_a_layout_of_its_size(strategy: str, world: int, shards: int) -> None:
+    layout, why = plan_layout(strategy, world, shards)  # type: ignore[arg-type]
+    assert layout.world_size == world
+    assert why.startswith(strategy)
+    if strategy == "ddp":
+        assert len(layout.shards()) == 1
+    if strategy == "fsdp":
+        assert len(layout.shards()) == world
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Layout(dp_shard=0)
+    with pytest.raises(ValueError, match="outside layout"):
+        Layout(dp_shard=2).coordinates(2)
+    with pytest.raises(ValueError, match="at least one rank"):
+        plan_layout("ddp", 0, None)
+    with pytest.raises(ValueError, match="not a shard space"):
+        Layout.of_shard_space("s3")

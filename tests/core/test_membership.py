@@ -1,0 +1,669 @@
+"""The failure state machine, event by event: what it is told, and exactly what it asks for."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ft.core.events import (
+    AbandonCheckpoint,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointRef,
+    CollectiveFailed,
+    CommitCheckpoint,
+    FinishJob,
+    FormGeneration,
+    Holding,
+    KillWorker,
+    NodeDraining,
+    NodeLost,
+    Paused,
+    PauseWorkers,
+    RecordStep,
+    ReleaseWorker,
+    Resumed,
+    RollBack,
+    ShardsWritten,
+    Source,
+    SourceRefused,
+    StartTimer,
+    StepApplied,
+    StepHeld,
+    StopAtBoundary,
+    StopRequested,
+    Tier,
+    WantWorkers,
+    WorkerDone,
+    WorkerHung,
+    WorkerLost,
+    WorkerRaised,
+)
+from elastic_ft.core.layout import Layout
+from elastic_ft.core.state import Policy
+from elastic_ft.sim.script import Script, formed, member
+
+WHOLE = "pp1.s1.tp1"  # the shard space of DDP, and its only shard
+SHARD = "pp0.s0.tp0"
+
+
+def ddp(min_workers: int = 1, max_workers: int = 3, **more: float) -> Script:
+    return Script(Policy(min_workers, max_workers, **more))  # type: ignore[arg-type]
+
+
+def fsdp(min_workers: int = 1, max_workers: int = 3) -> Script:
+    return Script(Policy(min_workers, max_workers, strategy="fsdp"))
+
+
+def recorded(commands: list[object]) -> list[int]:
+    return [c.step for c in commands if isinstance(c, RecordStep)]
+
+
+# ---------------------------------------------------------------------------- the start
+
+
+def test_a_job_asks_for_all_workers_and_starts_with_those_that_come_in_time() -> None:
+    script = ddp(min_workers=2, max_workers=3)
+    assert script.state.phase == "starting"
+    assert script.ready("a", "n1") == []
+    assert script.ready("b", "n2") == [StartTimer("gather", 0, 10)]
+    commands = script.fire("gather")
+    assignment = formed(commands)
+    assert commands == [FormGeneration(assignment), StartTimer("form", 1, 60)]
+    assert (assignment.generation, assignment.source) == (1, Source(0, Tier.INITIAL))
+    assert assignment.members == (member("a", "n1"), member("b", "n2"))
+    assert assignment.layout == Layout(dp_replicate=2)
+
+
+def test_all_workers_there_is_nothing_to_gather_for() -> None:
+    script = ddp(min_workers=1, max_workers=2)
+    script.ready("a", "n1")
+    assert formed(script.ready("b", "n2")).generation == 1
+    assert script.resume() == []
+    assert script.state.phase == "running"
+    assert len(script.journalled("generation_formed")) == 1
+
+
+def test_too_few_workers_at_the_deadline_end_the_job() -> None:
+    script = ddp(min_workers=2)
+    script.ready("a", "n1")
+    commands = script.fire("start")
+    reason = "1 workers ready after 300 s, min_workers is 2"
+    assert commands == [
+        WantWorkers(0, "the job has ended"),
+        ReleaseWorker("a", "the job has ended"),
+        FinishJob("failed", reason),
+    ]
+    assert script.ready("b", "n2") == []  # it has ended
+
+
+def test_a_job_goes_on_from_its_newest_checkpoint() -> None:
+    refs = (CheckpointRef(20, "s3://b/20"), CheckpointRef(10, "s3://b/10"))
+    script = Script(Policy(1, 1), *refs)
+    assignment = formed(script.ready("a", "n1"))
+    assert assignment.source == Source(20, Tier.CHECKPOINT, url="s3://b/20")
+    assert script.state.committed == 20
+    script.resume()
+    assert recorded(script.applied("a", 21)) == [21]
+
+
+# --------------------------------------------------------------------------------- loss
+
+
+def test_a_killed_worker_pauses_the_others_and_the_rest_go_on_from_their_live_state() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.train(1, 2)
+    assert script.tell(WorkerLost, "b", "killed", silent_s=0.01) == [
+        PauseWorkers(2, ("a", "c"), True, "b: killed"),
+        StartTimer("pause", 2, 10),
+    ]
+    assert script.paused("a", script.live("a", 2)) == []
+    commands = script.paused("c", script.live("c", 2))
+    assignment = formed(commands)
+    assert commands == [FormGeneration(assignment), StartTimer("form", 2, 60)]
+    assert assignment.source.holders == {SHARD: (("a", Tier.LIVE), ("c", Tier.LIVE))}
+    assert (assignment.source.step, script.ranks) == (2, ("a", "c"))
+    script.resume()
+    (recovery,) = script.state.recoveries
+    assert (recovery.cause, recovery.steps_lost, recovery.world_after) == ("worker_lost", 0, 2)
+    assert recovery.survivors_kept_pid and recovery.noticed_s == 0.01
+
+
+def test_the_same_loss_seen_by_another_observer_is_no_news() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.tell(WorkerLost, "b", "its connection ended")
+    assert script.tell(WorkerLost, "b", "its actor died") == []
+    assert len(script.journalled("worker_lost")) == 1
+
+
+def test_a_broken_collective_pauses_at_once_and_the_loss_behind_it_gets_the_blame() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    reason = "a saw its group break: peer closed"
+    assert script.tell(CollectiveFailed, "a", 1, 1, "peer closed") == [
+        PauseWorkers(2, ("a", "b", "c"), True, reason),
+        StartTimer("pause", 2, 10),
+    ]
+    assert script.tell(CollectiveFailed, "c", 1, 1, "timeout") == []
+    script.paused("a")
+    script.paused("c")
+    commands = script.tell(WorkerLost, "b", "killed")
+    assert formed(commands).generation == 2  # no new one: nothing has formed in it yet
+    script.resume()
+    assert script.state.recoveries[0].cause == "worker_lost"
+
+
+def test_a_hung_worker_is_killed_and_never_heard_again() -> None:
+    script = ddp().run(a="n1", b="n2")
+    assert script.tell(WorkerHung, "b", "stood still for 60 s")[:2] == [
+        KillWorker("b", "stood still for 60 s"),
+        PauseWorkers(2, ("a",), True, "b: stood still for 60 s"),
+    ]
+    assert script.paused("b", Holding(9, WHOLE, SHARD, Tier.LIVE)) == []
+    assert "b" not in script.state.paused
+
+
+def test_who_reaches_no_safe_point_in_time_is_killed() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.tell(WorkerLost, "c", "killed")
+    script.paused("a")
+    commands = script.fire("pause")
+    assert commands[0] == KillWorker("b", "it reached no safe point in time")
+    assert [m.worker for m in formed(commands).members] == ["a"]
+
+
+def test_a_second_failure_while_pausing_waits_for_the_rest_only() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.tell(WorkerLost, "b", "killed")
+    script.paused("a", script.live("a", 0))
+    commands = script.tell(WorkerLost, "c", "killed, too")
+    assert [m.worker for m in formed(commands).members] == ["a"]
+    assert script.state.generation == 2
+
+
+def test_a_second_failure_while_forming_opens_the_next_generation() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.tell(WorkerLost, "b", "killed")
+    script.paused("a")
+    script.paused("c")
+    assert script.state.phase == "forming"
+    assert script.tell(WorkerLost, "c", "killed, too") == [
+        PauseWorkers(3, ("a",), True, "c: killed, too"),
+        StartTimer("pause", 3, 10),
+    ]
+    assert script.tell(Resumed, "a", 2, 0) == []  # of the generation that never formed
+    assert formed(script.paused("a")).generation == 3
+    script.resume()
+    (recovery,) = script.state.recoveries  # one episode, from the first loss to the end
+    assert (recovery.world_before, recovery.world_after) == (3, 1)
+
+
+def test_a_generation_that_does_not_form_in_time_is_given_up() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.tell(WorkerLost, "c", "killed")
+    script.paused("a")
+    script.paused("b")
+    reason = "not formed within 60 s"
+    assert script.fire("form")[0] == PauseWorkers(3, ("a", "b"), True, reason)
+
+
+def test_generations_without_a_committed_step_are_limited() -> None:
+    script = ddp(max_generations_without_progress=2).run(a="n1")
+    for _ in range(2):
+        script.tell(CollectiveFailed, "a", script.state.generation, 0, "flaky")
+        script.paused("a")
+        script.resume()
+    commands = script.tell(CollectiveFailed, "a", script.state.generation, 0, "flaky")
+    assert isinstance(commands[-1], FinishJob) and commands[-1].status == "failed"
+    assert "2 generations without a committed step" in commands[-1].reason
+
+
+def test_a_committed_step_gives_new_patience() -> None:
+    script = ddp(max_generations_without_progress=1).run(a="n1")
+    for number in (1, 2, 3):
+        script.train(number)
+        script.tell(CollectiveFailed, "a", script.state.generation, number, "flaky")
+        script.paused("a", script.live("a", number))
+        script.resume()
+    assert script.state.phase == "running"
+
+
+def test_a_lost_node_takes_its_workers_and_those_are_killed_for_good() -> None:
+    script = ddp(max_workers=3).run(a="n1", b="n2", c="n2")
+    commands = script.tell(NodeLost, "n2", "no heartbeat")
+    assert commands == [
+        KillWorker("b", "node n2 is lost"),
+        KillWorker("c", "node n2 is lost"),
+        PauseWorkers(2, ("a",), True, "b, c: no heartbeat"),
+        StartTimer("pause", 2, 10),
+    ]
+
+
+def test_a_nodes_loss_that_is_noticed_after_its_workers_gets_the_blame() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.tell(WorkerLost, "b", "its connection ended")
+    script.paused("a")
+    script.resume()
+    assert script.state.recoveries[0].cause == "worker_lost"
+    script.tell(NodeLost, "n2", "no heartbeat")
+    assert script.state.recoveries[0].cause == "node_lost"
+
+
+def test_a_worker_that_was_lost_before_it_was_ready_stays_out() -> None:
+    """The host's sentinel is faster than the worker's connection."""
+    script = ddp(max_workers=2).run(a="n1")
+    script.tell(WorkerLost, "b", "exit code 1")
+    assert script.ready("b", "n2") == []
+    assert list(script.state.ready) == ["a"]
+
+
+# ----------------------------------------------------------------- which state they go on from
+
+
+def test_ddp_rolls_a_straddled_step_forward() -> None:
+    """a has applied step 3, c has not, b is gone: c gets a's state and the step counts (I4)."""
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.train(1, 2)
+    script.applied("a", 3)
+    script.tell(WorkerLost, "b", "killed")
+    script.paused("a", script.live("a", 3))
+    source = formed(script.paused("c", script.live("c", 2))).source
+    assert (source.step, source.holders) == (3, {SHARD: (("a", Tier.LIVE),)})
+    assert script.state.committed == 2  # not before everyone has it
+    assert recorded(script.resume()) == [3]
+
+
+def test_fsdp_rolls_a_straddled_step_back_to_the_snapshot_of_the_lost_ones_buddy() -> None:
+    script = fsdp().run(a="n1", b="n2", c="n3")
+    assert script.assignment.buddies == (1, 2, 0)  # c keeps b's copy
+    script.train(1, 2)
+    script.applied("a", 3)
+    script.applied("b", 3)
+    script.tell(WorkerLost, "b", "killed")
+    script.paused("a", script.live("a", 3), *script.copies("a", 2))
+    source = formed(script.paused("c", script.live("c", 2), *script.copies("c", 2))).source
+    assert (source.step, source.tier) == (2, Tier.PEER)
+    assert source.holders == {
+        "pp0.s0.tp0": (("a", Tier.HOST),),
+        "pp0.s1.tp0": (("c", Tier.PEER),),
+        "pp0.s2.tp0": (("c", Tier.LIVE), ("c", Tier.HOST), ("a", Tier.PEER)),
+    }
+    assert 3 not in script.state.pending  # void: it is computed again
+    assert recorded(script.resume()) == []
+
+
+def test_losing_both_copies_falls_back_to_the_checkpoint_loudly() -> None:
+    script = Script(Policy(1, 3, strategy="fsdp"), CheckpointRef(10, "s3://b/10"))
+    script.run(a="n1", b="n2", c="n3").train(11, 12)
+    script.tell(WorkerLost, "b", "killed")
+    script.tell(WorkerLost, "c", "killed")
+    commands = script.paused("a", script.live("a", 12), *script.copies("a", 12))
+    lost = (
+        "2 committed steps are lost with their holders: "
+        "nothing newer than checkpoint 10 is complete in memory; step 12 lacks pp0.s1.tp0"
+    )
+    assert commands[0] == RollBack(10, lost)
+    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
+    assert script.journalled("rolled_back") == [lost]
+    script.resume()
+    assert script.state.recoveries[0].steps_lost == 2
+
+
+def test_a_rollback_waits_for_a_checkpoint_that_is_being_published() -> None:
+    """Published behind the core's back, it would be ahead of the record (I2)."""
+    script = fsdp(max_workers=2).run(a="n1", b="n2")
+    script.train(1, 2)
+    for worker in "ab":
+        commands = script.tell(ShardsWritten, worker, 1, 2, ({"of": worker},))
+    assert commands == [CommitCheckpoint(2, 1, ({"of": "a"}, {"of": "b"}))]
+    script.tell(WorkerLost, "b", "killed")
+    assert script.paused("a", script.live("a", 2)) == []  # it could only start over
+    assert script.journalled("awaiting_checkpoint")
+    commands = script.tell(CheckpointCommitted, 2, "s3://b/2", 100, 0.1)
+    assert formed(commands).source == Source(2, Tier.CHECKPOINT, url="s3://b/2")
+
+
+def test_a_checkpoint_that_then_fails_lets_the_rollback_go_on() -> None:
+    script = fsdp(max_workers=2).run(a="n1", b="n2")
+    script.train(1, 2)
+    for worker in "ab":
+        script.tell(ShardsWritten, worker, 1, 2, ())
+    script.tell(WorkerLost, "b", "killed")
+    script.paused("a", script.live("a", 2))
+    commands = script.tell(CheckpointFailed, 2, "503")
+    assert isinstance(commands[0], RollBack) and commands[0].step == 0
+    assert formed(commands).source == Source(0, Tier.INITIAL)
+
+
+def test_a_damaged_source_is_refused_and_the_next_one_taken() -> None:
+    script = fsdp(max_workers=2).run(a="n1", b="n2")
+    script.train(1)
+    script.train(2, held=False)
+    copies = {worker: (*script.copies(worker, 1),) for worker in "ab"}
+    lives = {worker: script.live(worker, 1) for worker in "ab"}
+    script.tell(CollectiveFailed, "a", 1, 2, "reset")
+    script.paused("a", lives["a"], *copies["a"])
+    source = formed(script.paused("b", *copies["b"])).source
+    assert source.holders["pp0.s1.tp0"] == (("b", Tier.HOST), ("a", Tier.PEER))
+    reason = "b: digest differs"
+    assert script.tell(SourceRefused, "a", 2, "b", "digest differs") == [
+        PauseWorkers(3, ("a", "b"), True, reason),
+        StartTimer("pause", 3, 10),
+    ]
+    script.paused("a", lives["a"], *copies["a"])
+    source = formed(script.paused("b", *copies["b"])).source
+    assert source.holders["pp0.s1.tp0"] == (("a", Tier.PEER),)
+    assert script.journalled("source_refused") == ["digest differs"]
+
+
+def test_a_refused_checkpoint_makes_room_for_an_older_one() -> None:
+    refs = (CheckpointRef(20, "s3://b/20"), CheckpointRef(10, "s3://b/10"))
+    script = Script(Policy(1, 1), *refs)
+    script.ready("a", "n1")
+    script.tell(SourceRefused, "a", 1, "s3://b/20", "digest differs")
+    commands = script.paused("a")
+    assert isinstance(commands[0], RollBack) and commands[0].step == 10
+    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
+    script.tell(SourceRefused, "a", 2, "s3://b/10", "cut short")
+    assert formed(script.paused("a")).source == Source(0, Tier.INITIAL)
+    assert script.journalled("checkpoint_refused") == ["digest differs", "cut short"]
+
+
+# --------------------------------------------------------------------------- join and drain
+
+
+def test_joiners_that_come_together_join_together_at_a_boundary() -> None:
+    script = ddp(max_workers=4).run(a="n1")
+    assert script.ready("b", "n2") == [StartTimer("join", 1, 0.5)]
+    assert script.ready("c", "n3") == [StartTimer("join", 1, 0.5)]
+    assert script.fire("join") == [
+        PauseWorkers(2, ("a",), False, "b, c joins"),
+        StartTimer("boundary", 2, 70),
+    ]
+    assert script.fire("join", 1) == []
+    assert [m.worker for m in formed(script.paused("a", script.live("a", 0))).members] == [*"abc"]
+    script.resume()
+    assert script.state.recoveries[0].cause == "worker_joined"
+    assert len(script.journalled("worker_joined")) == 2
+
+
+def test_the_last_joiner_that_fits_is_not_waited_for() -> None:
+    script = ddp(max_workers=2).run(a="n1")
+    assert script.ready("b", "n2")[0] == PauseWorkers(2, ("a",), False, "b joins")
+    script.ready("c", "n3")  # a spare
+    assert [m.worker for m in formed(script.paused("a")).members] == ["a", "b"]
+
+
+def test_a_joiner_lost_before_the_batch_closes_disturbs_nobody() -> None:
+    script = ddp().run(a="n1")
+    script.ready("b", "n2")
+    assert script.tell(WorkerLost, "b", "killed") == []
+    assert script.fire("join") == []
+
+
+def test_a_boundary_that_does_not_come_is_forced_and_has_its_full_deadline_then() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.ready("c", "n3")
+    script.paused("a")
+    assert script.fire("boundary") == [
+        PauseWorkers(2, ("b",), True, "b reached no step boundary in time"),
+        StartTimer("pause", 2, 10),
+    ]
+    assert script.fire("boundary") == []
+    assert script.fire("pause")[0] == KillWorker("b", "it reached no safe point in time")
+
+
+def test_a_loss_on_the_way_to_a_boundary_breaks_off() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.ready("c", "n3")
+    assert script.tell(WorkerLost, "b", "killed") == [
+        PauseWorkers(2, ("a",), True, "b: killed"),
+        StartTimer("pause", 2, 10),
+    ]
+    assert [m.worker for m in formed(script.paused("a")).members] == ["a", "c"]
+
+
+def test_a_drained_worker_gives_its_state_before_it_leaves() -> None:
+    """b alone has its shard of step 2: it takes part as a donor, and goes when all have theirs."""
+    script = fsdp().run(a="n1", b="n2", c="n3")
+    script.train(1)
+    script.train(2, held=False)
+    assert script.tell(NodeDraining, "n2", script.now_s + 30, "spot") == [
+        PauseWorkers(2, ("a", "b", "c"), False, "b leaves a draining node"),
+        StartTimer("boundary", 2, 70),
+    ]
+    for worker in "ab":
+        script.paused(worker, script.live(worker, 2))
+    assignment = formed(script.paused("c", script.live("c", 2)))
+    assert [m.worker for m in assignment.members] == ["a", "c"]
+    assert [m.worker for m in assignment.donors] == ["b"]
+    assert assignment.source.holders["pp0.s1.tp0"] == (("b", Tier.LIVE),)
+    reason = "it has handed over its state; its node is draining"
+    assert ReleaseWorker("b", reason) in script.resume()
+    assert script.state.recoveries[0].cause == "node_draining"
+    assert script.tell(NodeLost, "n2", "preempted") == []
+
+
+def test_a_drained_worker_that_others_can_do_without_leaves_at_once() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.tell(NodeDraining, "n2", script.now_s + 30, "spot")
+    script.paused("b", script.live("b", 0))
+    commands = script.paused("a", script.live("a", 0))
+    assert commands[0] == ReleaseWorker("b", "its node is draining")
+    assert formed(commands).donors == ()
+
+
+def test_a_drain_below_min_workers_is_deferred_until_replacements_come() -> None:
+    script = ddp(min_workers=2).run(a="n1", b="n2")
+    assert script.tell(NodeDraining, "n2", script.now_s + 60, "spot") == []
+    assert len(script.journalled("drain_deferred")) == 1
+    commands = script.ready("c", "n3")
+    assert commands == [StartTimer("join", 1, 0.5)]
+    script.fire("join")
+    script.paused("a", script.live("a", 0))
+    assignment = formed(script.paused("b", script.live("b", 0)))
+    assert [m.worker for m in assignment.members] == ["a", "c"]
+
+
+def test_while_a_drain_is_deferred_a_broken_group_forms_with_all_again() -> None:
+    """b trains on until its node goes: a pause for another reason must not suspend the job."""
+    script = ddp(min_workers=2).run(a="n1", b="n2")
+    script.tell(NodeDraining, "n2", script.now_s + 60, "spot")
+    script.tell(CollectiveFailed, "a", 1, 1, "reset")
+    script.paused("a")
+    assert [m.worker for m in formed(script.paused("b")).members] == ["a", "b"]
+
+
+def test_a_joiner_too_few_does_not_suspend_a_job_with_a_deferred_drain() -> None:
+    script = ddp(min_workers=3, max_workers=4).run(a="n1", b="n2", c="n2")
+    script.tell(NodeDraining, "n2", script.now_s + 60, "spot")
+    assert script.ready("d", "n3")  # 4 with those that drain: it joins them
+    for worker in "abc":
+        commands = script.paused(worker)
+    assert [m.worker for m in formed(commands).members] == [*"abcd"]
+
+
+def test_a_worker_that_gets_ready_on_a_draining_node_is_sent_away() -> None:
+    script = ddp().run(a="n1")
+    script.tell(NodeDraining, "n2", script.now_s + 60, "spot")
+    assert script.ready("b", "n2") == [ReleaseWorker("b", "its node is draining")]
+    assert script.state.phase == "running"
+
+
+# ------------------------------------------------------------------- suspend, stop, user errors
+
+
+def suspended() -> Script:
+    script = ddp(min_workers=2).run(a="n1", b="n2")
+    script.train(1)
+    script.tell(WorkerLost, "b", "killed")
+    commands = script.paused("a", script.live("a", 1))
+    assert commands == [StartTimer("suspend", 2, 1800)]
+    assert script.state.phase == "suspended"
+    return script
+
+
+def test_below_min_workers_the_job_waits_and_goes_on_with_a_replacement() -> None:
+    script = suspended()
+    assignment = formed(script.ready("c", "n3"))
+    assert (assignment.generation, assignment.source.step) == (3, 1)
+    assert assignment.source.holders == {SHARD: (("a", Tier.LIVE),)}
+    script.resume()
+    assert script.state.recoveries[0].cause == "worker_lost"
+    assert script.fire("suspend", 2) == []
+
+
+def test_what_a_suspended_worker_held_dies_with_it() -> None:
+    script = suspended()
+    script.tell(WorkerLost, "a", "killed")
+    script.ready("c", "n3")
+    commands = script.ready("d", "n4")
+    assert isinstance(commands[0], RollBack)
+    assert formed(commands).source == Source(0, Tier.INITIAL)
+
+
+def test_suspension_ends() -> None:
+    script = suspended()
+    finish = script.fire("suspend")[-1]
+    assert isinstance(finish, FinishJob) and finish.status == "suspended"
+    assert "1 workers after 1800 s suspended, min_workers is 2" in finish.reason
+
+
+def test_a_stop_lets_the_step_end_and_names_the_checkpoint() -> None:
+    script = ddp().run(a="n1", b="n2")
+    assert script.tell(StopRequested, "SIGINT") == [
+        StopAtBoundary(("a", "b"), "SIGINT"),
+        StartTimer("stop", 0, 120),
+    ]
+    script.train(1)
+    for worker in "ab":
+        script.tell(ShardsWritten, worker, 1, 1, ())
+    script.tell(WorkerDone, "a", 1, 1, "digest")
+    assert script.tell(WorkerDone, "b", 1, 1) == []  # the checkpoint is being published
+    commands = script.tell(CheckpointCommitted, 1, "s3://b/1", 1, 0.1)
+    reason = "SIGINT; last good checkpoint: step 1, s3://b/1"
+    assert commands[-1] == FinishJob("stopped", reason, "digest")
+
+
+def test_a_stop_is_told_again_to_those_who_form_after_it() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.tell(StopRequested, "SIGINT")
+    script.tell(WorkerLost, "b", "killed")
+    script.paused("a")
+    assert script.resume() == [StopAtBoundary(("a",), "SIGINT")]
+    assert script.ready("c", "n3") == []  # nobody joins any more
+    assert script.fire("join") == []
+
+
+@pytest.mark.parametrize("again", ["asked twice", "not in time"])
+def test_a_stop_has_an_end(again: str) -> None:
+    script = ddp().run(a="n1")
+    script.tell(StopRequested, "SIGINT")
+    if again == "asked twice":
+        finish = script.tell(StopRequested, "SIGINT")[-1]
+    else:
+        finish = script.fire("stop", 0)[-1]
+    assert isinstance(finish, FinishJob) and finish.status == "stopped"
+
+
+def test_a_stop_before_anything_runs_is_immediate() -> None:
+    finish = ddp().tell(StopRequested, "SIGINT")[-1]
+    assert finish == FinishJob("stopped", "SIGINT; there is no checkpoint")
+
+
+def test_user_code_that_raises_on_every_rank_has_failed_once() -> None:
+    script = ddp(max_user_failures=1).run(a="n1", b="n2", c="n3")
+    reason = "a raised: ValueError"
+    assert script.tell(WorkerRaised, "a", 1, 5, "ValueError")[0] == PauseWorkers(
+        2, ("a", "b", "c"), True, reason
+    )
+    assert script.tell(WorkerRaised, "b", 1, 5, "ValueError") == []
+    assert script.tell(WorkerRaised, "c", 1, 5, "ValueError") == []
+    for worker in "abc":
+        script.paused(worker)
+    script.resume()
+    finish = script.tell(WorkerRaised, "b", 2, 5, "ValueError")[-1]
+    assert isinstance(finish, FinishJob) and finish.status == "failed"
+    assert finish.reason.startswith("b raised 2 times at step 5: ValueError")
+
+
+def test_another_step_raises_for_the_first_time() -> None:
+    script = ddp(max_user_failures=1).run(a="n1")
+    for generation, number in enumerate((5, 6, 7), start=1):
+        script.tell(WorkerRaised, "a", generation, number, "ValueError")
+        script.paused("a")
+        script.resume()
+    assert script.state.phase == "running"
+
+
+def test_what_the_user_must_fix_is_not_retried() -> None:
+    script = ddp().run(a="n1")
+    finish = script.tell(WorkerRaised, "a", 1, 0, "DataError: no such file", usage=True)[-1]
+    assert isinstance(finish, FinishJob) and finish.status == "failed"
+
+
+# ------------------------------------------------------------------------------------- I1
+
+
+def test_nothing_from_an_older_generation_changes_anything() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.train(1)
+    script.tell(WorkerLost, "c", "killed")
+    script.paused("a", script.live("a", 1))
+    script.paused("b", script.live("b", 1))
+    script.resume()
+    before = script.state
+    late = (
+        (StepApplied, "a", 1, 2),
+        (StepHeld, "a", 1, 2),
+        (StepApplied, "c", 2, 2),
+        (CollectiveFailed, "a", 1, 1, "reset"),
+        (WorkerRaised, "b", 1, 1, "ValueError"),
+        (Paused, "a", 1, ()),
+        (Paused, "a", 2, ()),
+        (Resumed, "a", 1, 0),
+        (SourceRefused, "a", 1, "b", "damaged"),
+        (WorkerDone, "a", 1, 1),
+        (WorkerDone, "c", 2, 1),
+        (ShardsWritten, "a", 0, 1, ()),
+    )
+    for kind, *args in late:
+        assert script.tell(kind, *args) == [], kind
+        assert script.state == before, kind
+    for timer in ("gather", "start", "join", "boundary", "pause", "form", "suspend"):
+        assert script.fire(timer, 1) == []
+    assert script.state == before
+
+
+def test_the_end_is_the_end_even_with_a_joiner_waiting() -> None:
+    """The last step commits while a generation forms: no next one opens after FinishJob."""
+    script = ddp(max_workers=3).run(a="n1", b="n2")
+    script.applied("a", 1)
+    script.tell(CollectiveFailed, "b", 1, 1, "reset")
+    script.paused("a", script.live("a", 1))
+    script.paused("b", script.live("b", 0))
+    script.ready("c", "n3")
+    script.tell(Resumed, "a", 2, 1)
+    for worker in "ab":
+        script.tell(WorkerDone, worker, 2, 1)
+    commands = script.tell(Resumed, "b", 2, 1)
+    assert recorded(commands) == [1]
+    assert isinstance(commands[-1], FinishJob)
+    assert script.state.phase == "ended"
+
+
+def test_a_worker_done_in_the_old_generation_is_not_done_in_the_new_one() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.train(1)
+    script.tell(WorkerLost, "a", "killed")
+    script.tell(WorkerDone, "b", 1, 1)
+    script.paused("b", script.live("b", 1))
+    assert script.state.done == 0
+    assert script.resume() == []
+    assert isinstance(script.tell(WorkerDone, "b", 2, 1)[-1], FinishJob)
+
+
+def test_an_abandoned_upload_is_told_to_the_host() -> None:
+    script = ddp().run(a="n1", b="n2")
+    script.train(1)
+    script.tell(ShardsWritten, "a", 1, 1, ())
+    reason = "b left before writing its shards"
+    assert AbandonCheckpoint(1, 1, reason) in script.tell(WorkerLost, "b", "killed")

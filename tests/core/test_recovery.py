@@ -1,0 +1,207 @@
+"""Which step, from whom, and who keeps copies: examples, and a deliberately dumb second opinion."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ft.core.events import TIER_ORDER, CheckpointRef, Holding, Member, Source, Tier
+from elastic_ft.core.layout import Layout, plan_layout
+from elastic_ft.core.recovery import choose, choose_buddies
+from elastic_ft.sim.script import member
+
+TWO, THREE = Layout(dp_shard=2), Layout(dp_shard=3)
+IN_MEMORY = (Tier.LIVE, Tier.HOST, Tier.KEEPER, Tier.PEER)
+WORKERS = ("a", "b", "c", "d")
+
+
+def held(layout: Layout, step: int, rank: int, tier: Tier) -> Holding:
+    return Holding(step, layout.shard_space, layout.shard_of(rank), tier)
+
+
+# ------------------------------------------------------------------------------ choose
+
+
+def test_nothing_held_starts_from_the_seed() -> None:
+    source, why = choose({}, ())
+    assert source == Source(0, Tier.INITIAL)
+    assert why == "no state is held and no checkpoint is good"
+
+
+def test_the_newest_whole_step_wins_and_the_reason_names_what_was_skipped() -> None:
+    holdings = {
+        "a": (held(TWO, 8, 0, Tier.LIVE), held(TWO, 7, 0, Tier.HOST)),
+        "b": (held(TWO, 7, 1, Tier.LIVE),),
+    }
+    source, why = choose(holdings, (CheckpointRef(5, "s3://b/5"),))
+    assert (source.step, source.tier) == (7, Tier.HOST)
+    assert why == ("step 7 is complete in memory, farthest tier host; step 8 lacks pp0.s1.tp0")
+
+
+def test_memory_wins_over_a_checkpoint_of_the_same_step() -> None:
+    holdings = {"a": (held(Layout(), 5, 0, Tier.PEER),)}
+    assert choose(holdings, (CheckpointRef(5, "u"),))[0].tier is Tier.PEER
+    assert choose(holdings, (CheckpointRef(6, "u"),))[0] == Source(6, Tier.CHECKPOINT, url="u")
+
+
+def test_near_memory_wins_over_far_memory_of_the_same_step() -> None:
+    """Old snapshots of two shards against the live state of three."""
+    holdings = {
+        "a": (held(TWO, 5, 0, Tier.HOST), held(THREE, 5, 0, Tier.LIVE)),
+        "b": (held(TWO, 5, 1, Tier.HOST), held(THREE, 5, 1, Tier.LIVE)),
+        "c": (held(THREE, 5, 2, Tier.LIVE),),
+    }
+    assert choose(holdings, ())[0].space == THREE.shard_space
+
+
+def test_shards_of_different_cuts_are_not_mixed() -> None:
+    holdings = {"a": (held(TWO, 5, 0, Tier.LIVE),), "b": (held(THREE, 5, 1, Tier.LIVE),)}
+    assert choose(holdings, ())[0].tier is Tier.INITIAL
+
+
+def test_a_refused_copy_is_left_out_and_live_state_is_not() -> None:
+    holdings = {"a": (held(Layout(), 5, 0, Tier.LIVE), held(Layout(), 4, 0, Tier.HOST))}
+    refs = (CheckpointRef(3, "new"), CheckpointRef(2, "old"))
+    assert choose(holdings, refs, frozenset({("a", 5)}))[0].step == 5
+    only_host = {"a": holdings["a"][1:]}
+    source, _ = choose(only_host, refs, frozenset({("a", 4), ("new", 3)}))
+    assert source == Source(2, Tier.CHECKPOINT, url="old")
+
+
+holdings_of_workers = st.dictionaries(
+    st.sampled_from(WORKERS),
+    st.lists(
+        st.builds(
+            held,
+            st.sampled_from([Layout(), TWO, THREE]),
+            st.integers(0, 3),
+            st.just(0),
+            st.sampled_from(IN_MEMORY),
+        ).flatmap(
+            lambda h: st.sampled_from(sorted(Layout.of_shard_space(h.space).shards())).map(
+                lambda shard: Holding(h.step, h.space, shard, h.tier)
+            )
+        ),
+        max_size=6,
+        unique=True,
+    ),
+    max_size=4,
+)
+checkpoints = st.lists(st.integers(1, 4), unique=True, max_size=2).map(
+    lambda steps: tuple(CheckpointRef(s, f"u{s}") for s in sorted(steps, reverse=True))
+)
+refusals = st.frozensets(
+    st.tuples(st.sampled_from([*WORKERS, "u1", "u2", "u3", "u4"]), st.integers(0, 4)), max_size=4
+)
+
+
+def every_source(
+    holdings: dict[str, list[Holding]],
+    refs: tuple[CheckpointRef, ...],
+    refused: frozenset[tuple[str, int]],
+) -> list[tuple[int, int]]:
+    """(step, -farthest tier) of each way there is to get a whole state, found by trying all."""
+    good = [
+        (worker, h)
+        for worker, some in holdings.items()
+        for h in some
+        if h.tier is Tier.LIVE or (worker, h.step) not in refused
+    ]
+    found = [(0, -TIER_ORDER.index(Tier.INITIAL))]
+    for ref in refs:
+        if (ref.url, ref.step) not in refused:
+            found.append((ref.step, -TIER_ORDER.index(Tier.CHECKPOINT)))
+    for layout in (Layout(), TWO, THREE):
+        for picked in itertools.combinations(good, len(layout.shards())):
+            steps = {h.step for _, h in picked}
+            spaces = {h.space for _, h in picked}
+            shards = {h.shard for _, h in picked}
+            if len(steps) == 1 and spaces == {layout.shard_space} and shards == layout.shards():
+                farthest = max(TIER_ORDER.index(h.tier) for _, h in picked)
+                found.append((steps.pop(), -farthest))
+    return found
+
+
+@given(holdings_of_workers, checkpoints, refusals)
+def test_choose_agrees_with_trying_every_combination(
+    holdings: dict[str, list[Holding]],
+    refs: tuple[CheckpointRef, ...],
+    refused: frozenset[tuple[str, int]],
+) -> None:
+    source, why = choose(holdings, refs, refused)
+    best = max(every_source(holdings, refs, refused))
+    if best[0] == 0:
+        assert source == Source(0, Tier.INITIAL)  # step 0 is never moved, it is made
+        return
+    assert (source.step, -TIER_ORDER.index(source.tier)) == best
+    assert why
+    for shard, who in source.holders.items():
+        tiers = [TIER_ORDER.index(tier) for _, tier in who]
+        assert tiers == sorted(tiers)
+        for worker, tier in who:
+            assert Holding(source.step, source.space, shard, tier) in holdings[worker]
+
+
+# ----------------------------------------------------------------------------- buddies
+
+
+def people(*nodes: str) -> list[Member]:
+    return [member(f"w{rank}", node) for rank, node in enumerate(nodes)]
+
+
+def test_copies_go_to_another_node_and_are_spread() -> None:
+    members = people("n1", "n1", "n2", "n2")
+    buddies = choose_buddies(members, Layout(dp_shard=4), copies=2)
+    assert buddies == (2, 3, 0, 1)
+
+
+def test_on_one_node_the_copy_survives_a_process_at_least() -> None:
+    assert choose_buddies(people("n1", "n1"), TWO, copies=2) == (1, 0)
+
+
+def test_replicas_on_two_nodes_are_copies_of_each_other() -> None:
+    layout = Layout(dp_replicate=2, dp_shard=2)  # ranks 0 and 2 hold one shard, 1 and 3 the other
+    assert choose_buddies(people("n1", "n1", "n2", "n2"), layout, copies=2) == (None,) * 4
+    assert choose_buddies(people("n1", "n2", "n1", "n3"), layout, copies=2) == (1, None, 3, None)
+
+
+def test_whole_replicas_need_no_copies() -> None:
+    assert choose_buddies(people("n1", "n1"), Layout(dp_replicate=2), copies=2) == (None, None)
+
+
+def test_nobody_to_give_it_to_or_not_wanted() -> None:
+    assert choose_buddies(people("n1"), Layout(), copies=2) == (None,)
+    assert choose_buddies(people("n1", "n2"), TWO, copies=1) == (None, None)
+
+
+worlds = st.lists(st.sampled_from(["n1", "n2", "n3"]), min_size=2, max_size=8)
+strategies = st.sampled_from(["fsdp", "hsdp"])
+
+
+@given(worlds, strategies, st.sampled_from([None, 2, 3, 4]))
+def test_after_any_one_loss_every_shard_is_still_there(
+    nodes: list[str], strategy: str, shard_size: int | None
+) -> None:
+    members = people(*nodes)
+    layout, _ = plan_layout(strategy, len(members), shard_size)  # type: ignore[arg-type]
+    buddies = choose_buddies(members, layout, copies=2)
+    holds = {rank: {layout.shard_of(rank)} for rank in range(len(members))}
+    for owner, buddy in enumerate(buddies):
+        if buddy is not None:
+            assert buddy != owner
+            holds[buddy].add(layout.shard_of(owner))
+    groups = [{rank} for rank in holds]
+    if len(set(nodes)) > 1:
+        groups = [{r for r in holds if nodes[r] == node} for node in set(nodes)]
+    for lost in groups:
+        left = set().union(*(shards for rank, shards in holds.items() if rank not in lost))
+        assert left == layout.shards()
+
+
+@given(st.integers(2, 8), st.integers(1, 2))
+def test_copies_are_spread_evenly_where_nodes_are_equal(nodes: int, per_node: int) -> None:
+    members = people(*(f"n{node}" for node in range(nodes) for _ in range(per_node)))
+    buddies = choose_buddies(members, Layout(dp_shard=len(members)), copies=2)
+    assert sorted(b for b in buddies if b is not None) == list(range(len(members)))
