@@ -156,6 +156,7 @@ class World:
         node.held = []
         for arrive in held:
             arrive()
+        self.fill()
         if node.lost:  # the host kills what it could not reach
             for worker in self.on(node):
                 self.after(self.rng.uniform(0.1, 3.0), lambda w=worker: self.kill(w, "was lost"))  # type: ignore[misc]
