@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import logging
+import math
 import queue
 import socket
 import time
@@ -220,6 +221,8 @@ class Controller:
             return
         self._handle(message)
         if time.monotonic() >= due:
+            for _ in range(self._inbox.qsize()):  # what came before the deadline counts
+                self._handle(self._inbox.get_nowait())
             self._fire_timers()
 
     def _fire_timers(self) -> None:
@@ -399,25 +402,35 @@ class Controller:
         self._marks[event.worker] = Mark(event.step, 0, points, now, now)
 
     def _watch(self) -> None:
-        if time.monotonic() < self._next_watch_s:
-            return
-        self._next_watch_s = time.monotonic() + WATCH_EVERY_S
-        state, elastic = self.state, self.job.elastic
-        if state.phase != "running":
-            return
         now = time.monotonic()
+        if now < self._next_watch_s:
+            return
+        self._overlook(now - self._next_watch_s)
+        self._next_watch_s = now + WATCH_EVERY_S
+        state, elastic = self.state, self.job.elastic
+        if state.phase not in ("running", "pausing", "forming"):
+            return
         for worker in state.ranks:
             self._marks.setdefault(worker, Mark(0, 0, 0, now, now))
         marks = {w: m for w, m in self._marks.items() if w in state.ranks and w in state.ready}
-        hung = find_hung(marks, now, elastic.hang_timeout_s, elastic.heartbeat_timeout_s)
+        # Between generations only silence tells: pausing and forming have deadlines of their own.
+        hang_timeout_s = elastic.hang_timeout_s if state.phase == "running" else math.inf
+        hung = find_hung(marks, now, hang_timeout_s, elastic.heartbeat_timeout_s)
         for worker, reason in hung.items():
             silent_s = round(now - marks[worker].heard_at_s, 4)
             self._step(ev.WorkerHung(time.time(), worker, reason, silent_s))
-        if not hung and all_stand_still(marks, now, elastic.hang_timeout_s):
+        if not hung and all_stand_still(marks, now, hang_timeout_s):
             self._marks = {}
             reason = f"nobody moved for {elastic.hang_timeout_s:g} s, all at the same place"
             first, step = min(state.ranks), state.committed
             self._step(ev.CollectiveFailed(time.time(), first, state.generation, step, reason))
+
+    def _overlook(self, absent_s: float) -> None:
+        """Time in which this process did not look (stopped, starved) says nothing of workers."""
+        if absent_s > WATCH_EVERY_S:
+            for worker, mark in self._marks.items():
+                moved_at_s, heard_at_s = mark.moved_at_s + absent_s, mark.heard_at_s + absent_s
+                self._marks[worker] = replace(mark, moved_at_s=moved_at_s, heard_at_s=heard_at_s)
 
     def _fault_fired(self, message: FaultFired) -> None:
         self._fired.add(message.index)

@@ -58,6 +58,8 @@ class NativeEngine:
         self._runner: nn.Module | None = None  # what forward goes through
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
+        self._blocks: list[nn.Module] = []
+        self._reduce_announced = False
         self._buffers: dict[str, torch.Tensor] = {}
         self._scale = torch.tensor(job.precision.initial_loss_scale, dtype=torch.float32)
         self._good_steps = torch.tensor(0, dtype=torch.int64)
@@ -103,7 +105,7 @@ class NativeEngine:
             runner.logger = None
         if not self._replicated:
             self._module, self._optimizer, self._parameters = None, None, {}
-            self._buffers = {}
+            self._buffers, self._blocks = {}, []
         self._state = None
         return state
 
@@ -116,6 +118,7 @@ class NativeEngine:
             blocks = _checkpoint_activations(module, blocks)
         if groups is not None:
             self._shard(module, blocks, groups)
+        self._blocks = blocks
         module.to_empty(device=self.device)
         named = {_plain(n): b for n, b in module.named_buffers()}
         for name, value in self._computed.items():
@@ -231,16 +234,29 @@ class NativeEngine:
         return contextlib.nullcontext()
 
     def _reach_in_backward(self, reach: Reach) -> None:
-        """Announces "reduce" once per step: when the first gradient is complete."""
-        first = next(iter(reversed(self._parameters.values())))
-        handle: list[Any] = []
+        """Announces "reduce" once per step: when the first gradients are complete."""
+        handles: list[Any] = []
 
         def arrived(_: Any) -> None:
-            if handle:
-                handle.pop().remove()
+            while handles:
+                handles.pop().remove()
+            if not self._reduce_announced:
+                self._reduce_announced = True
                 reach("reduce")
 
-        handle.append(first.register_hook(arrived))
+        def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    handles.append(value.register_hook(arrived))
+                    return
+
+        self._reduce_announced = False
+        if self._replicated:
+            trained = [p for p in self._parameters.values() if p.requires_grad]
+            handles.append(trained[-1].register_hook(arrived))
+        elif self._blocks:  # FSDP2's parameters get their gradients past autograd
+            hook = self._blocks[-1].register_forward_pre_hook(entered, with_kwargs=True)
+            handles.append(hook)
 
     def apply(self, step: int, tokens: int, reach: Reach) -> Update:
         assert self._optimizer is not None
