@@ -104,9 +104,13 @@ def shards_written(turn: Turn, event: ShardsWritten) -> None:
         shards=attempt.shards + event.shards,
         tensors={**attempt.tensors, **event.tensors},
     )
-    gone = attempt.missing - turn.state.ready.keys()
-    if gone:
-        abandon(turn, attempt, f"{', '.join(sorted(gone))} left before writing its shards")
+    members = enumerate(turn.members)
+    done = {m.worker for rank, m in members if turn.state.done >> rank & 1}
+    gone = attempt.missing & (done | (attempt.missing - turn.state.ready.keys()))
+    if gone:  # who is done has written all it ever will
+        reason = f"{', '.join(sorted(gone))} left or was done before writing its shards"
+        abandon(turn, attempt, reason)
+        finish_if_done(turn)
         return
     _put_attempt(turn, attempt)
     _commit_checkpoints(turn)

@@ -195,7 +195,7 @@ def test_an_upload_begun_after_its_writer_was_lost_is_abandoned_too() -> None:
     script = ddp()
     script.train(1)
     script.tell(WorkerLost, "b", "killed")
-    reason = "b left before writing its shards"
+    reason = "b left or was done before writing its shards"
     assert write(script, 1, "a") == [AbandonCheckpoint(1, 1, reason)]
 
 
@@ -306,6 +306,17 @@ def test_an_upload_its_writer_has_forgotten_does_not_hold_up_the_end() -> None:
     commands = script.tell(WorkerDone, "b", 1, 1)
     assert commands[0] == AbandonCheckpoint(1, 1, "b was done before writing its shards")
     assert isinstance(commands[-1], FinishJob)
+
+
+def test_an_upload_begun_after_a_writer_was_done_does_not_hold_up_the_end() -> None:
+    """a began the last checkpoint in generation 1; b never did, and is done in generation 2."""
+    script = ddp()
+    script.train(1)
+    regroup(script, 1, 1)
+    script.tell(WorkerDone, "b", 2, 1)
+    reason = "b left or was done before writing its shards"
+    assert write(script, 1, "a") == [AbandonCheckpoint(1, 1, reason)]
+    assert isinstance(script.tell(WorkerDone, "a", 2, 1)[-1], FinishJob)
 
 
 def test_one_alone_holds_nothing_and_commits_at_once() -> None:
