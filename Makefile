@@ -1,0 +1,65 @@
+# make demo: a node of four is lost, and comes back.   make test: everything that CI runs.
+# Both need Python 3.11-3.13 and nothing else: .venv is made on the way.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -q --durations=5
+STAMP := .venv/.installed
+SOURCES := elastic_ft chaos tests benchmarks examples
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean venv \
+  test-tidy test-core test-sim test-storage test-runtime test-multiproc test-cli test-ray
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+	@echo "also: make lint | bench | clean | test-<tier>"
+
+venv: $(STAMP)
+
+# torch first and alone: what is installed after it can then pull no other build.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; \
+	  sys.exit(0 if (3, 11) <= v <= (3, 13) else f"Python 3.11-3.13 is needed, found {v[0]}.{v[1]}: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/elastic-ft demo
+
+# One tier after the other, the cheapest first: the first that fails ends it.
+test: lint
+	$(MAKE) --no-print-directory test-tidy
+	$(MAKE) --no-print-directory test-core
+	$(MAKE) --no-print-directory test-sim
+	$(MAKE) --no-print-directory test-storage
+	$(MAKE) --no-print-directory test-runtime
+	$(MAKE) --no-print-directory test-multiproc
+	$(MAKE) --no-print-directory test-cli
+	$(MAKE) --no-print-directory test-ray
+
+lint: $(STAMP)
+	$(BIN)/ruff check --no-cache $(SOURCES)
+	$(BIN)/ruff format --no-cache --check $(SOURCES)
+	$(BIN)/mypy --strict --follow-imports=silent -p elastic_ft.core
+
+# Seconds for one test of the tier: on two cores each takes a small part of it.
+test-tidy test-core: TIMEOUT_S := 60
+test-sim test-storage test-runtime: TIMEOUT_S := 120
+test-multiproc test-cli: TIMEOUT_S := 180
+test-ray: TIMEOUT_S := 300
+test-tidy test-core test-sim test-storage test-runtime test-multiproc test-cli test-ray: test-%: $(STAMP)
+	$(PYTEST) --timeout=$(TIMEOUT_S) tests/$*
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/pause.py --strategy ddp --kill worker
+	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill worker
+	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill raylet
+
+# What the targets above made; runs/ is yours.
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

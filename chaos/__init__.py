@@ -1,0 +1,1 @@
+"""Chaos: faults as data, a runner that injects them from outside, and checks of what came out."""

@@ -1,0 +1,588 @@
+"""``elastic-ft``: run a job file, watch it, break it on purpose.
+
+Exit codes: 0 completed; 1 failed or suspended, or a fault of the scenario never fired; 2 bad usage
+or a bad job file, one line says which key and why, nothing was started; 130 interrupted, after a
+clean stop. What is heavy (torch, ray) is imported once the cheap checks have passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+
+from elastic_ft.config import Job, load_job, parse_job
+from elastic_ft.errors import ConfigError, ElasticError, UsageError
+
+if TYPE_CHECKING:
+    from chaos.runner import Runner
+    from elastic_ft.preflight import Checked, Place
+
+COMPLETED, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+STEP_LINE_EVERY_S = 5.0  # where there is no terminal
+WATCH_EVERY_S = 0.2
+RATE_STEPS = 20  # tokens/s and ETA are those of the last steps
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Fault-tolerant, elastic training on Ray: a lost node costs a pause, not the job.",
+)
+
+
+def main() -> None:
+    sys.exit(_main(sys.argv[1:]))
+
+
+def _main(arguments: list[str]) -> int:
+    """Returns the exit code. A user's mistake is one line on stderr."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        return int(typer.main.get_command(app).main(arguments, "elastic-ft", standalone_mode=False))
+    except UsageError as error:
+        return _complain(error, BAD_USAGE)
+    except ElasticError as error:
+        return _complain(error, FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        if hasattr(error, "format_message"):  # click's own, of a module that typer moves about
+            message = error.format_message()
+            return _complain(f"{message} (see elastic-ft --help)", BAD_USAGE) if message else 2
+        raise
+
+
+def _complain(message: object, code: int) -> int:
+    print(f"elastic-ft: {' '.join(str(message).split())}", file=sys.stderr)
+    return code
+
+
+# ----------------------------------------------------------------------------- commands
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+Address = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
+LocalNodes = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
+]
+Processes = Annotated[
+    bool, typer.Option("--processes", help="Plain processes, no Ray: for debugging.")
+]
+Chaos = Annotated[
+    str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
+]
+Out = Annotated[
+    str | None, typer.Option(metavar="DIR", help="The run folder, any fsspec URL [runs/<name>].")
+]
+
+
+@app.command()
+def run(
+    job_file: JobFile,
+    address: Address = None,
+    local_nodes: LocalNodes = None,
+    processes: Processes = False,
+    chaos: Chaos = None,
+    out: Out = None,
+) -> int:
+    """Train a job; in a run folder that has checkpoints, go on from the newest good one.
+
+    Without --address, --local-nodes and --processes: on the cluster at RAY_ADDRESS if that is set,
+    else on a local one of as many nodes as the job asks for.
+    """
+    job = load_job(job_file)
+    where = _where(job, address, local_nodes, processes)
+    return _train(job, out or f"runs/{job.name}", where, chaos)
+
+
+@app.command()
+def resume(
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an earlier run.")],
+    address: Address = None,
+    local_nodes: LocalNodes = None,
+    processes: Processes = False,
+    chaos: Chaos = None,
+) -> int:
+    """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
+    job = parse_job(yaml.safe_load(_read(run_folder, "job.yaml")), f"{run_folder}/job.yaml")
+    return _train(job, run_folder, _where(job, address, local_nodes, processes), chaos)
+
+
+@app.command()
+def events(
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+) -> int:
+    """Print a run's journal: every decision with its reason."""
+    from chaos.watch import Tail
+
+    _read(run_folder, "events.jsonl")
+    tail, first_s = Tail(run_folder, "events.jsonl"), 0.0
+    while True:
+        for line in tail.read():
+            first_s = first_s or line["at_s"]
+            print(_event_line(line, line["at_s"] - first_s), flush=True)
+            follow = follow and line["event"] != "finished"
+        if not follow:
+            return COMPLETED
+        time.sleep(WATCH_EVERY_S)
+
+
+@app.command()
+def demo(out: Out = None) -> int:
+    """Lose a node of four and get one back; then show that nothing else was lost."""
+    job_file = Path(__file__).parents[1] / "examples" / "demo.yaml"
+    if not job_file.is_file():
+        raise ConfigError(f"{job_file} is missing: the demo runs from a checkout of the repository")
+    return _demo(load_job(job_file), out or "runs/demo")
+
+
+def _read(run_folder: str, name: str) -> str:
+    """Returns the text of a file of a run folder. Raises ConfigError if there is none."""
+    import fsspec
+
+    try:
+        with fsspec.open(f"{run_folder.rstrip('/')}/{name}", "r") as file:
+            return str(file.read())
+    except Exception as error:  # any filesystem may raise anything
+        kind = type(error).__name__
+        raise ConfigError(f"{run_folder}: not a run folder: no {name} ({kind})") from None
+
+
+# ------------------------------------------------------------------------ where it runs
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """One of: a Ray cluster at ``address``, one of ``nodes`` made here, plain processes."""
+
+    address: str | None = None
+    nodes: int = 0
+    processes: bool = False
+    cpus_per_node: int = 1
+
+    def place(self) -> Place:
+        from elastic_ft.preflight import Place
+
+        slots = self.nodes * self.cpus_per_node
+        if self.address is not None:
+            name = f"the Ray cluster at {self.address}"
+            return Place(name, address=self.address, can_add=False)
+        if self.processes:
+            return Place("this machine (--processes)", slots)
+        return Place(f"a local cluster of {self.nodes} nodes", slots, has_raylets=True)
+
+
+def _where(job: Job, address: str | None, local_nodes: int | None, processes: bool) -> Where:
+    given = {"--address": address, "--local-nodes": local_nodes, "--processes": processes or None}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)}: expected at most one of them")
+    elastic = job.elastic
+    needed = -(-elastic.max_workers // elastic.workers_per_node)
+    if processes:
+        return Where(nodes=needed, processes=True, cpus_per_node=elastic.workers_per_node)
+    if not named:
+        address = os.environ.get("RAY_ADDRESS") or None
+    if address is not None:
+        return Where(address=address)
+    return Where(nodes=local_nodes or needed, cpus_per_node=elastic.workers_per_node)
+
+
+# ------------------------------------------------------------------------------ running
+
+
+def _train(job: Job, out: str, where: Where, chaos: str | None) -> int:
+    """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
+    checked = _check(job, out, where, chaos)
+    ended = _run(job, out, where, checked)
+    return _conclude(ended, out)
+
+
+def _check(job: Job, out: str, where: Where, chaos: str | None) -> Checked:
+    from elastic_ft.preflight import check
+
+    checked = check(job, out, where.place(), chaos)
+    say(f"{job.name}: {checked.parameters:,} parameters; {checked.data}")
+    for warning in checked.warnings:
+        say(f"warning: {warning}")
+    return checked
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a run ended. ``result``: what is in result.json; {} if it did not come so far."""
+
+    result: dict[str, Any]
+    error: str = ""
+    unfired: list[str] = field(default_factory=list)
+
+
+def _run(job: Job, out: str, where: Where, checked: Checked) -> Ended:
+    _forget_result(out)
+    with Progress(job, out):
+        if where.processes:
+            return _run_on_processes(job, out, where, checked)
+        return _run_on_ray(job, out, where, checked)
+
+
+def _conclude(ended: Ended, out: str) -> int:
+    result = ended.result
+    status, reason = result.get("status", "failed"), result.get("reason") or ended.error
+    if status == "stopped":
+        say(f"stopped: {reason}; run folder: {out}")
+        return INTERRUPTED
+    if status != "completed":
+        return _complain(f"{status}: {reason}; run folder: {out}", FAILED)
+    loss, goodput = result["final_loss"], result["goodput"]
+    last = f"loss {loss:.4f}, " if loss is not None else ""
+    say(f"completed: {result['steps']} steps, {last}goodput {goodput:.0%}; run folder: {out}")
+    if ended.unfired:
+        return _complain(f"faults that never fired: {'; '.join(ended.unfired)}", FAILED)
+    return COMPLETED
+
+
+def _run_on_processes(job: Job, out: str, where: Where, checked: Checked) -> Ended:
+    """As ``runtime.local.run_local``, with a controller that signals can stop."""
+    from chaos.runner import ProcessNodes
+    from elastic_ft.observe.run_folder import RunFolder
+    from elastic_ft.runtime.controller import Controller
+    from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
+
+    slots = where.cpus_per_node
+    host = LocalHost({f"n{i}": slots for i in range(where.nodes)}, WORKER_ENVIRONMENT)
+    with _chaos(checked, out, ProcessNodes(host, slots)) as runner:
+        inside = checked.faults.inside if checked.faults else ()
+        folder = RunFolder(out)
+        controller = Controller(job, host, folder, checked.checkpoint_url, faults=inside)
+        with _stopping(lambda: controller.stop("interrupted")):
+            result = controller.run()
+    return Ended(result, unfired=_unfired(checked, result, runner))
+
+
+def _run_on_ray(job: Job, out: str, where: Where, checked: Checked) -> Ended:
+    with contextlib.ExitStack() as stack:
+        nodes = None
+        if where.address is not None:
+            stack.enter_context(_connected(where.address))
+        else:
+            from chaos.runner import RayNodes
+            from elastic_ft.ray_train.cluster import LocalCluster
+
+            say(f"starting a Ray cluster of {where.nodes} nodes on this machine")
+            cluster = stack.enter_context(LocalCluster(where.nodes, where.cpus_per_node))
+            cluster.connect()
+            nodes = RayNodes(cluster)
+        _quieten_ray()
+        runner = stack.enter_context(_chaos(checked, out, nodes))
+        error = _fit(job, out, checked)
+        result = _result_of(out)
+        return Ended(result, error, _unfired(checked, result, runner))
+
+
+def _fit(job: Job, out: str, checked: Checked) -> str:
+    """Returns the error, one line; empty if there is none. result.json has the details."""
+    from ray.train import RunConfig, TrainingFailedError
+
+    from chaos.watch import local_path
+    from elastic_ft.ray_train.trainer import ElasticTrainer
+
+    folder = local_path(out)
+    url = out.rstrip("/") if folder is None else str(folder)
+    parent, _, name = url.rpartition("/")
+    trainer = ElasticTrainer(
+        job,
+        run_config=RunConfig(name=name, storage_path=parent or "/"),
+        faults=checked.faults.inside if checked.faults else (),
+    )
+    # Ray has a handler of its own for SIGTERM; the trainer's, for SIGINT, stops cleanly.
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        trainer.fit()
+    except (TrainingFailedError, ElasticError) as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """Raises ConfigError if there is no cluster at the address."""
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"--address: no Ray cluster at {address}: {line[:200]}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _quieten_ray() -> None:
+    """What Ray Train logs about the run, Progress says from the journal."""
+    for name in ("ray", "ray.train", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _stopping(stop: Callable[[], object]) -> Iterator[None]:
+    """The first two interrupts ask the controller, who obeys the second at once."""
+    count = 0
+
+    def on_interrupt(signum: int, frame: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 2:
+            raise KeyboardInterrupt
+        stop()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# ------------------------------------------------------------------------------- faults
+
+
+@contextlib.contextmanager
+def _chaos(checked: Checked, out: str, cluster: Any) -> Iterator[Runner | None]:
+    external = checked.faults.scenario.external if checked.faults else ()
+    if not external:
+        yield None
+        return
+    from chaos.runner import Runner
+
+    with Runner(external, out, cluster) as runner:
+        yield runner
+
+
+def _unfired(checked: Checked, result: dict[str, Any], runner: Runner | None) -> list[str]:
+    if checked.faults is None:
+        return []
+    fired = set(result.get("faults_fired", ()))
+    inside = enumerate(checked.faults.scenario.at_points)
+    missed = [str(fault) for index, fault in inside if index not in fired]
+    return missed + (runner.unfired if runner is not None else [])
+
+
+def _forget_result(out: str) -> None:
+    """An earlier run's result must not be taken for this one's."""
+    import fsspec
+
+    fs, path = fsspec.core.url_to_fs(f"{out.rstrip('/')}/result.json", use_listings_cache=False)
+    with contextlib.suppress(OSError):
+        fs.rm(path)
+
+
+def _result_of(out: str) -> dict[str, Any]:
+    import fsspec
+
+    fs, path = fsspec.core.url_to_fs(f"{out.rstrip('/')}/result.json", use_listings_cache=False)
+    try:
+        found = json.loads(fs.cat_file(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+# ----------------------------------------------------------------------------- progress
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    console.print(text, markup=False)
+
+
+def _lost(line: dict[str, Any]) -> str:
+    rank = "" if line.get("rank") is None else f" (rank {line['rank']})"
+    return f"lost {line['worker']}{rank}: {line['reason']}"
+
+
+def _formed(line: dict[str, Any]) -> str:
+    pids = ", ".join(str(member["pid"]) for member in line["members"])
+    return (
+        f"generation {line['generation']}: {line['layout']} from step {line['step']}, "
+        f"state from {line['source']}, pids {pids}"
+    )
+
+
+def _recovered(line: dict[str, Any]) -> str:
+    return (
+        f"recovered from {line['cause']} at step {line['at_step']}: "
+        f"{line['world_before']} -> {line['world_after']} workers, "
+        f"paused {line['paused_s']:.2f} s, {line['steps_lost']} steps lost"
+    )
+
+
+# What a person who waits wants to know; `elastic-ft events` shows the rest.
+SPOKEN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "job_started": lambda line: line["reason"],
+    "generation_formed": _formed,
+    "worker_lost": _lost,
+    "worker_hung": _lost,
+    "node_lost": lambda line: f"lost node {line['node'][:12]}: {line['reason']}",
+    "node_draining": lambda line: f"node {line['node'][:12]} is draining: {line['reason']}",
+    "drain_deferred": lambda line: line["reason"],
+    "suspended": lambda line: f"suspended: {line['reason']}",
+    "recovered": _recovered,
+    "rolled_back": lambda line: f"rolled back to step {line['step']}: {line['reason']}",
+    "worker_raised": lambda line: f"{line['worker']} raised: {line['reason']}",
+    "source_refused": lambda line: f"refused: {line['reason']}",
+    "checkpoint_refused": lambda line: f"checkpoint refused: {line['reason']}",
+    "checkpoint_failed": lambda line: f"checkpoint failed: {line['reason']}",
+    "checkpoint_warning": lambda line: f"checkpoint: {line['reason']}",
+    "checkpoint_committed": lambda line: f"checkpoint of step {line['step']}: {line['url']}",
+    "evaluated": lambda line: f"step {line['step']}: held-out loss {line['loss']:.4f}",
+    "fault_fired": lambda line: f"fault injected: {line['reason']}, {line['worker']}",
+    "stop_requested": lambda line: "stopping after this step and a checkpoint; again: at once",
+}
+
+
+def _event_line(line: dict[str, Any], elapsed_s: float) -> str:
+    return f"{elapsed_s:8.1f} s  g{line['generation']}  {line['event']}: {line['reason']}"
+
+
+class Progress:
+    """Says what a run does, from its folder: lines, and on a terminal a status below them."""
+
+    def __init__(self, job: Job, out: str) -> None:
+        from chaos.watch import Watch
+
+        self._job = job
+        self._watch = Watch(out)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RATE_STEPS)
+        self._began_s = time.monotonic()
+        self._next_line_s = 0.0
+        self._over = threading.Event()
+        self._status = console.status("starting") if console.is_terminal else None
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
+
+    def __enter__(self) -> Progress:
+        if self._status is not None:
+            self._status.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)
+        if self._status is not None:
+            self._status.stop()
+
+    def _follow(self) -> None:
+        last = False
+        while not last:
+            last = self._over.wait(WATCH_EVERY_S)
+            news, steps = self._watch.poll()
+            for line in news:
+                if line["event"] in SPOKEN:
+                    self._say(SPOKEN[line["event"]](line))
+            self._recent.extend(steps)
+            if steps:
+                self._show_step(steps[-1], last)
+
+    def _say(self, text: str) -> None:
+        say(f"{time.monotonic() - self._began_s:7.1f} s  {text}")
+
+    def _show_step(self, line: dict[str, Any], last: bool) -> None:
+        text = self._describe(line)
+        if self._status is not None:
+            self._status.update(text)
+            return
+        now = time.monotonic()
+        if now >= self._next_line_s or last or line["step"] == self._job.steps:
+            self._next_line_s = now + STEP_LINE_EVERY_S
+            self._say(text)
+
+    def _describe(self, line: dict[str, Any]) -> str:
+        first, count = self._recent[0], len(self._recent) - 1
+        text = f"step {line['step']}/{self._job.steps}  loss {line['loss']:.4f}"
+        spent_s = line["committed_at_s"] - first["committed_at_s"]
+        if count and spent_s > 0:
+            tokens = sum(step["tokens"] for step in list(self._recent)[1:])
+            left_s = (self._job.steps - line["step"]) * spent_s / count
+            text += f"  {tokens / spent_s:,.0f} tokens/s  ETA {_clock(left_s)}"
+        workers = line["world_size"]
+        return f"{text}  {workers} worker{'s' * (workers != 1)}  generation {line['generation']}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+# --------------------------------------------------------------------------------- demo
+
+
+def _demo(job: Job, out: str) -> int:
+    """The job with its scenario on a Ray cluster, then undisturbed, then the comparison."""
+    from chaos.check import compare_runs
+
+    began_s = time.monotonic()
+    for folder in (out, f"{out}-undisturbed"):
+        _start_afresh(folder)
+    where = _where(job, None, job.elastic.max_workers, False)
+    checked = _check(job, out, where, None)
+    say(f"the scenario: {'; '.join(map(str, checked.faults.scenario.faults))}")
+    code = _conclude(_run(job, out, where, checked), out)
+    if code != COMPLETED:
+        return code
+    say("")
+    say("the same job undisturbed, on two plain processes")
+    calm = _undisturbed(job)
+    beside = f"{out}-undisturbed"
+    where = _where(calm, None, None, True)
+    checked = _check(calm, beside, where, None)
+    code = _conclude(_run(calm, beside, where, checked), beside)
+    if code != COMPLETED:
+        return code
+    say("")
+    verdicts = compare_runs(Path(out), Path(beside), job, checked.samples)
+    for verdict in verdicts:
+        say(f"{'PASS' if verdict.passed else 'FAIL'}  {verdict.claim}: {verdict.found}")
+    failures = sum(not verdict.passed for verdict in verdicts)
+    say(f"{'FAIL' if failures else 'PASS'}  demo in {time.monotonic() - began_s:.0f} s")
+    return FAILED if failures else COMPLETED
+
+
+def _undisturbed(job: Job) -> Job:
+    """The same training, without faults and checkpoints, at another number of workers."""
+    values = job.model_dump()
+    values["elastic"] |= {"min_workers": 2, "max_workers": 2}
+    values["checkpoint"] |= {"every_steps": 0, "final": False}
+    values["faults"] = {}
+    return parse_job(values)
+
+
+def _start_afresh(folder: str) -> None:
+    """Removes an earlier demo's run folder, and nothing that is not one."""
+    import shutil
+
+    path = Path(folder)
+    if (path / "job.yaml").is_file() and (path / "events.jsonl").is_file():
+        shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    main()

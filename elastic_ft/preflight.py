@@ -1,0 +1,261 @@
+"""Finds what the user can fix before anything starts: no process, no run folder, no cluster.
+
+Cheap checks come first, so that most mistakes are answered without importing torch.
+"""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from elastic_ft.config import Job
+from elastic_ft.errors import CheckpointMismatch, ConfigError, StateDamaged, StorageError
+from elastic_ft.storage.store import check_access
+
+if TYPE_CHECKING:
+    from chaos.scenario import Armed, Scenario
+    from elastic_ft.runtime.data import DataBundle
+
+CONNECT_TIMEOUT_S = 5.0
+
+TensorTable = dict[str, tuple[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job is about to run.
+
+    Attributes:
+        slots: how many workers fit at the start; None if that is not known (a cluster elsewhere).
+        address: of a Ray cluster that is there already.
+        can_add: whether nodes can be added and killed from here.
+        has_raylets: whether nodes have one that can be killed.
+    """
+
+    name: str
+    slots: int | None = None
+    address: str | None = None
+    can_add: bool = True
+    has_raylets: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the checks found out on the way.
+
+    Attributes:
+        samples: of the training data; in words: ``data``.
+        warnings: worth a line, no obstacle.
+    """
+
+    checkpoint_url: str
+    samples: int
+    data: str
+    parameters: int
+    faults: Armed | None
+    warnings: tuple[str, ...] = ()
+
+
+def check(job: Job, out: str, place: Place, chaos: str | None = None) -> Checked:
+    """Raises UsageError, one line that names the key and says why. Changes nothing.
+
+    Args:
+        out: the run folder, any fsspec URL.
+        chaos: a fault scenario; without one, the job's own.
+    """
+    check_workers(job, place)
+    if place.address is not None:
+        check_address(place.address)
+    scenario = _load_scenario(job, place, chaos)
+    url = job.checkpoint.url or f"{out.rstrip('/')}/checkpoints"
+    check_writable("run folder (--out)", out)
+    warnings: tuple[str, ...] = ()
+    if job.checkpoint.url is not None:
+        warnings = check_writable("checkpoint.url", url)
+    bundle, tensors, parameters = _check_model_and_data(job)
+    check_optimizer(job)
+    check_checkpoint(url, tensors)
+    return Checked(
+        checkpoint_url=url,
+        samples=len(bundle.train),
+        data=bundle.description,
+        parameters=parameters,
+        faults=None if scenario is None else _arm(scenario, chaos or job.faults.scenario),
+        warnings=warnings,
+    )
+
+
+def check_workers(job: Job, place: Place) -> None:
+    elastic, parallel = job.elastic, job.parallel
+    if place.slots is not None and elastic.min_workers > place.slots:
+        raise ConfigError(
+            f"elastic.min_workers: {elastic.min_workers} workers are needed, "
+            f"{place.name} has room for {place.slots}"
+        )
+    if parallel.strategy == "hsdp" and parallel.shard_size is None:
+        raise ConfigError(
+            "parallel.shard_size: required for strategy hsdp: how many ranks share one replica"
+        )
+    if parallel.strategy != "hsdp" and parallel.shard_size is not None:
+        raise ConfigError(
+            f"parallel.shard_size: {parallel.shard_size} has no meaning for strategy "
+            f"{parallel.strategy}, only for hsdp"
+        )
+    if parallel.shard_size is not None and parallel.shard_size > elastic.max_workers:
+        raise ConfigError(
+            f"parallel.shard_size: {parallel.shard_size} is greater than elastic.max_workers "
+            f"{elastic.max_workers}"
+        )
+
+
+def check_address(address: str) -> None:
+    """Whether anyone listens there: Ray itself would try for minutes. Raises ConfigError."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():  # "auto": Ray looks for a cluster of this machine, and says at once
+        return
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--address: no Ray cluster at {address}: {reason}") from None
+
+
+# ------------------------------------------------------------------------------- faults
+
+
+def _load_scenario(job: Job, place: Place, chaos: str | None) -> Scenario | None:
+    key = "--chaos" if chaos is not None else "faults.scenario"
+    name = chaos if chaos is not None else job.faults.scenario
+    if name is None:
+        return None
+    from chaos.scenario import Kill, load_scenario
+
+    try:
+        scenario = load_scenario(name)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    for fault in scenario.external:
+        if not place.can_add:
+            raise ConfigError(f"{key}: {name}: cannot {fault}: {place.name} is not ours to break")
+        if isinstance(fault, Kill) and fault.kill == "raylet" and not place.has_raylets:
+            raise ConfigError(f"{key}: {name}: cannot {fault}: {place.name} has no raylets")
+    return scenario
+
+
+def _arm(scenario: Scenario, name: str | None) -> Armed:
+    from chaos.scenario import arm
+
+    try:
+        return arm(scenario)
+    except ConfigError as error:
+        raise ConfigError(f"fault scenario {name}: {error}") from None
+
+
+# ------------------------------------------------------------------------------ storage
+
+
+def check_writable(key: str, url: str) -> tuple[str, ...]:
+    """Returns warnings. Raises StorageError. Leaves nothing behind, not even a folder."""
+    from elastic_ft.storage.backends import Local, backend_of
+
+    try:
+        backend, _ = backend_of(url)
+        if isinstance(backend, Local):
+            _check_folder(url)
+            return ()
+        return check_access(url)
+    except StorageError as error:
+        raise StorageError(f"{key}: {error}") from None
+
+
+def _check_folder(url: str) -> None:
+    """Writes a file where the folder is, or would be made. (Root may write where modes forbid.)"""
+    folder = Path(url.removeprefix("file://")).absolute()
+    found = next(path for path in (folder, *folder.parents) if path.exists())
+    if not found.is_dir():
+        raise StorageError(f"{folder}: {found} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=found):
+            pass
+        if found != folder:  # some filesystems take files and no folders
+            Path(tempfile.mkdtemp(prefix=".probe-", dir=found)).rmdir()
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot write in {found}: {error.strerror}") from None
+
+
+# ------------------------------------------------------------------------ model, data
+
+
+def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int]:
+    """The open data; dtype and shape of every tensor that a checkpoint holds of the model."""
+    import torch
+
+    from elastic_ft.models.build import build_model
+    from elastic_ft.runtime.data import preflight
+
+    bundle, parameters = preflight(job)
+    count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
+    with torch.device("meta"):
+        model = build_model(
+            job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
+        )
+    persistent = model.state_dict().keys()
+    tensors: dict[str, Any] = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    table = {
+        f"model.{name}": (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    return bundle, table, count
+
+
+def check_optimizer(job: Job) -> None:
+    """Makes one for a small tensor. Raises ConfigError."""
+    import torch
+
+    from elastic_ft.models.imports import import_object, one_line
+    from elastic_ft.runtime.engines.native import make_optimizer
+
+    config = job.optimizer
+    if ":" in config.name:
+        import_object(config.name, "optimizer.name", ConfigError)
+    try:
+        make_optimizer(config, {"weight": torch.nn.Parameter(torch.zeros(2, 2))})
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"optimizer.kwargs: {config.name}: {one_line(error)}") from error
+
+
+def check_checkpoint(url: str, expected: TensorTable) -> None:
+    """Compares the newest checkpoint with the model. Raises CheckpointMismatch.
+
+    A damaged manifest is not refused here: the job falls back to an older one, and says so (I5).
+    """
+    from elastic_ft.errors import StoreFailed
+    from elastic_ft.runtime.restore import mismatch_message
+    from elastic_ft.storage import checkpoints
+    from elastic_ft.storage.store import open_store
+
+    store = open_store(url, deadline_s=20)
+    try:
+        refs = checkpoints.committed(store)
+        if not refs:
+            return
+        manifest = checkpoints.load_manifest(store, refs[0])
+    except StateDamaged:
+        return
+    except StoreFailed as error:
+        raise StorageError(f"checkpoint.url: {error}") from None
+    found = {
+        name: (spec.dtype, tuple(spec.shape))
+        for name, spec in manifest.tensors.items()
+        if name.startswith("model.")
+    }
+    if found != expected:
+        raise CheckpointMismatch(
+            f"checkpoint.url: {mismatch_message(refs[0].url, found, expected)}"
+        )

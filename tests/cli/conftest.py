@@ -1,0 +1,119 @@
+"""Tiny jobs through the command line, in a folder of their own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elastic_ft.observe.run_folder import read_lines
+
+DEADLINE_S = 120.0
+JOB: dict[str, Any] = {
+    "name": "tiny",
+    "steps": 12,
+    "model": {
+        "preset": "decoder-1m",
+        "kwargs": {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32},
+    },
+    "data": {"url": "stdlib:", "vocab_size": 300, "sequence_length": 16, "max_tokens": 40_000},
+    "batch": {"global_batch_size": 4, "micro_batch_size": 1},
+    "elastic": {"min_workers": 1, "max_workers": 2, "gather_s": 60},
+    "audit": True,
+}
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, cache_dir: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory of its own; this process's signal handlers are put back."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    path = list(sys.path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    yield tmp_path
+    sys.path[:] = path
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.fixture
+def write_job(folder: Path, cache_dir: str) -> Callable[..., str]:
+    def write(changes: dict[str, Any] | None = None) -> str:
+        """JOB with the values at dotted paths replaced, as a file."""
+        values = copy.deepcopy(JOB)
+        values["data"]["cache_dir"] = cache_dir
+        for path, value in (changes or {}).items():
+            *sections, key = path.split(".")
+            section = values
+            for name in sections:
+                section = section.setdefault(name, {})
+            section[key] = value
+        (folder / "job.yaml").write_text(yaml.safe_dump(values))
+        return "job.yaml"
+
+    return write
+
+
+class Command:
+    """``elastic-ft`` in a process group of its own, as a shell starts it."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "elastic_ft.cli", *arguments],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr)."""
+        out, err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, out, err
+
+    def until_step(self, step: int, run: str = "runs/tiny") -> None:
+        path, deadline_s = self.folder / run / "steps.jsonl", time.monotonic() + DEADLINE_S
+        pause = threading.Event()
+        while not (lines := read_lines(path)) or lines[-1]["step"] < step:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline_s, f"no step {step}: {lines[-1:]}"
+            pause.wait(0.02)
+
+    def interrupt(self) -> None:
+        """Ctrl C at a terminal: everyone in the foreground gets it."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., Command]]:
+    commands: list[Command] = []
+
+    def begin(*arguments: str) -> Command:
+        commands.append(Command(folder, *arguments))
+        return commands[-1]
+
+    yield begin
+    for command in commands:
+        command.kill()

@@ -1,0 +1,197 @@
+"""Whole runs through the command line: exit codes, and what the run folder holds."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chaos.check import Folder
+from elastic_ft.cli import COMPLETED, FAILED, INTERRUPTED, _main
+from elastic_ft.config import load_job
+from elastic_ft.core.invariants import Expected, check_run
+
+Start = Callable[..., Any]
+WriteJob = Callable[..., str]
+STEP_KEYS = {
+    *("step", "generation", "world_size", "layout", "loss", "lr", "grad_norm"),
+    *("samples", "tokens", "step_time_s"),
+}
+RESULT_KEYS = {
+    *("status", "reason", "steps", "samples", "final_loss", "state_digest"),
+    *("goodput", "badput", "generations", "recoveries"),
+}
+RECOVERY_KEYS = {
+    *("cause", "at_step", "noticed_s", "paused_s", "steps_lost", "source", "bytes_moved"),
+    *("world_before", "world_after", "layout_before", "layout_after", "survivors_kept_pid"),
+}
+
+
+def check(path: Path, *, starts: int = 1, **expected: Any) -> Folder:
+    """The run folder, which contradicts no invariant.
+
+    Worker ids begin anew with every start, so I1 and I6 say nothing of a folder of several.
+    """
+    found = Folder.of(path)
+    violations = check_run(
+        found.events, found.steps, found.ledger, found.result, Expected(**expected)
+    )
+    silent = () if starts == 1 else ("I1", "I6")
+    assert [str(found) for found in violations if found.invariant not in silent] == []
+    return found
+
+
+def test_a_run_completes_and_its_folder_tells(
+    start: Start, write_job: WriteJob, folder: Path
+) -> None:
+    code, out, err = start("run", write_job(), "--processes").finish()
+    assert (code, err) == (COMPLETED, "")
+    assert out.splitlines()[-1].startswith("completed: 12 steps")
+    run = check(folder / "runs/tiny", seed=0, global_batch_size=4, steps=12, status="completed")
+    assert run.result is not None
+    assert run.result.keys() >= RESULT_KEYS
+    assert all(line.keys() >= STEP_KEYS for line in run.steps)
+    assert [line["step"] for line in run.steps] == list(range(1, 13))
+    assert run.ledger is not None
+    assert load_job(folder / "runs/tiny/job.yaml").name == "tiny"
+    formed = next(line for line in run.events if line["event"] == "generation_formed")
+    assert formed.keys() >= {"step", "layout", "members"}
+    assert all(
+        member.keys() >= {"worker", "rank", "pid", "node", "host", "raylet_pid"}
+        for member in formed["members"]
+    )
+    committed = [line for line in run.events if line["event"] == "checkpoint_committed"]
+    assert committed[-1].keys() >= {"step", "url", "bytes", "seconds"}
+
+
+def test_an_interrupt_stops_cleanly_and_resume_goes_on(
+    start: Start, write_job: WriteJob, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job({"steps": 100_000})
+    command = start("run", job, "--processes")
+    command.until_step(3)
+    command.interrupt()
+    code, out, err = command.finish()
+    assert (code, err) == (INTERRUPTED, "")
+    assert out.splitlines()[-1].startswith("stopped: interrupted; last good checkpoint: step")
+    stopped = check(folder / "runs/tiny", seed=0, global_batch_size=4, status="stopped")
+    manifest = max((folder / "runs/tiny/checkpoints/manifests").iterdir())
+    last = stopped.steps[-1]["step"]
+    assert int(manifest.name.split("-")[0]) == last
+
+    saved = yaml.safe_load((folder / "runs/tiny/job.yaml").read_text()) | {"steps": last + 4}
+    (folder / "runs/tiny/job.yaml").write_text(yaml.safe_dump(saved))
+    code, out, err = start("resume", "runs/tiny", "--processes").finish()
+    assert (code, err) == (COMPLETED, "")
+    assert "resuming from checkpoint" in out
+    resumed = check(folder / "runs/tiny", starts=2, seed=0, global_batch_size=4, steps=last + 4)
+    assert resumed.steps[: len(stopped.steps)] == stopped.steps
+
+    assert _main(["events", "runs/tiny"]) == COMPLETED
+    journal = capfd.readouterr().out
+    assert len(journal.splitlines()) == len(resumed.events)
+    assert "finished: all" in journal
+
+
+def test_sigterm_is_an_interrupt_and_a_second_one_is_obeyed_at_once(
+    start: Start, write_job: WriteJob, folder: Path
+) -> None:
+    command = start("run", write_job({"steps": 100_000}), "--processes")
+    command.until_step(3)
+    command.process.send_signal(signal.SIGTERM)
+    command.process.send_signal(signal.SIGINT)
+    code, out, _ = command.finish()
+    assert code == INTERRUPTED
+    assert out.splitlines()[-1].startswith("stopped: interrupted")
+    assert json.loads((folder / "runs/tiny/result.json").read_text())["status"] == "stopped"
+
+
+def test_a_failing_job_ends_with_one_line(start: Start, write_job: WriteJob, folder: Path) -> None:
+    (folder / "broken.py").write_text(
+        "import torch\n"
+        "class Data:\n"
+        "    def __len__(self): return 1000\n"
+        "    def __getitem__(self, i): raise RuntimeError('sample is rotten')\n"
+        "def data(): return Data()\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x): return super().forward(x).sum(), 1\n"
+    )
+    job = write_job(
+        {
+            "data": {"path": "broken:data"},
+            "model": {"path": "broken:Model", "kwargs": {"in_features": 2, "out_features": 2}},
+            "elastic.max_user_failures": 0,
+        }
+    )
+    code, _, err = start("run", job, "--processes").finish()
+    assert code == FAILED
+    assert err.count("\n") == 1, err
+    assert "sample is rotten" in err
+    assert "Traceback" not in err
+    assert json.loads((folder / "runs/tiny/result.json").read_text())["status"] == "failed"
+
+
+def test_a_scenario_strikes_from_outside_and_inside(
+    start: Start, write_job: WriteJob, folder: Path
+) -> None:
+    (folder / "faults.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "faults": [
+                    {"at_step": 20, "kill": "node", "of_rank": 1},
+                    {"at_event": "recovered", "add": "node"},
+                    {"point": "backward", "rank": 0, "step": 300, "action": "kill"},
+                ]
+            }
+        )
+    )
+    job = write_job({"steps": 400, "parallel.strategy": "fsdp"})
+    code, out, err = start("run", job, "--processes", "--chaos", "faults.yaml").finish()
+    assert (code, err) == (COMPLETED, ""), out
+    run = check(folder / "runs/tiny", seed=0, global_batch_size=4, steps=400, status="completed")
+    assert run.result is not None
+    assert run.result["recoveries"][0].keys() >= RECOVERY_KEYS
+    assert run.recovery("node_lost")["steps_lost"] == 0
+    assert run.recovery("worker_joined") != {}
+    assert run.result["faults_fired"] == [0]
+    fired = [json.loads(line) for line in (folder / "runs/tiny/chaos.jsonl").open()]
+    assert [line["fault"] for line in fired] == [
+        "kill node of rank 1 at step 20",
+        "add node at event recovered",
+    ]
+    assert "recovered from" in out
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ({"at_step": 1000, "kill": "worker", "of_rank": 0}, "kill worker of rank 0 at step 1000"),
+        ({"at_event": "suspended", "add": "node"}, "add node at event suspended"),
+        ({"at_step": 3, "stop": "worker", "of_rank": 7}, "stop worker of rank 7 at step 3"),
+        ({"point": "data", "step": 1000, "action": "raise"}, "raise at data of step 1000"),
+    ],
+    ids=["step", "event", "rank", "point"],
+)
+def test_a_fault_that_never_fired_fails_the_run(
+    start: Start, write_job: WriteJob, folder: Path, fault: dict[str, Any], name: str
+) -> None:
+    (folder / "faults.yaml").write_text(yaml.safe_dump({"faults": [fault]}))
+    job = write_job({"faults.scenario": "faults.yaml"})
+    code, out, err = start("run", job, "--processes").finish()
+    assert code == FAILED
+    assert "completed: 12 steps" in out
+    assert err.count("\n") == 1
+    assert f"faults that never fired: {name}" in err
+
+
+def test_a_run_on_local_nodes(start: Start, write_job: WriteJob, folder: Path) -> None:
+    code, out, err = start("run", write_job(), "--local-nodes", "2", "--out", "there").finish()
+    assert (code, err) == (COMPLETED, ""), out
+    run = check(folder / "there", seed=0, global_batch_size=4, steps=12, status="completed")
+    formed = next(line for line in run.events if line["event"] == "generation_formed")
+    assert len({member["raylet_pid"] for member in formed["members"]}) == 2

@@ -1,0 +1,31 @@
+"""For every tier: what the tests started is gone when they end."""
+
+from __future__ import annotations
+
+import psutil
+import pytest
+
+LEAK_DEADLINE_S = 10.0
+STAY = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # as long as we do
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Fails a session that leaves processes behind, and names them."""
+    _, left = psutil.wait_procs(_started(), timeout=LEAK_DEADLINE_S)
+    if left:
+        names = "; ".join(_describe(process) for process in left)
+        print(f"\nprocesses left behind: {names}")
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def _started() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if not any(s in _describe(process) for s in STAY)]
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+    except psutil.NoSuchProcess:
+        return f"{process.pid} (gone)"
