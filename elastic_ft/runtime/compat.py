@@ -27,6 +27,12 @@ def abort_nccl(group: dist.ProcessGroup) -> None:
     backend.abort()
 
 
+def reset_group_names() -> None:
+    """Starts counting groups anew. torch does it when the world is destroyed, but not when its
+    making failed: this worker's next world would then have another name than its peers'."""
+    c10d._world.group_count = 0
+
+
 def forget_meshes() -> None:
     """Drops what torch caches by mesh. Meshes of two generations compare equal, so these caches
     would hand out the groups of a generation that is gone."""

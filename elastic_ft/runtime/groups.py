@@ -10,12 +10,9 @@ forming. NCCL is aborted through its communicators.
 from __future__ import annotations
 
 import datetime
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,50 +23,9 @@ from elastic_ft.core.events import Assignment, WorkerId
 from elastic_ft.core.layout import Layout
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime import compat
+from elastic_ft.runtime.links import Links, Socket, inet_sockets, shut_down
 
 FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
-
-
-@dataclass(frozen=True)
-class _Socket:
-    fd: int
-    inode: int
-    local_port: int
-    peer_port: int | None  # None: listening
-
-
-def _inet_sockets() -> Iterator[_Socket]:
-    """This process's TCP sockets."""
-    for entry in os.scandir("/proc/self/fd"):
-        fd = int(entry.name)
-        try:
-            if not os.readlink(entry.path).startswith("socket:"):  # noqa: PTH115
-                continue
-            copy = socket.socket(fileno=os.dup(fd))
-        except OSError:
-            continue  # closed meanwhile
-        with copy:
-            if copy.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            try:
-                listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                peer = None if listening else copy.getpeername()[1]
-                yield _Socket(fd, os.fstat(copy.fileno()).st_ino, copy.getsockname()[1], peer)
-            except OSError:
-                continue  # not connected
-
-
-def _shut_down(found: _Socket) -> None:
-    try:
-        copy = socket.socket(fileno=os.dup(found.fd))
-    except OSError:
-        return  # closed meanwhile
-    with copy:
-        if os.fstat(copy.fileno()).st_ino == found.inode:
-            try:
-                copy.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # not connected any more
 
 
 class Groups:
@@ -84,7 +40,7 @@ class Groups:
     """
 
     def __init__(
-        self, assignment: Assignment, worker: WorkerId, store_address: tuple[str, int]
+        self, assignment: Assignment, worker: WorkerId, store: tuple[str, int] | Links
     ) -> None:
         self.assignment, self.worker = assignment, worker
         self.rank = assignment.rank_of(worker)
@@ -94,8 +50,8 @@ class Groups:
         self.mesh: DeviceMesh | None = None
         self.host: Any = None
         self.store: dist.Store | None = None
-        self._store_address = store_address
-        self._store_sockets: list[_Socket] = []
+        self._links = store if isinstance(store, Links) else Links(store, FORM_TIMEOUT_S)
+        self._store_sockets: tuple[Socket, ...] = ()
         self._gloo_ports: set[int] = set()
         self._lock = threading.Lock()
         self._aborted = ""
@@ -117,9 +73,9 @@ class Groups:
         self._uses_cuda = device.type == "cuda"
         try:
             self._connect_store()
-            before = {s.inode for s in _inet_sockets() if s.peer_port is None}
+            before = {s.inode for s in inet_sockets() if s.peer_port is None}
             self._make_groups(device, reach)
-            fresh = [s for s in _inet_sockets() if s.peer_port is None and s.inode not in before]
+            fresh = [s for s in inet_sockets() if s.peer_port is None and s.inode not in before]
             self._exchange_ports([s.local_port for s in fresh])
             self.barrier("formed")
             self._check()
@@ -142,14 +98,10 @@ class Groups:
         return self.assignment.generation
 
     def _connect_store(self) -> None:
-        known = {s.inode for s in _inet_sockets()}
-        host, port = self._store_address
-        timeout = datetime.timedelta(seconds=FORM_TIMEOUT_S)
-        client = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        mine = [s for s in _inet_sockets() if s.inode not in known and s.peer_port == port]
+        link = self._links.take()
         with self._lock:
-            self._store_sockets = mine
-        self.store = dist.PrefixStore(f"g{self.generation}", client)
+            self._store_sockets = link.sockets
+        self.store = dist.PrefixStore(f"g{self.generation}", link.store)
         self._check()
 
     def _make_groups(self, device: torch.device, reach: Callable[[str], None]) -> None:
@@ -206,12 +158,12 @@ class Groups:
         with self._lock:
             self._aborted = self._aborted or reason
             ports, stores = self._gloo_ports, {s.inode for s in self._store_sockets}
-        for found in list(_inet_sockets()):
+        for found in list(inet_sockets()):
             if found.peer_port is None:
                 continue  # a listener: shutting it down would abort the process
             is_gloo = found.local_port in ports or found.peer_port in ports
             if is_gloo or found.inode in stores:
-                _shut_down(found)
+                shut_down(found)
         if self._uses_cuda and dist.is_initialized():
             compat.abort_nccl(dist.group.WORLD)
 
@@ -232,6 +184,7 @@ class Groups:
         self.store = None
         if dist.is_initialized():
             dist.destroy_process_group()
+        compat.reset_group_names()
         compat.forget_meshes()
 
 

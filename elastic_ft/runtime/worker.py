@@ -42,7 +42,8 @@ from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.engines.base import State
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.faults import Points
-from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.groups import FORM_TIMEOUT_S, Groups
+from elastic_ft.runtime.links import Links
 from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
@@ -123,6 +124,8 @@ class Worker:
         self._welcome: Welcome
         self._channel, self._welcome = connect(address, key, member)
         self.job: Job = self._welcome.job
+        self._links = Links(self._welcome.store, FORM_TIMEOUT_S)
+        self._links.prepare()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
         self._news = threading.Condition()
         self._fence = 0  # the newest generation heard of: older ones are over (I1)
@@ -325,7 +328,7 @@ class Worker:
         tools.checkpointed_step = form.checkpointed_step
         if self._on_generation is not None and form.extra is not None:
             self._on_generation(form.extra)
-        groups = Groups(assignment, self.member.worker, self._welcome.store)
+        groups = Groups(assignment, self.member.worker, self._links)
         with self._news:
             self._groups = groups
             if self._fence > assignment.generation:
@@ -334,6 +337,7 @@ class Worker:
         self._points.enter(groups.generation, groups.rank, groups.world_size, step, form.fired)
         self._points("forming")
         groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s, self._points)
+        self._links.prepare()  # for the generation after this one
         _check_same_data(groups, tools.data.fingerprint)
         live = self._live[1] if self._live else {}
         restored = restore.restore(

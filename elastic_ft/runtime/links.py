@@ -1,0 +1,111 @@
+"""TCP connections that another thread can cut: this process's sockets, and links to the store."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Socket:
+    fd: int
+    inode: int
+    local_port: int
+    peer_port: int | None  # None: listening
+
+
+def inet_sockets() -> Iterator[Socket]:
+    """This process's TCP sockets."""
+    for entry in os.scandir("/proc/self/fd"):
+        fd = int(entry.name)
+        try:
+            if not os.readlink(entry.path).startswith("socket:"):  # noqa: PTH115
+                continue
+            copy = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue  # closed meanwhile
+        with copy:
+            if copy.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            try:
+                listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                peer = None if listening else copy.getpeername()[1]
+                yield Socket(fd, os.fstat(copy.fileno()).st_ino, copy.getsockname()[1], peer)
+            except OSError:
+                continue  # not connected
+
+
+def shut_down(found: Socket) -> None:
+    """Ends the connection; whoever blocks on it is woken. The descriptor stays its owner's."""
+    try:
+        copy = socket.socket(fileno=os.dup(found.fd))
+    except OSError:
+        return  # closed meanwhile
+    with copy:
+        if os.fstat(copy.fileno()).st_ino == found.inode:
+            try:
+                copy.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                return  # not connected any more
+
+
+@dataclass(frozen=True)
+class Link:
+    """A client of the store, and the sockets to shut down when it must not block any longer."""
+
+    store: dist.TCPStore
+    sockets: tuple[Socket, ...]
+
+
+class Links:
+    """Links to one store: a fresh one for each generation, the next made beforehand.
+
+    torch asks the DNS for the peer's name on every connect. Where the resolver is slow, or has
+    gone with the network that just failed, that takes 5 s and more: nobody may wait for it.
+    """
+
+    def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._lock = threading.Lock()
+        self._spare: Link | None = None
+        self._preparing = False
+
+    def take(self) -> Link:
+        """The spare link, or else a new one. Blocks for at most the timeout; raises as torch."""
+        with self._lock:
+            spare, self._spare = self._spare, None
+        return spare or self._connect()
+
+    def prepare(self) -> None:
+        """Makes the next link, in the background."""
+        with self._lock:
+            if self._spare is not None or self._preparing:
+                return
+            self._preparing = True
+        threading.Thread(target=self._prepare, name="store-link", daemon=True).start()
+
+    def _prepare(self) -> None:
+        link: Link | None = None
+        try:
+            link = self._connect()
+        except RuntimeError:
+            link = None  # no spare: ``take`` tries itself, and says so if it fails
+        finally:
+            with self._lock:
+                self._preparing = False
+                # Two sockets: somebody connected meanwhile, and whose is whose can't be told.
+                self._spare = link if link is not None and len(link.sockets) == 1 else None
+
+    def _connect(self) -> Link:
+        known = {s.inode for s in inet_sockets()}
+        host, port = self._address
+        timeout = datetime.timedelta(seconds=self._timeout_s)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        fresh = (s for s in inet_sockets() if s.inode not in known and s.peer_port == port)
+        return Link(store, tuple(fresh))
