@@ -86,8 +86,15 @@ class Assignment:
 
     @property
     def snapshots(self) -> bool:
-        """Whether every member keeps snapshots in host memory, and steps commit once held there."""
-        return any(buddy is not None for buddy in self.buddies)
+        """Whether every member keeps snapshots in host memory, and steps commit once held there.
+
+        Replicated shards need them as much as single ones: without, a loss between the first and
+        the last optimizer of a step can leave some shards at that step only, others at the one
+        before, and no step whole.
+        """
+        several_shards = len(self.layout.shards()) > 1
+        buddies = any(buddy is not None for buddy in self.buddies)
+        return buddies or (several_shards and self.layout.dp_replicate > 1)
 
     def rank_of(self, worker: WorkerId) -> int | None:
         return next((r for r, m in enumerate(self.members) if m.worker == worker), None)
