@@ -2,7 +2,8 @@
 
 Every node is a raylet of its own with its own object store and its own workers, so killing a node
 is what it is on a fleet: processes gone, nobody told. All of it lives in one private folder, on
-ports of the kernel's choosing, and dies with this process (the kernel sees to it).
+ports of the kernel's choosing, and dies with this process: the kernel sees to the raylets, their
+workers follow at once, and Ray's agents after a minute.
 """
 
 from __future__ import annotations

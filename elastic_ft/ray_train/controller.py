@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.train import Checkpoint, Result, TrainingFailedError, WorkerGroupError
+from ray.train import Checkpoint, Result, TrainingFailedError
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import WorkerId
@@ -213,22 +213,17 @@ class ElasticController(TrainController):
             return status
         await self._flush()
         if thread.error is not None:
-            raise thread.error
+            raise JobFailedError(f"the controller failed: {thread.error!r}") from thread.error
         assert thread.result is not None
         if thread.result["status"] in ("completed", "stopped"):
             return group.status(finished=True)
-        raise self._failure(thread.result)
+        raise JobFailedError(f"{thread.result['status']}: {thread.result['reason']}")
 
     async def _flush(self) -> None:
         deadline_s = self._loop.time() + FLUSH_S
         while not self._worker_group.flushed and self._loop.time() < deadline_s:
             await self._worker_group.poll(self._health_check_interval_s)
         self._rounds.deliver_carried()
-
-    def _failure(self, result: dict[str, Any]) -> TrainingFailedError:
-        reason = f"{result['status']}: {result['reason']}"
-        errors = self._worker_group.errors()
-        return WorkerGroupError(reason, errors) if errors else JobFailedError(reason)
 
     def _shutdown_worker_group(self) -> None:
         self._end_thread()
@@ -289,6 +284,7 @@ class ElasticController(TrainController):
             placements=self._run.placements,
             bundle=decision.resources_per_worker,
             label_selector=self._label_selector(),
+            workers_per_node=self._run.job.elastic.workers_per_node,
             train_loop=self._train_fn_ref.get(),
             controller=own_handle,
             on_formed=on_formed,

@@ -79,7 +79,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self._members: dict[WorkerId, Worker] = {}  # in rank order
         self._listening: dict[WorkerId, Worker] = {}  # and those that left, until flushed
         self._polls: dict[WorkerId, asyncio.Future[Polled]] = {}
-        self._last: dict[WorkerId, Polled] = {}
+        self._flushed: dict[WorkerId, Polled] = {}  # ended and heard out: their last status
         self._started = False
         self._callbacks = [c for c in self._callbacks if not isinstance(c, ReportCallbackHandler)]
         self._set_state([])
@@ -145,6 +145,7 @@ class ElasticWorkerGroup(WorkerGroup):
         """Takes over a membership that has formed. ``members``: in rank order."""
         self._members = members
         self._listening.update(members)
+        self._dismiss()
         self._set_state(list(members.values()), controller)
         context = self._worker_group_context
         self._worker_group_context = dataclasses.replace(context, num_workers=len(members))
@@ -192,7 +193,13 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def ended(self, worker: WorkerId) -> None:
         """The worker's training thread has ended in good order."""
-        if worker not in self._listening:
+        if worker not in self._listening and worker not in self._members:
+            self.on_flushed(worker)
+
+    def _dismiss(self) -> None:
+        """Those who have ended and are heard out are needed no more, the members excepted."""
+        for worker in [w for w in self._flushed if w not in self._members]:
+            del self._flushed[worker]
             self.on_flushed(worker)
 
     # ---------------------------------------------------------------------- polling
@@ -218,21 +225,20 @@ class ElasticWorkerGroup(WorkerGroup):
             status = poll.result()
         except RayActorError:  # the sentinel knows more, and tells
             return
-        self._last[worker] = status
         for refused in status.carried:
             self.rounds.carry(refused)
         if status.training_report is not None:
             self.rounds.add(worker, status.report_index, status.training_report)
         elif not status.running:
             self._listening.pop(worker, None)
-            if worker not in self._members:
-                self.on_flushed(worker)
+            self._flushed[worker] = status
+            self._dismiss()
 
     def status(self, *, finished: bool = False) -> WorkerGroupPollStatus:
         """What Ray Train's loop sees: all is well. Errors are elastic_ft's own business."""
         statuses: dict[int, WorkerStatus] = {}
         for rank, worker in enumerate(self._members):
-            last = self._last.get(worker)
+            last = self._flushed.get(worker)
             value = last.return_value if finished and last is not None else None
             statuses[rank] = WorkerStatus(running=not finished, return_value=value)
         return WorkerGroupPollStatus(statuses, self._worker_rank_to_replica_group_rank)
@@ -241,17 +247,6 @@ class ElasticWorkerGroup(WorkerGroup):
     def flushed(self) -> bool:
         """Whether every worker that ever took part has ended, or is gone, and is heard out."""
         return not self._listening
-
-    def errors(self) -> dict[int, Exception]:
-        """Rank -> exception of the members whose train function raised."""
-        raised = WorkerGroupPollStatus(
-            {
-                rank: self._last[worker]
-                for rank, worker in enumerate(self._members)
-                if worker in self._last
-            }
-        )
-        return dict(raised.errors)
 
 
 async def _poll(actor: ActorHandle) -> Polled:

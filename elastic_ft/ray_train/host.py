@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,12 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from elastic_ft.core.events import (
     Assignment,
@@ -27,7 +33,7 @@ from elastic_ft.core.events import (
     WorkerId,
     WorkerLost,
 )
-from elastic_ft.ray_train.compat import Worker, draining_nodes
+from elastic_ft.ray_train.compat import RAY_NODE_ID_KEY, Worker, draining_nodes
 from elastic_ft.ray_train.group import ElasticWorkerGroup, seats
 from elastic_ft.ray_train.worker import Seat, Task
 from elastic_ft.runtime.host import Inbox
@@ -39,6 +45,7 @@ DRAIN_DEADLINE_S = 120.0  # where the notice gives none
 EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, train context
 RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
 EARLY_S = 20.0
+PLACE_S = 1  # for free resources to be reserved (whole seconds); a longer wait is one for capacity
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -47,12 +54,13 @@ class Hosted:
     """One worker, from its placement group to its end."""
 
     worker: WorkerId
-    placement: PlacementGroup
+    placement: PlacementGroup | None = None
     actor: ActorHandle | None = None
     handle: Worker | None = None  # Ray Train's, once it is placed
     node: NodeId = ""
     task: asyncio.Task[None] | None = None
     born_s: float = field(default_factory=time.monotonic)
+    ended: bool = False  # its training thread has, in good order: its last report is awaited
 
 
 @dataclass(slots=True)
@@ -64,12 +72,14 @@ class Launch:
         placements: prefix of the names of placement groups, by which a later clean-up finds them.
         bundle: resources of a worker.
         label_selector: of the nodes it may run on.
+        workers_per_node: more than so many share a node only where no other has room.
     """
 
     prefix: str
     placements: str
     bundle: dict[str, float]
     label_selector: dict[str, str] | None
+    workers_per_node: int
     train_loop: Callable[[], Any] | None
     controller: ActorHandle
     on_formed: Callable[[dict[WorkerId, Worker]], None]
@@ -95,7 +105,8 @@ class RayHost:
         self._hosted: dict[WorkerId, Hosted] = {}
         self._free: list[PlacementGroup] = []  # reserved by a worker that died: for the next one
         self._nodes = Nodes()
-        self._wanted, self._count, self._failures = 0, 0, 0
+        self._wanted, self._count, self._reserved, self._failures = 0, 0, 0, 0
+        self._placing = asyncio.Lock()
         self._closed = False
         self._watchers: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
@@ -153,7 +164,7 @@ class RayHost:
 
     def retire(self, worker: WorkerId) -> None:
         """The worker has ended in good order and its last report is fetched."""
-        self._call(self._bury, worker)
+        self._call(self._retire, worker)
 
     # ------------------------------------------------------------------- the loop
 
@@ -184,17 +195,8 @@ class RayHost:
     def _begin(self) -> None:
         worker = f"{self._launch.prefix}w{self._count}"
         self._count += 1
-        placement = self._free.pop() if self._free else self._reserve(worker)
-        hosted = self._hosted[worker] = Hosted(worker, placement)
+        hosted = self._hosted[worker] = Hosted(worker)
         hosted.task = self._loop.create_task(self._host(hosted), name=worker)
-
-    def _reserve(self, worker: WorkerId) -> PlacementGroup:
-        selector = self._launch.label_selector
-        return placement_group(
-            [self._launch.bundle],
-            name=f"{self._launch.placements}{worker}",
-            bundle_label_selector=[selector] if selector else None,
-        )
 
     async def _host(self, hosted: Hosted) -> None:
         """The life of one worker."""
@@ -212,10 +214,54 @@ class RayHost:
         if cause:
             self._lost(hosted, cause)
         else:
+            hosted.ended = True
+            self._inbox(WorkerLost(time.time(), hosted.worker, "its train loop has ended"))
             self._launch.on_ended(hosted.worker)
 
+    async def _place(self, hosted: Hosted) -> PlacementGroup:
+        """Reserves resources; ones that are free already on a node that is not full of workers.
+
+        One after the other, as each looks where the others are. Returns a group that may be yet
+        to be placed.
+        """
+        async with self._placing:
+            if self._free:
+                hosted.placement = self._free.pop()
+                return hosted.placement
+            on = Counter(other.node for other in self._hosted.values() if other.node)
+            full = [node for node, count in on.items() if count >= self._launch.workers_per_node]
+            hosted.placement = self._reserve(hosted.worker, full)
+            if await self._is_placed(hosted):
+                return hosted.placement
+            if full:
+                remove_placement_group(hosted.placement)
+                hosted.placement = self._reserve(hosted.worker, [])
+                await self._is_placed(hosted)
+            return hosted.placement
+
+    def _reserve(self, worker: WorkerId, avoid: list[NodeId]) -> PlacementGroup:
+        self._reserved += 1
+        selector = dict(self._launch.label_selector or {})
+        if avoid:
+            selector[RAY_NODE_ID_KEY] = f"!in({','.join(sorted(avoid))})"
+        return placement_group(
+            [self._launch.bundle],
+            name=f"{self._launch.placements}{worker}.{self._reserved}",
+            bundle_label_selector=[selector] if selector else None,
+        )
+
+    async def _is_placed(self, hosted: Hosted) -> bool:
+        placement = hosted.placement
+        assert placement is not None
+        if not await self._ask(lambda: placement.wait(PLACE_S)):
+            return False
+        table = await self._ask(lambda: placement_group_table(placement))
+        hosted.node = str(table["bundles_to_node_id"][0]) if table else ""
+        return True
+
     async def _bring_up(self, hosted: Hosted) -> None:
-        hosted.actor = self._group.create_actor(hosted.placement)
+        placement = await self._place(hosted)
+        hosted.actor = self._group.create_actor(placement)
         handle = await self._group.meet(hosted.actor)  # waits for capacity
         hosted.node = handle.metadata.node_id
         self._nodes.used.add(hosted.node)
@@ -241,18 +287,28 @@ class RayHost:
         self._failures = self._failures + 1 if early else 0
         self._loop.call_later(RETRY_S[min(self._failures, len(RETRY_S) - 1)], self._fill)
 
+    def _retire(self, worker: WorkerId) -> None:
+        self._bury(worker)
+        self._fill()
+
     def _bury(self, worker: WorkerId) -> None:
-        """Kills what may be left of a worker; its resources are kept for its replacement."""
+        """Kills what may be left of a worker; its resources are kept for its replacement.
+
+        Unless one is waiting for resources already, elsewhere or here.
+        """
         hosted = self._hosted.pop(worker, None)
         if hosted is None:
             return
         if hosted.actor is not None:
             ray.kill(hosted.actor)
-        gone = hosted.node in self._nodes.draining or hosted.node in self._nodes.lost
-        if self._closed or gone or not hosted.node:
-            remove_placement_group(hosted.placement)
-        else:
+        usable = hosted.node and hosted.node not in self._nodes.draining
+        waiting = any(other.handle is None for other in self._hosted.values())
+        if hosted.placement is None:
+            return
+        if usable and not waiting and not self._closed:
             self._free.append(hosted.placement)
+        else:
+            remove_placement_group(hosted.placement)
 
     def _cancel(self, hosted: Hosted) -> None:
         if hosted.task is not None:
@@ -260,11 +316,12 @@ class RayHost:
         self._hosted.pop(hosted.worker, None)
         if hosted.actor is not None:
             ray.kill(hosted.actor)
-        remove_placement_group(hosted.placement)
+        if hosted.placement is not None:
+            remove_placement_group(hosted.placement)
 
     def _kill(self, worker: WorkerId) -> None:
         hosted = self._hosted.get(worker)
-        if hosted is not None and hosted.actor is not None:
+        if hosted is not None and hosted.actor is not None and not hosted.ended:
             ray.kill(hosted.actor)
 
     # ------------------------------------------------------------------- the nodes

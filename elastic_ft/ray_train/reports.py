@@ -106,13 +106,15 @@ class Rounds:
         self._callbacks = list(callbacks)
         self._rounds: dict[int, Round] = {}
         self._carried: dict[int, list[dict[str, Any]]] = {}  # step -> metrics
+        self._gone: set[WorkerId] = set()
         self._delivered = first
         self.opened = first  # index of the newest round
         self.last_metrics: dict[str, Any] | None = None
 
     def open(self, members: Iterable[WorkerId]) -> None:
         self.opened += 1
-        self._rounds[self.opened] = Round(tuple(members))
+        names = tuple(members)
+        self._rounds[self.opened] = Round(names, lost=self._gone.intersection(names))
 
     def add(self, worker: WorkerId, index: int, report: TrainingReport) -> None:
         """A report is fetched from a worker: its ``index``-th round."""
@@ -138,7 +140,8 @@ class Rounds:
                     callback.after_report(training_report=report, metrics=metrics)
 
     def lose(self, worker: WorkerId) -> None:
-        """Nothing more comes from ``worker``."""
+        """Nothing more comes from ``worker``, which may have joined a round yet to open."""
+        self._gone.add(worker)
         for pending in self._rounds.values():
             if worker in pending.members and worker not in pending.reports:
                 pending.lost.add(worker)

@@ -134,6 +134,8 @@ class ElasticTrainer(DataParallelTrainer):
                 try:
                     return self._run_once(run, kwargs)
                 except RayActorError as error:
+                    if error.actor_init_failed:
+                        raise  # the next one would not start either
                     log.warning("the controller died: %s", error)
                     remove_placement_groups(placements)
         finally:

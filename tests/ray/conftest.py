@@ -15,6 +15,12 @@ from trial import NODES, Trial
 from elastic_ft.ray_train.cluster import LocalCluster
 from elastic_ft.ray_train.trainer import ElasticTrainer
 
+# Before the nodes start: their workers import the tests' train loops from here.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
@@ -41,6 +47,3 @@ def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Trial
     yield begin
     for trial in trials:
         trial.abandon()
-
-
-os.environ["OMP_NUM_THREADS"] = "1"

@@ -70,6 +70,13 @@ def test_a_lost_worker_is_not_waited_for(rounds: Rounds, callback: Callback) -> 
     assert callback.seen == [(None, [2])]
 
 
+def test_a_worker_lost_in_the_barrier_is_not_waited_for(rounds: Rounds, callback: Callback) -> None:
+    rounds.lose("a")
+    rounds.open(["a", "b"])
+    rounds.add("b", 1, report(2))
+    assert callback.seen == [(None, [2])]
+
+
 def test_what_a_lost_worker_had_reported_counts(rounds: Rounds, callback: Callback) -> None:
     rounds.open(["a", "b"])
     rounds.add("a", 1, report(1))

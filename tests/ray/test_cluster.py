@@ -1,0 +1,87 @@
+"""The local cluster: its nodes die as real ones do, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from elastic_ft.ray_train.cluster import LocalCluster, wait_for, worker_environment
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def alive_nodes() -> set[str]:
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def test_nodes_come_and_go() -> None:
+    with LocalCluster(2) as cluster:
+        cluster.connect()
+        head = alive_nodes() - set(cluster.node_ids)
+        assert len(head) == 1
+        first, second = cluster.node_ids
+        third = cluster.add_node()
+        assert alive_nodes() == head | {first, second, third}
+
+        before = cluster.processes(first)
+        cluster.kill_node(first)
+        assert not any(p.is_running() and p.status() != "zombie" for p in before)
+        wait_for(lambda: first not in alive_nodes(), 20, "the killed node is declared dead")
+
+        cluster.kill_raylet(second)
+        wait_for(lambda: second not in alive_nodes(), 20, "the node without raylet is dead")
+        assert cluster.node_ids == (third,)
+
+        family = psutil.Process().children(recursive=True)
+        folder = cluster._folder
+        assert Path(folder).is_dir()
+    wait_for(lambda: not any(map(runs, family)), 20, "every process is gone")
+    assert not Path(folder).exists()
+
+
+def test_a_cluster_dies_with_its_driver() -> None:
+    code = (
+        "import time\n"
+        "from elastic_ft.ray_train.cluster import LocalCluster\n"
+        "cluster = LocalCluster(1)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | worker_environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "up\n"
+    family = psutil.Process(driver.pid).children(recursive=True)
+    agents = [process for process in family if "Agent" in process.name()]
+    others = [process for process in family if process not in agents]
+    assert {"gcs_server", "raylet"} <= {process.name() for process in others}
+    driver.kill()
+    driver.wait()
+    wait_for(lambda: not any(map(runs, others)), 10, "every process is gone")
+    for agent in agents:  # they look for the head for another minute
+        agent.kill()
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_wait_for_is_bounded() -> None:
+    began = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"the impossible: not within 0\.1 s"):
+        wait_for(lambda: False, 0.1, "the impossible")
+    assert time.monotonic() - began < 5

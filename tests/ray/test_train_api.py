@@ -1,0 +1,165 @@
+"""What a user of Ray Train sees: train loops, reports, callbacks, results, errors, state."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.train import Checkpoint, TrainingFailedError, UserCallback
+from ray.train.v2._internal.state.state_actor import get_state_actor
+from trial import SOON_S, START_S, Trial, job
+
+from elastic_ft.errors import ConfigError, JobFailed
+from elastic_ft.ray_train.cluster import LocalCluster
+from elastic_ft.ray_train.trainer import ElasticTrainer, scaled
+
+Start = Callable[..., Trial]
+pytestmark = pytest.mark.timeout(240)
+TWO = {"min_workers": 1, "max_workers": 2, "gather_s": 60}
+
+
+class Recorder(UserCallback):
+    """Writes what it is told, in the controller, to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def after_report(self, run_context: Any, metrics: list[Any], checkpoint: Any) -> None:
+        line = {"metrics": metrics, "checkpoint": checkpoint.path if checkpoint else None}
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+def reporting_loop(config: dict[str, Any]) -> str:
+    """Reports every step; rank 0 adds a checkpoint every ``checkpoint_every`` steps."""
+    import ray.train.collective
+
+    import elastic_ft
+
+    context = ray.train.get_context()
+    for step in elastic_ft.train():
+        checkpoint = None
+        if step.number % config["checkpoint_every"] == 0 and step.rank == 0:
+            folder = tempfile.mkdtemp()
+            (Path(folder) / "step.txt").write_text(str(step.number))
+            checkpoint = Checkpoint.from_directory(folder)
+        rank, size = context.get_world_rank(), context.get_world_size()
+        assert (rank, size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        assert ray.train.collective.broadcast_from_rank_zero(step.number) == step.number
+        metrics = {"step": step.number, "rank": rank, "world_size": size}
+        ray.train.report(metrics, checkpoint=checkpoint)
+    return "came to the end"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_every_step_is_reported_once_whatever_is_lost(
+    start: Start, tmp_path: Path, strategy: str
+) -> None:
+    recorder = Recorder(tmp_path / "reports.jsonl")
+    values = job(f"reports-{strategy}", parallel={"strategy": strategy})
+    trial = start(
+        values,
+        reporting_loop,
+        train_loop_config={"checkpoint_every": 10},
+        callbacks=[recorder],
+    )
+    trial.wait_for_world(4, steps=10, timeout_s=START_S)
+    os.kill(trial.members()[0]["pid"], signal.SIGKILL)  # the one that writes checkpoints
+    trial.wait_for_world(3)
+    os.kill(trial.members()[2]["pid"], signal.SIGKILL)
+    trial.wait_for_world(4, steps=11, timeout_s=START_S)
+    result = trial.stop()
+    trial.check()
+    reports = recorder.read()
+    assert [r["metrics"][0]["step"] for r in reports] == list(range(1, trial.step + 1))
+    for line in reports:
+        ranks = [metrics["rank"] for metrics in line["metrics"]]
+        assert ranks == sorted(set(ranks))  # in rank order; of those that lived to tell
+    registered = [r["checkpoint"] for r in reports if r["checkpoint"]]
+    assert result.checkpoint is not None
+    assert result.checkpoint.path == registered[-1]
+    step = int((Path(result.checkpoint.path) / "step.txt").read_text())
+    assert step % 10 == 0
+    assert step > trial.step - 10
+    assert result.return_value == "came to the end"
+
+
+def test_dashboard_state_follows_the_members(
+    start: Start, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
+    trial = start(job("state", elastic=TWO))
+    trial.wait_for_world(2, timeout_s=START_S)
+
+    def shown() -> set[int]:
+        runs = ray.get(get_state_actor().get_train_runs.remote())
+        [run] = [r for r in runs.values() if r.name == "state"]
+        attempts = ray.get(get_state_actor().get_train_run_attempts.remote())[run.id]
+        [attempt] = attempts.values()
+        return {worker.pid for worker in attempt.workers}
+
+    trial.wait("the first members are shown", lambda: shown() == trial.pids(), SOON_S)
+    os.kill(trial.members()[0]["pid"], signal.SIGKILL)
+    trial.wait_for_world(2, timeout_s=START_S)
+    trial.wait("the new members are shown", lambda: shown() == trial.pids(), SOON_S)
+    trial.stop()
+    runs = ray.get(get_state_actor().get_train_runs.remote())
+    assert [r.status.value for r in runs.values() if r.name == "state"] == ["FINISHED"]
+
+
+def test_an_error_of_the_train_loop_ends_the_job_after_its_retries(start: Start) -> None:
+    def loop() -> None:
+        import elastic_ft
+
+        for step in elastic_ft.train():
+            if step.number == 3:
+                raise ValueError("no good")
+
+    values = job("raises", elastic=TWO | {"max_user_failures": 1})
+    trial = start(values, loop)
+    with pytest.raises(pytest.fail.Exception):
+        trial.join(START_S)
+    assert isinstance(trial.error, TrainingFailedError)
+    assert "no good" in str(trial.error)
+    result = json.loads((trial.folder / "result.json").read_text())
+    assert result["status"] == "failed"
+
+
+def test_a_job_without_enough_workers_fails(start: Start) -> None:
+    trial = start(job("few", elastic={"min_workers": 4, "max_workers": 4, "start_timeout_s": 0.2}))
+    with pytest.raises(pytest.fail.Exception):
+        trial.join(SOON_S)
+    assert isinstance(trial.error, JobFailed)
+    assert isinstance(trial.error, TrainingFailedError)
+    assert "min_workers is 4" in str(trial.error)
+
+
+def test_a_completed_job(start: Start) -> None:
+    trial = start(job("short", steps=6, elastic=TWO))
+    result = trial.join(START_S)
+    assert result.error is None
+    assert result.metrics is not None
+    assert result.metrics["step"] == 6
+    assert json.loads((trial.folder / "result.json").read_text())["status"] == "completed"
+    trial.check()
+
+
+def test_scaling_config_overrides_the_numbers_of_workers() -> None:
+    from ray.train import ScalingConfig
+
+    trainer = ElasticTrainer(job("scaled"), scaling_config=ScalingConfig(num_workers=(2, 3)))
+    assert (trainer.job.elastic.min_workers, trainer.job.elastic.max_workers) == (2, 3)
+    fixed = scaled(trainer.job, ScalingConfig(num_workers=2))
+    assert (fixed.elastic.min_workers, fixed.elastic.max_workers) == (2, 2)
+    with pytest.raises(ConfigError, match="micro-batches"):
+        ElasticTrainer(job("scaled"), scaling_config=ScalingConfig(num_workers=(2, 30)))
