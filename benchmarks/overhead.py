@@ -12,6 +12,7 @@ with the host memory that snapshots take per byte of state. Raw numbers go to ``
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -121,7 +122,7 @@ def run_elastic(job: Job) -> list[float]:
         result = run_local(job, folder)
         assert result["status"] == "completed", result["reason"]
         commits = [line["committed_at_s"] for line in read_lines(Path(folder) / "steps.jsonl")]
-    return [b - a for a, b in zip(commits, commits[1:], strict=False)][WARM_UP_STEPS - 1 :]
+    return [b - a for a, b in itertools.pairwise(commits)][WARM_UP_STEPS - 1 :]
 
 
 def host_memory(job: Job) -> str:

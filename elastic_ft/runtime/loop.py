@@ -22,6 +22,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.schedule import learning_rate
+from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime.checkpointer import Checkpointer, Owned
 from elastic_ft.runtime.control import Note
 from elastic_ft.runtime.data import DataBundle
@@ -34,6 +35,7 @@ from elastic_ft.runtime.snapshot import Schema, Snapshots
 from elastic_ft.runtime.transfer import Boxes
 
 FINISH_DEADLINE_S = 600.0
+UPLOAD_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +109,13 @@ class Loop:
         assert self.groups.rank is not None
         self.data_rank = layout.data_rank(self.groups.rank)
         self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
-        self.sharded = any(b is not None for b in self.groups.assignment.buddies)
+        self.holds = self.groups.assignment.snapshots
         self._stopping = False
 
     def steps(self) -> Iterator[Step]:
         """Runs until the last step, a pause or a stop. Raises GroupBroken and user errors."""
-        if self.sharded and self.step > 0 and self.step < self.job.steps:
-            self._snapshot(final=False)  # the restored state has no second copy yet
+        if self.holds and 0 < self.step < self.job.steps:
+            self._snapshot(hold=True)  # the restored state has no second copy yet
         self._request(self.step + 1)
         while self.step < self.job.steps:
             result = self._one_step()
@@ -235,30 +237,27 @@ class Loop:
         every = self.job.checkpoint.every_steps
         final = number == self.job.steps or self._stopping
         checkpoint = bool(every and number % every == 0) or (final and self.job.checkpoint.final)
-        if self.sharded and (final or number % self.job.snapshot.every_steps == 0):
-            self._snapshot(final=False, checkpoint=checkpoint)
-        elif checkpoint:
-            self._snapshot(final=True, checkpoint=True)
+        hold = self.holds and (final or number % self.job.snapshot.every_steps == 0)
+        if hold or checkpoint:
+            self._snapshot(hold, checkpoint)
         return checkpoint
 
-    def _snapshot(self, final: bool, checkpoint: bool = False) -> None:
-        """Copies the live state to host memory: for peers, for an upload, or for both."""
+    def _snapshot(self, hold: bool, upload: bool = False) -> None:
+        """Copies the live state to host memory: to hold it there, for an upload, or for both."""
         tools, state = self.tools, self.engine.state()
-        upload_only = not self.sharded or final
-        if upload_only:
-            state = tools.checkpointer.owned_state(state, self.formed.owned)
+        owned = self.formed.owned
         shard = tools.snapshots.take(
             self.step,
-            state,
+            state if hold else tools.checkpointer.owned_state(state, owned),
             self.groups,
             self.formed.peer_schemas,
             tools.points,
-            on_held=None if upload_only else self._held,
-            partial=upload_only,
+            on_held=self._held if hold else None,
+            partial=not hold,
         )
-        if checkpoint:
+        if upload:
             tools.checkpointed_step = self.step
-            tools.checkpointer.write(shard, self.formed.owned, self.engine.state(), self.groups)
+            tools.checkpointer.write(shard, owned, state, self.groups)
 
     def _held(self, step: int) -> None:
         self._send(StepHeld(time.time(), self.tools.worker, self._generation, step))
@@ -302,20 +301,30 @@ class Loop:
         self._send(Note(self.tools.worker, self._generation, "host_memory", reason, fields))
 
     def _finish(self) -> None:
-        """Everything durable, then the digest, then WorkerDone."""
+        """Everything durable, then the digest, then WorkerDone. A pause comes before either."""
         tools = self.tools
         tools.points("finishing")
-        begun = tools.checkpointed_step == self.step
         tools.snapshots.wait(self.groups.deadline())
-        if self.sharded and self.formed.step == self.step and self.step > 0:
-            self._snapshot(final=False)
+        hold = self.holds and self.formed.step == self.step > 0
+        upload = (
+            self.job.checkpoint.final and self.step > 0 and tools.checkpointed_step != self.step
+        )
+        if hold or upload:
+            self._snapshot(hold, upload)
             tools.snapshots.wait(self.groups.deadline())
-        if not begun and self.job.checkpoint.final and self.step > 0:
-            self._snapshot(final=True, checkpoint=True)
-            tools.snapshots.wait(self.groups.deadline())
-        deadline = time.monotonic() + FINISH_DEADLINE_S
-        while not tools.checkpointer.wait_all(1.0) and time.monotonic() < deadline:
-            tools.points("finishing")  # an upload takes as long as it takes: this is no hang
+        if not self._await_uploads():
+            return
         self._note_memory()
         digest = state_digest(self.groups, self.engine.state(), self.formed.boxes)
         self._send(WorkerDone(time.time(), tools.worker, self._generation, self.step, digest))
+
+    def _await_uploads(self) -> bool:
+        """Returns whether they have ended; False if a pause came first. Raises GroupBroken."""
+        deadline = time.monotonic() + FINISH_DEADLINE_S
+        while not self.tools.checkpointer.wait_all(UPLOAD_POLL_S) and time.monotonic() < deadline:
+            self.tools.points("finishing")  # an upload takes as long as it takes: this is no hang
+            if self.groups.aborted:
+                raise GroupBroken(self.groups.aborted)
+            if self.flags.pause:
+                return False
+        return True

@@ -102,13 +102,31 @@ class HostShard:
         return StateTensor(slot.shape, slot.box, local)
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class KeptShard:
+    """The live shard of a generation that is over, as it was: no copy, no digest."""
+
+    step: int
+    space: str
+    shard: str
+    tensors: State
+    tier: Tier = Tier.HOST
+    users: int = 0
+
+    def verify(self, holder: str) -> None:
+        """Live memory has no digest."""
+
+    def state(self) -> State:
+        return self.tensors
+
+
 class Snapshots:
     """The snapshots of one worker, over all generations."""
 
     def __init__(self, worker: str, pinned: bool) -> None:
         self.worker = worker
         self._pinned = pinned
-        self._held: list[HostShard] = []
+        self._held: list[HostShard | KeptShard] = []
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
@@ -210,6 +228,16 @@ class Snapshots:
 
     # ----------------------------------------------------------------- keeping
 
+    def keep(self, holding: Holding, state: State) -> None:
+        """Keeps what was the live shard until a newer snapshot is held by all.
+
+        After a change of layout the new cut has no second copy yet; the old one, whole over its
+        holders, is what a failure right now would go back to.
+        """
+        kept = KeptShard(holding.step, holding.space, holding.shard, state)
+        with self._lock:
+            self._held.append(kept)
+
     def drop_before(self, step: int) -> None:
         """Frees every snapshot older than ``step`` that nobody reads."""
         with self._lock:
@@ -235,7 +263,7 @@ class Snapshots:
         with self._lock:
             return tuple(Holding(s.step, s.space, s.shard, s.tier) for s in self._held)
 
-    def find(self, step: int, space: str, shard: str) -> HostShard | None:
+    def find(self, step: int, space: str, shard: str) -> HostShard | KeptShard | None:
         """The copy of a shard, own before peer's."""
         with self._lock:
             found = [s for s in self._held if (s.step, s.space, s.shard) == (step, space, shard)]
@@ -244,7 +272,7 @@ class Snapshots:
     def newest(self) -> int:
         """The newest step of which this rank's own shard is held; 0 if none."""
         with self._lock:
-            return max((s.step for s in self._held if s.tier is Tier.HOST), default=0)
+            return max((s.step for s in self._held if _is_own_copy(s)), default=0)
 
     def corrupt(self) -> None:
         """Flips a byte of every copy kept for a peer: an injected fault."""
@@ -264,13 +292,17 @@ class Snapshots:
         buffer = torch.zeros(size, dtype=torch.uint8)
         return buffer.pin_memory() if self._pinned else buffer
 
-    def _recycle(self, shards: Iterable[HostShard]) -> None:
+    def _recycle(self, shards: Iterable[HostShard | KeptShard]) -> None:
         with self._lock:
-            self._free.extend(shard.buffer for shard in shards)
+            self._free.extend(s.buffer for s in shards if isinstance(s, HostShard))
             del self._free[:-4]
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _is_own_copy(shard: HostShard | KeptShard) -> bool:
+    return isinstance(shard, HostShard) and shard.tier is Tier.HOST
 
 
 class _Exchange:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import (
+    Assignment,
     CollectiveFailed,
     Holding,
     Member,
@@ -346,8 +347,8 @@ class Worker:
         if groups.rank is None:
             self._send(Resumed(time.time(), self.member.worker, groups.generation, step))
             return  # a donor: its state is handed over, it waits for its release
-        self._live = None
         tools.snapshots.drop_after(step)
+        self._keep_old_cut(tools, assignment)
         formed = Formed(
             groups=groups,
             boxes=restored.boxes,
@@ -363,6 +364,15 @@ class Worker:
         )
         threading.Thread(target=gc.collect, daemon=True).start()  # the last generation's modules
         yield from self._loop.steps()
+
+    def _keep_old_cut(self, tools: Tools, assignment: Assignment) -> None:
+        """The live shard of the last generation stays a source until the new cut is held."""
+        if self._live is not None and assignment.snapshots:
+            holding, state = self._live
+            recut = holding.space != assignment.layout.shard_space
+            if holding.step == assignment.source.step and recut:
+                tools.snapshots.keep(holding, state)
+        self._live = None
 
     def _forget_live(self) -> None:
         """The live state is about to be overwritten in place: it is no source any more."""
