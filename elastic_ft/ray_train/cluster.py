@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from elastic_ft.core.events import NodeId
 from elastic_ft.ray_train import compat
 
 MB = 2**20
+REAP_EVERY_S = 0.05
 END_TIMEOUT_S = 10.0
 
 # A dead node is declared dead after about 1.5 s instead of Ray's 13 s; no worker is started before
@@ -65,6 +67,8 @@ class LocalCluster:
         self._killed: list[Any] = []
         self._connected = False
         self._head: Any = None
+        self._closed = threading.Event()
+        threading.Thread(target=self._reap_always, name="local-reaper", daemon=True).start()
         try:
             self._head = self._start(
                 head=True,
@@ -148,6 +152,7 @@ class LocalCluster:
 
     def close(self) -> None:
         """Leaves no process and no file behind. Bounded; idempotent."""
+        self._closed.set()
         if self._connected:
             ray.shutdown()
             self._connected = False
@@ -180,6 +185,13 @@ class LocalCluster:
 
     def _raylet(self, node: NodeId) -> Any:
         return self._nodes[node].all_processes["raylet"][0].process
+
+    def _reap_always(self) -> None:
+        """Reaps raylets that somebody else has killed: see ``_reap``."""
+        while not self._closed.wait(REAP_EVERY_S):
+            for node in list(self._nodes.values()):
+                for info in node.all_processes.get("raylet", ()):
+                    info.process.poll()
 
     def _reap(self, node: NodeId, others: list[psutil.Process]) -> None:
         # Unreaped, the dead raylet looks alive to its workers: they would train on for 12 s.

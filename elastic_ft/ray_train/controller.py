@@ -24,7 +24,7 @@ import ray
 from ray.train import Checkpoint, Result, TrainingFailedError
 
 from elastic_ft.config import Job
-from elastic_ft.core.events import WorkerId
+from elastic_ft.core.events import Assignment, WorkerId
 from elastic_ft.errors import JobFailed
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.ray_train.compat import (
@@ -140,7 +140,9 @@ class ElasticController(TrainController):
             c for c in callbacks if not isinstance(c, (PreemptionCallback, ReportCallbackHandler))
         ]
         self._rounds = Rounds(
-            self._report_callbacks(), self._checkpoint_manager._current_report_index
+            self._report_callbacks(),
+            self._checkpoint_manager._current_report_index,
+            lambda: self._thread.controller.state.committed,
         )
         self._barrier = Barrier(self._is_fenced, self._open_round)
         if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
@@ -269,8 +271,10 @@ class ElasticController(TrainController):
         group, loop = self._worker_group, self._loop
         own_handle = ray.get_runtime_context().current_actor
 
-        def on_formed(members: dict[WorkerId, Worker]) -> None:
-            loop.call_soon_threadsafe(group.adopt, members, own_handle)
+        def on_formed(assignment: Assignment, members: dict[WorkerId, Worker]) -> None:
+            self._rounds.formed(assignment.generation, assignment.source.step)
+            if len(members) == len(assignment.members):
+                loop.call_soon_threadsafe(group.adopt, members, own_handle)
 
         def on_lost(worker: WorkerId) -> None:
             loop.call_soon_threadsafe(group.lose, worker)
@@ -312,4 +316,4 @@ class ElasticController(TrainController):
         assert self._thread is not None and self._thread.controller is not None
         assignment = self._thread.controller.state.assignment
         assert assignment is not None and assignment.generation == generation
-        self._rounds.open(member.worker for member in assignment.members)
+        self._rounds.open(generation, (member.worker for member in assignment.members))

@@ -215,6 +215,7 @@ class ElasticWorkerGroup(WorkerGroup):
             if poll.done():
                 del self._polls[worker]
                 self._take(worker, poll)
+        self.rounds.deliver()
         self._latest_poll_status = self.status()
         for callback in self._callbacks:
             callback.after_worker_group_poll_status(self._latest_poll_status)
@@ -228,7 +229,8 @@ class ElasticWorkerGroup(WorkerGroup):
         for refused in status.carried:
             self.rounds.carry(refused)
         if status.training_report is not None:
-            self.rounds.add(worker, status.report_index, status.training_report)
+            index, step = status.report_index, status.report_step
+            self.rounds.add(worker, index, step, status.training_report)
         elif not status.running:
             self._listening.pop(worker, None)
             self._flushed[worker] = status

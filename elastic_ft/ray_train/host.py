@@ -82,7 +82,7 @@ class Launch:
     workers_per_node: int
     train_loop: Callable[[], Any] | None
     controller: ActorHandle
-    on_formed: Callable[[dict[WorkerId, Worker]], None]
+    on_formed: Callable[[Assignment, dict[WorkerId, Worker]], None]
     on_lost: Callable[[WorkerId], None]
     on_ended: Callable[[WorkerId], None]
     reports: Callable[[], int]  # rounds of ray.train.report so far
@@ -138,15 +138,13 @@ class RayHost:
         }
 
     def formed(self, assignment: Assignment) -> None:
-        places = seats([member.node for member in assignment.members])
         members: dict[WorkerId, Worker] = {}
-        for member, place in zip(assignment.members, places, strict=True):
-            hosted = self._hosted.get(member.worker)
-            if hosted is None or hosted.handle is None:
-                return  # lost meanwhile: the next generation is on its way
-            hosted.handle.distributed_context = place
-            members[member.worker] = hosted.handle
-        self._launch.on_formed(members)
+        for member, seat in self.prepare(assignment).items():
+            hosted = self._hosted.get(member)
+            if hosted is not None and hosted.handle is not None:  # lost meanwhile: its turn comes
+                hosted.handle.distributed_context = seat.place
+                members[member] = hosted.handle
+        self._launch.on_formed(assignment, members)
 
     def close(self) -> None:
         """Stops keeping workers. Members live on until Ray Train has fetched their last reports."""

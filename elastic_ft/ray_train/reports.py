@@ -1,9 +1,12 @@
-"""``ray.train.report`` across generations: no round is torn, lost or delivered twice.
+"""``ray.train.report`` across generations: each step's report is delivered once, or its step is
+reported again.
 
 A round is one call of ``ray.train.report`` by every member. It opens when all of them are in the
-barrier: from then on each live member owes its report, whatever becomes of the generation. If the
-generation is fenced before that, all of them are refused, and none has reported: if the step
-stands, its metrics are delivered before the next round (a checkpoint is not: it was not uploaded).
+barrier: from then on each live member owes its report, whatever becomes of the generation. It is
+delivered when all have paid and its step is committed; a step that is lost before is trained, and
+reported, again, and its first round is void. A round that its generation's end keeps from opening
+is refused on all members; if its step stands, its metrics are delivered before the next round (its
+checkpoint is not: it was not uploaded).
 """
 
 from __future__ import annotations
@@ -79,12 +82,15 @@ def _refused(generation: int) -> SynchronizationBarrierResetError:
 class Round:
     """Attributes:
     members: in rank order.
+    step: after which the members reported; known with the first report.
     lost: members that died before their report was fetched.
     """
 
+    generation: int
     members: tuple[WorkerId, ...]
+    lost: set[WorkerId]
+    step: int = 0
     reports: dict[WorkerId, TrainingReport] = field(default_factory=dict)
-    lost: set[WorkerId] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
@@ -100,44 +106,46 @@ class Rounds:
     Args:
         callbacks: of Ray Train: checkpoint registry, validation, user callbacks.
         first: index of the last round delivered by an earlier controller.
+        committed: the newest committed step.
     """
 
-    def __init__(self, callbacks: Iterable[ReportCallback], first: int) -> None:
+    def __init__(
+        self, callbacks: Iterable[ReportCallback], first: int, committed: Callable[[], int]
+    ) -> None:
         self._callbacks = list(callbacks)
+        self._committed = committed
         self._rounds: dict[int, Round] = {}
-        self._carried: dict[int, list[dict[str, Any]]] = {}  # step -> metrics
+        self._carried: dict[tuple[int, int], list[dict[str, Any]]] = {}  # step, generation
+        self._starts: dict[int, int] = {}  # generation -> the step it started from
         self._gone: set[WorkerId] = set()
         self._delivered = first
         self.opened = first  # index of the newest round
         self.last_metrics: dict[str, Any] | None = None
 
-    def open(self, members: Iterable[WorkerId]) -> None:
+    # ------------------------------------------------------------------ what comes in
+
+    def formed(self, generation: int, step: int) -> None:
+        """A generation trains from ``step``: earlier reports of later steps are void."""
+        self._starts[generation] = step
+
+    def open(self, generation: int, members: Iterable[WorkerId]) -> None:
         self.opened += 1
         names = tuple(members)
-        self._rounds[self.opened] = Round(names, lost=self._gone.intersection(names))
+        self._rounds[self.opened] = Round(generation, names, self._gone.intersection(names))
 
-    def add(self, worker: WorkerId, index: int, report: TrainingReport) -> None:
-        """A report is fetched from a worker: its ``index``-th round."""
+    def add(self, worker: WorkerId, index: int, step: int, report: TrainingReport) -> None:
+        """A report, made after ``step``, is fetched from a worker: its ``index``-th."""
         pending = self._rounds.get(index)
         if pending is None or worker not in pending.members:
             log.warning("round %d: a report of %s came too late and is dropped", index, worker)
             return
         pending.reports[worker] = report
-        self._deliver()
+        pending.step = max(pending.step, step)
+        self.deliver()
 
     def carry(self, refused: Refused) -> None:
         """The metrics of a refused report, from one of the workers that made it."""
-        self._carried.setdefault(refused.step, []).append(refused.metrics)
-
-    def deliver_carried(self) -> None:
-        """Hands on what was refused; the checkpoint registry does not count it as a round."""
-        for step in sorted(self._carried):
-            metrics = self._carried.pop(step)
-            self.last_metrics = metrics[0]
-            report = TrainingReport(None, metrics[0], False)
-            for callback in self._callbacks:
-                if not isinstance(callback, CheckpointManager):
-                    callback.after_report(training_report=report, metrics=metrics)
+        self._carried.setdefault((refused.step, refused.generation), []).append(refused.metrics)
 
     def lose(self, worker: WorkerId) -> None:
         """Nothing more comes from ``worker``, which may have joined a round yet to open."""
@@ -145,25 +153,56 @@ class Rounds:
         for pending in self._rounds.values():
             if worker in pending.members and worker not in pending.reports:
                 pending.lost.add(worker)
-        self._deliver()
+        self.deliver()
 
-    def _deliver(self) -> None:
+    # ----------------------------------------------------------------- what goes out
+
+    def deliver(self) -> None:
+        """Hands on what is complete and committed."""
         while (pending := self._rounds.get(self._delivered + 1)) and pending.complete:
+            void = self._is_void(pending.generation, pending.step)
+            if not void and pending.step > self._committed():
+                return
             self._delivered += 1
             del self._rounds[self._delivered]
             self.deliver_carried()  # every member's came with, or before, its report of this round
-            self._hand_on(self._delivered, pending)
+            if void or not pending.reports:
+                self._count()
+            else:
+                self._hand_on(self._delivered, pending)
+
+    def deliver_carried(self) -> None:
+        """Hands on what was refused; the checkpoint registry does not count it as a round."""
+        for step, generation in sorted(self._carried):
+            if not self._is_void(generation, step) and step > self._committed():
+                continue
+            metrics = self._carried.pop((step, generation))
+            if self._is_void(generation, step):
+                continue
+            self.last_metrics = metrics[0]
+            report = TrainingReport(None, metrics[0], False)
+            for callback in self._callbacks:
+                if not isinstance(callback, CheckpointManager):
+                    callback.after_report(training_report=report, metrics=metrics)
+
+    def _is_void(self, generation: int, step: int) -> bool:
+        """Whether a later generation started from an older state than that of ``step``."""
+        return any(g > generation and start < step for g, start in self._starts.items())
 
     def _hand_on(self, index: int, done: Round) -> None:
-        # With no report left, the callbacks still count the round.
-        reports = done.in_rank_order() or [TrainingReport(None, {}, False)]
+        reports = done.in_rank_order()
         metrics = [report.metrics for report in reports]
         checkpoint, validation = _common_checkpoint(index, done)
-        if done.reports:
-            self.last_metrics = metrics[0]
+        self.last_metrics = metrics[0]
         consolidated = TrainingReport(checkpoint, metrics[0], validation)
         for callback in self._callbacks:
             callback.after_report(training_report=consolidated, metrics=metrics)
+
+    def _count(self) -> None:
+        """A round of which nothing is handed on: the registry compares its count with workers'."""
+        for callback in self._callbacks:
+            if isinstance(callback, CheckpointManager):
+                callback.after_report(TrainingReport(None, {}, False), [])
 
 
 def _common_checkpoint(index: int, done: Round) -> tuple[Any, Any]:

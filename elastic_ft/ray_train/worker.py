@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import psutil
@@ -73,10 +73,14 @@ class ByValue(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A report of ``step`` that a broken generation's barrier has refused."""
+    """A report of ``step`` that its generation's barrier has refused.
+
+    ``generation``: the next one, in which the step stands.
+    """
 
     step: int
     metrics: dict[str, Any]
+    generation: int = 0
 
 
 @dataclass
@@ -85,10 +89,12 @@ class Polled(WorkerStatus):
 
     Attributes:
         report_index: of the round that the report in it belongs to.
+        report_step: the step after which it was made.
         carried: refused reports of steps that stand: they come before that report.
     """
 
     report_index: int = 0
+    report_step: int = 0
     carried: tuple[Refused, ...] = ()
 
 
@@ -99,12 +105,12 @@ class ElasticWorker(RayTrainWorker):
         self._end = ""
         self._seated = False
         self._reports = 0
-        self._refused: list[Refused] = []
+        self._made = MadeReports()
         self._carried: deque[Refused] = deque()
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         super().init_train_context(*args, **kwargs)
-        set_train_fn_utils(ElasticTrainFnUtils(self._refused))
+        set_train_fn_utils(ElasticTrainFnUtils(self._made))
 
     def start_training(self, task: Task) -> None:
         """Starts the training thread and returns."""
@@ -124,11 +130,12 @@ class ElasticWorker(RayTrainWorker):
         return self._end
 
     def poll_status(self) -> Polled:
-        status = super().poll_status()
+        status, step = super().poll_status(), 0
         if status.training_report is not None:
             self._reports += 1
+            step = self._made.steps.pop(self._reports, 0)
         carried = tuple(self._carried.popleft() for _ in range(len(self._carried)))
-        return Polled(**vars(status), report_index=self._reports, carried=carried)
+        return Polled(**vars(status), report_index=self._reports, report_step=step, carried=carried)
 
     def take_seat(self, seat: Seat) -> None:
         """In the training thread, at its safe point: Ray Train's context of the new generation."""
@@ -140,8 +147,10 @@ class ElasticWorker(RayTrainWorker):
             self._seated = True
             context.report_call_index = context.current_report_index = seat.reports
             self._reports = seat.reports
-        self._carried.extend(refused for refused in self._refused if refused.step <= seat.step)
-        self._refused.clear()  # the others' steps are trained, and reported, again
+        for refused in self._made.refused:
+            if refused.step <= seat.step:  # the others' steps are trained, and reported, again
+                self._carried.append(replace(refused, generation=seat.generation))
+        self._made.refused.clear()
         os.environ.update(
             RANK=str(seat.place.world_rank),
             WORLD_SIZE=str(seat.place.world_size),
@@ -175,14 +184,25 @@ class ElasticWorker(RayTrainWorker):
         return returned[0] if returned else None
 
 
+@dataclass
+class MadeReports:
+    """Attributes:
+    steps: round -> step after which this worker made its report.
+    refused: reports of this generation that its barrier has refused.
+    """
+
+    steps: dict[int, int] = field(default_factory=dict)
+    refused: list[Refused] = field(default_factory=list)
+
+
 class ElasticTrainFnUtils(DistributedTrainFnUtils):
     """What ``ray.train.*`` calls in a train loop.
 
     ``ray.train.collective.*`` in a broken generation is a broken collective like any other.
     """
 
-    def __init__(self, refused: list[Refused]) -> None:
-        self._refused = refused
+    def __init__(self, made: MadeReports) -> None:
+        self._made = made
 
     def report(
         self,
@@ -193,10 +213,11 @@ class ElasticTrainFnUtils(DistributedTrainFnUtils):
     ) -> None:
         """As Ray Train's. Refused with its generation, the metrics are delivered with the next."""
         context = get_train_context()
-        before = context.report_call_index
+        before, step = context.report_call_index, current_step()
+        self._made.steps[before + 1] = step
         super().report(metrics, checkpoint, *args, **kwargs)
         if context.report_call_index == before:
-            self._refused.append(Refused(current_step(), metrics))
+            self._made.refused.append(Refused(step, metrics))
 
     def barrier(self) -> None:
         with_group(super().barrier)

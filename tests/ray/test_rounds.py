@@ -33,65 +33,117 @@ def callback() -> Callback:
     return Callback()
 
 
+class World:
+    """Two workers, a and b; what is committed is set by hand."""
+
+    def __init__(self, callback: Callback) -> None:
+        self.committed = 100
+        self.rounds = Rounds([callback], 0, lambda: self.committed)  # type: ignore[list-item]
+
+    def open(self, *members: str, generation: int = 1) -> None:
+        self.rounds.open(generation, members or ("a", "b"))
+
+    def add(self, worker: str, index: int, metrics: Any, path: str | None = None) -> None:
+        """The report of round ``index``, made after step ``index``."""
+        self.rounds.add(worker, index, index, report(metrics, path))
+
+
 @pytest.fixture
-def rounds(callback: Callback) -> Rounds:
-    return Rounds([callback], 0)  # type: ignore[list-item]
+def world(callback: Callback) -> World:
+    return World(callback)
 
 
 # ------------------------------------------------------------------------------- rounds
 
 
 def test_a_round_is_handed_on_in_rank_order_once_all_have_reported(
-    rounds: Rounds, callback: Callback
+    world: World, callback: Callback
 ) -> None:
-    rounds.open(["a", "b"])
-    rounds.add("b", 1, report(2))
+    world.open()
+    world.add("b", 1, 2)
     assert callback.seen == []
-    rounds.add("a", 1, report(1))
+    world.add("a", 1, 1)
     assert callback.seen == [(None, [1, 2])]
-    assert rounds.last_metrics == 1
+    assert world.rounds.last_metrics == 1
 
 
-def test_rounds_are_handed_on_in_order(rounds: Rounds, callback: Callback) -> None:
-    rounds.open(["a", "b"])
-    rounds.open(["a", "b"])
+def test_rounds_are_handed_on_in_order(world: World, callback: Callback) -> None:
+    world.open()
+    world.open()
     for index in (1, 2):
-        rounds.add("a", index, report(index))
-    rounds.add("b", 2, report(2))
+        world.add("a", index, index)
+    world.add("b", 2, 2)
     assert callback.seen == []
-    rounds.add("b", 1, report(1))
+    world.add("b", 1, 1)
     assert [metrics for _, metrics in callback.seen] == [[1, 1], [2, 2]]
 
 
-def test_a_lost_worker_is_not_waited_for(rounds: Rounds, callback: Callback) -> None:
-    rounds.open(["a", "b"])
-    rounds.add("b", 1, report(2))
-    rounds.lose("a")
+def test_a_lost_worker_is_not_waited_for(world: World, callback: Callback) -> None:
+    world.open()
+    world.add("b", 1, 2)
+    world.rounds.lose("a")
     assert callback.seen == [(None, [2])]
 
 
-def test_a_worker_lost_in_the_barrier_is_not_waited_for(rounds: Rounds, callback: Callback) -> None:
-    rounds.lose("a")
-    rounds.open(["a", "b"])
-    rounds.add("b", 1, report(2))
+def test_a_worker_lost_in_the_barrier_is_not_waited_for(world: World, callback: Callback) -> None:
+    world.rounds.lose("a")
+    world.open()
+    world.add("b", 1, 2)
     assert callback.seen == [(None, [2])]
 
 
-def test_what_a_lost_worker_had_reported_counts(rounds: Rounds, callback: Callback) -> None:
-    rounds.open(["a", "b"])
-    rounds.add("a", 1, report(1))
-    rounds.lose("a")
-    rounds.add("b", 1, report(2))
+def test_what_a_lost_worker_had_reported_counts(world: World, callback: Callback) -> None:
+    world.open()
+    world.add("a", 1, 1)
+    world.rounds.lose("a")
+    world.add("b", 1, 2)
     assert callback.seen == [(None, [1, 2])]
 
 
-def test_a_round_whose_members_are_all_lost_is_still_counted(
-    rounds: Rounds, callback: Callback
+def test_a_round_whose_members_are_all_lost_holds_nobody_up(
+    world: World, callback: Callback
 ) -> None:
-    rounds.open(["a"])
-    rounds.lose("a")
-    assert callback.seen == [(None, [{}])]
-    assert rounds.last_metrics is None
+    world.open()
+    world.rounds.lose("a")
+    world.rounds.lose("b")
+    world.open("c")
+    world.add("c", 2, 3)
+    assert callback.seen == [(None, [3])]
+
+
+def test_a_round_waits_until_its_step_is_committed(world: World, callback: Callback) -> None:
+    world.committed = 0
+    world.open("a")
+    world.add("a", 1, "first")
+    assert callback.seen == []
+    world.committed = 1
+    world.rounds.deliver()
+    assert callback.seen == [(None, ["first"])]
+
+
+def test_a_step_that_is_redone_is_delivered_once(world: World, callback: Callback) -> None:
+    world.committed = 0
+    world.open("a")
+    world.add("a", 1, "lost")  # after step 1, which dies with its generation
+    world.rounds.formed(2, 0)
+    world.open("a", generation=2)
+    world.rounds.add("a", 2, 1, report("redone"))
+    assert callback.seen == []
+    world.committed = 1
+    world.rounds.deliver()
+    assert callback.seen == [(None, ["redone"])]
+
+
+def test_a_step_that_stands_is_delivered_in_the_next_generation(
+    world: World, callback: Callback
+) -> None:
+    world.committed = 0
+    world.open("a")
+    world.add("a", 1, "stands")
+    world.rounds.formed(2, 1)
+    world.committed = 1
+    world.rounds.deliver()
+    assert callback.seen == [(None, ["stands"])]
 
 
 @pytest.mark.parametrize(
@@ -104,30 +156,39 @@ def test_a_round_whose_members_are_all_lost_is_still_counted(
     ],
 )
 def test_checkpoint_of_a_round(
-    rounds: Rounds, callback: Callback, paths: dict[str, Any], lost: str, expected: str | None
+    world: World, callback: Callback, paths: dict[str, Any], lost: str, expected: str | None
 ) -> None:
-    rounds.open(["a", "b", "c"])
+    world.open("a", "b", "c")
     for worker, path in paths.items():
-        rounds.add(worker, 1, report({}, path))
-    rounds.lose(lost)
+        world.add(worker, 1, {}, path)
+    world.rounds.lose(lost)
     assert [path for path, _ in callback.seen] == [expected]
 
 
-def test_refused_metrics_come_before_the_next_round(rounds: Rounds, callback: Callback) -> None:
+def test_refused_metrics_come_before_the_next_round(world: World, callback: Callback) -> None:
     for worker in ("a", "b"):
-        rounds.carry(Refused(7, {"step": 7, "from": worker}))
-    rounds.open(["a"])
-    rounds.add("a", 1, report({"step": 8}))
-    seven = [{"step": 7, "from": "a"}, {"step": 7, "from": "b"}]
+        world.rounds.carry(Refused(7, {"from": worker}, generation=2))
+    world.open("a", generation=2)
+    world.rounds.add("a", 1, 8, report({"step": 8}))
+    seven = [{"from": "a"}, {"from": "b"}]
     assert [metrics for _, metrics in callback.seen] == [seven, [{"step": 8}]]
-    rounds.deliver_carried()
+    world.rounds.deliver_carried()
     assert len(callback.seen) == 2
+
+
+def test_refused_metrics_of_a_step_that_is_redone_are_dropped(
+    world: World, callback: Callback
+) -> None:
+    world.rounds.carry(Refused(7, {"step": 7}, generation=2))
+    world.rounds.formed(3, 6)
+    world.rounds.deliver_carried()
+    assert callback.seen == []
 
 
 # ------------------------------------------------------------------------------ barrier
 
 
-class Generations:
+class Fenced:
     def __init__(self) -> None:
         self.fenced: set[int] = set()
         self.opened: list[int] = []
@@ -140,7 +201,7 @@ class Generations:
 
 def test_all_leave_the_barrier_together_with_the_data_of_rank_0() -> None:
     async def scenario() -> None:
-        world = Generations()
+        world = Fenced()
         names = await asyncio.gather(*(world.join(rank, 3, 1, f"of {rank}") for rank in range(3)))
         assert names == ["of 0"] * 3
         assert world.opened == [1]
@@ -150,7 +211,7 @@ def test_all_leave_the_barrier_together_with_the_data_of_rank_0() -> None:
 
 def test_a_fenced_generation_is_refused_whole() -> None:
     async def scenario() -> None:
-        world = Generations()
+        world = Fenced()
         waiting = [asyncio.ensure_future(world.join(rank, 3, 1)) for rank in range(2)]
         await asyncio.sleep(0.01)
         world.fenced.add(1)
@@ -163,7 +224,7 @@ def test_a_fenced_generation_is_refused_whole() -> None:
 
 def test_a_round_that_has_opened_is_not_torn_by_the_fence() -> None:
     async def scenario() -> None:
-        world = Generations()
+        world = Fenced()
         first = asyncio.ensure_future(world.join(0, 2, 1, "name"))
         await asyncio.sleep(0.01)
         second = asyncio.ensure_future(world.join(1, 2, 1))
@@ -176,7 +237,7 @@ def test_a_round_that_has_opened_is_not_torn_by_the_fence() -> None:
 
 def test_generations_do_not_meet() -> None:
     async def scenario() -> None:
-        world = Generations()
+        world = Fenced()
         old = asyncio.ensure_future(world.join(0, 2, 1, "old"))
         await asyncio.sleep(0.01)
         world.fenced.add(1)
