@@ -11,6 +11,7 @@ are measured on the way: from the step boundary at which survivors stop to the n
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,43 @@ def one_fault(run: Watched, kill: str) -> float:
     return committed_at - killed_at - step_s
 
 
+@contextlib.contextmanager
+def cluster(arguments: argparse.Namespace) -> Iterator[tuple[list[str], Callable[[], object]]]:
+    """Yields where to run (command line options), and what brings a lost node back."""
+    if arguments.processes:
+        yield ["--processes"], lambda: None
+        return
+    from elastic_ft.ray_train.cluster import LocalCluster
+
+    with LocalCluster(4, 1) as local:
+        yield ["--address", local.address], local.add_node
+
+
+def measure(arguments: argparse.Namespace, scratch: Path) -> tuple[list[float], list[float]]:
+    """Returns (pauses after a kill, survivors' pauses at joins), seconds."""
+    job_file, folder = scratch / "job.yaml", scratch / "run"
+    job_file.write_text(yaml.safe_dump(make_job(arguments)))
+    with cluster(arguments) as (where, add_node):
+        command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), *where]
+        child = subprocess.Popen([*command, "--out", str(folder)], stdout=subprocess.DEVNULL)
+        try:
+            run, pauses = Watched(folder), []
+            for _ in range(arguments.times):
+                pauses.append(one_fault(run, arguments.kill))
+                if arguments.kill == "raylet":
+                    add_node()
+            run.until("the last join", lambda: run.whole(4))
+            recovered = run.events("recovered")
+        finally:
+            child.send_signal(signal.SIGINT)
+            try:
+                child.wait(60)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait(10)
+    return pauses, [e["paused_s"] for e in recovered if e["cause"] == "worker_joined"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="ddp", choices=["ddp", "fsdp", "hsdp"])
@@ -103,24 +142,7 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        job_file, folder = Path(scratch) / "job.yaml", Path(scratch) / "run"
-        job_file.write_text(yaml.safe_dump(make_job(arguments)))
-        where = ["--processes"] if arguments.processes else ["--local-nodes", "4"]
-        command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), *where]
-        child = subprocess.Popen([*command, "--out", str(folder)], stdout=subprocess.DEVNULL)
-        try:
-            run = Watched(folder)
-            pauses = [one_fault(run, arguments.kill) for _ in range(arguments.times)]
-            joins = [
-                e["paused_s"] for e in run.events("recovered") if e["cause"] == "worker_joined"
-            ]
-        finally:
-            child.send_signal(signal.SIGINT)
-            try:
-                child.wait(60)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait(10)
+        pauses, joins = measure(arguments, Path(scratch))
     host = "processes" if arguments.processes else "ray"
     title = f"{arguments.strategy}, {arguments.kill} killed, {host}"
     show(f"{title}: pause above one step", pauses)
