@@ -69,10 +69,11 @@ class ElasticTrainer(DataParallelTrainer):
     """Trains a job on a Ray cluster; workers and nodes may come and go.
 
     Args:
-        job: a Job, its values as a dict, or the path of its YAML file.
-        train_loop: runs on each worker and iterates over ``elastic_ft.train()``; it may call
-            ``ray.train.report``. By default every evaluation, checkpoint and the end is reported.
-        train_loop_config: the argument of ``train_loop``, if it takes one.
+        train_loop_or_task: a task is a job: a Job, its values as a dict, or the path of its YAML
+            file; every evaluation, checkpoint and the end is reported to Ray Train. A train loop
+            runs on each worker, iterates over ``elastic_ft.train()`` and reports what it likes.
+        job: of a train loop; by default ``train_loop_config["job"]``.
+        train_loop_config: the argument of the train loop, if it takes one.
         scaling_config: ``num_workers=(min, max)`` overrides the job's elastic section.
         run_config: its ``storage_path`` and ``name`` make the run folder.
         faults: to inject at named points.
@@ -80,15 +81,15 @@ class ElasticTrainer(DataParallelTrainer):
 
     def __init__(
         self,
-        job: Job | Mapping[str, Any] | str | Path,
-        train_loop: Callable[..., Any] | None = None,
+        train_loop_or_task: Callable[..., Any] | Job | Mapping[str, Any] | str | Path,
         *,
+        job: Job | Mapping[str, Any] | str | Path | None = None,
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         faults: Sequence[Fault] = (),
     ) -> None:
-        self.job = as_job(job)
+        train_loop, self.job = loop_and_job(train_loop_or_task, job, train_loop_config)
         if scaling_config is None:
             scaling_config = default_scaling(self.job)
         else:
@@ -100,7 +101,7 @@ class ElasticTrainer(DataParallelTrainer):
         self._faults = tuple(faults)
         self._controller: Any = None
         super().__init__(
-            train_loop or report_milestones,
+            train_loop,
             train_loop_config=train_loop_config,
             backend_config=ElasticBackendConfig(),
             scaling_config=scaling_config,
@@ -201,6 +202,18 @@ def report_milestones() -> None:
                     "world_size": step.world_size,
                 }
             )
+
+
+def loop_and_job(
+    train_loop_or_task: Any, job: Any, train_loop_config: dict[str, Any] | None
+) -> tuple[Callable[..., Any], Job]:
+    """Raises ConfigError."""
+    if not callable(train_loop_or_task):
+        return report_milestones, as_job(train_loop_or_task)
+    job = job if job is not None else (train_loop_config or {}).get("job")
+    if job is None:
+        raise ConfigError("job: a train loop needs one, as job=... or train_loop_config['job']")
+    return train_loop_or_task, as_job(job)
 
 
 def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:

@@ -38,9 +38,14 @@ def start(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[..., Trial
         cluster.add_node()
     trials: list[Trial] = []
 
-    def begin(values: dict[str, Any], *args: Any, callbacks: Any = None, **kwargs: Any) -> Trial:
+    def begin(
+        values: dict[str, Any], loop: Any = None, callbacks: Any = None, **kwargs: Any
+    ) -> Trial:
         config = RunConfig(name=values["name"], storage_path=str(tmp_path), callbacks=callbacks)
-        trainer = ElasticTrainer(values, *args, run_config=config, **kwargs)
+        if loop is not None:
+            trainer = ElasticTrainer(loop, job=values, run_config=config, **kwargs)
+        else:
+            trainer = ElasticTrainer(values, run_config=config, **kwargs)
         trials.append(Trial(trainer, tmp_path / values["name"]))
         return trials[-1]
 
