@@ -38,7 +38,11 @@ from ray.train.v2._internal.execution.controller.controller import (
     TrainController,
     TrainControllerLoopIterationResult,
 )
-from ray.train.v2._internal.execution.controller.state import RunningState, SchedulingState
+from ray.train.v2._internal.execution.controller.state import (
+    RunningState,
+    SchedulingState,
+    TrainControllerState,
+)
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2._internal.execution.preemption import PreemptionContext
 from ray.train.v2._internal.execution.scaling_policy.scaling_policy import (
@@ -70,7 +74,9 @@ from ray.train.v2._internal.util import (
     bundle_to_remote_args,
     time_monotonic,
 )
+from ray.train.v2.api.config import RunConfig, ScalingConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.result import Result
 
 __all__ = [
     "HEALTH_CHECK_INTERVAL_S_ENV_VAR",
@@ -96,13 +102,17 @@ __all__ = [
     "ReportCallback",
     "ReportCallbackHandler",
     "ResizeDecision",
+    "Result",
+    "RunConfig",
     "RunningState",
+    "ScalingConfig",
     "ScalingPolicy",
     "SchedulingState",
     "StateManagerCallback",
     "SynchronizationBarrierResetError",
     "TrainController",
     "TrainControllerLoopIterationResult",
+    "TrainControllerState",
     "TrainingFramework",
     "TrainingReport",
     "Worker",

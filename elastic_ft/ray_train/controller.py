@@ -16,15 +16,17 @@ import dataclasses
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.train import Checkpoint, Result, TrainingFailedError
+from ray.train import Checkpoint, TrainingFailedError
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import Assignment, WorkerId
+from elastic_ft.core.state import State
 from elastic_ft.errors import JobFailed
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.ray_train.compat import (
@@ -33,14 +35,15 @@ from elastic_ft.ray_train.compat import (
     FailurePolicy,
     NoopDecision,
     PreemptionCallback,
-    ReportCallback,
     ReportCallbackHandler,
     ResizeDecision,
+    Result,
     RunningState,
     ScalingPolicy,
     SchedulingState,
     TrainController,
     TrainControllerLoopIterationResult,
+    TrainControllerState,
     Worker,
     WorkerGroupPollStatus,
 )
@@ -126,30 +129,49 @@ class ControllerThread(threading.Thread):
             self.error = error
 
 
+@dataclass
+class Hosting:
+    """What there is from the first resize decision on.
+
+    Attributes:
+        loop: Ray Train's, of this actor.
+    """
+
+    group: ElasticWorkerGroup
+    host: RayHost
+    thread: ControllerThread
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def state(self) -> State:
+        """Of the core; replaced whole at each step, so that any thread may look."""
+        return self.thread.controller.state if self.thread.controller is not None else State()
+
+
 class ElasticController(TrainController):
     worker_group_cls = ElasticWorkerGroup
 
     def __init__(self, *, run: Run, **kwargs: Any) -> None:
         self._run = run
-        self._thread: ControllerThread | None = None
-        self._host: RayHost | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hosting: Hosting | None = None
         super().__init__(**kwargs)
         callbacks = self._worker_group_callbacks_to_propagate
         self._worker_group_callbacks_to_propagate = [
             c for c in callbacks if not isinstance(c, (PreemptionCallback, ReportCallbackHandler))
         ]
         self._rounds = Rounds(
-            self._report_callbacks(),
+            self._report_handler._report_callbacks,
             self._checkpoint_manager._current_report_index,
-            lambda: self._thread.controller.state.committed,
+            lambda: self._here.state.committed,
         )
         self._barrier = Barrier(self._is_fenced, self._open_round)
         if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
             self._health_check_interval_s = POLL_S
 
-    def _report_callbacks(self) -> list[ReportCallback]:
-        return list(self._report_handler._report_callbacks)
+    @property
+    def _here(self) -> Hosting:
+        assert self._hosting is not None, "no worker group has been started"
+        return self._hosting
 
     # --------------------------------------------------------- called by actors, drivers
 
@@ -169,24 +191,25 @@ class ElasticController(TrainController):
 
     async def stop(self, reason: str) -> None:
         """Asks for a clean stop; the second time, for an immediate one."""
-        if self._thread is not None and self._thread.controller is not None:
-            self._thread.controller.stop(reason)
+        if self._hosting is not None and self._hosting.thread.controller is not None:
+            self._hosting.thread.controller.stop(reason)
 
     # ----------------------------------------------------------------- Ray Train's loop
 
-    async def run(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().run()
-
     async def _step(self) -> TrainControllerLoopIterationResult:
         state = self.get_state()
-        if isinstance(state, SchedulingState) and self._thread is not None:
-            await asyncio.sleep(self._health_check_interval_s / 4)
-            formed = bool(self._worker_group.members) or not self._thread.is_alive()
-            return TrainControllerLoopIterationResult(
-                self._get_run_attempt_id(), state, RunningState() if formed else state
-            )
-        return await super()._step()
+        if not isinstance(state, SchedulingState):
+            return await super()._step()
+        if self._hosting is None:
+            assert isinstance(state.scaling_decision, ResizeDecision)
+            return self._execute_resize_decision(state.scaling_decision)
+        await asyncio.sleep(self._health_check_interval_s / 4)
+        formed = self._here.group.members or not self._here.thread.is_alive()
+        return self._turn_to(RunningState() if formed else state)
+
+    def _turn_to(self, state: TrainControllerState) -> TrainControllerLoopIterationResult:
+        attempt = self._get_run_attempt_id()
+        return TrainControllerLoopIterationResult(attempt, self.get_state(), state)
 
     def _execute_resize_decision(
         self, decision: ResizeDecision
@@ -197,55 +220,52 @@ class ElasticController(TrainController):
             return failure
         self._start_worker_group(decision.num_workers, decision.resources_per_worker)
         group = self._worker_group
-        group.rounds = self._rounds
-        self._host = RayHost(group, self._launch(decision))
-        group.on_flushed = self._host.retire
-        self._thread = ControllerThread(self._make_controller)
-        self._thread.start()
-        return TrainControllerLoopIterationResult(
-            self._get_run_attempt_id(), self.get_state(), SchedulingState(decision)
-        )
+        assert isinstance(group, ElasticWorkerGroup)
+        loop = asyncio.get_running_loop()
+        host = RayHost(group, self._launch(decision, group, loop))
+        group.rounds, group.on_flushed = self._rounds, host.retire
+        thread = ControllerThread(lambda: self._make_controller(host))
+        self._hosting = Hosting(group, host, thread, loop)
+        thread.start()
+        return self._turn_to(SchedulingState(decision))
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """All is well, until the job has ended: then finished, or the error."""
         await asyncio.sleep(self._health_check_interval_s)
-        group, thread = self._worker_group, self._thread
+        group, thread = self._here.group, self._here.thread
         status = await group.poll(self._health_check_interval_s)
         if thread.is_alive():
             return status
         await self._flush()
-        if thread.error is not None:
+        if thread.result is None:
             raise JobFailedError(f"the controller failed: {thread.error!r}") from thread.error
-        assert thread.result is not None
-        if thread.result["status"] in ("completed", "stopped"):
-            return group.status(finished=True)
-        raise JobFailedError(f"{thread.result['status']}: {thread.result['reason']}")
+        if thread.result["status"] not in ("completed", "stopped"):
+            raise JobFailedError(f"{thread.result['status']}: {thread.result['reason']}")
+        return group.status(finished=True)
 
     async def _flush(self) -> None:
-        deadline_s = self._loop.time() + FLUSH_S
-        while not self._worker_group.flushed and self._loop.time() < deadline_s:
-            await self._worker_group.poll(self._health_check_interval_s)
+        """Fetches the last reports."""
+        deadline_s = time.monotonic() + FLUSH_S
+        while not self._here.group.flushed and time.monotonic() < deadline_s:
+            await self._here.group.poll(self._health_check_interval_s)
         self._rounds.deliver_carried()
 
     def _shutdown_worker_group(self) -> None:
-        self._end_thread()
-        super()._shutdown_worker_group()
-        if self._host is not None:
-            self._host.release()
-
-    def _end_thread(self) -> None:
-        thread = self._thread
-        if thread is None or not thread.is_alive():
+        if self._hosting is None:  # it failed to start
+            super()._shutdown_worker_group()
             return
-        for _ in range(2):  # the second one is obeyed at once
-            if thread.controller is not None:
+        thread = self._here.thread
+        for _ in range(2):  # the second request is obeyed at once
+            if thread.is_alive() and thread.controller is not None:
                 thread.controller.stop("Ray Train's controller shuts down")
         thread.join(STOP_S)
+        super()._shutdown_worker_group()
+        self._here.host.release()
 
     def _build_result(self) -> Result:
         """Ray Train's result; where no checkpoint was reported to it, elastic_ft's newest."""
         result = super()._build_result()
-        ended = self._thread.result if self._thread is not None else None
+        ended = self._hosting.thread.result if self._hosting is not None else None
         if result.metrics is None:
             result = dataclasses.replace(result, metrics=self._rounds.last_metrics or ended)
         if result.checkpoint is None and ended and ended["checkpoints"]:
@@ -255,20 +275,23 @@ class ElasticController(TrainController):
 
     # ------------------------------------------------------------- elastic_ft's controller
 
-    def _make_controller(self) -> Controller:
+    def _make_controller(self, host: RayHost) -> Controller:
         run = self._run
-        assert self._host is not None
         return Controller(
             run.job,
-            self._host,
+            host,
             RunFolder(run.run_url),
             run.checkpoint_url,
             address=ray.util.get_node_ip_address(),
             faults=run.faults,
         )
 
-    def _launch(self, decision: ResizeDecision) -> Launch:
-        group, loop = self._worker_group, self._loop
+    def _launch(
+        self,
+        decision: ResizeDecision,
+        group: ElasticWorkerGroup,
+        loop: asyncio.AbstractEventLoop,
+    ) -> Launch:
         own_handle = ray.get_runtime_context().current_actor
 
         def on_formed(assignment: Assignment, members: dict[WorkerId, Worker]) -> None:
@@ -282,12 +305,12 @@ class ElasticController(TrainController):
         def on_ended(worker: WorkerId) -> None:
             loop.call_soon_threadsafe(group.ended, worker)
 
-        attempt = self._run.attempt
+        selector = self._train_run_context.scaling_config.label_selector
         return Launch(
-            prefix=f"r{attempt}" if attempt else "",
+            prefix=f"r{self._run.attempt}" if self._run.attempt else "",
             placements=self._run.placements,
             bundle=decision.resources_per_worker,
-            label_selector=self._label_selector(),
+            label_selector=selector if isinstance(selector, dict) else None,
             workers_per_node=self._run.job.elastic.workers_per_node,
             train_loop=self._train_fn_ref.get(),
             controller=own_handle,
@@ -297,23 +320,15 @@ class ElasticController(TrainController):
             reports=lambda: self._rounds.opened,
         )
 
-    def _label_selector(self) -> dict[str, str] | None:
-        selector = self._train_run_context.scaling_config.label_selector
-        return selector if isinstance(selector, dict) else None
-
     def _is_fenced(self, generation: int) -> bool:
         """Whether a collective of ``generation`` can't complete any more (I1)."""
-        controller = self._thread.controller if self._thread is not None else None
-        if controller is None:
-            return True
-        state = controller.state
+        state = self._here.state
         if state.assignment is None or state.assignment.generation != generation:
             return True
         breaking = state.phase == "pausing" and state.abort
         return breaking or state.phase in ("suspended", "ended")
 
     def _open_round(self, generation: int) -> None:
-        assert self._thread is not None and self._thread.controller is not None
-        assignment = self._thread.controller.state.assignment
+        assignment = self._here.state.assignment
         assert assignment is not None and assignment.generation == generation
         self._rounds.open(generation, (member.worker for member in assignment.members))

@@ -23,7 +23,6 @@ from elastic_ft.ray_train.compat import (
     DistributedContext,
     PlacementGroupHandle,
     ReplicaGroup,
-    ReportCallbackHandler,
     StateManagerCallback,
     Worker,
     WorkerGroup,
@@ -68,12 +67,12 @@ class Picture(WorkerGroupState):
 
 class ElasticWorkerGroup(WorkerGroup):
     """Attributes:
-    handler: Ray Train's report handler, replaced by ``rounds``.
+    rounds: takes the place of Ray Train's ReportCallbackHandler.
     on_flushed: called with a worker that has ended and whose last report is fetched.
     """
 
     rounds: Rounds
-    on_flushed: Callable[[WorkerId], None] = staticmethod(lambda worker: None)  # type: ignore
+    on_flushed: Callable[[WorkerId], None] = staticmethod(lambda worker: None)
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self._members: dict[WorkerId, Worker] = {}  # in rank order
@@ -81,14 +80,13 @@ class ElasticWorkerGroup(WorkerGroup):
         self._polls: dict[WorkerId, asyncio.Future[Polled]] = {}
         self._flushed: dict[WorkerId, Polled] = {}  # ended and heard out: their last status
         self._started = False
-        self._callbacks = [c for c in self._callbacks if not isinstance(c, ReportCallbackHandler)]
         self._set_state([])
         for callback in self._callbacks:
             callback.before_worker_group_start(self._worker_group_context)
 
     # ------------------------------------------------------------- making a worker
 
-    def create_actor(self, placement: PlacementGroup) -> ActorHandle:
+    def create_actor(self, placement: PlacementGroup) -> ActorHandle[Any]:
         """Returns the handle at once; the process comes when ``placement`` has its resources."""
         resources = self._worker_group_context.resources_per_worker
         environment = self._get_worker_runtime_env(
@@ -102,14 +100,14 @@ class ElasticWorkerGroup(WorkerGroup):
         strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0)
         return actor_class.options(scheduling_strategy=strategy).remote()
 
-    async def meet(self, actor: ActorHandle) -> Worker:
+    async def meet(self, actor: ActorHandle[Any]) -> Worker:
         """Returns who ``actor`` is and where, once it is up."""
         resources = self._worker_group_context.resources_per_worker
         return Worker(
             actor, await actor.get_metadata.remote(), resources, placement_group_bundle_index=0
         )
 
-    async def start_worker(self, worker: Worker, task: Task, controller: ActorHandle) -> None:
+    async def start_worker(self, worker: Worker, task: Task, controller: ActorHandle[Any]) -> None:
         """Gives the worker its train context and starts its training thread."""
         worker.distributed_context = DistributedContext(0, 1, 0, 1, 0)  # until it has a seat
         arguments: dict[str, Any] = {}
@@ -132,8 +130,7 @@ class ElasticWorkerGroup(WorkerGroup):
     def _replica_started(self, worker: Worker) -> None:
         replica = ReplicaGroup([worker], worker.resources)
         for callback in self._replica_group_callbacks:
-            if not isinstance(callback, ReportCallbackHandler):
-                callback.after_replica_group_start(replica)
+            callback.after_replica_group_start(replica)
 
     # -------------------------------------------------------------- the membership
 
@@ -141,7 +138,7 @@ class ElasticWorkerGroup(WorkerGroup):
     def members(self) -> tuple[WorkerId, ...]:
         return tuple(self._members)
 
-    def adopt(self, members: dict[WorkerId, Worker], controller: ActorHandle) -> None:
+    def adopt(self, members: dict[WorkerId, Worker], controller: ActorHandle[Any]) -> None:
         """Takes over a membership that has formed. ``members``: in rank order."""
         self._members = members
         self._listening.update(members)
@@ -174,7 +171,7 @@ class ElasticWorkerGroup(WorkerGroup):
                     workers=self.get_workers(),
                 )
 
-    def _set_state(self, workers: list[Worker], controller: ActorHandle | None = None) -> None:
+    def _set_state(self, workers: list[Worker], controller: ActorHandle[Any] | None = None) -> None:
         old = self._worker_group_state
         self._worker_group_state = Picture(
             start_time=old.start_time if old else time_monotonic(),
@@ -251,7 +248,7 @@ class ElasticWorkerGroup(WorkerGroup):
         return not self._listening
 
 
-async def _poll(actor: ActorHandle) -> Polled:
+async def _poll(actor: ActorHandle[Any]) -> Polled:
     return await actor.poll_status.remote()  # type: ignore[no-any-return]
 
 

@@ -55,7 +55,7 @@ class Hosted:
 
     worker: WorkerId
     placement: PlacementGroup | None = None
-    actor: ActorHandle | None = None
+    actor: ActorHandle[Any] | None = None
     handle: Worker | None = None  # Ray Train's, once it is placed
     node: NodeId = ""
     task: asyncio.Task[None] | None = None
@@ -81,7 +81,7 @@ class Launch:
     label_selector: dict[str, str] | None
     workers_per_node: int
     train_loop: Callable[[], Any] | None
-    controller: ActorHandle
+    controller: ActorHandle[Any]
     on_formed: Callable[[Assignment, dict[WorkerId, Worker]], None]
     on_lost: Callable[[WorkerId], None]
     on_ended: Callable[[WorkerId], None]

@@ -213,7 +213,7 @@ def _common_checkpoint(index: int, done: Round) -> tuple[Any, Any]:
     writers = [report for report in done.in_rank_order() if report.checkpoint is not None]
     if not writers:
         return None, False
-    paths = {report.checkpoint.path for report in writers}
+    paths = {report.checkpoint.path for report in writers if report.checkpoint is not None}
     if len(paths) > 1:
         raise RuntimeError(
             f"round {index}: expected one checkpoint path from all workers, found {sorted(paths)}"

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.train import Result, RunConfig, ScalingConfig
 from ray.util.placement_group import (
     get_placement_group,
     placement_group_table,
@@ -29,6 +28,9 @@ from elastic_ft.ray_train.compat import (
     DataParallelTrainer,
     DatasetsCallback,
     PlacementGroupCleanerCallback,
+    Result,
+    RunConfig,
+    ScalingConfig,
     TrainingFramework,
     WorkingDirectorySetupCallback,
     get_env_vars_to_propagate,

@@ -7,6 +7,7 @@ Ray Train (rank, world size, report barrier) changes only at its safe point, in 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -21,7 +22,6 @@ from ray.exceptions import RayTaskError
 from ray.train import Checkpoint
 
 from elastic_ft.core.events import Member, NodeId, WorkerId
-from elastic_ft.errors import GroupBroken
 from elastic_ft.ray_train.compat import (
     DistributedContext,
     DistributedTrainFnUtils,
@@ -33,6 +33,7 @@ from elastic_ft.ray_train.compat import (
     set_train_fn_utils,
 )
 
+log = logging.getLogger(__name__)
 SEQUENCES = 1_000_000_000  # collective calls per generation: the sequence number tells which it is
 END = "end"  # the concurrency group of the sentinel
 FLUSH_S = 10.0  # for the controller to fetch the last report
@@ -196,10 +197,7 @@ class MadeReports:
 
 
 class ElasticTrainFnUtils(DistributedTrainFnUtils):
-    """What ``ray.train.*`` calls in a train loop.
-
-    ``ray.train.collective.*`` in a broken generation is a broken collective like any other.
-    """
+    """What ``ray.train.*`` calls in a train loop. Nothing here raises as a generation breaks."""
 
     def __init__(self, made: MadeReports) -> None:
         self._made = made
@@ -220,21 +218,28 @@ class ElasticTrainFnUtils(DistributedTrainFnUtils):
             self._made.refused.append(Refused(step, metrics))
 
     def barrier(self) -> None:
-        with_group(super().barrier)
+        or_alone(None, super().barrier)
 
     def broadcast_from_rank_zero(self, data: Any) -> Any:
-        return with_group(super().broadcast_from_rank_zero, data)
+        return or_alone(data, super().broadcast_from_rank_zero, data)
 
     def get_preemption_info(self) -> Any:
-        return with_group(super().get_preemption_info)
+        own = get_train_context().preemption_context.preemption_info
+        return or_alone(own, super().get_preemption_info)
 
 
-def with_group(collective: Callable[..., T], *args: Any) -> T:
+def or_alone(own: T, collective: Callable[..., T], *args: Any) -> T:
+    """Returns what ``collective`` does, or ``own`` if the generation is over.
+
+    An error would end the train loop, and with it this survivor. As it is, the running iteration
+    is the loop's last in this generation: what it makes of its own value reaches no other worker.
+    """
     try:
         return collective(*args)
     except RayTaskError as error:
         if isinstance(error.cause, SynchronizationBarrierResetError):
-            raise GroupBroken(str(error.cause)) from None
+            log.warning("a collective of ray.train is broken off: %s", error.cause)
+            return own
         raise
 
 

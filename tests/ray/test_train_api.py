@@ -19,6 +19,7 @@ from trial import SOON_S, START_S, Trial, job
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.ray_train.cluster import LocalCluster
 from elastic_ft.ray_train.trainer import ElasticTrainer, scaled
+from elastic_ft.runtime.faults import Fault
 
 Start = Callable[..., Trial]
 pytestmark = pytest.mark.timeout(240)
@@ -55,15 +56,22 @@ def reporting_loop(config: dict[str, Any]) -> str:
             checkpoint = Checkpoint.from_directory(folder)
         rank, size = context.get_world_rank(), context.get_world_size()
         assert (rank, size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-        assert ray.train.collective.broadcast_from_rank_zero(step.number) == step.number
+        agreed = ray.train.collective.broadcast_from_rank_zero({"step": step.number, "from": rank})
+        assert agreed["step"] == step.number
         metrics = {"step": step.number, "rank": rank, "world_size": size}
         ray.train.report(metrics, checkpoint=checkpoint)
     return "came to the end"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy, points",
+    [
+        ("ddp", ("after_optimizer", "reduce")),
+        ("fsdp", ("snapshot_copy", "buddy_send")),  # applied and reported, but not committed
+    ],
+)
 def test_every_step_is_reported_once_whatever_is_lost(
-    start: Start, tmp_path: Path, strategy: str
+    start: Start, tmp_path: Path, strategy: str, points: tuple[str, str]
 ) -> None:
     recorder = Recorder(tmp_path / "reports.jsonl")
     values = job(f"reports-{strategy}", parallel={"strategy": strategy})
@@ -72,11 +80,12 @@ def test_every_step_is_reported_once_whatever_is_lost(
         reporting_loop,
         train_loop_config={"checkpoint_every": 10},
         callbacks=[recorder],
+        faults=[
+            Fault(points[0], "kill", rank=0, step=10),  # the one that writes checkpoints
+            Fault(points[1], "kill", rank=1, step=25),
+        ],
     )
-    trial.wait_for_world(4, steps=10, timeout_s=START_S)
-    os.kill(trial.members()[0]["pid"], signal.SIGKILL)  # the one that writes checkpoints
-    trial.wait_for_world(3)
-    os.kill(trial.members()[2]["pid"], signal.SIGKILL)
+    trial.wait("both faults", lambda: len(trial.events("fault_fired")) == 2, 2 * START_S)
     trial.wait_for_world(4, steps=11, timeout_s=START_S)
     result = trial.stop()
     trial.check()
