@@ -120,6 +120,8 @@ class Points:
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault.action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(0.2)  # it takes a moment to reach this thread; then this goes on if let
+            return
         elif fault.action == "hang":
             while True:
                 time.sleep(3600)

@@ -13,6 +13,8 @@ import datetime
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from elastic_ft.runtime import compat
 from elastic_ft.runtime.links import Links, Socket, inet_sockets, shut_down
 
 FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
+ABORT_POLL_S = 0.05
+ABORT_GRACE_S = 0.2  # a closed connection ends what waits for it in milliseconds, or never
 
 
 class Groups:
@@ -151,6 +155,33 @@ class Groups:
         except Exception as error:
             raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
 
+    def wait(self, work: Any) -> None:
+        """Waits for a transfer over ``host``. Raises GroupBroken when it fails, is late or aborted.
+
+        Gloo fails what is pending when a connection ends, but for one thing: a payload that is
+        half through (``Pair::signalException`` leaves those buffers out) waits out its timeout.
+        So a thread of its own waits; once these groups are aborted it is left behind.
+        """
+        ended: Future[None] = Future()
+        timeout = datetime.timedelta(seconds=self._operation_timeout_s)
+
+        def run() -> None:
+            try:
+                work.wait(timeout)
+            except Exception as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        threading.Thread(target=run, name="transfer", daemon=True).start()
+        while not futures.wait([ended], ABORT_POLL_S).done:
+            if self._aborted and not futures.wait([ended], ABORT_GRACE_S).done:
+                raise GroupBroken(self._aborted)
+        try:
+            ended.result()
+        except Exception as error:
+            raise GroupBroken(_one_line(error)) from error
+
     # ------------------------------------------------------------------ fencing
 
     def abort(self, reason: str) -> None:
@@ -201,11 +232,3 @@ def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def wait(work: Any, deadline_s: float) -> None:
-    """Waits for a collective or a transfer. Raises GroupBroken when it fails or is late."""
-    try:
-        work.wait(datetime.timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
-    except Exception as error:
-        raise GroupBroken(_one_line(error)) from error

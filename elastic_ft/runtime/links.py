@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
+
 
 @dataclass(frozen=True)
 class Socket:
@@ -72,35 +74,40 @@ class Links:
 
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._spare: Link | None = None
-        self._preparing = False
+        self._preparing = 0  # number of the connect under way in the background
+        self._count = 0
 
     def take(self) -> Link:
         """The spare link, or else a new one. Blocks for at most the timeout; raises as torch."""
-        with self._lock:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._preparing, SPARE_TIMEOUT_S)
             spare, self._spare = self._spare, None
+            self._preparing = 0  # of two connects at once, whose socket is whose can't be told
         return spare or self._connect()
 
     def prepare(self) -> None:
         """Makes the next link, in the background."""
-        with self._lock:
+        with self._changed:
             if self._spare is not None or self._preparing:
                 return
-            self._preparing = True
-        threading.Thread(target=self._prepare, name="store-link", daemon=True).start()
+            self._count += 1
+            self._preparing = number = self._count
+        threading.Thread(
+            target=self._prepare, args=(number,), name="store-link", daemon=True
+        ).start()
 
-    def _prepare(self) -> None:
-        link: Link | None = None
+    def _prepare(self, number: int) -> None:
         try:
             link = self._connect()
         except RuntimeError:
             link = None  # no spare: ``take`` tries itself, and says so if it fails
-        finally:
-            with self._lock:
-                self._preparing = False
-                # Two sockets: somebody connected meanwhile, and whose is whose can't be told.
+        with self._changed:
+            if self._preparing == number:
+                self._preparing = 0
                 self._spare = link if link is not None and len(link.sockets) == 1 else None
+                self._changed.notify_all()
 
     def _connect(self) -> Link:
         known = {s.inode for s in inet_sockets()}

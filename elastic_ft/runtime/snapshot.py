@@ -8,6 +8,7 @@ older may go. So two buffers per shard suffice, and a third while one is being u
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from elastic_ft.core.events import Holding, Tier
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime.engines.base import Reach, State, StateTensor
-from elastic_ft.runtime.groups import Groups, wait
+from elastic_ft.runtime.groups import Groups
 
 ALIGNMENT = 64  # bytes
 DIGEST_BYTES = 16  # xxh3_128, at the end of a shard's buffer
@@ -159,10 +160,17 @@ class Snapshots:
         copied = _start_copies(shard, state)
         exchange = _Exchange(step, groups, peer_schemas) if on_held else None
 
-        def run() -> None:
+        def copy() -> None:
             reach("snapshot_copy", step)
             copied()
             shard.seal()
+
+        def run() -> None:
+            try:
+                copy()
+            except BaseException as error:
+                shard.ready.set_exception(error)  # an upload waits for it
+                raise
             if not partial:
                 with self._lock:
                     self._held.append(shard)
@@ -196,11 +204,8 @@ class Snapshots:
                     ),
                 )
             )
-        try:
-            exchange.run(own.buffer, [(rank, shard.buffer) for rank, shard in incoming])
-        except GroupBroken:
-            self._recycle(shard for _, shard in incoming)
-            raise
+        # When this fails, a transfer may still write: the buffers are dropped, not recycled.
+        exchange.run(own.buffer, [(rank, shard.buffer) for rank, shard in incoming])
         for _, shard in incoming:
             shard.verify(f"rank {exchange.groups.rank}")
         with self._lock:
@@ -221,10 +226,8 @@ class Snapshots:
 
     def quiesce(self, deadline_s: float) -> None:
         """At the safe point: lets the copy under way end, whatever becomes of it."""
-        try:
+        with contextlib.suppress(Exception):  # then it is not held, as the holdings tell
             self.wait(deadline_s)
-        except (GroupBroken, StateDamaged):
-            return  # not held; the holdings tell
 
     # ----------------------------------------------------------------- keeping
 
@@ -248,9 +251,9 @@ class Snapshots:
     def drop_after(self, step: int) -> None:
         """Frees snapshots of steps that were rolled back."""
         with self._lock:
-            gone = [s for s in self._held if s.step > step and not s.users]
+            gone = [s for s in self._held if s.step > step]
             self._held = [s for s in self._held if s not in gone]
-        self._recycle(gone)
+        self._recycle(s for s in gone if not s.users)
 
     def release(self, shard: HostShard) -> None:
         """An upload is done with ``shard``."""
@@ -322,7 +325,7 @@ class _Exchange:
         except RuntimeError as error:
             raise GroupBroken(f"sending a snapshot: {error}") from error
         for work in works:
-            wait(work, self.groups.deadline())
+            self.groups.wait(work)
 
 
 def _start_copies(shard: HostShard, state: State) -> Callable[[], None]:

@@ -18,7 +18,7 @@ import xxhash
 from elastic_ft.core.sharding import Box, Copy, Piece, StateMissing, plan_reshard
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime.engines.base import State, StateTensor
-from elastic_ft.runtime.groups import Groups, wait
+from elastic_ft.runtime.groups import Groups
 
 MESSAGE_BYTES = 64 << 20
 DIGEST_BYTES = 16
@@ -134,11 +134,11 @@ def _exchange_messages(
         except RuntimeError as error:
             raise GroupBroken(f"transfer: {error}") from error
         for work, peer, buffer, copies in arriving:
-            wait(work, groups.deadline())
+            groups.wait(work)
             _unpack(buffer, copies, needs, peer)
             received += buffer.numel()
         for work, _ in works:
-            wait(work, groups.deadline())
+            groups.wait(work)
     return received
 
 

@@ -138,6 +138,7 @@ class Worker:
         self._flags = Flags()
         self._live: tuple[Holding, State] | None = None
         self._tools: Tools | None = None
+        self._loop: Loop | None = None  # once a generation is restored
         self._closed = threading.Event()
         for target in (self._read, self._beat):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -383,10 +384,10 @@ class Worker:
         worker, step = self.member.worker, self._points.step
         if isinstance(error, ControllerLost):
             raise error
-        if isinstance(error, StateDamaged):
+        if isinstance(error, StateDamaged) and self._loop is None:  # while restoring
             reason = str(error)
             self._send(SourceRefused(time.time(), worker, generation, error.holder, reason))
-        elif self._is_collective(error):
+        elif isinstance(error, StateDamaged) or self._is_collective(error):
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             self._send(CollectiveFailed(time.time(), worker, generation, step, text))
         else:
@@ -411,7 +412,7 @@ class Worker:
         groups.abort(groups.aborted or "retreat")
         tools.prefetcher.cancel()
         tools.snapshots.quiesce(time.monotonic() + self.job.elastic.pause_timeout_s / 2)
-        engine, loop = tools.engine, getattr(self, "_loop", None)
+        engine, loop = tools.engine, self._loop
         intact = engine.intact
         state = engine.detach() if groups.rank is not None else {}
         if loop is not None and groups.rank is not None:
