@@ -51,6 +51,7 @@ class LocalHost:
         self._lock = threading.RLock()
         self._wanted = 0
         self._count = 0
+        self._timers: list[threading.Timer] = []
         self._closed = False
         self._inbox: Inbox | None = None
         self._address: tuple[str, int] = ("", 0)
@@ -86,6 +87,8 @@ class LocalHost:
         with self._lock:
             self._closed, self._wanted = True, 0
             processes = list(self._processes.values())
+        for timer in self._timers:
+            timer.cancel()
         for process in processes:
             _kill(process)
         for process in processes:
@@ -109,7 +112,7 @@ class LocalHost:
         def report() -> None:
             self._post(NodeLost(time.time(), name, "the node was killed"))
 
-        threading.Timer(notice_after_s, report).start()
+        self._later(notice_after_s, report)
 
     def drain_node(self, name: str, deadline_s: float) -> None:
         """A preemption notice: at ``deadline_s`` (unix) the node is killed."""
@@ -121,9 +124,7 @@ class LocalHost:
             if not self._closed:
                 self.kill_node(name)
 
-        timer = threading.Timer(max(0.0, deadline_s - time.time()), end)
-        timer.daemon = True
-        timer.start()
+        self._later(max(0.0, deadline_s - time.time()), end)
 
     def pid_of(self, worker: WorkerId) -> int | None:
         process = self._processes.get(worker)
@@ -134,6 +135,12 @@ class LocalHost:
             return [w for w, p in self._processes.items() if p.is_alive()]
 
     # ----------------------------------------------------------------- internals
+
+    def _later(self, after_s: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(after_s, action)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
 
     def _post(self, event: Any) -> None:
         if self._inbox is not None and not self._closed:

@@ -1,0 +1,146 @@
+"""A kill and a stop at every named point of a step, with each layout.
+
+One job for each layout and action goes through all points, one fault after the other: a fault is
+armed when the one before it has fired and the world is whole again. Each fault is a test case of
+its own, which asserts what the run folder says about it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from elastic_ft.runtime.faults import Fault
+from tests.multiproc.harness import Gate, Run, make_job, run_job
+
+STEPS = 90
+WORLD = 4
+
+
+@dataclass(frozen=True)
+class At:
+    """Where a fault strikes. ``world``: smaller than WORLD means during another recovery."""
+
+    point: str
+    rank: int
+    world: int = WORLD
+
+    def __str__(self) -> str:
+        where = "" if self.world == WORLD else f"-in-world-of-{self.world}"
+        return f"{self.point.replace('_', '-')}{where}"
+
+
+EVERYWHERE = (
+    At("data", 1),
+    At("forward", 2),
+    At("backward", 3),
+    At("reduce", 0),
+    At("before_optimizer", 1),
+    At("inside_optimizer", 2),
+    At("after_optimizer", 3),
+    At("checkpoint_shard", 2),
+    At("before_manifest", 3),
+    At("forming", 1),  # a survivor, while a replacement joins
+    At("connecting", 3),  # the replacement itself
+    At("resharding", 2),
+    At("snapshot_copy", 1),
+)
+# The second of two faults strikes while the first is being recovered: who holds the last copy of
+# what the first one held is spared.
+FAULTS = {
+    "ddp": (*EVERYWHERE, At("resharding", 0, world=3), At("data", 2), At("forming", 1, world=3)),
+    "hsdp": (*EVERYWHERE, At("resharding", 1, world=3), At("data", 1), At("forming", 1, world=3)),
+    "fsdp": (
+        *EVERYWHERE,
+        At("resharding", 2, world=3),
+        At("buddy_send", 0),
+        At("connecting", 1, world=3),
+    ),
+}
+Disturbed = Callable[[str, str], Run]
+CASES = [
+    pytest.param(strategy, action, index, id=f"{strategy}-{action}-{index:02}-{at}")
+    for strategy, points in FAULTS.items()
+    for action in ("kill", "stop")
+    for index, at in enumerate(points)
+]
+
+
+def chain(strategy: str, action: Literal["kill", "stop"]) -> list[Fault]:
+    return [
+        Fault(at.point, action, rank=at.rank, world=at.world, after=index - 1 if index else None)
+        for index, at in enumerate(FAULTS[strategy])
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The same job on one worker, undisturbed."""
+    out = tmp_path_factory.mktemp("one-worker")
+    return run_job(make_job("ddp", workers=1, steps=STEPS), out).check()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The same job in each layout, undisturbed."""
+    return {
+        strategy: run_job(
+            make_job(strategy, steps=STEPS), tmp_path_factory.mktemp(f"{strategy}-undisturbed")
+        ).check()
+        for strategy in FAULTS
+    }
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
+    """The job with all the faults of one layout and action; run once."""
+
+    @functools.cache
+    def run(strategy: str, action: Literal["kill", "stop"]) -> Run:
+        out = tmp_path_factory.mktemp(f"{strategy}-{action}")
+        gate = Gate(out / "gate")
+        job = gate.job(strategy, steps=STEPS, checkpoint={"every_steps": 3})
+        return run_job(job, out / "run", faults=chain(strategy, action), watch=gate)
+
+    return run
+
+
+@pytest.mark.parametrize(("strategy", "action", "index"), CASES)
+def test_recovers_from(disturbed: Disturbed, strategy: str, action: str, index: int) -> None:
+    run = disturbed(strategy, action)
+    fault = run.faults[index]
+    fired = [line for line in run.all("fault_fired") if line["index"] == index]
+    assert len(fired) == 1, f"{fault} fired {len(fired)} times\n{run.story()}"
+    event = {"kill": "worker_lost", "stop": "worker_hung"}[fault.action]
+    lost = [line for line in run.all(event) if line["worker"] == fired[0]["worker"]]
+    assert len(lost) == 1, f"{event} is not in the journal\n{run.story()}"
+    recovered = run.after(lost[0], "recovered")
+    assert recovered, f"no recovery followed\n{run.story()}"
+    assert recovered[0]["steps_lost"] == 0, run.story()
+    assert recovered[0]["survivors_kept_pid"], run.story()
+    whole = [g for g in run.after(lost[0], "generation_formed") if g["world_size"] == WORLD]
+    assert whole, f"the world was never whole again\n{run.story()}"
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("strategy", FAULTS)
+def test_nothing_is_lost(
+    disturbed: Disturbed, undisturbed: dict[str, Run], reference: Run, strategy: str, action: str
+) -> None:
+    run = disturbed(strategy, action).check()
+    run.same_losses_as(undisturbed[strategy])
+    run.same_losses_as(reference)
+    assert all(r["steps_lost"] == 0 and r["steps_redone"] <= 1 for r in run.recoveries)
+    assert min(run.worlds()) == 2, "two workers were out at once"
+    assert run.worlds()[-1] == WORLD
+
+
+def test_undisturbed_runs_agree(undisturbed: dict[str, Run], reference: Run) -> None:
+    for run in undisturbed.values():
+        assert run.worlds() == [WORLD]
+        assert run.recoveries == []
+        run.same_losses_as(reference)

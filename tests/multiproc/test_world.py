@@ -1,0 +1,311 @@
+"""What happens to a world: it shrinks too far, drains, dies whole, comes back, is stopped."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.runtime.controller import Controller
+from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.local import LocalHost
+from tests.multiproc.harness import Run, make_job, run_job
+
+DEADLINE_S = 60.0
+CONSTANT = {"schedule": "constant"}
+
+
+class Once:
+    """Does something the first time that a step is committed, in the controller's thread."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action, self.done = step, action, False
+
+    def __call__(self, controller: Controller, line: dict[str, Any]) -> None:
+        if line["step"] >= self.step and not self.done:
+            self.done = True
+            self.action(controller, host_of(controller))
+
+
+def host_of(controller: Controller) -> LocalHost:
+    assert isinstance(controller.host, LocalHost)
+    return controller.host
+
+
+def kill_nodes(*names: str) -> Any:
+    return lambda controller, host: [host.kill_node(name) for name in names]
+
+
+def members(run: Run, index: int) -> list[dict[str, Any]]:
+    return list(run.all("generation_formed")[index]["members"])
+
+
+def newest_checkpoint_before(run: Run, line: dict[str, Any]) -> int:
+    committed = run.all("checkpoint_committed")
+    return max((c["step"] for c in committed if c["seq"] < line["seq"]), default=0)
+
+
+# ------------------------------------------------------------------- more than one node
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_nodes_at_once(tmp_path: Path, strategy: str) -> None:
+    job = make_job(strategy, steps=16, checkpoint={"every_steps": 3})
+    run = run_job(job, tmp_path, on_step=Once(8, kill_nodes("n1", "n2"))).check()
+    assert {"n1", "n2"} <= {line["node"] for line in run.all("worker_lost")}, run.story()
+    for line in run.all("rolled_back"):
+        assert line["step"] >= newest_checkpoint_before(run, line), run.story()
+    assert run.recoveries[0]["survivors_kept_pid"], run.story()
+
+
+def test_all_workers_killed_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    job = make_job("fsdp", steps=16, checkpoint={"every_steps": 3})
+
+    def kill_all(controller: Controller, host: LocalHost) -> None:
+        for worker in host.alive():
+            host.kill_worker(worker)
+
+    run = run_job(job, tmp_path, on_step=Once(8, kill_all)).check()
+    (rolled,) = run.all("rolled_back")
+    assert rolled["step"] >= 3, run.story()
+    assert rolled["step"] >= newest_checkpoint_before(run, rolled), run.story()
+    later = [g for g in run.all("generation_formed") if g["seq"] > rolled["seq"]]
+    assert later[0]["source"] == "checkpoint", run.story()
+
+
+def test_the_controllers_process_is_killed(tmp_path: Path) -> None:
+    """Its workers exit by themselves; a rerun of the job goes on from the newest checkpoint."""
+    job = make_job("fsdp", steps=4000, workers=2, checkpoint={"every_steps": 4})
+    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
+    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file)]
+    child = subprocess.Popen(
+        [*command, "--processes", "--out", str(out)], stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_for("a second checkpoint", lambda: len(events(out, "checkpoint_committed")) >= 2)
+        pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+    wait_for("its workers to exit", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    newest = events(out, "checkpoint_committed")[-1]["step"]
+    again = make_job("fsdp", steps=newest + 4, workers=2, checkpoint={"every_steps": 4})
+    run = run_job(again, out)
+    assert run.result["status"] == "completed", run.story()
+    resumed = run.all("job_started")[-1]["step"]
+    assert resumed >= newest, run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, newest + 5)), run.story()
+    generations = [line["generation"] for line in run.all("generation_formed")]
+    assert generations == sorted(set(generations)), "generations go on across controllers (I1)"
+
+
+def events(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [line for line in read_lines(folder / "events.jsonl") if line["event"] == name]
+
+
+def wait_for(what: str, condition: Any) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.05)
+
+
+# -------------------------------------------------------------------- too few workers
+
+
+def test_below_the_minimum_it_waits_and_goes_on(tmp_path: Path) -> None:
+    job = make_job("fsdp", steps=14, workers=2, checkpoint={"every_steps": 4})
+
+    def heal(controller: Controller) -> None:
+        host = host_of(controller)
+        if controller.state.phase == "suspended" and "n9" not in host._nodes:
+            host.add_node("n9", 1)
+
+    run = run_job(job, tmp_path, on_step=Once(6, kill_nodes("n1")), watch=heal).check()
+    (suspended,) = run.all("suspended")
+    assert "1 workers are usable, min_workers is 2" in suspended["reason"], run.story()
+    assert run.recoveries[-1]["survivors_kept_pid"], run.story()
+    assert run.recoveries[-1]["steps_lost"] == 0, run.story()
+    assert run.result["badput"]["suspended"] > 0
+
+
+def test_below_the_minimum_it_gives_up_at_its_deadline(tmp_path: Path) -> None:
+    elastic = {"suspend_timeout_s": 1.0}
+    job = make_job("ddp", steps=5000, workers=2, elastic=elastic, checkpoint={"every_steps": 4})
+    run = run_job(job, tmp_path, on_step=Once(6, kill_nodes("n1")))
+    assert run.result["status"] == "suspended", run.story()
+    assert "1 workers after 1 s suspended, min_workers is 2" in run.result["reason"]
+    assert run.result["checkpoints"][0]["url"] in run.result["reason"], "names the checkpoint"
+
+
+# ------------------------------------------------------------------- planned changes
+
+
+def test_a_draining_node_is_left_before_its_deadline(tmp_path: Path) -> None:
+    deadline_s = time.time() + 300
+
+    def drain(controller: Controller, host: LocalHost) -> None:
+        host.drain_node("n2", deadline_s)
+
+    run = run_job(make_job("fsdp", steps=14), tmp_path, on_step=Once(5, drain)).check()
+    (recovery,) = run.recoveries
+    assert recovery["cause"] == "node_draining", run.story()
+    assert (recovery["steps_lost"], recovery["steps_redone"]) == (0, 0), run.story()
+    assert recovery["source"] == "live", "its shard was handed over, not fetched from a copy"
+    assert recovery["world_after"] == 3
+    (recovered,) = run.all("recovered")
+    assert recovered["at_s"] < deadline_s
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_node_joins_at_a_boundary(tmp_path: Path, strategy: str) -> None:
+    def join(controller: Controller, host: LocalHost) -> None:
+        host.add_node("n3", 1)
+
+    def hold(controller: Controller) -> None:
+        if len(controller.state.ready) == 4:
+            gate.unlink(missing_ok=True)
+
+    gate = tmp_path / "gate"
+    data = {"path": "tests.multiproc.tiny:gated", "kwargs": {"gate": str(gate)} | corpus()}
+    job = make_job(strategy, steps=14, data=data, elastic={"min_workers": 3, "gather_s": 0.2})
+    once = Once(4, lambda controller, host: (gate.touch(), join(controller, host)))
+    nodes = {"n0": 1, "n1": 1, "n2": 1}
+    run = run_job(job, tmp_path / "run", nodes=nodes, on_step=once, watch=hold).check()
+    (recovery,) = run.recoveries
+    assert recovery["cause"] == "worker_joined", run.story()
+    assert (recovery["world_before"], recovery["world_after"]) == (3, 4)
+    assert (recovery["steps_lost"], recovery["steps_redone"]) == (0, 0), run.story()
+    before, after = ({m["worker"]: m["pid"] for m in members(run, i)} for i in (0, 1))
+    assert before.items() <= after.items(), "survivors keep their processes (I6)"
+
+
+def corpus() -> dict[str, Any]:
+    from tests.multiproc.harness import CORPUS
+
+    return dict(CORPUS)
+
+
+def test_a_clean_stop_checkpoints_and_a_rerun_completes(tmp_path: Path) -> None:
+    def stop(controller: Controller, host: LocalHost) -> None:
+        controller.stop("the test asks for it")
+
+    job = make_job("fsdp", steps=40, workers=2)
+    stopped = run_job(job, tmp_path, on_step=Once(6, stop))
+    assert stopped.result["status"] == "stopped", stopped.story()
+    last = stopped.result["steps"]
+    assert 6 <= last < 40
+    assert stopped.result["checkpoints"][0]["step"] == last, stopped.story()
+    again = run_job(job, tmp_path)
+    assert again.result["status"] == "completed", again.story()
+    assert [line["step"] for line in again.steps] == list(range(1, 41)), again.story()
+
+
+# ------------------------------------------------------------------------ checkpoints
+
+
+def test_resumes_at_another_world_size_and_layout_bit_by_bit(tmp_path: Path) -> None:
+    first = run_job(make_job("fsdp", steps=6, optimizer=CONSTANT), tmp_path).check()
+    same = make_job("ddp", steps=6, workers=2, optimizer=CONSTANT)
+    assert run_job(same, tmp_path).result["state_digest"] == first.result["state_digest"]
+    longer = make_job("hsdp", steps=12, workers=3, optimizer=CONSTANT)
+    run = run_job(longer, tmp_path)
+    assert run.result["status"] == "completed", run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, 13)), run.story()
+    whole = run_job(make_job("ddp", steps=12, workers=1, optimizer=CONSTANT), tmp_path / "one")
+    run.same_losses_as(whole)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(tmp_path: Path) -> None:
+    job = make_job("fsdp", steps=8, workers=2, checkpoint={"every_steps": 4})
+    run_job(job, tmp_path).check()
+    shards = sorted((tmp_path / "checkpoints" / "data").glob("*/g*-s8/*.bin"))
+    assert shards, "the newest checkpoint has shards"
+    data = bytearray(shards[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    shards[0].write_bytes(data)
+    longer = make_job("fsdp", steps=10, workers=2, checkpoint={"every_steps": 4})
+    run = run_job(longer, tmp_path)
+    assert run.result["status"] == "completed", run.story()
+    (refused,) = run.all("checkpoint_refused")
+    assert refused["step"] == 8
+    assert "digest" in refused["reason"] or "differs" in refused["reason"], refused["reason"]
+    later = [g for g in run.all("generation_formed") if g["seq"] > refused["seq"]]
+    assert (later[0]["step"], later[0]["source"]) == (4, "checkpoint"), run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, 11)), run.story()
+
+
+def test_a_damaged_copy_is_caught_by_its_digest(tmp_path: Path) -> None:
+    """The buddy's copy of the dead worker's shard is damaged: the checkpoint is used instead."""
+    faults = [
+        Fault("before_optimizer", "corrupt", rank=2, step=8),
+        Fault("before_optimizer", "kill", rank=1, step=8),
+    ]
+    job = make_job("fsdp", steps=12, checkpoint={"every_steps": 3})
+    run = run_job(job, tmp_path, faults=faults).check()
+    assert run.all("source_refused"), run.story()
+    (rolled,) = run.all("rolled_back")
+    assert rolled["step"] >= 3, run.story()
+    whole = run_job(make_job("ddp", steps=12, workers=1), tmp_path / "one")
+    run.same_losses_as(whole)
+
+
+# --------------------------------------------------------------------------- user code
+
+
+def test_an_exception_is_retried_in_place(tmp_path: Path) -> None:
+    faults = [Fault("forward", "raise", rank=1, step=5)]
+    run = run_job(make_job("fsdp", steps=10), tmp_path, faults=faults).check()
+    assert run.all("worker_raised"), run.story()
+    assert run.recoveries[0]["world_after"] == 4, "nobody was killed for it"
+    assert not run.all("worker_lost"), run.story()
+
+
+@pytest.mark.parametrize("factory", ["raising", "diverging"])
+def test_an_exception_that_comes_back_ends_the_job_by_its_name(
+    tmp_path: Path, factory: str
+) -> None:
+    model = {"path": f"tests.multiproc.tiny:{factory}"}
+    job = make_job("ddp", steps=10, workers=2, model=model, checkpoint={"every_steps": 2})
+    run = run_job(job, tmp_path)
+    assert run.result["status"] == "failed", run.story()
+    named = {"raising": "ArithmeticError: on purpose", "diverging": "NonFiniteGradient"}[factory]
+    assert named in run.result["reason"], run.result["reason"]
+    assert "last good checkpoint: step 2" in run.result["reason"], run.result["reason"]
+
+
+# --------------------------------------------------------------------- ways to compute
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_reduced_precision_trains(tmp_path: Path, strategy: str, dtype: str) -> None:
+    job = make_job(strategy, steps=12, workers=2, precision={"dtype": dtype})
+    run = run_job(job, tmp_path).check()
+    exact = run_job(make_job("ddp", steps=12, workers=1), tmp_path / "fp32")
+    for step, loss in run.losses().items():
+        assert loss == pytest.approx(exact.losses()[step], rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_activation_checkpointing_changes_no_loss(tmp_path: Path, strategy: str) -> None:
+    parallel = {"activation_checkpointing": True}
+    run = run_job(make_job(strategy, steps=6, workers=3, parallel=parallel), tmp_path).check()
+    run.same_losses_as(run_job(make_job("ddp", steps=6, workers=1), tmp_path / "one"))
+
+
+def test_equal_runs_end_in_equal_state(tmp_path: Path) -> None:
+    digests = {
+        run_job(make_job("fsdp", steps=6, workers=2), tmp_path / str(i)).result["state_digest"]
+        for i in range(2)
+    }
+    assert len(digests) == 1

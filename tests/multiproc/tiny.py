@@ -1,0 +1,72 @@
+"""The tiny data and models that workers of these tests import by path."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from elastic_ft.config import DataConfig
+from elastic_ft.models.decoder import Decoder, DecoderConfig
+from elastic_ft.runtime.data import open_dataset
+
+GATE_DEADLINE_S = 60.0
+
+
+class Gated:
+    """A dataset that can be read only while its gate, a file, is not there."""
+
+    def __init__(self, samples: Any, gate: Path) -> None:
+        self._samples, self._gate = samples, gate
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        deadline = time.monotonic() + GATE_DEADLINE_S
+        while self._gate.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._gate} stood for {GATE_DEADLINE_S:g} s")
+            time.sleep(0.01)
+        return self._samples[index]
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self._samples.collate(samples)
+
+
+def gated(seed: int, gate: str, **corpus: Any) -> Any:
+    """The samples of a corpus, behind a gate with which a test holds training back."""
+    bundle = open_dataset(DataConfig(**corpus), seed)
+    samples = Gated(bundle.train, Path(gate))
+    samples.vocab_size, samples.sequence_length = bundle.vocab_size, bundle.sequence_length  # type: ignore[attr-defined]
+    return samples
+
+
+class Raising(torch.nn.Module):
+    """A decoder whose forward goes wrong once its weights have moved: from the third step on."""
+
+    def __init__(self, result: float | None) -> None:
+        super().__init__()
+        self.inner = Decoder(DecoderConfig(300, 1, 32, 2, 1, 64, 16))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self._result = result
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.inner(tokens)
+        self.calls += 1
+        if int(self.calls) > 8:
+            if self._result is None:
+                raise ArithmeticError("on purpose")
+            logits = logits * self._result
+        return logits
+
+
+def raising() -> torch.nn.Module:
+    return Raising(None)
+
+
+def diverging() -> torch.nn.Module:
+    return Raising(float("nan"))
