@@ -110,7 +110,7 @@ class Loop:
         self.data_rank = layout.data_rank(self.groups.rank)
         self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
         self.holds = self.groups.assignment.snapshots
-        self._stopping = False
+        self._pausing = self._stopping = False  # as all members agreed in the running step
 
     def steps(self) -> Iterator[Step]:
         """Runs until the last step, a pause or a stop. Raises GroupBroken and user errors."""
@@ -120,7 +120,7 @@ class Loop:
         while self.step < self.job.steps:
             result = self._one_step()
             yield result
-            if self.flags.pause:
+            if self._pausing:
                 return
             if self._stopping:
                 break
@@ -206,8 +206,8 @@ class Loop:
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
         total, count, pause, stop = packed.tolist()
-        self.flags.pause = pause > 0
-        self._stopping = stop > 0
+        # Not into the flags: a request that came during the all-reduce would be lost.
+        self._pausing, self._stopping = pause > 0, stop > 0
         return total / max(count, 1.0), int(count)
 
     def _audit(self, number: int) -> list[int] | None:
