@@ -137,7 +137,9 @@ def one_generation(run: Run) -> Iterable[str]:
 def _revenants(run: Run) -> Iterable[str]:
     gone: dict[str, int] = {}
     for line in run.events:
-        if line["event"] in ("worker_lost", "worker_hung"):
+        if line["event"] == "job_started":
+            gone = {}  # another controller names its workers anew
+        elif line["event"] in ("worker_lost", "worker_hung"):
             gone.setdefault(line["worker"], line["seq"])
         elif line["event"] == "generation_formed":
             for worker in sorted(gone.keys() & _pids(line).keys()):
@@ -213,7 +215,11 @@ def survivors_keep_their_process(run: Run) -> Iterable[str]:
     pid_of: dict[str, int] = {}
     before: dict[str, int] = {}
     survived: dict[int, bool] = {}  # generation -> whether anyone was in the one before
-    for line in run.all("generation_formed"):
+    for line in run.events:
+        if line["event"] == "job_started":
+            pid_of, before = {}, {}  # another controller names its workers anew
+        if line["event"] != "generation_formed":
+            continue
         members = _pids(line)
         for worker, pid in members.items():
             if pid_of.setdefault(worker, pid) != pid:

@@ -224,7 +224,8 @@ def _worker_process(
     environment: dict[str, str],
     parent: int,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides how to stop
+    for interrupt in (signal.SIGINT, signal.SIGTERM):  # may reach the whole process group
+        signal.signal(interrupt, signal.SIG_IGN)  # the controller decides how to stop
     os.environ.update(environment)
     from elastic_ft.runtime.worker import member_here, run_worker
 

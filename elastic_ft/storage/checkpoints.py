@@ -232,13 +232,14 @@ def _prune(store: Store, newest: _Published, in_use: str, keep_last: int) -> tup
     """Deletes what ``keep_last`` no longer covers, manifest before data; returns what went wrong.
 
     Counted are steps, newest attempt each, from ``newest`` downwards: it was just verified, so
-    the newest good checkpoint always stays. What is ahead of it, left from before a fallback, is
+    the newest good checkpoint always stays. So do older attempts of its own step: a freed key
+    would have a second winner. What is ahead of it, left from before a fallback, is
     kept until training has passed it: this writer can't know that it is bad.
     """
     kept: list[_Published] = [newest]
     doomed: list[_Published] = []
     try:
-        behind = [item for item in _published(store) if item < newest]
+        behind = [item for item in _published(store) if item.step < newest.step]
     except StoreFailed as error:
         return (f"older checkpoints were not pruned: {error}",)
     for item in behind:

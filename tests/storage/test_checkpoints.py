@@ -436,10 +436,11 @@ def test_a_step_is_published_again_after_a_fallback(url: str) -> None:
         read_all(store, old[2])
     again = save(store, 20, keep_last=2, run="run2").ref
     assert again.url != old[1].url
-    # 20 supersedes the earlier 20; 30 is ahead, and not this writer's to judge.
-    assert committed(store) == (old[2], again, old[0])
+    # The earlier 20 stays until a later step is published: its key must not be free to win again.
+    # 30 is ahead, and not this writer's to judge.
+    assert committed(store) == (old[2], again, old[1], old[0])
     newest = save(store, 30, keep_last=2, run="run2").ref
-    assert committed(store) == (newest, again)
+    assert committed(store) == (newest, old[2], again)
     read_all(store, newest)
 
 
