@@ -25,7 +25,7 @@ from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
 POLL_S = 0.005
 RUN_DEADLINE_S = 90.0
 LOSS_TOLERANCE = 1e-4  # relative, between any two runs of one job (I3)
-STEPS_HELD_OPEN = 2  # committed by a shrunk world before it waits to be whole again
+STEPS_HELD_OPEN = 1  # committed by a shrunk world before it waits to be whole again
 
 Sections = dict[str, dict[str, Any]]
 CORPUS = {"url": "stdlib:", "vocab_size": 300, "sequence_length": 16, "max_tokens": 40_000}
@@ -40,7 +40,7 @@ def make_job(strategy: str = "ddp", *, steps: int = 12, workers: int = 4, **sect
         "audit": True,
         "model": {
             "preset": "decoder-1m",
-            "kwargs": {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 64},
+            "kwargs": {"dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32},
         },
         "data": dict(CORPUS),
         "batch": {"global_batch_size": 8, "micro_batch_size": 1},
@@ -50,7 +50,7 @@ def make_job(strategy: str = "ddp", *, steps: int = 12, workers: int = 4, **sect
             "max_workers": workers,
             "gather_s": 60,
             "hang_timeout_s": 20,
-            "heartbeat_timeout_s": 1.5,
+            "heartbeat_timeout_s": 1.0,
             "join_batch_s": 0.1,
         },
     }
