@@ -6,25 +6,37 @@ Nodes are virtual: a name and a number of slots. Killing a node kills its worker
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait as wait_any
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from elastic_ft.config import Job
-from elastic_ft.core.events import Assignment, NodeDraining, NodeLost, WorkerId, WorkerLost
+from elastic_ft.core.events import (
+    Assignment,
+    NodeDraining,
+    NodeLost,
+    WorkerId,
+    WorkerLost,
+    WorkerRaised,
+)
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Inbox
 
-START_FAILURES_MAX = 5  # in a row, before any worker lives: then the job can't start here
+START_FAILURES_MAX = 5  # before any worker has trained: then the job can't start here
 WATCH_EVERY_S = 0.5
+PR_SET_PDEATHSIG = 1  # from linux/prctl.h
+_STARTING = threading.Lock()  # what a start changes is the whole process's
 
 
 @dataclass(slots=True)
@@ -53,6 +65,8 @@ class LocalHost:
         self._count = 0
         self._timers: list[threading.Timer] = []
         self._closed = False
+        self._formed = False  # some workers have trained here
+        self._failures = 0  # of workers, before any has
         self._inbox: Inbox | None = None
         self._address: tuple[str, int] = ("", 0)
         self._key = b""
@@ -81,7 +95,7 @@ class LocalHost:
         return {}
 
     def formed(self, assignment: Assignment) -> None:
-        return None
+        self._formed = True
 
     def close(self) -> None:
         with self._lock:
@@ -167,16 +181,8 @@ class LocalHost:
             name=worker,
             daemon=True,
         )
-        before = {name: os.environ.get(name) for name in self._environment}
-        os.environ.update(self._environment)  # torch reads some of it when it is imported
-        try:
+        with _STARTING, _environment(self._environment), _no_main_module():
             process.start()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
         self._processes[worker] = process
         node.workers.add(worker)
 
@@ -199,7 +205,13 @@ class LocalHost:
             process.join(1)
             for node in self._nodes.values():
                 node.workers.discard(worker)
-        self._post(WorkerLost(time.time(), worker, _end_of(process.exitcode)))
+        end = _end_of(process.exitcode)
+        self._post(WorkerLost(time.time(), worker, end))
+        if not self._formed and process.exitcode:
+            self._failures += 1
+            if self._failures == START_FAILURES_MAX:  # it can't start here: trying on is pointless
+                reason = f"{START_FAILURES_MAX} workers ended before any could train, {end}"
+                self._post(WorkerRaised(time.time(), worker, 0, 0, reason))
         with self._lock:
             self._fill()
 
@@ -216,6 +228,36 @@ def _end_of(code: int | None) -> str:
     return f"exited with code {code}"
 
 
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """For a process that is started inside: torch reads some of it when it is imported."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """A process started inside does not import this one's main script: a worker has no use for it.
+
+    It takes time, it fails for what is typed into an interpreter, and it starts the job once more
+    for a script without ``if __name__ == "__main__"``.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _worker_process(
     address: tuple[str, int],
     key: bytes,
@@ -230,6 +272,19 @@ def _worker_process(
     from elastic_ft.runtime.worker import member_here, run_worker
 
     run_worker(address, key, member_here(worker, node, os.uname().nodename))
+
+
+def _die_with(controller_pid: int) -> None:
+    """A stopped or hung worker can't see that its controller is gone: the kernel ends it.
+
+    The fork server, this process's parent, ends when the controller does.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    try:
+        os.kill(controller_pid, 0)
+    except ProcessLookupError:  # it was faster
+        os._exit(1)
 
 
 WORKER_ENVIRONMENT = {
