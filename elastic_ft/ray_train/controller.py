@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow
 import ray
 from ray.train import Checkpoint, TrainingFailedError
 
@@ -49,6 +50,7 @@ from elastic_ft.ray_train.compat import (
 )
 from elastic_ft.ray_train.group import ElasticWorkerGroup
 from elastic_ft.ray_train.host import Launch, RayHost
+from elastic_ft.ray_train.placement import Placements
 from elastic_ft.ray_train.reports import Barrier, Rounds
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.faults import Fault
@@ -269,8 +271,7 @@ class ElasticController(TrainController):
         if result.metrics is None:
             result = dataclasses.replace(result, metrics=self._rounds.last_metrics or ended)
         if result.checkpoint is None and ended and ended["checkpoints"]:
-            checkpoint = Checkpoint(self._run.checkpoint_url)
-            result = dataclasses.replace(result, checkpoint=checkpoint)
+            result = dataclasses.replace(result, checkpoint=as_checkpoint(self._run.checkpoint_url))
         return result
 
     # ------------------------------------------------------------- elastic_ft's controller
@@ -308,10 +309,12 @@ class ElasticController(TrainController):
         selector = self._train_run_context.scaling_config.label_selector
         return Launch(
             prefix=f"r{self._run.attempt}" if self._run.attempt else "",
-            placements=self._run.placements,
-            bundle=decision.resources_per_worker,
-            label_selector=selector if isinstance(selector, dict) else None,
-            workers_per_node=self._run.job.elastic.workers_per_node,
+            placements=Placements(
+                prefix=self._run.placements,
+                bundle=decision.resources_per_worker,
+                label_selector=selector if isinstance(selector, dict) else None,
+                workers_per_node=self._run.job.elastic.workers_per_node,
+            ),
             train_loop=self._train_fn_ref.get(),
             controller=own_handle,
             on_formed=on_formed,
@@ -332,3 +335,12 @@ class ElasticController(TrainController):
         assignment = self._here.state.assignment
         assert assignment is not None and assignment.generation == generation
         self._rounds.open(generation, (member.worker for member in assignment.members))
+
+
+def as_checkpoint(url: str) -> Checkpoint | None:
+    """Ray Train's handle of the checkpoints' folder; None where pyarrow does not know the URL."""
+    try:
+        return Checkpoint(url)
+    except (pyarrow.ArrowException, OSError) as error:
+        log.warning("Result.checkpoint is left out: %s: %s", url, error)
+        return None

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +17,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup
 
 from elastic_ft.core.events import (
     Assignment,
@@ -33,8 +27,9 @@ from elastic_ft.core.events import (
     WorkerId,
     WorkerLost,
 )
-from elastic_ft.ray_train.compat import RAY_NODE_ID_KEY, Worker, draining_nodes
+from elastic_ft.ray_train.compat import Worker, draining_nodes
 from elastic_ft.ray_train.group import ElasticWorkerGroup, seats
+from elastic_ft.ray_train.placement import Placements
 from elastic_ft.ray_train.worker import Seat, Task
 from elastic_ft.runtime.host import Inbox
 
@@ -45,7 +40,6 @@ DRAIN_DEADLINE_S = 120.0  # where the notice gives none
 EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, train context
 RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
 EARLY_S = 20.0
-PLACE_S = 1  # for free resources to be reserved (whole seconds); a longer wait is one for capacity
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -69,17 +63,10 @@ class Launch:
 
     Attributes:
         prefix: of the names of workers; new with every controller, as ids are never reused.
-        placements: prefix of the names of placement groups, by which a later clean-up finds them.
-        bundle: resources of a worker.
-        label_selector: of the nodes it may run on.
-        workers_per_node: more than so many share a node only where no other has room.
     """
 
     prefix: str
-    placements: str
-    bundle: dict[str, float]
-    label_selector: dict[str, str] | None
-    workers_per_node: int
+    placements: Placements
     train_loop: Callable[[], Any] | None
     controller: ActorHandle[Any]
     on_formed: Callable[[Assignment, dict[WorkerId, Worker]], None]
@@ -103,10 +90,9 @@ class RayHost:
     def __init__(self, group: ElasticWorkerGroup, launch: Launch) -> None:
         self._group, self._launch = group, launch
         self._hosted: dict[WorkerId, Hosted] = {}
-        self._free: list[PlacementGroup] = []  # reserved by a worker that died: for the next one
+        self._placements = launch.placements
         self._nodes = Nodes()
-        self._wanted, self._count, self._reserved, self._failures = 0, 0, 0, 0
-        self._placing = asyncio.Lock()
+        self._wanted, self._count, self._failures = 0, 0, 0
         self._closed = False
         self._watchers: list[asyncio.Task[None]] = []
         self._look = asyncio.Event()
@@ -216,50 +202,10 @@ class RayHost:
             self._inbox(WorkerLost(time.time(), hosted.worker, "its train loop has ended"))
             self._launch.on_ended(hosted.worker)
 
-    async def _place(self, hosted: Hosted) -> PlacementGroup:
-        """Reserves resources; ones that are free already on a node that is not full of workers.
-
-        One after the other, as each looks where the others are. Returns a group that may be yet
-        to be placed.
-        """
-        async with self._placing:
-            if self._free:
-                hosted.placement = self._free.pop()
-                return hosted.placement
-            on = Counter(other.node for other in self._hosted.values() if other.node)
-            full = [node for node, count in on.items() if count >= self._launch.workers_per_node]
-            hosted.placement = self._reserve(hosted.worker, full)
-            if await self._is_placed(hosted):
-                return hosted.placement
-            if full:
-                remove_placement_group(hosted.placement)
-                hosted.placement = self._reserve(hosted.worker, [])
-                await self._is_placed(hosted)
-            return hosted.placement
-
-    def _reserve(self, worker: WorkerId, avoid: list[NodeId]) -> PlacementGroup:
-        self._reserved += 1
-        selector = dict(self._launch.label_selector or {})
-        if avoid:
-            selector[RAY_NODE_ID_KEY] = f"!in({','.join(sorted(avoid))})"
-        return placement_group(
-            [self._launch.bundle],
-            name=f"{self._launch.placements}{worker}.{self._reserved}",
-            bundle_label_selector=[selector] if selector else None,
-        )
-
-    async def _is_placed(self, hosted: Hosted) -> bool:
-        placement = hosted.placement
-        assert placement is not None
-        if not await self._ask(lambda: placement.wait(PLACE_S)):
-            return False
-        table = await self._ask(lambda: placement_group_table(placement))
-        hosted.node = str(table["bundles_to_node_id"][0]) if table else ""
-        return True
-
     async def _bring_up(self, hosted: Hosted) -> None:
-        placement = await self._place(hosted)
-        hosted.actor = self._group.create_actor(placement)
+        others = [other.node for other in self._hosted.values() if other.node]
+        hosted.placement, hosted.node = await self._placements.take(hosted.worker, others)
+        hosted.actor = self._group.create_actor(hosted.placement)
         handle = await self._group.meet(hosted.actor)  # waits for capacity
         hosted.node = handle.metadata.node_id
         self._nodes.used.add(hosted.node)
@@ -301,12 +247,8 @@ class RayHost:
             ray.kill(hosted.actor)
         usable = hosted.node and hosted.node not in self._nodes.draining
         waiting = any(other.handle is None for other in self._hosted.values())
-        if hosted.placement is None:
-            return
-        if usable and not waiting and not self._closed:
-            self._free.append(hosted.placement)
-        else:
-            remove_placement_group(hosted.placement)
+        keep = bool(usable and not waiting and not self._closed)
+        self._placements.give_back(hosted.placement, keep=keep)
 
     def _cancel(self, hosted: Hosted) -> None:
         if hosted.task is not None:
@@ -314,8 +256,7 @@ class RayHost:
         self._hosted.pop(hosted.worker, None)
         if hosted.actor is not None:
             ray.kill(hosted.actor)
-        if hosted.placement is not None:
-            remove_placement_group(hosted.placement)
+        self._placements.give_back(hosted.placement, keep=False)
 
     def _kill(self, worker: WorkerId) -> None:
         hosted = self._hosted.get(worker)
@@ -345,9 +286,7 @@ class RayHost:
         if node in self._nodes.used:
             reason = "Ray drains the node" + ("" if until_s else ", and names no deadline")
             self._inbox(NodeDraining(now, node, deadline_s, reason))
-        for placement in self._free:  # they may lie on that node
-            remove_placement_group(placement)
-        self._free.clear()
+        self._placements.clear()  # what is kept may lie on that node
         self._fill()
 
     async def _watch_deaths(self) -> None:
@@ -389,9 +328,7 @@ class RayHost:
         for hosted in list(self._hosted.values()):
             if hosted.worker not in self._group.members:
                 self._cancel(hosted)
-        for placement in self._free:
-            remove_placement_group(placement)
-        self._free.clear()
+        self._placements.clear()
 
     def _free_everything(self, done: threading.Event) -> None:
         self._stop_keeping()

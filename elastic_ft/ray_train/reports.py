@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,19 +166,25 @@ class Rounds:
                 return
             self._delivered += 1
             del self._rounds[self._delivered]
-            self.deliver_carried()  # every member's came with, or before, its report of this round
+            self.deliver_carried(
+                pending.step
+            )  # they came with the reports of this round, or before
             if void or not pending.reports:
                 self._count()
             else:
                 self._hand_on(self._delivered, pending)
 
-    def deliver_carried(self) -> None:
-        """Hands on what was refused; the checkpoint registry does not count it as a round."""
+    def deliver_carried(self, before: float = math.inf) -> None:
+        """Hands on what was refused of steps ``before`` that one, in their order.
+
+        The checkpoint registry does not count it as a round.
+        """
         for step, generation in sorted(self._carried):
-            if not self._is_void(generation, step) and step > self._committed():
+            void = self._is_void(generation, step)
+            if step >= before or (step > self._committed() and not void):
                 continue
             metrics = self._carried.pop((step, generation))
-            if self._is_void(generation, step):
+            if void:
                 continue
             self.last_metrics = metrics[0]
             report = TrainingReport(None, metrics[0], False)

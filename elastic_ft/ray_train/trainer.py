@@ -14,11 +14,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
-from ray.util.placement_group import (
-    get_placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
 
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError
@@ -42,6 +37,8 @@ from elastic_ft.ray_train.controller import (
     Run,
     WholeJobPolicy,
 )
+from elastic_ft.ray_train.host import describe
+from elastic_ft.ray_train.placement import remove_placement_groups
 from elastic_ft.runtime.faults import Fault
 
 log = logging.getLogger(__name__)
@@ -139,7 +136,7 @@ class ElasticTrainer(DataParallelTrainer):
                 except RayActorError as error:
                     if error.actor_init_failed:
                         raise  # the next one would not start either
-                    log.warning("the controller died: %s", error)
+                    log.warning("a controller has ended: %s; another one starts", describe(error))
                     remove_placement_groups(placements)
         finally:
             remove_placement_groups(placements)
@@ -226,10 +223,12 @@ def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
 
 
 def default_scaling(job: Job) -> ScalingConfig:
-    wants_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    wants_gpu = wants_gpu and job.parallel.backend != "gloo"
+    """Workers with a GPU each, where the job or the cluster says so."""
+    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    backend = job.parallel.backend
     return ScalingConfig(
-        num_workers=(job.elastic.min_workers, job.elastic.max_workers), use_gpu=wants_gpu
+        num_workers=(job.elastic.min_workers, job.elastic.max_workers),
+        use_gpu=backend == "nccl" or (backend == "auto" and has_gpus),
     )
 
 
@@ -240,13 +239,3 @@ def scaled(job: Job, scaling: ScalingConfig) -> Job:
     numbers = {"min_workers": scaling.min_workers, "max_workers": scaling.max_workers}
     values = job.model_dump()
     return parse_job(values | {"elastic": values["elastic"] | numbers})
-
-
-def remove_placement_groups(prefix: str) -> None:
-    """Frees what a controller that died has left. Ray itself does so when the driver ends."""
-    for entry in placement_group_table().values():
-        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
-            try:
-                remove_placement_group(get_placement_group(entry["name"]))
-            except ValueError:  # removed meanwhile
-                continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import ray
 
 from elastic_ft.ray_train.cluster import LocalCluster, wait_for, worker_environment
+from elastic_ft.ray_train.placement import Placements, remove_placement_groups
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,6 +46,25 @@ def test_nodes_come_and_go() -> None:
         assert Path(folder).is_dir()
     wait_for(lambda: not any(map(runs, family)), 20, "every process is gone")
     assert not Path(folder).exists()
+
+
+def test_workers_spread_over_nodes_with_room() -> None:
+    async def scenario() -> list[str]:
+        placements = Placements("test:", {"CPU": 1}, None, workers_per_node=1)
+        taken: list[str] = []
+        for index in range(5):
+            _, node = await placements.take(f"w{index}", [node for node in taken if node])
+            taken.append(node)
+        return taken
+
+    with LocalCluster(2, cpus_per_node=2) as cluster:
+        cluster.connect()
+        taken = asyncio.run(scenario())
+        assert len(set(taken[:2])) == 2  # a node each
+        assert sorted(taken[:4]) == sorted(2 * cluster.node_ids)  # then where there is room
+        assert taken[4] == ""  # then none: it waits
+        remove_placement_groups("test:")
+        wait_for(lambda: ray.available_resources().get("CPU") == 4, 10, "all is free again")
 
 
 def test_a_cluster_dies_with_its_driver() -> None:

@@ -176,6 +176,14 @@ def test_refused_metrics_come_before_the_next_round(world: World, callback: Call
     assert len(callback.seen) == 2
 
 
+def test_refused_metrics_do_not_overtake_a_round(world: World, callback: Callback) -> None:
+    world.rounds.carry(Refused(2, "second", generation=2))  # type: ignore[arg-type]
+    world.open("a")
+    world.add("a", 1, "first")
+    world.rounds.deliver_carried()
+    assert [metrics for _, metrics in callback.seen] == [["first"], ["second"]]
+
+
 def test_refused_metrics_of_a_step_that_is_redone_are_dropped(
     world: World, callback: Callback
 ) -> None:
