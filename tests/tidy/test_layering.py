@@ -33,6 +33,7 @@ CORE_INPUT_OUTPUT = {"open", "print", "input", "eval", "exec", "__import__"}
 MAY_SLEEP = {
     "tests/s3_server.py": "polls for its server to be ready, with a deadline",
     "tests/multiproc/conftest.py": "polls for a condition, with a deadline",
+    "tests/multiproc/test_world.py": "polls for a condition, with a deadline",
     "tests/multiproc/tiny.py": "a gate that a test opens, with a deadline",
     "tests/ray/trial.py": "polls for a condition, with a deadline",
 }
