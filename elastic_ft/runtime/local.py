@@ -16,6 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import wait as wait_any
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -266,6 +267,7 @@ def _worker_process(
     environment: dict[str, str],
     parent: int,
 ) -> None:
+    _die_with(parent)
     for interrupt in (signal.SIGINT, signal.SIGTERM):  # may reach the whole process group
         signal.signal(interrupt, signal.SIG_IGN)  # the controller decides how to stop
     os.environ.update(environment)
@@ -277,8 +279,12 @@ def _worker_process(
 def _die_with(controller_pid: int) -> None:
     """A stopped or hung worker can't see that its controller is gone: the kernel ends it.
 
-    The fork server, this process's parent, ends when the controller does.
+    It does so when this process's parent ends, the fork server. That one ends when the last copy
+    of a pipe's end is closed, the controller's: so the copy that workers are given is closed here.
     """
+    alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+    forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
+    os.close(alive_fd)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
