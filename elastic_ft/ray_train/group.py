@@ -78,6 +78,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self._members: dict[WorkerId, Worker] = {}  # in rank order
         self._listening: dict[WorkerId, Worker] = {}  # and those that left, until flushed
         self._polls: dict[WorkerId, asyncio.Future[Polled]] = {}
+        self._received: dict[WorkerId, int] = {}  # sequence number of the last answer
         self._flushed: dict[WorkerId, Polled] = {}  # ended and heard out: their last status
         self._started = False
         self._set_state([])
@@ -205,7 +206,8 @@ class ElasticWorkerGroup(WorkerGroup):
         """Fetches what the workers have to report. Who does not answer is asked no second time."""
         for worker, handle in self._listening.items():
             if worker not in self._polls:
-                self._polls[worker] = asyncio.ensure_future(_poll(handle.actor))
+                received = self._received.get(worker, 0)
+                self._polls[worker] = asyncio.ensure_future(_poll(handle.actor, received))
         if self._polls:
             await asyncio.wait(self._polls.values(), timeout=timeout_s)
         for worker, poll in list(self._polls.items()):
@@ -223,6 +225,7 @@ class ElasticWorkerGroup(WorkerGroup):
             status = poll.result()
         except RayActorError:  # the sentinel knows more, and tells
             return
+        self._received[worker] = status.sequence
         for refused in status.carried:
             self.rounds.carry(refused)
         if status.training_report is not None:
@@ -248,8 +251,8 @@ class ElasticWorkerGroup(WorkerGroup):
         return not self._listening
 
 
-async def _poll(actor: ActorHandle[Any]) -> Polled:
-    return await actor.poll_status.remote()  # type: ignore[no-any-return]
+async def _poll(actor: ActorHandle[Any], received: int) -> Polled:
+    return await actor.poll_status.remote(received)  # type: ignore[no-any-return]
 
 
 def seats(nodes: Sequence[str]) -> list[DistributedContext]:

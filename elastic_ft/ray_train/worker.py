@@ -89,11 +89,13 @@ class Polled(WorkerStatus):
     """Ray Train's worker status, and what elastic_ft adds.
 
     Attributes:
+        sequence: of the answer: one that was lost on its way is given again.
         report_index: of the round that the report in it belongs to.
         report_step: the step after which it was made.
         carried: refused reports of steps that stand: they come before that report.
     """
 
+    sequence: int = 0
     report_index: int = 0
     report_step: int = 0
     carried: tuple[Refused, ...] = ()
@@ -108,6 +110,7 @@ class ElasticWorker(RayTrainWorker):
         self._reports = 0
         self._made = MadeReports()
         self._carried: deque[Refused] = deque()
+        self._answer = Polled(running=True)
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         super().init_train_context(*args, **kwargs)
@@ -130,13 +133,23 @@ class ElasticWorker(RayTrainWorker):
             time.sleep(0.02)
         return self._end
 
-    def poll_status(self) -> Polled:
+    def poll_status(self, received: int = 0) -> Polled:
+        """Fetches at most one report. ``received``: sequence number of the last answer seen."""
+        if self._answer.sequence > received:
+            return self._answer
         status, step = super().poll_status(), 0
         if status.training_report is not None:
             self._reports += 1
             step = self._made.steps.pop(self._reports, 0)
         carried = tuple(self._carried.popleft() for _ in range(len(self._carried)))
-        return Polled(**vars(status), report_index=self._reports, report_step=step, carried=carried)
+        self._answer = Polled(
+            **vars(status),
+            sequence=received + 1,
+            report_index=self._reports,
+            report_step=step,
+            carried=carried,
+        )
+        return self._answer
 
     def take_seat(self, seat: Seat) -> None:
         """In the training thread, at its safe point: Ray Train's context of the new generation."""

@@ -17,7 +17,7 @@ from trial import START_S, Trial, job
 from elastic_ft.ray_train.cluster import LocalCluster, wait_for
 
 Start = Callable[..., Trial]
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 
 def alive(pid: int) -> bool:

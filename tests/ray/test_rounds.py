@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.ray_train.compat import SynchronizationBarrierResetError, TrainingReport
+from elastic_ft.ray_train.compat import (
+    RayTrainWorker,
+    SynchronizationBarrierResetError,
+    TrainingReport,
+    WorkerStatus,
+)
 from elastic_ft.ray_train.group import seats
 from elastic_ft.ray_train.reports import REPORT, Barrier, Rounds
-from elastic_ft.ray_train.worker import SEQUENCES, Refused
+from elastic_ft.ray_train.worker import SEQUENCES, ElasticWorker, Refused
 
 
 class Callback:
@@ -266,3 +271,25 @@ def test_seats_count_ranks_per_node() -> None:
     assert [p.local_rank for p in places] == [0, 0, 1, 0]
     assert [p.local_world_size for p in places] == [2, 1, 2, 1]
     assert [p.node_rank for p in places] == [0, 1, 0, 2]
+
+
+# ------------------------------------------------------------------------------ polling
+
+
+def test_an_answer_that_was_lost_is_given_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = iter([report("one"), report("two"), None])
+
+    def poll(self: Any) -> WorkerStatus:
+        return WorkerStatus(running=True, training_report=next(reports))
+
+    monkeypatch.setattr(RayTrainWorker, "poll_status", poll)
+    worker = ElasticWorker()
+    first = worker.poll_status(0)
+    assert worker.poll_status(0) is first
+    second = worker.poll_status(first.sequence)
+    assert [p.training_report.metrics for p in (first, second) if p.training_report] == [
+        "one",
+        "two",
+    ]
+    assert [p.report_index for p in (first, second)] == [1, 2]
+    assert worker.poll_status(second.sequence).training_report is None

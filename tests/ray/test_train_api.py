@@ -22,7 +22,7 @@ from elastic_ft.ray_train.trainer import ElasticTrainer, scaled
 from elastic_ft.runtime.faults import Fault
 
 Start = Callable[..., Trial]
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 TWO = {"min_workers": 1, "max_workers": 2, "gather_s": 60}
 
 

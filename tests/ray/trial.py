@@ -16,8 +16,8 @@ from elastic_ft.core.invariants import Expected, check_run
 from elastic_ft.ray_train.trainer import ElasticTrainer
 
 NODES = 4
-START_S = 90.0  # cold workers on two shared cores
-SOON_S = 60.0
+START_S = 180.0  # cold workers on two shared cores
+SOON_S = 120.0
 Line = dict[str, Any]
 
 
