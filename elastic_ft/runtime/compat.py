@@ -8,6 +8,22 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "CheckpointImpl",
+    "TorchDispatchMode",
+    "abort_nccl",
+    "checkpoint_wrapper",
+    "forget_meshes",
+    "local_shape_and_offset",
+    "reset_group_names",
+    "set_group_timeout",
+]
 
 _EXCEPTHOOK = sys.excepthook
 

@@ -94,7 +94,7 @@ class Channel:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._lock = threading.Lock()
+        self._lock, self._closing = threading.Lock(), threading.Lock()
 
     def send(self, message: Any) -> bool:
         """Returns False if the other end is gone: that has been or will be noticed by reading."""
@@ -114,12 +114,15 @@ class Channel:
 
     def close(self) -> None:
         """Ends the connection; whoever blocks in ``receive`` is woken."""
-        try:
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
-                copy.shutdown(socket.SHUT_RDWR)  # close alone leaves a reader blocked
-        except OSError:
-            pass  # the other end was faster
-        self._connection.close()
+        with self._closing:
+            if self._connection.closed:
+                return
+            try:
+                with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
+                    copy.shutdown(socket.SHUT_RDWR)  # close alone leaves a reader blocked
+            except OSError:
+                pass  # the other end was faster
+            self._connection.close()
 
 
 def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Channel, Welcome]:
@@ -224,7 +227,9 @@ class ControlServer:
             return tuple(self._channels)
 
     def close(self) -> None:
-        """Ends every connection and the threads that read them."""
+        """Ends every connection and the threads that read them. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
         with contextlib.suppress(OSError), socket.create_connection(self._listener.address, 5):
             pass  # wakes the acceptor, which closing the listener would not

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from elastic_ft.runtime.compat import TorchDispatchMode
 
 POINTS = (
     "data",

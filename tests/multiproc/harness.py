@@ -22,6 +22,7 @@ from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
 
+ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.005
 RUN_DEADLINE_S = 90.0
 LOSS_TOLERANCE = 1e-4  # relative, between any two runs of one job (I3)

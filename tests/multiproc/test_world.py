@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -81,7 +82,8 @@ def test_all_workers_killed_go_on_from_the_newest_checkpoint(tmp_path: Path) -> 
     assert later[0]["source"] == "checkpoint", run.story()
 
 
-def test_the_controllers_process_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "and-a-worker-stopped"])
+def test_the_controllers_process_is_killed(tmp_path: Path, stopped: bool) -> None:
     """Its workers exit by themselves; a rerun of the job goes on from the newest checkpoint."""
     job = make_job("fsdp", steps=4000, workers=2, checkpoint={"every_steps": 4})
     job_file, out = tmp_path / "job.yaml", tmp_path / "run"
@@ -93,6 +95,8 @@ def test_the_controllers_process_is_killed(tmp_path: Path) -> None:
     try:
         wait_for("a second checkpoint", lambda: len(events(out, "checkpoint_committed")) >= 2)
         pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
+        if stopped:  # it can't see that its controller is gone
+            os.kill(pids[1], signal.SIGSTOP)
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(10)
@@ -150,13 +154,15 @@ def test_below_the_minimum_it_gives_up_at_its_deadline(tmp_path: Path) -> None:
 # ------------------------------------------------------------------- planned changes
 
 
-def test_a_draining_node_is_left_before_its_deadline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_draining_node_is_left_before_its_deadline(tmp_path: Path, copies: int) -> None:
     deadline_s = time.time() + 300
 
     def drain(controller: Controller, host: LocalHost) -> None:
         host.drain_node("n2", deadline_s)
 
-    run = run_job(make_job("fsdp", steps=14), tmp_path, on_step=Once(5, drain)).check()
+    job = make_job("fsdp", steps=14, snapshot={"copies": copies})
+    run = run_job(job, tmp_path, on_step=Once(5, drain)).check()
     (recovery,) = run.recoveries
     assert recovery["cause"] == "node_draining", run.story()
     assert (recovery["steps_lost"], recovery["steps_redone"]) == (0, 0), run.story()
@@ -208,6 +214,16 @@ def test_a_clean_stop_checkpoints_and_a_rerun_completes(tmp_path: Path) -> None:
     again = run_job(job, tmp_path)
     assert again.result["status"] == "completed", again.story()
     assert [line["step"] for line in again.steps] == list(range(1, 41)), again.story()
+
+
+def test_a_second_stop_ends_the_job_at_once(tmp_path: Path) -> None:
+    def stop(controller: Controller, host: LocalHost) -> None:
+        controller.stop("the first")
+        controller.stop("the second")
+
+    job = make_job("ddp", steps=5000, workers=2)
+    run = run_job(job, tmp_path, on_step=Once(3, stop)).check("stopped")
+    assert "the second, asked twice" in run.result["reason"]
 
 
 # ------------------------------------------------------------------------ checkpoints
@@ -309,3 +325,18 @@ def test_equal_runs_end_in_equal_state(tmp_path: Path) -> None:
         for i in range(2)
     }
     assert len(digests) == 1
+
+
+# ------------------------------------------------------------------------- a bad start
+
+
+def test_workers_that_cannot_start_end_the_job(tmp_path: Path) -> None:
+    job = make_job("ddp", workers=2, data={"path": "tests.multiproc.tiny:stillborn"})
+    run = run_job(job, tmp_path)
+    assert run.result["status"] == "failed", run.story()
+    assert "ended before any could train, exited with code 3" in run.result["reason"]
+
+
+def test_a_fault_at_an_unknown_point_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown point 'lunch'"):
+        Fault("lunch")

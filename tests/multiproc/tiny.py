@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,8 @@ def raising() -> torch.nn.Module:
 
 def diverging() -> torch.nn.Module:
     return Raising(float("nan"))
+
+
+def stillborn() -> Any:
+    """A dataset that ends the worker which opens it."""
+    os._exit(3)

@@ -16,10 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    checkpoint_wrapper,
-)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +27,7 @@ from elastic_ft.errors import ConfigError, ElasticError
 from elastic_ft.models.build import block_modules, computed_buffers, initial_state
 from elastic_ft.models.loss import loss_sum
 from elastic_ft.runtime import compat
+from elastic_ft.runtime.compat import CheckpointImpl, checkpoint_wrapper
 from elastic_ft.runtime.engines.base import MicroBatch, Reach, State, StateTensor, Update
 from elastic_ft.runtime.groups import Groups
 

@@ -1,0 +1,63 @@
+"""The controller's connections: who is let in, and that none outlives it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from multiprocessing import AuthenticationError
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.events import Member
+from elastic_ft.runtime.control import ControlServer, Welcome, connect
+from tests.multiproc.harness import make_job
+
+MEMBER = Member("w0", "n0", "localhost", 1)
+
+
+class Server:
+    def __enter__(self) -> Server:
+        self.messages: list[Any] = []
+        self.ended = threading.Event()
+        self.server = ControlServer(
+            "127.0.0.1",
+            lambda member: Welcome(make_job(), "run", "url", ("", 0)),
+            lambda member, message: self.messages.append(message),
+            lambda member, silent_s: self.ended.set(),
+        )
+        self.server.start()
+        self.address = ("127.0.0.1", self.server.port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+
+def test_one_that_says_nothing_keeps_nobody_out() -> None:
+    with Server() as server, socket.create_connection(server.address):
+        channel, welcome = connect(server.address, server.server.key, MEMBER)
+        assert welcome.run == "run"
+        channel.close()
+        assert server.ended.wait(10)
+
+
+def test_a_stranger_without_the_key_is_refused() -> None:
+    with Server() as server:
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            connect(server.address, b"not the key", MEMBER)
+        assert server.server.connected() == ()
+
+
+def test_closing_ends_every_connection() -> None:
+    with Server() as server:
+        stranger = socket.create_connection(server.address)
+        channel, _ = connect(server.address, server.server.key, MEMBER)
+        server.server.close()
+        with pytest.raises(EOFError):
+            channel.receive()
+        while stranger.recv(1024):
+            pass  # the challenge, then the end
+        stranger.close()
+        channel.close()
+        channel.close()  # twice is harmless

@@ -1,0 +1,129 @@
+"""Every private name of torch that ``runtime.compat`` uses is there, and does what we count on.
+
+A new torch that moves one of them fails here, by name, and not in the middle of a recovery.
+"""
+
+from __future__ import annotations
+
+import ast
+import datetime
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from elastic_ft.runtime import compat
+
+RUNTIME = Path(compat.__file__).parent
+CALLABLES = {
+    "torch.distributed.distributed_c10d:_set_pg_timeout": ["timeout", "group"],
+    "torch.distributed.tensor.debug:_clear_sharding_prop_cache": [],
+    "torch.distributed.tensor._redistribute:clear_redistribute_planner_cache": [],
+    "torch.distributed.tensor._utils:compute_local_shape_and_global_offset": [
+        "global_shape",
+        "mesh",
+        "placements",
+    ],
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper": [
+        "module",
+        "checkpoint_impl",
+    ],
+    "torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__": [
+        "self",
+        "func",
+        "types",
+        "args",
+        "kwargs",
+    ],
+}
+CACHED = (
+    "torch.distributed.tensor._redistribute:_gen_transform_infos",
+    "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh",
+)
+
+
+def find(path: str) -> Any:
+    module, _, names = path.partition(":")
+    found = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize(("path", "parameters"), CALLABLES.items())
+def test_is_callable_with_these_parameters(path: str, parameters: list[str]) -> None:
+    found = list(inspect.signature(find(path)).parameters)
+    assert found[: len(parameters)] == parameters
+
+
+@pytest.mark.parametrize("path", CACHED)
+def test_has_a_cache_to_clear(path: str) -> None:
+    assert callable(find(path).cache_clear)
+
+
+def test_the_random_tracker_is_a_module_variable() -> None:
+    assert hasattr(importlib.import_module("torch.distributed.tensor._random"), "_rng_tracker")
+
+
+def test_group_backends_can_be_asked_for() -> None:
+    assert callable(dist.ProcessGroup._get_backend)
+    assert callable(dist.ProcessGroupGloo.abort)
+
+
+def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:
+    """What ``reset_group_names`` is for: without it the next world would have another name."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    timeout = datetime.timedelta(milliseconds=50)
+    assert distributed_c10d._world.group_count == 0
+    with pytest.raises(RuntimeError):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timeout)
+    assert not dist.is_initialized()
+    assert distributed_c10d._world.group_count == 1
+    compat.reset_group_names()
+    assert distributed_c10d._world.group_count == 0
+
+
+def test_forgetting_restores_the_excepthook() -> None:
+    hook = sys.excepthook
+    try:
+        sys.excepthook = lambda *_: None
+        compat.forget_meshes()
+        assert sys.excepthook is compat._EXCEPTHOOK
+    finally:
+        sys.excepthook = hook
+
+
+def test_timeouts_of_a_group_can_be_changed() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        compat.set_group_timeout(dist.group.WORLD, 7.0)
+    finally:
+        dist.destroy_process_group()
+
+
+def private_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.startswith("torch")]
+        else:
+            continue
+        for name in names:
+            if any(part.startswith("_") and part != "_C" for part in name.split(".")):
+                yield name
+
+
+@pytest.mark.parametrize("path", sorted(RUNTIME.rglob("*.py")), ids=lambda path: path.name)
+def test_no_other_module_of_the_runtime_imports_private_names(path: Path) -> None:
+    if path.name == "compat.py":
+        return
+    found = set(private_imports(path))
+    assert not found, f"{path.name} imports {', '.join(sorted(found))}; put it into compat.py"
