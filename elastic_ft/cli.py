@@ -25,6 +25,7 @@ import typer
 import yaml
 from rich.console import Console
 
+from elastic_ft import checkpoint_cli
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 
@@ -43,6 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fault-tolerant, elastic training on Ray: a lost node costs a pause, not the job.",
 )
+app.add_typer(checkpoint_cli.app, name="checkpoint")
 
 
 def main() -> None:

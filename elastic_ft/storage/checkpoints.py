@@ -20,7 +20,7 @@ manifest's prefix, which follows from run, generation and step: ``prefix_of``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from elastic_ft.core.events import CheckpointRef
@@ -60,7 +60,7 @@ __all__ = [
 
 LOOKUP_THREADS = 16
 PUBLISH_ATTEMPTS = 3
-ATTEMPT_PREFIX = re.compile(r"^data/[^/]+/g\d+-s\d+$")
+ATTEMPT_PREFIX = re.compile(r"^data/([^/]+)/g(\d+)-s(\d+)$")
 MANIFEST_KEY = re.compile(r"^manifests/(\d+)-(\d+)\.json$")
 
 
@@ -98,9 +98,6 @@ def _incomplete_or_short(store: Store, manifest: Manifest) -> str:
     """The first thing wrong with the checkpoint, as far as it shows without reading it."""
     for flaw in (*incomplete(manifest), *odd_sizes(manifest)):
         return flaw
-    ends: dict[str, int] = {}
-    for entry in manifest.entries:
-        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.nbytes)
 
     def check(item: tuple[str, int]) -> str:
         file, expected = item
@@ -113,7 +110,15 @@ def _incomplete_or_short(store: Store, manifest: Manifest) -> str:
             raise
         return "" if found == expected else f"{key} has {found} bytes, expected {expected}"
 
-    return next(filter(None, parallel(check, ends.items(), LOOKUP_THREADS)), "")
+    return next(filter(None, parallel(check, file_ends(manifest).items(), LOOKUP_THREADS)), "")
+
+
+def file_ends(manifest: Manifest) -> dict[str, int]:
+    """Each file of a checkpoint and how many bytes it must have."""
+    ends: dict[str, int] = {}
+    for entry in manifest.entries:
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.nbytes)
+    return ends
 
 
 def _publish(store: Store, manifest: Manifest) -> _Published:
@@ -245,12 +250,12 @@ def _prune(store: Store, newest: _Published, in_use: str, keep_last: int) -> tup
     for item in behind:
         is_kept = item.step != kept[-1].step and len(kept) < keep_last
         (kept if is_kept else doomed).append(item)
-    results = (_delete_checkpoint(store, item.key, in_use) for item in doomed)
+    results = (delete_checkpoint(store, item.key, {in_use}) for item in doomed)
     return tuple(warning for warning in results if warning)
 
 
-def _delete_checkpoint(store: Store, key: str, in_use: str) -> str | None:
-    """Deletes manifest, then data unless that is ``in_use``. Returns a warning, or None."""
+def delete_checkpoint(store: Store, key: str, in_use: Collection[str | None]) -> str | None:
+    """Deletes manifest, then data unless its prefix is ``in_use``. Returns a warning, or None."""
     url = store.url_of(key)
     try:
         body = _body(store, key)
@@ -258,7 +263,7 @@ def _delete_checkpoint(store: Store, key: str, in_use: str) -> str | None:
             return None
         store.delete(key)
         prefix = prefix_of(Manifest.from_json(body, url))
-        if prefix != in_use:
+        if prefix not in in_use:
             store.delete(prefix)
     except StateDamaged as error:
         return f"{url} was pruned without its data, being damaged: {error}"

@@ -69,9 +69,13 @@ def test_subcommands_and_options_exist(page: Path) -> None:
     for words in commands(page):
         if words[0] != "elastic-ft" or len(words) == 1 or words[1].startswith("-"):
             continue
-        for subcommand in words[1].split("|"):  # `elastic-ft run|demo`
-            assert subcommand in known, " ".join(words)
-            options = {option for p in known[subcommand].params for option in p.opts} | {"--help"}
+        names, commands_known = words[1], known
+        if hasattr(known.get(names), "commands"):  # `elastic-ft checkpoint ls`
+            names, commands_known = words[2] if len(words) > 2 else "", known[names].commands
+        for subcommand in filter(None, names.split("|")):  # `elastic-ft run|demo`
+            assert subcommand in commands_known, " ".join(words)
+            params = commands_known[subcommand].params
+            options = {option for p in params for option in p.opts} | {"--help"}
             used = {word.split("=")[0] for word in words if word.startswith("--")}
             assert used <= options, " ".join(words)
 
