@@ -21,6 +21,7 @@ from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import open_store
 
 UPLOAD_DEADLINE_S = 600.0
+OBJECT_DEADLINE_S = 180.0  # with its retries
 
 Owned = frozenset[tuple[str, Box]]
 
@@ -45,12 +46,14 @@ class Checkpointer:
         snapshots: Snapshots,
         send: Callable[[Any], object],
         reach: Reach,
+        max_upload_mb_per_s: float | None = None,
     ) -> None:
         self._worker, self._run, self._url = worker, run, url
         self._snapshots, self._send, self._reach = snapshots, send, reach
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[None]] = []
         self._store: Any = None
+        self._pace = checkpoints.Pace(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
 
     def owned_state(self, state: State, owned: Owned) -> State:
         return {name: t for name, t in state.items() if (name, t.box) in owned}
@@ -76,9 +79,10 @@ class Checkpointer:
             shard.ready.result(UPLOAD_DEADLINE_S)
             self._reach("checkpoint_shard", shard.step)
             if self._store is None:
-                self._store = open_store(self._url)
+                self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
             prefix = checkpoints.attempt_prefix(self._run, generation, shard.step)
-            entries = checkpoints.write_shards(self._store, prefix, rank, _pieces(shard, owned))
+            pieces = _pieces(shard, owned)
+            entries = checkpoints.write_shards(self._store, prefix, rank, pieces, pace=self._pace)
             self._reach("before_manifest", shard.step)
         except Exception as error:  # a full disk, a store that is down: training goes on
             reason = f"{type(error).__name__}: {error}"

@@ -287,6 +287,7 @@ class Worker:
         )
 
     def _next_form(self) -> Form | None:
+            job.checkpoint.max_upload_mb_per_s,
         """At the safe point: answers pauses until an assignment comes. None: leave.
 
         Raises ControllerLost.

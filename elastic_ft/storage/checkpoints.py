@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from elastic_ft.core.events import CheckpointRef
 from elastic_ft.core.manifest import Manifest, incomplete
 from elastic_ft.errors import StateDamaged, StoreFailed
-from elastic_ft.storage.backends import Kind
+from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.shards import (
+    Pace,
     Piece,
     Reader,
     Want,
@@ -42,6 +43,7 @@ from elastic_ft.storage.store import Store, StoreError, open_store
 
 __all__ = [
     "Committed",
+    "Pace",
     "Piece",
     "Reader",
     "Swept",
@@ -205,7 +207,10 @@ def load_manifest(store: Store, ref: CheckpointRef) -> Manifest:
     body = _body(store, key)
     if body is None:
         raise StateDamaged(f"{ref.url}: the manifest is missing", ref.url)
-    manifest = Manifest.from_json(body, ref.url)
+    try:
+        manifest = Manifest.from_json(body, ref.url)
+    except StateDamaged:  # perhaps on the way
+        manifest = Manifest.from_json(_body(store, key) or b"", ref.url)
     if manifest.step != ref.step:
         message = f"{ref.url}: holds step {manifest.step}, expected {ref.step}"
         raise StateDamaged(message, ref.url)

@@ -6,6 +6,8 @@ Any cut of a tensor can be read from any other cut of it.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +22,7 @@ import xxhash
 from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
-from elastic_ft.storage.backends import Kind
+from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.store import Store, StoreError
 
 A = TypeVar("A")
@@ -28,6 +30,7 @@ R = TypeVar("R")
 
 OBJECT_BYTES = 64 * 2**20  # of a shard object and of one read
 THREADS = 4  # concurrent transfers, each with one object in memory
+READS = 2  # of a run, before it is called damaged
 
 Piece = tuple[str, Box, str, memoryview]  # tensor, box, dtype, its bytes in row-major order
 
@@ -52,8 +55,29 @@ def prefix_of(manifest: Manifest) -> str:
 # ------------------------------------------------------------------------------- writing
 
 
+class Pace:
+    """A bound on bytes per second over all threads: each waits until its bytes are due."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s = 0.0
+        self._lock = threading.Lock()
+
+    def wait(self, nbytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            due_s = max(now, self._free_at_s)
+            self._free_at_s = due_s + nbytes / self._bytes_per_s
+        time.sleep(due_s - now)
+
+
 def write_shards(
-    store: Store, prefix: str, rank: int, pieces: Iterable[Piece], threads: int = THREADS
+    store: Store,
+    prefix: str,
+    rank: int,
+    pieces: Iterable[Piece],
+    threads: int = THREADS,
+    pace: Pace | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """Writes a rank's pieces under ``prefix`` and returns their manifest entries, as dicts.
 
@@ -70,6 +94,8 @@ def write_shards(
         for tensor, box, dtype, view in parts:
             entries.append(ShardEntry(tensor, box, dtype, file, offset, view.nbytes, digest(view)))
             offset += view.nbytes
+        if pace is not None:
+            pace.wait(offset)
         store.put(f"{prefix}/{file}", [view for *_, view in parts])
         return [entry.to_dict() for entry in entries]
 
@@ -132,8 +158,8 @@ class _Run:
     end: int
     entries: tuple[ShardEntry, ...]
 
-    def part(self, data: bytes, entry: ShardEntry) -> memoryview:
-        return memoryview(data)[entry.offset - self.start :][: entry.nbytes]
+    def part(self, data: memoryview, entry: ShardEntry) -> memoryview:
+        return data[entry.offset - self.start :][: entry.nbytes]
 
 
 _Placement = tuple[Want, Box]  # this part of an entry goes to that want
@@ -169,10 +195,10 @@ class Reader:
         prefix = prefix_of(self.manifest)
 
         def fetch(run: _Run) -> int:
-            data = _read_run(self._store, prefix, run, self.url)
+            data, flaws = _read_run(self._store, prefix, run, self.url)
+            if flaws:
+                raise StateDamaged(f"{self.url}: {flaws[0]}", self.url)
             for entry in run.entries:
-                if problem := _damage(entry, run.part(data, entry)):
-                    raise StateDamaged(f"{self.url}: {problem}", self.url)
                 for want, part in placements[entry]:
                     _copy(entry, run.part(data, entry), want, part)
             return run.end - run.start
@@ -220,11 +246,9 @@ def verify(store: Store, manifest: Manifest) -> list[str]:
 
     def check(run: _Run) -> list[str]:
         try:
-            data = _read_run(store, prefix, run, store.url_of(prefix))
+            return _read_run(store, prefix, run, store.url_of(prefix))[1]
         except (StateDamaged, StoreFailed) as error:
             return [str(error)]
-        found = (_damage(entry, run.part(data, entry)) for entry in run.entries)
-        return [problem for problem in found if problem]
 
     problems = parallel(check, _runs(manifest.entries), THREADS)
     return [*incomplete(manifest), *odd_sizes(manifest), *(p for each in problems for p in each)]
@@ -254,25 +278,32 @@ def _run(file: str, entries: Sequence[ShardEntry]) -> _Run:
     return _Run(file, entries[0].offset, last.offset + last.nbytes, tuple(entries))
 
 
-def _read_run(store: Store, prefix: str, run: _Run, holder: str) -> bytes:
-    try:
-        data = store.get(f"{prefix}/{run.file}", run.start, run.end)
-    except StoreError as error:
-        if error.kind is Kind.MISSING:
-            raise StateDamaged(f"{holder}: {run.file} is missing", holder) from error
-        raise
+def _read_run(store: Store, prefix: str, run: _Run, holder: str) -> tuple[memoryview, list[str]]:
+    """The run's bytes, and what is wrong with them. Raises StateDamaged if there are none.
+
+    Found damaged, they are read once more: it may have happened on the way.
+    """
+    data, flaws = memoryview(b""), [""]
+    for _ in range(READS):
+        try:
+            data = store.view(f"{prefix}/{run.file}", run.start, run.end)
+        except StoreError as error:
+            if error.kind is Kind.MISSING:
+                raise StateDamaged(f"{holder}: {run.file} is missing", holder) from error
+            raise
+        if not (flaws := _flaws(run, data)):
+            break
+    return data, flaws
+
+
+def _flaws(run: _Run, data: memoryview) -> list[str]:
     if len(data) != run.end - run.start:
-        found = run.start + len(data)
-        message = f"{holder}: {run.file} ends at byte {found}, expected {run.end} or more"
-        raise StateDamaged(message, holder)
-    return data
-
-
-def _damage(entry: ShardEntry, data: memoryview) -> str | None:
-    found = digest(data)
-    if found == entry.digest:
-        return None
-    return f"{entry.tensor} {entry.box} in {entry.file}: digest {found}, expected {entry.digest}"
+        return [f"{run.file} ends at byte {run.start + len(data)}, expected {run.end} or more"]
+    return [
+        f"{entry.tensor} {entry.box} in {entry.file}: digest {found}, expected {entry.digest}"
+        for entry in run.entries
+        if (found := digest(run.part(data, entry))) != entry.digest
+    ]
 
 
 def _check_room(want: Want, entry: ShardEntry) -> None:

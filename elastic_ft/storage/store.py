@@ -1,13 +1,12 @@
-"""Objects under a URL: whole writes, one-winner writes, range reads, over any fsspec URL.
+"""Objects under a URL: whole writes, one-winner writes, range reads, over any URL.
 
 A key is a relative path with ``/``. Whatever the filesystem, a reader sees an object whole or not
 at all, except where ``backends.Remote`` says so. Nothing is cached; every call may come from any
 thread; every call ends by the store's deadline (a local disk's own I/O can't be interrupted).
 
-Retries happen in one place, ``Store._call``: the clients' own are switched off, because s3fs and
-botocore multiply theirs (35 s of 503s, measured).
+Retries happen in one place, ``Store._call``: the clients' own are switched off.
 
-A store belongs to the process that opened it: event loops and sockets don't survive a fork.
+A store belongs to the process that opened it: client threads and sockets don't survive a fork.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from elastic_ft.errors import StorageError, StoreFailed
-from elastic_ft.storage.backends import Backend, Bytes, Kind, backend_of, explain
+from elastic_ft.storage.backends import backend_of, explain
+from elastic_ft.storage.kinds import Backend, Bytes, Kind
 
 T = TypeVar("T")
 
@@ -61,7 +61,10 @@ class Store:
         return f"{self.url}/{key}" if key else self.url
 
     def put(self, key: str, data: Bytes | Sequence[Bytes]) -> None:
-        """Writes the object, replacing an older one. Parts are concatenated (locally uncopied)."""
+        """Writes the object, replacing an older one: the parts, one after the other.
+
+        They are copied by ``Remote`` alone, and must not change before this returns.
+        """
         parts = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
         self._call("write", key, lambda left_s: self.backend.put(key, parts, left_s))
 
@@ -82,9 +85,14 @@ class Store:
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """The object's bytes [start, end). Fewer come back where the object is shorter."""
+        return bytes(self.view(key, start, end))
+
+    def view(self, key: str, start: int | None = None, end: int | None = None) -> memoryview:
+        """As ``get``, without copying what the client received."""
         if start is not None and end is not None and start >= end:
-            return b""
-        return self._call("read", key, lambda left_s: self.backend.get(key, start, end, left_s))
+            return memoryview(b"")
+        found = self._call("read", key, lambda left_s: self.backend.get(key, start, end, left_s))
+        return memoryview(found)
 
     def size(self, key: str) -> int:
         """Bytes of the object. StoreError of kind MISSING if there is none."""
@@ -111,10 +119,6 @@ class Store:
         with ThreadPoolExecutor(DELETE_THREADS) as pool:
             list(pool.map(self._delete_one, self.list(prefix)))
         self._delete_one(prefix)
-
-    def check_root(self) -> None:
-        """Finds out, where the filesystem can tell, that there is no such bucket or folder."""
-        self._call("reach", "", self.backend.check_root)
 
     def _delete_one(self, key: str) -> None:
         try:
@@ -153,8 +157,9 @@ class Store:
 def open_store(url: str, *, deadline_s: float = 60) -> Store:
     """The store under a local path or any fsspec URL; nothing is contacted or created yet.
 
-    S3 takes endpoint, region and keys from the usual AWS_* variables. ``deadline_s`` bounds each
-    call with its retries. Raises StorageError for a URL that no installed filesystem understands.
+    S3 takes its endpoint from AWS_ENDPOINT_URL, region and keys from wherever botocore finds
+    them; Google and Azure from their usual variables. ``deadline_s`` bounds each call with its
+    retries. Raises StorageError for a URL that no installed filesystem understands.
     """
     backend, clean_url = backend_of(url)
     return Store(clean_url, backend, deadline_s)
@@ -174,7 +179,6 @@ def check_access(url: str) -> tuple[str, ...]:
 
     key, probe = f".probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
     try:
-        store().check_root()
         created = store().put_if_absent(key, probe)
         again = store().put_if_absent(key, probe)
         found = store().get(key)

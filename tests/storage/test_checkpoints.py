@@ -17,9 +17,9 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage import shards
-from elastic_ft.storage.backends import Kind
 from elastic_ft.storage.checkpoints import (
     Committed,
+    Pace,
     Reader,
     Swept,
     Want,
@@ -34,6 +34,7 @@ from elastic_ft.storage.checkpoints import (
     verify,
     write_shards,
 )
+from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -186,6 +187,18 @@ def test_large_pieces_are_cut_and_small_ones_packed(
         part = np.frombuffer(data, np.float32).reshape(entry.box.sizes)
         found[entry.box.slices_within(box)] = part
     assert (found == big).all()
+
+
+def test_writing_keeps_to_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the threads: object n starts once the bytes before it have had their time."""
+    waits: list[float] = []
+    monkeypatch.setattr(shards.time, "sleep", waits.append)
+    monkeypatch.setattr(shards.time, "monotonic", lambda: 100.0)
+    monkeypatch.setattr(shards, "OBJECT_BYTES", 16)
+    many = [(f"t{n}", Box((0,), (4,)), "float32", memoryview(bytes(16))) for n in range(9)]
+    store = open_store(str(tmp_path))
+    write_shards(store, "data/r/g1-s1", 0, many, pace=Pace(bytes_per_s=32))
+    assert sorted(waits) == [n * 0.5 for n in range(9)]
 
 
 class Counting:

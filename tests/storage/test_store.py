@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ft.errors import StorageError, StoreFailed
 from elastic_ft.storage import backends
-from elastic_ft.storage.backends import Kind
+from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.store import Store, StoreError, check_access, open_store
 from tests.s3_server import S3Server
 
@@ -236,7 +236,7 @@ def test_no_keys_are_forbidden(s3: S3Server, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("s3")
 def test_missing_bucket_is_named() -> None:
-    assert "there is no bucket no-such-bucket" in _refusal("s3://no-such-bucket/x")
+    assert "no such bucket: NoSuchBucket" in _refusal("s3://no-such-bucket/x")
 
 
 def test_nobody_listening_is_unreachable_at_once(

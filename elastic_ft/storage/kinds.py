@@ -1,0 +1,45 @@
+"""What a store needs of a filesystem, and why its operations fail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Protocol
+
+Bytes = bytes | bytearray | memoryview
+
+CONNECT_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 20.0  # without a single byte
+
+
+class Kind(StrEnum):
+    """Why an operation failed, as far as the caller can act on it."""
+
+    MISSING = "missing"
+    NO_BUCKET = "no such bucket"  # says nothing of the object
+    FORBIDDEN = "forbidden"
+    UNREACHABLE = "unreachable"  # no connection, no answer in time, cut or damaged: retried
+    BUSY = "busy"  # the server asks to come again (429, 5xx): retried
+    CONFLICT = "conflict"  # S3 409: two conditional writes at once, neither done: retried
+    FAILED = "failed"
+
+
+class Backend(Protocol):
+    """What a store needs of a filesystem: the seam where tests inject faults.
+
+    Each method makes one attempt within ``timeout_s`` and raises what the filesystem raises.
+    ``get`` returns anything that ``memoryview`` takes.
+    """
+
+    def put(self, key: str, parts: Sequence[Bytes], timeout_s: float) -> None: ...
+    def create(self, key: str, data: bytes, timeout_s: float) -> bool: ...
+    def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> Bytes: ...
+    def size(self, key: str, timeout_s: float) -> int: ...
+    def list(self, prefix: str, timeout_s: float) -> list[str]: ...
+    def delete(self, key: str, timeout_s: float) -> None: ...
+
+
+def one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())[:300]
+    name = type(error).__name__
+    return f"{name}: {text}" if text else name
