@@ -271,6 +271,7 @@ class Worker:
             snapshots,
             self._send,
             self._points,
+            job.checkpoint.max_upload_mb_per_s,
         )
         gc.collect()
         gc.freeze()  # imports and caches: no later collection needs to look at them
@@ -287,7 +288,6 @@ class Worker:
         )
 
     def _next_form(self) -> Form | None:
-            job.checkpoint.max_upload_mb_per_s,
         """At the safe point: answers pauses until an assignment comes. None: leave.
 
         Raises ControllerLost.
