@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from elastic_ft.errors import JobFailed as JobFailed
     from elastic_ft.errors import UsageError as UsageError
     from elastic_ft.ray_train.trainer import ElasticTrainer as ElasticTrainer
+    from elastic_ft.runtime.interchange import CheckpointReader as CheckpointReader
     from elastic_ft.runtime.local import run_local as run_local
     from elastic_ft.runtime.loop import Step as Step
     from elastic_ft.runtime.worker import train as train
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckpointReader": "elastic_ft.runtime.interchange",
     "ElasticError": "elastic_ft.errors",
     "ElasticTrainer": "elastic_ft.ray_train.trainer",
     "Job": "elastic_ft.config",
@@ -37,6 +39,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CheckpointReader",
     "ElasticError",
     "ElasticTrainer",
     "Job",

@@ -9,6 +9,7 @@ import json
 import math
 import time
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from elastic_ft.storage.inspect import Checkpoint, Difference
 
 DIFFERENCES_SHOWN = 20
+EXPORT_DEADLINE_S = 600.0  # to write one file
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare, export, prune checkpoints.")
 console = Console(highlight=False, soft_wrap=True)
@@ -194,6 +196,59 @@ def _show_difference(url_a: str, url_b: str, found: Difference) -> None:
     if len(rows) > DIFFERENCES_SHOWN:
         say(f"and {len(rows) - DIFFERENCES_SHOWN} more (all of them: --json)")
     say(f"{len(found.tensors) - len(unequal)} tensors are equal, {len(rows)} differ")
+
+
+# ----------------------------------------------------------------------------- exporting
+
+
+@app.command()
+def export(
+    url: Url,
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="A folder; torch: a file. Must be new or empty.")
+    ],
+    format_: Annotated[
+        Format, typer.Option("--format", help="safetensors: weights, as Hugging Face has them.")
+    ],
+    step: Step = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="torch, dcp: without the optimizer's state.")
+    ] = False,
+) -> int:
+    """Write a checkpoint for others to read; every digest is verified on the way."""
+    from elastic_ft.storage.inspect import find_one
+
+    reader = find_one(url, step)
+    if format_ is Format.SAFETENSORS:
+        from elastic_ft.storage import safetensors
+        from elastic_ft.storage.store import open_store
+
+        store = open_store(dest, deadline_s=EXPORT_DEADLINE_S)
+        if store.list():
+            raise ConfigError(f"DEST: {dest} is not empty")
+        nbytes = safetensors.export(reader, store)
+    else:
+        path = _new_local_path(dest, format_)
+        from elastic_ft.runtime import interchange
+
+        write = interchange.export_torch if format_ is Format.TORCH else interchange.export_dcp
+        nbytes = write(reader, path, weights_only)
+    say(f"step {reader.manifest.step}: {_size(nbytes)} of tensors as {format_} in {dest}")
+    return 0
+
+
+def _new_local_path(dest: str, format_: Format) -> Path:
+    """Raises ConfigError if it is no local path, or something is there already."""
+    protocol, separator, rest = dest.partition("://")
+    if separator and protocol != "file":
+        raise ConfigError(f"DEST: {format_} is written to a local path, found {dest}")
+    path = Path(rest if separator else dest)
+    if path.is_dir() and (format_ is Format.TORCH or any(path.iterdir())):
+        what = "a folder, expected a file" if format_ is Format.TORCH else "not empty"
+        raise ConfigError(f"DEST: {dest} is {what}")
+    if path.is_file():
+        raise ConfigError(f"DEST: {dest} exists already")
+    return path
 
 
 # ------------------------------------------------------------------------------ deleting

@@ -10,6 +10,7 @@ import pytest
 import elastic_ft
 
 NAMES = [
+    "CheckpointReader",
     "ElasticError",
     "ElasticTrainer",
     "Job",
