@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -39,6 +40,11 @@ class Metrics:
         self._checkpoint_time = gauge(
             "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint."
         )
+        self._checkpointed_s = time.monotonic()
+        gauge(
+            "checkpoint_age_seconds",
+            "Since the newest checkpoint was committed or, before the first, since the start.",
+        ).set_function(lambda: time.monotonic() - self._checkpointed_s)
         self._phase = Gauge(
             "elastic_ft_phase", "1 for the job's phase.", [*label, "phase"], registry=self.registry
         )
@@ -84,5 +90,6 @@ class Metrics:
         elif event == "checkpoint_committed":
             self._checkpoint_step.set(line["step"])
             self._checkpoint_time.set(line["at_s"])
+            self._checkpointed_s = time.monotonic()
         elif event == "rolled_back":
             self._steps_lost.inc(line["steps_lost"])

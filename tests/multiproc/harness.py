@@ -157,6 +157,7 @@ def run_job(
     on_step: Callable[[Controller, dict[str, Any]], None] | None = None,
     watch: Callable[[Controller], None] | None = None,
     deadline_s: float = RUN_DEADLINE_S,
+    environment: dict[str, str] | None = None,
 ) -> Run:
     """Runs ``job`` in folder ``out`` to its end.
 
@@ -164,9 +165,10 @@ def run_job(
         nodes: name -> slots; by default one worker on each of ``max_workers`` nodes.
         on_step: called after each committed step, in the controller's thread.
         watch: called again and again in a thread of its own while the job runs.
+        environment: the workers', beside the usual.
     """
     nodes = nodes or {f"n{i}": 1 for i in range(job.elastic.max_workers)}
-    host = LocalHost(nodes, WORKER_ENVIRONMENT)
+    host = LocalHost(nodes, WORKER_ENVIRONMENT | (environment or {}))
     folder = RunFolder(str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
     controller = Controller(job, host, folder, url, faults=tuple(faults))
