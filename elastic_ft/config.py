@@ -26,6 +26,7 @@ class ModelConfig(Section):
     path: str | None = None  # "package.module:callable" returning an nn.Module
     transformers: dict[str, Any] | None = None  # a Hugging Face config, with its model_type
     kwargs: dict[str, Any] = Field(default_factory=dict)  # for preset and path
+    weights: str | None = None  # to begin with: a safetensors folder, any fsspec URL
 
     @model_validator(mode="after")
     def one_source(self) -> ModelConfig:

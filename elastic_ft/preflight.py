@@ -16,6 +16,8 @@ from elastic_ft.errors import CheckpointMismatch, ConfigError, StateDamaged, Sto
 from elastic_ft.storage.store import check_access
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from chaos.scenario import Armed, Scenario
     from elastic_ft.runtime.data import DataBundle
 
@@ -75,7 +77,8 @@ def check(job: Job, out: str, place: Place, chaos: str | None = None) -> Checked
     warnings: tuple[str, ...] = ()
     if job.checkpoint.url is not None:
         warnings = check_writable("checkpoint.url", url)
-    bundle, tensors, parameters = _check_model_and_data(job)
+    bundle, tensors, parameters, remarks = _check_model_and_data(job)
+    warnings += remarks
     check_optimizer(job)
     check_checkpoint(url, tensors)
     return Checked(
@@ -189,8 +192,9 @@ def _check_folder(url: str) -> None:
 # ------------------------------------------------------------------------ model, data
 
 
-def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int]:
-    """The open data; dtype and shape of every tensor that a checkpoint holds of the model."""
+def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[str, ...]]:
+    """The open data; dtype and shape of every tensor that a checkpoint holds of the model; the
+    number of parameters; remarks."""
     import torch
 
     from elastic_ft.models.build import build_model
@@ -209,7 +213,21 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int]:
         f"model.{name}": (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
-    return bundle, table, count
+    remarks = () if job.model.weights is None else check_weights(job.model.weights, model)
+    return bundle, table, count, remarks
+
+
+def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
+    """Whether the folder has all of the model. Returns remarks. Raises ModelError, StorageError."""
+    from elastic_ft.errors import StoreFailed
+    from elastic_ft.runtime.weights import match
+    from elastic_ft.storage.safetensors import open_folder
+
+    try:
+        folder = open_folder(url)
+    except (StorageError, StoreFailed) as error:
+        raise StorageError(f"model.weights: {error}") from None
+    return match(model, {name: t.spec for name, t in folder.tensors.items()}, folder.url).remarks
 
 
 def check_optimizer(job: Job) -> None:

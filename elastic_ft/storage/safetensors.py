@@ -218,18 +218,14 @@ def _runs(parts: list[_Part]) -> Iterator[list[_Part]]:
 def open_folder(url: str) -> Folder:
     """The folder at a URL, or the one file that it names. Reads headers only.
 
-    Raises StorageError, one line: missing, unreadable, or not such a folder.
+    Raises StorageError, one line, if it is missing or not such a folder; StoreFailed.
     """
     root, _, name = url.rpartition("/") if url.endswith(".safetensors") else (url, "", "")
-    store = open_store(root or ".")
-    try:
-        return folder_of(store, name)
-    except StoreFailed as error:
-        raise StorageError(str(error)) from None
+    return folder_of(open_store(root or "."), name)
 
 
 def folder_of(store: Store, name: str = "") -> Folder:
-    """As ``open_folder``, of a store; ``name``: of its one file. Raises StoreFailed too."""
+    """As ``open_folder``, of a store; ``name``: of its one file."""
     files = [name] if name else _files(store)
     tensors: dict[str, Stored] = {}
     for found in parallel(lambda file: _read_header(store, file), files, THREADS):
@@ -261,9 +257,10 @@ def _read_header(store: Store, file: str) -> dict[str, Stored]:
     try:
         size = store.size(file)
     except StoreError as error:
-        if error.kind is Kind.MISSING and file == SINGLE:
-            raise StorageError(f"{store.url}: neither {INDEX} nor {SINGLE} is there") from None
-        raise
+        if error.kind is not Kind.MISSING:
+            raise
+        what = f"neither {INDEX} nor {SINGLE} is there" if file == SINGLE else f"no {file} there"
+        raise StorageError(f"{store.url}: {what}") from None
     length = int.from_bytes(bytes(store.get(file, 0, 8)), "little")
     if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
         raise StorageError(f"{store.url_of(file)}: not a safetensors file, or cut short")

@@ -63,6 +63,7 @@ def refused(
             {"model": {"path": "no_such.module:Model"}}, "model.path: cannot import", id="model"
         ),
         pytest.param({"model": {"path": "torch.nn:Nope"}}, "model.path: ", id="model-name"),
+        pytest.param({"model.weights": "nowhere"}, "model.weights: ", id="weights"),
         pytest.param({"optimizer.name": "no_such:Adam"}, "optimizer.name: ", id="optimizer"),
         pytest.param({"optimizer.name": "lion"}, "optimizer.name: ", id="unknown-optimizer"),
         pytest.param({"optimizer.kwargs": {"nu": 1}}, "optimizer.kwargs: ", id="optimizer-kwargs"),

@@ -16,15 +16,21 @@ import torch.distributed.checkpoint as dcp
 import elastic_ft
 from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import StorageError
+from elastic_ft.errors import ModelError, StorageError
+from elastic_ft.preflight import check_weights
+from elastic_ft.runtime import weights
+from elastic_ft.runtime.engines.base import StateTensor
 from elastic_ft.storage import safetensors
+from elastic_ft.storage.backends import Local
 from elastic_ft.storage.inspect import find_one
+from elastic_ft.storage.safetensors import SINGLE
 from elastic_ft.storage.shards import Want, prefix_of
-from elastic_ft.storage.store import open_store
+from elastic_ft.storage.store import Store, open_store
 from tests.multiproc.harness import make_job, run_job
 from tests.storage.sharded import load_sharded, tiny_model
 
-load_file = pytest.importorskip("safetensors.torch").load_file
+library = pytest.importorskip("safetensors.torch")
+load_file, save_file = library.load_file, library.save_file
 
 DEADLINE_S = 60.0
 WORLD = 2
@@ -224,3 +230,164 @@ def test_a_bad_destination_is_one_line(
     err = capfd.readouterr().err
     assert expected in err
     assert err.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------- imports
+
+
+class Counting(Local):
+    """Counts what is read of each file."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.reads: list[tuple[str, int, int]] = []
+
+    def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> Any:
+        data = super().get(key, start, end, timeout_s)
+        self.reads.append((key, start or 0, (start or 0) + len(memoryview(data))))
+        return data
+
+
+class Tied(torch.nn.Module):
+    """Two names of one tensor, a buffer, a scalar, a buffer that no file holds."""
+
+    base_model_prefix = "inner"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.inner.weight
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("count", torch.tensor([3]))
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+
+def state_of(model: torch.nn.Module, rank: int, world: int) -> dict[str, StateTensor]:
+    """A rank's empty state, cut along dimension 0 as FSDP2 cuts it."""
+    state = {}
+    for name, tensor in [*model.named_parameters(), ("count", getattr(model, "count", None))]:
+        if tensor is None:
+            continue
+        shape = tuple(tensor.shape)
+        box = Box.whole(shape)
+        if shape:
+            each = -(-shape[0] // world)
+            start, stop = min(rank * each, shape[0]), min((rank + 1) * each, shape[0])
+            box = Box((start, *box.offsets[1:]), (stop - start, *shape[1:]))
+        local = torch.full(box.sizes, -1, dtype=tensor.dtype)
+        state[f"model.{name}"] = StateTensor(shape, box, local)
+    return state
+
+
+def save(tensors: Tensors, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({n: t.detach().clone().contiguous() for n, t in tensors.items()}, folder / SINGLE)
+    return folder
+
+
+@pytest.mark.parametrize("object_bytes", [64 * 2**20, 1000], ids=["whole", "cut"])
+def test_each_rank_reads_its_own_bytes(
+    run: Path,
+    url: str,
+    saved: Tensors,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    object_bytes: int,
+) -> None:
+    safetensors.export(find_one(url), open_store(str(tmp_path)), file_bytes=10_000)
+    monkeypatch.setattr(safetensors, "OBJECT_BYTES", object_bytes)
+    model = tiny_model(str(run / "job.yaml"))
+    total = sum(tensor.nbytes for tensor in model.parameters())
+    whole: Tensors = {name: torch.empty_like(t) for name, t in model.named_parameters()}
+    for rank in range(WORLD):
+        backend = Counting(tmp_path)
+        folder = safetensors.folder_of(Store(str(tmp_path), backend))
+        headers = len(backend.reads)
+        state = state_of(model, rank, WORLD)
+        nbytes, remarks = weights.load(folder, model, state)
+        assert remarks == ()
+        reads = backend.reads[headers:]
+        assert sum(end - start for _, start, end in reads) == nbytes
+        assert nbytes == sum(t.local.nbytes for t in state.values())
+        assert abs(nbytes - total / WORLD) < 0.05 * total
+        assert max(end - start for _, start, end in reads) <= object_bytes
+        for name, target in state.items():
+            rows = slice(target.box.offsets[0], target.box.stops[0])
+            whole[name.removeprefix("model.")].data[rows] = target.local
+    same({n: t.detach() for n, t in whole.items()}, model_of(saved))
+
+
+@pytest.mark.parametrize("kept", ["inner.weight", "head.weight", "weight"])
+def test_a_tied_tensor_may_have_any_of_its_names(tmp_path: Path, kept: str) -> None:
+    model = Tied()
+    tensors = {kept: model.inner.weight, "scale": model.scale, "count": model.count}
+    state = state_of(model, 0, 1)
+    weights.load(safetensors.open_folder(str(save(tensors, tmp_path))), model, state)
+    assert torch.equal(state["model.inner.weight"].local, model.inner.weight)
+    assert torch.equal(state["model.scale"].local, model.scale.detach())
+    assert torch.equal(state["model.count"].local, model.count)
+
+
+def test_floats_are_converted_and_that_is_said(tmp_path: Path) -> None:
+    model = Tied()
+    tensors = {"inner.weight": model.inner.weight.bfloat16(), "scale": model.scale}
+    tensors |= {"count": model.count, "other": torch.zeros(2)}
+    state = state_of(model, 0, 1)
+    url = str(save(tensors, tmp_path) / SINGLE)  # a file's own URL
+    _, remarks = weights.load(safetensors.open_folder(url), model, state)
+    assert torch.equal(state["model.inner.weight"].local, model.inner.weight.bfloat16().float())
+    converted, unused = remarks
+    assert converted.endswith("1 tensors are converted from bfloat16 to float32")
+    assert unused.endswith("1 tensors are not the model's: other")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        pytest.param({"scale": None}, "scale is missing", id="missing"),
+        pytest.param(
+            {"inner.weight": torch.zeros(6, 5)},
+            "inner.weight is [6, 5], the model has [6, 4]",
+            id="shape",
+        ),
+        pytest.param(
+            {"scale": torch.tensor(1, dtype=torch.int8)},
+            "scale is int8, the model has float32",
+            id="dtype",
+        ),
+        pytest.param(
+            {"inner.weight": None, "scale": None, "count": None},
+            "scale is missing; count is missing; inner.weight is missing",
+            id="three",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    model = Tied()
+    tensors = {"inner.weight": model.inner.weight, "scale": model.scale, "count": model.count}
+    kept = {n: t for n, t in (tensors | changes).items() if t is not None}
+    with pytest.raises(ModelError, match=r"^model\.weights: ") as caught:
+        check_weights(str(save(kept or {"x": torch.zeros(1)}, tmp_path)), model)
+    assert expected in str(caught.value)
+
+
+def test_what_is_no_folder_of_weights_is_refused(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(StorageError, match=r"^model\.weights: ") as caught:
+            check_weights(str(tmp_path), Tied())
+        return str(caught.value)
+
+    assert "neither model.safetensors.index.json nor model.safetensors is there" in refusal()
+    file = save({"scale": torch.zeros(100)}, tmp_path) / SINGLE
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4])
+    assert f"has {len(whole) - 4} bytes, its header says {len(whole)}" in refusal()
+    file.write_bytes(b"not a safetensors file at all")
+    assert "not a safetensors file" in refusal()
+    file.rename(tmp_path / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"scale": "model-00002-of-00002.safetensors"}}
+    (tmp_path / safetensors.INDEX).write_text(json.dumps(index))
+    assert "no model-00002-of-00002.safetensors there" in refusal()
+    (tmp_path / safetensors.INDEX).write_text("[]")
+    assert "not an index" in refusal()

@@ -86,7 +86,7 @@ class Engine(Protocol):
         """This rank's part of the training state, aliasing the live memory."""
 
     def initialise(self) -> None:
-        """Fills the state of step 0 from the seed, equal in every layout."""
+        """Fills the state of step 0 from the seed or ``model.weights``, equal in every layout."""
 
     def restored(self) -> None:
         """The state was filled from outside: refresh what is derived from it."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,8 +33,11 @@ from elastic_ft.runtime import compat
 from elastic_ft.runtime.compat import CheckpointImpl, checkpoint_wrapper
 from elastic_ft.runtime.engines.base import MicroBatch, Reach, State, StateTensor, Update
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.weights import load as load_weights
+from elastic_ft.storage.safetensors import open_folder
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -116,7 +122,7 @@ class NativeEngine:
         if groups is not None:
             self._shard(module, blocks, groups)
         self._blocks = blocks
-        module.to_empty(device=self.device)
+        _to_empty(module, self.device)
         named = {_plain(n): b for n, b in module.named_buffers()}
         for name, value in self._computed.items():
             named[name].copy_(value)
@@ -172,16 +178,30 @@ class NativeEngine:
     def initialise(self) -> None:
         state = self.state()
         with torch.no_grad():
-            for name, whole in initial_state(self._factory, self.job.seed):
-                target = state[f"model.{name}"]
-                box = target.box
-                slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-                target.local.copy_(whole[slices])
+            if self.job.model.weights is not None:
+                self._load_weights(self.job.model.weights, state)
+            else:
+                self._initialise_from_seed(state)
             for name, tensor in state.items():
                 if name.startswith("optim."):
                     tensor.local.zero_()
         self._scale.fill_(self.job.precision.initial_loss_scale)
         self._good_steps.zero_()
+
+    def _load_weights(self, url: str, state: State) -> None:
+        with torch.device("meta"):
+            model = self._factory()
+        _, remarks = load_weights(open_folder(url), model, state)
+        if self._groups is not None and self._groups.rank == 0:
+            for remark in remarks:
+                log.warning(remark)
+
+    def _initialise_from_seed(self, state: State) -> None:
+        for name, whole in initial_state(self._factory, self.job.seed):
+            target = state[f"model.{name}"]
+            box = target.box
+            slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+            target.local.copy_(whole[slices])
 
     def restored(self) -> None:
         self._state = None
@@ -382,6 +402,20 @@ def _checkpoint_activations(module: nn.Module, blocks: Sequence[nn.Module]) -> l
                 parent.register_module(name, wrapper)
                 wrapped.append(wrapper)
     return wrapped
+
+
+def _to_empty(module: nn.Module, device: torch.device) -> None:
+    """``module.to_empty``, which by itself makes several tensors of a tied one."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for part in module.modules():
+        for name, tensor in chain(
+            part.named_parameters(recurse=False), part.named_buffers(recurse=False)
+        ):
+            places[id(tensor)].append((part, name))
+    module.to_empty(device=device)
+    for (first, first_name), *others in places.values():
+        for part, name in others:
+            setattr(part, name, getattr(first, first_name))
 
 
 def _plain(name: str) -> str:
