@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from elastic_ft.core.events import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.errors import StateDamaged, StorageError, StoreFailed
-from elastic_ft.storage.backends import Kind
 from elastic_ft.storage.checkpoints import (
     ATTEMPT_PREFIX,
     MANIFEST_KEY,
@@ -20,6 +19,7 @@ from elastic_ft.storage.checkpoints import (
     file_ends,
     load_manifest,
 )
+from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.shards import (
     OBJECT_BYTES,
     Reader,

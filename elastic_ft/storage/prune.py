@@ -24,7 +24,7 @@ class Pruning:
 
     @property
     def nbytes(self) -> int:
-        return sum(item.nbytes for item in (*self.doomed, *self.abandoned))
+        return sum(c.nbytes for c in self.doomed) + sum(a.nbytes for a in self.abandoned)
 
 
 def plan(

@@ -17,7 +17,7 @@ from typing import Any
 from elastic_ft.core.manifest import TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StorageError, StoreFailed
-from elastic_ft.storage.backends import Bytes, Kind
+from elastic_ft.storage.kinds import Bytes, Kind
 from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, parallel
 from elastic_ft.storage.store import Store, StoreError, open_store
 

@@ -27,6 +27,7 @@ from elastic_ft.storage.safetensors import SINGLE
 from elastic_ft.storage.shards import Want, prefix_of
 from elastic_ft.storage.store import Store, open_store
 from tests.multiproc.harness import make_job, run_job
+from tests.s3_server import S3Server
 from tests.storage.sharded import load_sharded, tiny_model
 
 library = pytest.importorskip("safetensors.torch")
@@ -194,6 +195,16 @@ def test_safetensors_export(url: str, saved: Tensors, tmp_path: Path) -> None:
         assert {index["weight_map"][name] for name in part} == {file.name}
         found |= part
     same(found, model_of(saved))
+
+
+def test_out_to_s3_and_back(run: Path, url: str, saved: Tensors, s3: S3Server) -> None:
+    bucket = s3.url("exported")
+    assert export(url, bucket, "safetensors") == COMPLETED
+    model = tiny_model(str(run / "job.yaml"))
+    assert check_weights(bucket, model) == ()
+    state = state_of(model, 0, 1)
+    weights.load(safetensors.open_folder(bucket), model, state)
+    same({n.removeprefix("model."): t.local for n, t in state.items()}, model_of(saved))
 
 
 @pytest.mark.parametrize("format_", ["dcp", "torch", "safetensors"])
