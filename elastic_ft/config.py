@@ -144,6 +144,7 @@ class CheckpointConfig(Section):
     every_steps: int = Field(0, ge=0)  # 0: only the final one
     final: bool = True
     keep_last: int = Field(2, ge=1)
+    keep_for_h: float | None = Field(None, gt=0)  # and whatever is younger than that
     max_upload_mb_per_s: float | None = Field(None, gt=0)  # per worker, in 10^6 bytes; none: no cap
 
 

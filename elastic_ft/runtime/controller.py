@@ -43,6 +43,7 @@ from elastic_ft.storage.store import Store, open_store
 log = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.25
 COMMIT_DEADLINE_S = 120.0
+CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 
 
 def policy_of(job: Job) -> Policy:
@@ -62,7 +63,9 @@ def policy_of(job: Job) -> Policy:
         boundary_timeout_s=elastic.hang_timeout_s + elastic.pause_timeout_s,
         max_generations_without_progress=elastic.max_generations_without_progress,
         max_user_failures=elastic.max_user_failures,
-        keep_last=job.checkpoint.keep_last,
+        keep_last=job.checkpoint.keep_last
+        if job.checkpoint.keep_for_h is None
+        else max(CHECKPOINTS_KNOWN, job.checkpoint.keep_last),
     )
 
 
@@ -103,6 +106,7 @@ class Controller:
         self._marks: dict[ev.WorkerId, Mark] = {}
         self._next_watch_s = 0.0
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
+        self._not_deleted: list[ev.AbandonCheckpoint] = []
         self._tcp_store: Any = None
         self._server: ControlServer | None = None
         self._accounts = Accounts(time.time())
@@ -357,6 +361,9 @@ class Controller:
         self.post(
             ev.CheckpointCommitted(time.time(), command.step, done.ref.url, done.nbytes, seconds)
         )
+        left, self._not_deleted = self._not_deleted, []
+        for abandoned in left:  # the store works again
+            self._delete_attempt(abandoned)
 
     def _publish_manifest(self, command: ev.CommitCheckpoint) -> checkpoints.Committed:
         entries = tuple(ShardEntry.from_dict(item) for item in command.shards)
@@ -372,16 +379,27 @@ class Controller:
             entries=entries,
             extra={"seed": self.job.seed},
         )
-        return checkpoints.commit(self._store, manifest, self.job.checkpoint.keep_last)
+        keep = self.job.checkpoint
+        keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600
+        in_use = self._restoring_from()
+        return checkpoints.commit(self._store, manifest, keep.keep_last, keep_for_s, in_use)
+
+    def _restoring_from(self) -> tuple[str, ...]:
+        """The checkpoint that workers may be reading."""
+        state = self.state
+        if state.phase == "running" or state.assignment is None:
+            return ()
+        return (state.assignment.source.url,)
 
     def _abandon_checkpoint(self, command: ev.AbandonCheckpoint) -> None:
-        prefix = checkpoints.attempt_prefix(self.run_id, command.generation, command.step)
-        self._pool.submit(self._delete_attempt, prefix, command)
+        self._pool.submit(self._delete_attempt, command)
 
-    def _delete_attempt(self, prefix: str, command: ev.AbandonCheckpoint) -> None:
+    def _delete_attempt(self, command: ev.AbandonCheckpoint) -> None:
+        prefix = checkpoints.attempt_prefix(self.run_id, command.generation, command.step)
         try:
             checkpoints.abandon(self._store, prefix)
-        except Exception as error:  # left for the sweep at the next start
+        except Exception as error:  # tried again after the next commit, or swept at the next start
+            self._not_deleted.append(command)
             reason = f"{prefix}: {type(error).__name__}: {error}"
             self.post(Note("controller", command.generation, "checkpoint_warning", reason))
 

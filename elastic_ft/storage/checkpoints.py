@@ -19,6 +19,7 @@ manifest's prefix, which follows from run, generation and step: ``prefix_of``.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -78,8 +79,17 @@ class Committed:
     warnings: tuple[str, ...] = ()
 
 
-def commit(store: Store, manifest: Manifest, keep_last: int) -> Committed:
+def commit(
+    store: Store,
+    manifest: Manifest,
+    keep_last: int,
+    keep_for_s: float | None = None,
+    in_use: Collection[str] = (),
+) -> Committed:
     """Verifies that the shards are there and whole, publishes the manifest, prunes older ones.
+
+    What neither ``keep_last`` (steps) nor ``keep_for_s`` (age) keeps is deleted, but for the URLs
+    ``in_use``.
 
     Giving the same manifest again is harmless. Raises StoreFailed if the checkpoint is not whole,
     another writer published this attempt first, or the store failed. In the last case the
@@ -91,7 +101,7 @@ def commit(store: Store, manifest: Manifest, keep_last: int) -> Committed:
         raise StoreFailed(f"checkpoint of step {manifest.step} refused: {problem}")
     published = _publish(store, manifest)
     nbytes = sum(entry.nbytes for entry in manifest.entries)
-    warnings = _prune(store, published, prefix_of(manifest), keep_last)
+    warnings = _prune(store, published, manifest, keep_last, keep_for_s, in_use)
     ref = CheckpointRef(manifest.step, store.url_of(published.key))
     return Committed(ref, nbytes, warnings)
 
@@ -238,8 +248,15 @@ def abandon(store: Store, prefix: str) -> None:
     store.delete(prefix)
 
 
-def _prune(store: Store, newest: _Published, in_use: str, keep_last: int) -> tuple[str, ...]:
-    """Deletes what ``keep_last`` no longer covers, manifest before data; returns what went wrong.
+def _prune(
+    store: Store,
+    newest: _Published,
+    manifest: Manifest,
+    keep_last: int,
+    keep_for_s: float | None,
+    in_use: Collection[str],
+) -> tuple[str, ...]:
+    """Deletes what is to be kept no longer, manifest before data; returns what went wrong.
 
     Counted are steps, newest attempt each, from ``newest`` downwards: it was just verified, so
     the newest good checkpoint always stays. So do older attempts of its own step: a freed key
@@ -255,8 +272,27 @@ def _prune(store: Store, newest: _Published, in_use: str, keep_last: int) -> tup
     for item in behind:
         is_kept = item.step != kept[-1].step and len(kept) < keep_last
         (kept if is_kept else doomed).append(item)
-    results = (delete_checkpoint(store, item.key, {in_use}) for item in doomed)
-    return tuple(warning for warning in results if warning)
+    warnings = []
+    for item in reversed(doomed):
+        url = store.url_of(item.key)
+        if url in in_use:
+            continue
+        if keep_for_s is not None and _age_s(store, item, manifest.created_at_s) < keep_for_s:
+            break  # what comes after it is younger still
+        if warning := delete_checkpoint(store, item.key, {prefix_of(manifest)}):
+            warnings.append(warning)
+    return tuple(warnings)
+
+
+def _age_s(store: Store, item: _Published, now_s: float) -> float:
+    """Infinite if the manifest can't be understood; 0, so that it stays, if it can't be read."""
+    try:
+        body = _body(store, item.key)
+        return now_s - Manifest.from_json(body or b"").created_at_s
+    except StateDamaged:
+        return math.inf
+    except StoreFailed:
+        return 0.0
 
 
 def delete_checkpoint(store: Store, key: str, in_use: Collection[str | None]) -> str | None:

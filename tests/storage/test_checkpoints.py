@@ -441,6 +441,25 @@ def test_retention_keeps_the_newest(url: str) -> None:
     read_all(store, committed(store)[0])
 
 
+def test_retention_keeps_what_is_young_and_what_is_being_read(url: str) -> None:
+    """Both keep: number and age. A checkpoint that workers restore from stays as well."""
+    store = open_store(url)
+    refs = {}
+    for step, hours, in_use in ((1, 0, ()), (2, 1, ()), (3, 5, ()), (4, 6, ()), (5, 11, (3,))):
+        manifest = write(store, some_state(step), step)
+        manifest = dataclasses.replace(manifest, created_at_s=hours * 3600.0)
+        urls = [refs[each].url for each in in_use]
+        done = commit(store, manifest, 1, keep_for_s=4.5 * 3600, in_use=urls)
+        assert done.warnings == ()
+        refs[step] = done.ref
+        expected = {1: [1], 2: [2, 1], 3: [3, 2], 4: [4, 3], 5: [5, 3]}[step]
+        assert steps(store) == expected
+    for ref in committed(store):
+        read_all(store, ref)
+    save(store, 6, keep_last=1)
+    assert steps(store) == [6]
+
+
 def test_a_step_is_published_again_after_a_fallback(url: str) -> None:
     store = open_store(url)
     old = [save(store, step).ref for step in (10, 20, 30)]
