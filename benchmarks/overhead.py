@@ -79,7 +79,7 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
     layout, _ = plan_layout(job.parallel.strategy, world, None)
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
-    assignment = Assignment(1, members, (), layout, source, (None,) * world, "bare")
+    assignment = Assignment(1, members, (), layout, source, ((),) * world, "bare")
     groups = Groups(assignment, f"w{rank}", ("127.0.0.1", port))
     groups.form(torch.device("cpu"), 60)
     engine.attach(groups)

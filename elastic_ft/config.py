@@ -136,7 +136,7 @@ class ElasticConfig(Section):
 
 class SnapshotConfig(Section):
     every_steps: int = Field(1, ge=1)  # sharded layouts: to host memory and to a buddy
-    copies: Literal[1, 2] = 2  # 2: a buddy on another node holds each shard
+    copies: int = Field(2, ge=1, le=8)  # of each shard, on as many nodes
 
 
 class CheckpointConfig(Section):

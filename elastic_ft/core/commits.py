@@ -10,6 +10,7 @@ from elastic_ft.core.events import (
     CheckpointFailed,
     CheckpointRef,
     CommitCheckpoint,
+    DropKept,
     FinishJob,
     RecordStep,
     ReleaseWorker,
@@ -87,8 +88,19 @@ def commit_steps(turn: Turn) -> None:
         )
         rest = {s: p for s, p in turn.state.pending.items() if s != number}
         turn.set(committed=number, pending=rest, fruitless=0)
+    _drop_what_was_left(turn)
     _commit_checkpoints(turn)
     finish_if_done(turn)
+
+
+def _drop_what_was_left(turn: Turn) -> None:
+    """A later step is safe: what ended workers left has no use any more."""
+    state = turn.state
+    newest = max((h.step for held in state.left.values() for h in held), default=state.committed)
+    if newest < state.committed:
+        for node in sorted(state.left):
+            turn.do(DropKept(node, state.committed))
+        turn.set(left={})
 
 
 # --------------------------------------------------------------------------- checkpoints

@@ -14,6 +14,7 @@ from elastic_ft.core.layout import Layout
 
 WorkerId = str  # one process, never reused: a restarted worker has a new id
 NodeId = str
+KEEPER = "keeper:"  # and the node: a keeper's name among workers
 
 
 class Tier(StrEnum):
@@ -39,6 +40,7 @@ class Member:
     host: str
     pid: int
     raylet_pid: int | None = None
+    domain: str = ""  # what fails together with the node's neighbours (a rack, a zone), if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,19 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
+class Keeper:
+    """The process of a node that owns its workers' snapshots, and outlives them."""
+
+    node: NodeId
+    address: tuple[str, int]  # where it serves
+
+    @property
+    def holder(self) -> str:
+        """Its name among the holders of a source."""
+        return KEEPER + self.node
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointRef:
     step: int
     url: str
@@ -61,14 +76,14 @@ class CheckpointRef:
 class Source:
     """Where the state of a new generation comes from.
 
-    ``holders`` maps each shard name to the workers that have it, nearest tier first. It is empty
+    ``holders`` maps each shard name to who has it (workers, keepers), nearest tier first; empty
     for CHECKPOINT (read from ``url``) and INITIAL (made from the seed).
     """
 
     step: int
     tier: Tier  # the farthest tier used
     space: str = ""
-    holders: dict[str, tuple[tuple[WorkerId, Tier], ...]] = field(default_factory=dict)
+    holders: dict[str, tuple[tuple[str, Tier], ...]] = field(default_factory=dict)
     url: str = ""
 
 
@@ -81,8 +96,9 @@ class Assignment:
     donors: tuple[Member, ...]  # not in the new world; give their state, then leave
     layout: Layout
     source: Source
-    buddies: tuple[int | None, ...]  # rank -> rank that keeps a copy of its shard
+    buddies: tuple[tuple[int, ...], ...]  # rank -> ranks that keep a copy of its shard
     reason: str
+    keepers: tuple[Keeper, ...] = ()  # alive when it was made
 
     @property
     def snapshots(self) -> bool:
@@ -90,11 +106,10 @@ class Assignment:
 
         Replicated shards need them as much as single ones: without, a loss between the first and
         the last optimizer of a step can leave some shards at that step only, others at the one
-        before, and no step whole.
+        before, and no step whole. A single worker's survive it in the keeper, if there is one.
         """
         several_shards = len(self.layout.shards()) > 1
-        buddies = any(buddy is not None for buddy in self.buddies)
-        return buddies or (several_shards and self.layout.dp_replicate > 1)
+        return several_shards or (len(self.members) == 1 and bool(self.keepers))
 
     def rank_of(self, worker: WorkerId) -> int | None:
         return next((r for r, m in enumerate(self.members) if m.worker == worker), None)
@@ -153,6 +168,30 @@ class NodeDraining:
     node: NodeId
     deadline_s: float
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperReady:
+    """A node's keeper is up; one that was there before is gone, with what it held."""
+
+    at_s: float
+    keeper: Keeper
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLost:
+    at_s: float
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperHolds:
+    """What a worker that has ended left with its node's keeper."""
+
+    at_s: float
+    node: NodeId
+    worker: WorkerId
+    holdings: tuple[Holding, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +338,9 @@ Event = (
     | WorkerHung
     | NodeLost
     | NodeDraining
+    | KeeperReady
+    | KeeperLost
+    | KeeperHolds
     | CollectiveFailed
     | WorkerRaised
     | Paused
@@ -341,6 +383,22 @@ class ReleaseWorker:
 
     worker: WorkerId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UseKeeper:
+    """The worker's snapshots go into memory that this keeper owns."""
+
+    worker: WorkerId
+    keeper: Keeper
+
+
+@dataclass(frozen=True, slots=True)
+class DropKept:
+    """What ended workers left of steps before ``before_step`` is needed no more."""
+
+    node: NodeId
+    before_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +493,8 @@ Command = (
     WantWorkers
     | KillWorker
     | ReleaseWorker
+    | UseKeeper
+    | DropKept
     | PauseWorkers
     | StopAtBoundary
     | FormGeneration

@@ -39,10 +39,15 @@ from elastic_ft.core.events import (
     Command,
     Event,
     FormGeneration,
+    Holding,
     JobStarted,
+    KeeperHolds,
+    KeeperLost,
+    KeeperReady,
     KillWorker,
     Member,
     NodeDraining,
+    NodeId,
     NodeLost,
     Paused,
     PauseWorkers,
@@ -60,6 +65,7 @@ from elastic_ft.core.events import (
     StopRequested,
     Tier,
     TimerFired,
+    UseKeeper,
     WantWorkers,
     WorkerDone,
     WorkerHung,
@@ -142,10 +148,8 @@ def _form(turn: Turn) -> None:
         _suspend(turn, len(members))
         return
     state, policy = turn.state, turn.policy
-    holdings = {worker: held for worker, held in state.paused.items() if worker in state.ready}
-    source, why = choose(holdings, state.checkpoints, state.refused)
-    if source.step < state.committed and _is_publishing(turn, source.step):
-        turn.journal("awaiting_checkpoint", f"one newer than step {source.step} is being published")
+    source, why = _choose(turn)
+    if source.step < state.committed and _is_worth_waiting(turn, source.step):
         return
     layout, why_layout = plan_layout(policy.strategy, len(members), policy.shard_size)
     if source.step < state.committed:
@@ -153,14 +157,16 @@ def _form(turn: Turn) -> None:
     _count_redone(turn, source.step)
     donors = tuple(_needed_donors(turn, members, source.holders.values()))
     keep = {m.worker for m in (*members, *donors)}
+    keepers = tuple(keeper for _, keeper in sorted(state.keepers.items()))
     assignment = Assignment(
         generation=state.generation,
         members=tuple(members),
         donors=donors,
         layout=layout,
-        source=_held_by(source, keep),
+        source=_held_by(source, keep | {keeper.holder for keeper in keepers}),
         buddies=choose_buddies(members, layout, policy.copies),
         reason=f"{why_layout}; {why}",
+        keepers=keepers,
     )
     for member in state.ready.values():
         if member.worker not in keep and member.node in state.draining:
@@ -176,9 +182,42 @@ def _form(turn: Turn) -> None:
         bytes_moved=0,
         writers=writers,
         pending=_pending_after_restore(turn, assignment),
+        left=_of_this_history(state.left, source.step),
+        awaited=frozenset(),
     )
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
+
+
+def _choose(turn: Turn) -> tuple[Source, str]:
+    """From what the living hold; from what the dead left too where that is newer."""
+    state = turn.state
+    held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
+    found = choose(held, state.checkpoints, state.refused)
+    left = {state.keepers[node].holder: held for node, held in state.left.items()}
+    with_left = choose(held | left, state.checkpoints, state.refused)
+    return with_left if with_left[0].step > found[0].step else found
+
+
+def _is_worth_waiting(turn: Turn, step: int) -> bool:
+    """Something newer than ``step`` may turn up: committed steps aren't given up before that."""
+    if _is_publishing(turn, step):
+        turn.journal("awaiting_checkpoint", f"one newer than step {step} is being published")
+        return True
+    if turn.state.awaited:
+        who = ", ".join(sorted(worker for _, worker in turn.state.awaited))
+        turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
+        turn.timer("keeper", turn.policy.pause_timeout_s)
+        return True
+    return False
+
+
+def _of_this_history(
+    left: dict[NodeId, tuple[Holding, ...]], step: int
+) -> dict[NodeId, tuple[Holding, ...]]:
+    """Without later steps than the one restored: those are trained again, and may differ."""
+    kept = {node: tuple(h for h in held if h.step <= step) for node, held in left.items()}
+    return {node: held for node, held in kept.items() if held}
 
 
 def _is_publishing(turn: Turn, step: int) -> bool:
@@ -198,17 +237,17 @@ def _checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
 
 
 def _needed_donors(
-    turn: Turn, members: list[Member], shards: Iterable[tuple[tuple[WorkerId, Tier], ...]]
+    turn: Turn, members: list[Member], shards: Iterable[tuple[tuple[str, Tier], ...]]
 ) -> list[Member]:
     """Leaving workers that alone have some shard: they give it before they go."""
-    staying = {m.worker for m in members}
+    staying = {m.worker for m in members} | {k.holder for k in turn.state.keepers.values()}
     needed = {
         holders[0][0] for holders in shards if not any(worker in staying for worker, _ in holders)
     }
     return [turn.state.ready[worker] for worker in sorted(needed)]
 
 
-def _held_by(source: Source, workers: set[WorkerId]) -> Source:
+def _held_by(source: Source, workers: set[str]) -> Source:
     """``source`` without the holders that take no part."""
     holders = {
         shard: tuple((worker, tier) for worker, tier in who if worker in workers)
@@ -304,6 +343,8 @@ def _worker_ready(turn: Turn, event: WorkerReady) -> None:
         return
     turn.set(ready={**state.ready, member.worker: member})
     turn.journal("worker_ready", "up and warm", worker=member.worker, node=member.node)
+    if keeper := state.keepers.get(member.node):
+        turn.do(UseKeeper(member.worker, keeper))
     if member.node in state.draining:
         _release(turn, member.worker, "its node is draining")
     elif state.phase == "starting":
@@ -362,6 +403,7 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     for worker in gone:  # cut off, perhaps still running: it must not come back (I1)
         turn.do(KillWorker(worker, f"node {event.node} is lost"))
     turn.set(draining={n: at_s for n, at_s in state.draining.items() if n != event.node})
+    _forget_keeper(turn, event.node)
     turn.set(recoveries=tuple(_blame_node(r, event) for r in state.recoveries))
     if state.episode and any(
         m.node == event.node and m.worker in state.episode.lost
@@ -395,6 +437,9 @@ def _lose(
     for worker in gone:
         event = "worker_hung" if cause == "worker_hung" else "worker_lost"
         node = state.ready[worker].node
+        if node in state.keepers:
+            news = {(node, worker)} - state.told
+            turn.set(awaited=turn.state.awaited | news, told=turn.state.told - {(node, worker)})
         turn.journal(event, reason, worker=worker, node=node, rank=state.ranks.get(worker))
     abandon_attempts_of(turn, gone)
     if involved and state.phase in ("running", "forming"):
@@ -451,6 +496,49 @@ def _release(turn: Turn, worker: WorkerId, reason: str) -> None:
     turn.do(ReleaseWorker(worker, reason))
     turn.forget([worker])
     abandon_attempts_of(turn, [worker])
+
+
+# ---------------------------------------------------------------------- what the dead left
+
+
+def _keeper_ready(turn: Turn, event: KeeperReady) -> None:
+    keeper = event.keeper
+    _forget_keeper(turn, keeper.node)
+    turn.set(keepers={**turn.state.keepers, keeper.node: keeper})
+    turn.journal("keeper_ready", "snapshots outlive their worker", node=keeper.node)
+    for member in turn.state.ready.values():
+        if member.node == keeper.node:
+            turn.do(UseKeeper(member.worker, keeper))
+
+
+def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
+    if event.node not in turn.state.keepers:
+        return
+    turn.journal("keeper_lost", "its workers' snapshots are their own now", node=event.node)
+    _forget_keeper(turn, event.node)
+    _form_if_paused(turn)
+
+
+def _forget_keeper(turn: Turn, node: NodeId) -> None:
+    state = turn.state
+    turn.set(
+        keepers={n: keeper for n, keeper in state.keepers.items() if n != node},
+        left={n: held for n, held in state.left.items() if n != node},
+        awaited=frozenset(pair for pair in state.awaited if pair[0] != node),
+        told=frozenset(pair for pair in state.told if pair[0] != node),
+    )
+
+
+def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
+    """Not awaited: the world has gone on without it, from a step that may have another history."""
+    state, pair = turn.state, (event.node, event.worker)
+    if event.worker in state.ready:  # the keeper saw it first
+        turn.set(told=state.told | {pair})
+    elif pair not in state.awaited:
+        return
+    held = state.left.get(event.node, ()) + event.holdings
+    turn.set(left={**state.left, event.node: held}, awaited=state.awaited - {pair})
+    _form_if_paused(turn)
 
 
 # ---------------------------------------------------------------- how a generation forms
@@ -639,6 +727,9 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         _boundary_overdue(turn)
     elif key == ("pause", "pausing"):
         _pause_overdue(turn)
+    elif key == ("keeper", "pausing"):
+        turn.set(awaited=frozenset())
+        _form_if_paused(turn)
     elif key == ("form", "forming"):
         reason = f"not formed within {policy.form_timeout_s:g} s"
         _pause(turn, "form_timeout", reason, abort=True)
@@ -674,6 +765,9 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     WorkerHung: _worker_hung,
     NodeLost: _node_lost,
     NodeDraining: _node_draining,
+    KeeperReady: _keeper_ready,
+    KeeperLost: _keeper_lost,
+    KeeperHolds: _keeper_holds,
     CollectiveFailed: _collective_failed,
     WorkerRaised: _worker_raised,
     Paused: _paused,

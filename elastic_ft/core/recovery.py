@@ -11,15 +11,14 @@ from elastic_ft.core.events import (
     Member,
     Source,
     Tier,
-    WorkerId,
 )
 from elastic_ft.core.layout import Layout
 
-Refused = frozenset[tuple[str, int]]  # (worker id or URL, step) whose state proved damaged
+Refused = frozenset[tuple[str, int]]  # (worker, keeper or URL, step) whose state proved damaged
 
 
 def choose(
-    holdings: Mapping[WorkerId, Sequence[Holding]],
+    holdings: Mapping[str, Sequence[Holding]],
     checkpoints: Sequence[CheckpointRef],
     refused: Refused = frozenset(),
 ) -> tuple[Source, str]:
@@ -51,7 +50,7 @@ def choose(
     return Source(0, Tier.INITIAL), _because("no state is held and no checkpoint is good", skipped)
 
 
-def _farthest(shards: Mapping[str, Sequence[tuple[WorkerId, Tier]]]) -> int:
+def _farthest(shards: Mapping[str, Sequence[tuple[str, Tier]]]) -> int:
     """The farthest tier that must be read, as an index of TIER_ORDER."""
     return max(TIER_ORDER.index(who[0][1]) for who in shards.values())
 
@@ -61,10 +60,10 @@ def _because(why: str, skipped: Iterable[str]) -> str:
 
 
 def _by_step_and_space(
-    holdings: Mapping[WorkerId, Sequence[Holding]], refused: Refused
-) -> dict[tuple[int, str], dict[str, tuple[tuple[WorkerId, Tier], ...]]]:
+    holdings: Mapping[str, Sequence[Holding]], refused: Refused
+) -> dict[tuple[int, str], dict[str, tuple[tuple[str, Tier], ...]]]:
     """(step, shard space) -> shard -> its holders, nearest tier first."""
-    found: dict[tuple[int, str], dict[str, list[tuple[WorkerId, Tier]]]] = {}
+    found: dict[tuple[int, str], dict[str, list[tuple[str, Tier]]]] = {}
     for worker, held in sorted(holdings.items()):
         for holding in held:
             if (worker, holding.step) in refused and holding.tier is not Tier.LIVE:
@@ -82,28 +81,44 @@ def _by_step_and_space(
 
 def choose_buddies(
     members: Sequence[Member], layout: Layout, copies: int
-) -> tuple[int | None, ...]:
-    """Returns, per rank, the rank that keeps a copy of its shard, or None where none is needed.
+) -> tuple[tuple[int, ...], ...]:
+    """Returns, per rank, the ranks that keep a copy of its shard, so that ``copies`` nodes have it.
 
-    A shard that replicas on two nodes hold already is redundant, and so is a state that every
-    member holds whole: a copy of it survives no more. Otherwise the copy goes to another node if
-    there is one (it survives a node), else to another worker (it survives a process), each worker
-    keeping as few copies as can be.
+    Replicas on several nodes count as copies, and a state that every member holds whole needs
+    none: a copy of it survives no more. Copies go to nodes that have none yet, first to other
+    failure domains, each worker keeping as few as can be. Where there are too few nodes, one copy
+    goes to another worker all the same: it survives a process.
     """
     if copies < 2 or len(members) < 2 or len(layout.shards()) == 1:
-        return (None,) * len(members)
-    nodes_of: dict[str, set[str]] = {}
-    for rank, member in enumerate(members):
-        nodes_of.setdefault(layout.shard_of(rank), set()).add(member.node)
+        return ((),) * len(members)
+    ranks_of: dict[str, list[int]] = {}
+    for rank in range(len(members)):
+        ranks_of.setdefault(layout.shard_of(rank), []).append(rank)
     kept = [0] * len(members)
-    buddies: list[int | None] = []
-    for rank, member in enumerate(members):
-        if len(nodes_of[layout.shard_of(rank)]) > 1:
-            buddies.append(None)
-            continue
-        ring = [(rank + distance) % len(members) for distance in range(1, len(members))]
-        elsewhere = [peer for peer in ring if members[peer].node != member.node]
-        buddy = min(elsewhere or ring, key=lambda peer: (kept[peer], ring.index(peer)))
-        kept[buddy] += 1
-        buddies.append(buddy)
+    buddies = []
+    for rank in range(len(members)):
+        holding = list(ranks_of[layout.shard_of(rank)])
+        replicas = len(holding)
+        while len({members[h].node for h in holding}) < copies:
+            buddy = _next_buddy(members, rank, holding, kept)
+            if buddy is None:
+                break
+            holding.append(buddy)
+            kept[buddy] += 1
+        buddies.append(tuple(holding[replicas:]))
     return tuple(buddies)
+
+
+def _next_buddy(
+    members: Sequence[Member], rank: int, holding: Sequence[int], kept: Sequence[int]
+) -> int | None:
+    """Who keeps the next copy of a shard that ``holding`` have; None if it would be of no use."""
+    nodes = {members[h].node for h in holding}
+    domains = {members[h].domain for h in holding if members[h].domain}
+    ring = [(rank + distance) % len(members) for distance in range(1, len(members))]
+    free = [peer for peer in ring if members[peer].node not in nodes]
+    if not free and len(holding) == 1:
+        free = [peer for peer in ring if peer not in holding]
+    return min(
+        free, key=lambda p: (members[p].domain in domains, kept[p], ring.index(p)), default=None
+    )

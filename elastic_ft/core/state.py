@@ -12,6 +12,7 @@ from elastic_ft.core.events import (
     Command,
     Holding,
     Journal,
+    Keeper,
     Member,
     NodeId,
     StartTimer,
@@ -123,6 +124,10 @@ class State:
     done: int = 0  # bits by rank
     state_digest: str = ""
     draining: dict[NodeId, float] = field(default_factory=dict)
+    keepers: dict[NodeId, Keeper] = field(default_factory=dict)
+    left: dict[NodeId, tuple[Holding, ...]] = field(default_factory=dict)  # by ended workers
+    awaited: frozenset[tuple[NodeId, WorkerId]] = frozenset()  # whose keeper has not told yet
+    told: frozenset[tuple[NodeId, WorkerId]] = frozenset()  # before its loss was known here
     committed: int = 0
     pending: dict[int, PendingStep] = field(default_factory=dict)
     checkpoints: tuple[CheckpointRef, ...] = ()

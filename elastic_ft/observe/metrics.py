@@ -10,6 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from elastic_ft.core.state import State
 
 PHASES = ("starting", "running", "pausing", "forming", "suspended", "ended")
+NODE_GAUGES = {
+    "keeper_memory": "Snapshots that the node's keeper owns.",
+    "node_memory_free": "Memory that the node, or its container, can still give.",
+    "node_disk_free": "Free space on the node's disk of temporary files.",
+}
 PAUSE_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.2, 2, 3, 5, 10, 30, 60, 300)
 
 
@@ -60,6 +65,11 @@ class Metrics:
             registry=self.registry,
         ).labels(**label)
 
+        self._node = {
+            name: Gauge(f"elastic_ft_{name}_bytes", help_, [*label, "node"], registry=self.registry)
+            for name, help_ in NODE_GAUGES.items()
+        }
+
     def serve(self, address: str) -> int:
         """Serves /metrics on a free port, which it returns."""
         self._server, _ = start_http_server(0, address, self.registry)
@@ -82,6 +92,11 @@ class Metrics:
         self._tokens.inc(line.get("tokens", 0))
         self._loss.set(line.get("loss", float("nan")))
         self._step_time.set(line.get("step_time_s", float("nan")))
+
+    def node(self, node: str, values: dict[str, Any]) -> None:
+        """What a node's keeper reports."""
+        for name, gauge in self._node.items():
+            gauge.labels(job_name=self._job, node=node).set(values[name])
 
     def event(self, event: str, line: dict[str, Any]) -> None:
         if event == "recovered":

@@ -29,6 +29,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.ray_train.compat import Worker, draining_nodes
 from elastic_ft.ray_train.group import ElasticWorkerGroup, seats
+from elastic_ft.ray_train.keeper import start_keeper
 from elastic_ft.ray_train.placement import Placements
 from elastic_ft.ray_train.worker import Seat, Task
 from elastic_ft.runtime.host import Inbox
@@ -82,6 +83,7 @@ class Nodes:
     used: set[NodeId] = field(default_factory=set)
     draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
     lost: set[NodeId] = field(default_factory=set)
+    keepers: dict[NodeId, ActorHandle[Any]] = field(default_factory=dict)
 
 
 class RayHost:
@@ -209,6 +211,9 @@ class RayHost:
         handle = await self._group.meet(hosted.actor)  # waits for capacity
         hosted.node = handle.metadata.node_id
         self._nodes.used.add(hosted.node)
+        if hosted.node not in self._nodes.keepers:
+            keeper = start_keeper(self._address, self._key, hosted.node)
+            self._nodes.keepers[hosted.node] = keeper
         task = Task(self._address, self._key, hosted.worker, hosted.node, self._launch.train_loop)
         starting = self._group.start_worker(handle, task, self._launch.controller)
         hosted.handle = handle
@@ -336,6 +341,8 @@ class RayHost:
             self._cancel(hosted)
         for watcher in self._watchers:
             watcher.cancel()
+        for keeper in self._nodes.keepers.values():
+            ray.kill(keeper)
         done.set()
 
 

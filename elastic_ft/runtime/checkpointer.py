@@ -6,6 +6,7 @@ The controller publishes the manifest when every rank has reported its shards (I
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,8 +14,10 @@ from typing import Any
 
 from elastic_ft.core.events import ShardsFailed, ShardsWritten
 from elastic_ft.core.sharding import Box, Piece, partition_owners
+from elastic_ft.runtime.buffer import cut
 from elastic_ft.runtime.engines.base import Reach, State
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.keeper import KeeperGone, Upload
 from elastic_ft.runtime.snapshot import HostShard, Snapshots
 from elastic_ft.runtime.transfer import Boxes
 from elastic_ft.storage import checkpoints
@@ -53,6 +56,7 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[None]] = []
         self._store: Any = None
+        self._max_mb_per_s = max_upload_mb_per_s
         self._pace = checkpoints.Pace(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
 
     def owned_state(self, state: State, owned: Owned) -> State:
@@ -78,11 +82,8 @@ class Checkpointer:
         try:
             shard.ready.result(UPLOAD_DEADLINE_S)
             self._reach("checkpoint_shard", shard.step)
-            if self._store is None:
-                self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
             prefix = checkpoints.attempt_prefix(self._run, generation, shard.step)
-            pieces = _pieces(shard, owned)
-            entries = checkpoints.write_shards(self._store, prefix, rank, pieces, pace=self._pace)
+            entries = self._write_shards(shard, owned, prefix, rank)
             self._reach("before_manifest", shard.step)
         except Exception as error:  # a full disk, a store that is down: training goes on
             reason = f"{type(error).__name__}: {error}"
@@ -96,6 +97,20 @@ class Checkpointer:
         finally:
             self._snapshots.release(shard)
 
+    def _write_shards(
+        self, shard: HostShard, owned: Owned, prefix: str, rank: int
+    ) -> tuple[dict[str, Any], ...]:
+        """By the keeper whose memory it is; here, if there is none. Raises StoreFailed."""
+        keeper = shard.buffer.keeper
+        if keeper is not None:
+            path, schema, rate = shard.buffer.path, shard.schema, self._max_mb_per_s
+            with contextlib.suppress(KeeperGone):  # the memory is still mapped here
+                return keeper.upload(Upload(path, schema, owned, self._url, prefix, rank, rate))
+        if self._store is None:
+            self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
+        pieces = _pieces(shard, owned)
+        return checkpoints.write_shards(self._store, prefix, rank, pieces, pace=self._pace)
+
     def wait_all(self, timeout_s: float) -> bool:
         """Waits for uploads under way. Returns whether all have ended."""
         return not wait(self._running, timeout_s).not_done
@@ -107,5 +122,9 @@ class Checkpointer:
 def _pieces(shard: HostShard, owned: Owned) -> Iterator[tuple[str, Box, str, memoryview]]:
     for slot in shard.schema:
         if (slot.name, slot.box) in owned and slot.nbytes:
-            raw = shard.buffer[slot.offset : slot.offset + slot.nbytes]
-            yield slot.name, slot.box, slot.dtype, memoryview(raw.numpy())
+            yield (
+                slot.name,
+                slot.box,
+                slot.dtype,
+                memoryview(cut(shard.buffer.bytes, slot, slot.box)),
+            )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,21 +18,49 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CheckpointImpl",
-    "TorchDispatchMode",
     "abort_nccl",
+    "after_operations",
     "checkpoint_wrapper",
     "forget_meshes",
     "local_shape_and_offset",
+    "pin",
     "reset_group_names",
     "set_group_timeout",
+    "unpin",
 ]
 
 _EXCEPTHOOK = sys.excepthook
 
 
+class after_operations(TorchDispatchMode):
+    """Calls ``then`` after so many tensor operations of the block."""
+
+    def __init__(self, operations: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._left, self._then = operations, then
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._left -= 1
+        if self._left == 0:
+            self._then()
+        return result
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Sets the timeout of later collectives (forming has a shorter one of its own)."""
     c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Page-locks host memory that is mapped already, so that copies from the device overlap."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(error):
+        raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes: error {int(error)}")
+
+
+def unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def abort_nccl(group: dist.ProcessGroup) -> None:

@@ -68,6 +68,16 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeHealth:
+    """What a node's keeper sees of it, in bytes."""
+
+    node: str
+    keeper_memory: int  # snapshots that the keeper owns
+    node_memory_free: int
+    node_disk_free: int
+
+
+@dataclass(frozen=True, slots=True)
 class Note:
     """A line for the journal that decides nothing."""
 
@@ -105,9 +115,11 @@ class Channel:
                 return False
         return True
 
-    def receive(self) -> Any:
-        """Blocks. Raises EOFError when the other end is gone."""
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """Blocks. Raises EOFError when the other end is gone, or silent for ``timeout_s``."""
         try:
+            if timeout_s is not None and not self._connection.poll(timeout_s):
+                raise EOFError(f"nothing heard for {timeout_s:g} s")
             return self._connection.recv()
         except (OSError, TypeError) as error:  # closed under our hands
             raise EOFError(str(error)) from None

@@ -34,7 +34,15 @@ from elastic_ft.core.watch import Mark, all_stand_still, find_hung
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics
 from elastic_ft.observe.run_folder import RunFolder, last_generation, read_lines
-from elastic_ft.runtime.control import ControlServer, FaultFired, Form, Heartbeat, Note, Welcome
+from elastic_ft.runtime.control import (
+    ControlServer,
+    FaultFired,
+    Form,
+    Heartbeat,
+    NodeHealth,
+    Note,
+    Welcome,
+)
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
 from elastic_ft.storage import checkpoints
@@ -198,9 +206,13 @@ class Controller:
         """Gives released workers a moment to end by themselves before the host kills them."""
         assert self._server is not None
         deadline = time.monotonic() + 5.0
-        while self._server.connected() and time.monotonic() < deadline:
+        while self._workers_connected() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 self._inbox.get(timeout=0.02)
+
+    def _workers_connected(self) -> bool:
+        assert self._server is not None
+        return any(not name.startswith(ev.KEEPER) for name in self._server.connected())
 
     # ------------------------------------------------------------------- the inbox
 
@@ -208,9 +220,11 @@ class Controller:
         self._inbox.put(message)
 
     def _on_connection_end(self, member: ev.Member, silent_s: float) -> None:
-        self._inbox.put(
-            ev.WorkerLost(time.time(), member.worker, "its connection ended", round(silent_s, 4))
-        )
+        now, why = time.time(), "its connection ended"
+        if member.worker.startswith(ev.KEEPER):
+            self._inbox.put(ev.KeeperLost(now, member.node))
+        else:
+            self._inbox.put(ev.WorkerLost(now, member.worker, why, round(silent_s, 4)))
 
     def _turn(self) -> None:
         """One message, or one timer, or one look at who hangs."""
@@ -241,6 +255,8 @@ class Controller:
             self._journal(message.event, message.generation, message.reason, message.fields)
         elif isinstance(message, FaultFired):
             self._fault_fired(message)
+        elif isinstance(message, NodeHealth):
+            self.metrics.node(message.node, asdict(message))
         else:
             self._step(message)
 
@@ -285,8 +301,11 @@ class Controller:
     def _kill_worker(self, command: ev.KillWorker) -> None:
         self.host.kill_worker(command.worker)
 
-    def _release_worker(self, command: ev.ReleaseWorker) -> None:
+    def _to_worker(self, command: ev.ReleaseWorker | ev.UseKeeper) -> None:
         self._send(command.worker, command)
+
+    def _drop_kept(self, command: ev.DropKept) -> None:
+        self._send(ev.KEEPER + command.node, command)
 
     def _to_workers(self, command: ev.PauseWorkers | ev.StopAtBoundary) -> None:
         if isinstance(command, ev.PauseWorkers):
@@ -493,7 +512,9 @@ class Controller:
 executors: dict[type, Callable[[Controller, Any], None]] = {
     ev.WantWorkers: Controller._want_workers,
     ev.KillWorker: Controller._kill_worker,
-    ev.ReleaseWorker: Controller._release_worker,
+    ev.ReleaseWorker: Controller._to_worker,
+    ev.UseKeeper: Controller._to_worker,
+    ev.DropKept: Controller._drop_kept,
     ev.PauseWorkers: Controller._to_workers,
     ev.StopAtBoundary: Controller._to_workers,
     ev.FormGeneration: Controller._form,

@@ -14,9 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from elastic_ft.runtime.compat import TorchDispatchMode
+from typing import Literal
 
 POINTS = (
     "data",
@@ -48,11 +46,12 @@ class Fault:
 
     ``rank`` or ``worker`` selects the victim; ``step``, ``generation``, the ``world`` size and
     ``after`` (the index of a fault that fired in an earlier generation) narrow the moment.
-    "corrupt" flips a byte in every copy that the victim keeps for a peer, and lets it go on.
+    "corrupt" flips a byte in every copy that the victim keeps for a peer, "corrupt_own" in every
+    snapshot of its own; both let it go on.
     """
 
     point: str
-    action: Literal["kill", "stop", "raise", "hang", "corrupt"] = "kill"
+    action: Literal["kill", "stop", "raise", "hang", "corrupt", "corrupt_own"] = "kill"
     rank: int | None = None
     worker: str | None = None
     step: int | None = None
@@ -71,7 +70,7 @@ class Points:
     def __init__(self, worker: str, faults: tuple[Fault, ...], fired: Callable[[int], None]):
         self.worker, self.rank, self.step, self.generation = worker, -1, 0, 0
         self.world = 0
-        self.corrupt: Callable[[], None] = lambda: None  # what the action of that name does
+        self.corrupt: Callable[[bool], None] = lambda own: None  # what the actions so named do
         self.place = 0  # points the training thread reached since the step began
         self.count, self.last = 0, "starting"
         self._faults, self._fired, self._spent = faults, fired, set[int]()
@@ -125,8 +124,8 @@ class Points:
         elif fault.action == "hang":
             while True:
                 time.sleep(3600)
-        elif fault.action == "corrupt":
-            self.corrupt()
+        elif fault.action in ("corrupt", "corrupt_own"):
+            self.corrupt(fault.action == "corrupt_own")
             return
         raise InjectedFault(f"injected at {fault.point} of step {self.step}")
 
@@ -138,18 +137,7 @@ class Points:
 
     @contextlib.contextmanager
     def _interrupting(self, point: str) -> Iterator[None]:
-        with _AfterOperations(OPERATIONS_BEFORE_INTERRUPT, lambda: self(point)):
+        from elastic_ft.runtime.compat import after_operations  # a keeper does without torch
+
+        with after_operations(OPERATIONS_BEFORE_INTERRUPT, lambda: self(point)):
             yield
-
-
-class _AfterOperations(TorchDispatchMode):
-    def __init__(self, operations: int, then: Callable[[], None]) -> None:
-        super().__init__()
-        self._left, self._then = operations, then
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._left -= 1
-        if self._left == 0:
-            self._then()
-        return result

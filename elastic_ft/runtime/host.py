@@ -16,7 +16,8 @@ class Host(Protocol):
     A started worker calls ``runtime.worker.run_worker`` with the controller's address; from then
     on the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
     a process's end (the connection's end reports too: first come, first served), ``NodeLost`` and
-    ``NodeDraining``. No method blocks for longer than a few milliseconds.
+    ``NodeDraining``. On each node that hosts workers it keeps a ``runtime.keeper.run_keeper``
+    running, in a process of its own. No method blocks for longer than a few milliseconds.
     """
 
     def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:

@@ -35,6 +35,7 @@ from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Inbox
 
 START_FAILURES_MAX = 5  # before any worker has trained: then the job can't start here
+KEEPER_STARTS_MAX = 4  # on one node
 WATCH_EVERY_S = 0.5
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 _STARTING = threading.Lock()  # what a start changes is the whole process's
@@ -47,6 +48,8 @@ class Node:
     alive: bool = True
     draining: bool = False
     workers: set[WorkerId] = field(default_factory=set)
+    keeper: BaseProcess | None = None
+    keepers_left: int = KEEPER_STARTS_MAX
 
 
 class LocalHost:
@@ -79,6 +82,9 @@ class LocalHost:
 
     def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
         self._inbox, self._address, self._key = inbox, address, key
+        with self._lock:
+            for node in self._nodes.values():
+                self._start_keeper(node)
         threading.Thread(target=self._watch, name="local-host", daemon=True).start()
 
     def want_workers(self, total: int) -> None:
@@ -101,7 +107,8 @@ class LocalHost:
     def close(self) -> None:
         with self._lock:
             self._closed, self._wanted = True, 0
-            processes = list(self._processes.values())
+            keepers = [node.keeper for node in self._nodes.values() if node.keeper is not None]
+            processes = [*self._processes.values(), *keepers]
         for timer in self._timers:
             timer.cancel()
         for process in processes:
@@ -113,14 +120,17 @@ class LocalHost:
 
     def add_node(self, name: str, slots: int) -> None:
         with self._lock:
-            self._nodes[name] = Node(name, slots)
+            node = self._nodes[name] = Node(name, slots)
+            self._start_keeper(node)
             self._fill()
 
     def kill_node(self, name: str, notice_after_s: float = 0.0) -> None:
-        """SIGKILLs all of the node's workers, and reports the node lost a little later."""
+        """SIGKILLs all of the node's processes, and reports the node lost a little later."""
         with self._lock:
             node = self._nodes[name]
             node.alive = False
+            if node.keeper is not None:
+                _kill(node.keeper)
             for worker in list(node.workers):
                 self.kill_worker(worker)
 
@@ -176,21 +186,34 @@ class LocalHost:
     def _start_one(self, node: Node) -> None:
         worker = f"w{self._count}"
         self._count += 1
+        self._processes[worker] = self._start(_worker_process, worker, node)
+        node.workers.add(worker)
+
+    def _start_keeper(self, node: Node) -> None:
+        if node.alive and not self._closed and node.keepers_left:
+            node.keepers_left -= 1
+            node.keeper = self._start(_keeper_process, f"keeper-{node.name}", node)
+
+    def _start(self, target: Callable[..., None], name: str, node: Node) -> BaseProcess:
         process = self._context.Process(
-            target=_worker_process,
-            args=(self._address, self._key, worker, node.name, self._environment, os.getpid()),
-            name=worker,
+            target=target,
+            args=(self._address, self._key, name, node.name, self._environment, os.getpid()),
+            name=name,
             daemon=True,
         )
         with _STARTING, _environment(self._environment), _no_main_module():
             process.start()
-        self._processes[worker] = process
-        node.workers.add(worker)
+        return process
 
     def _watch(self) -> None:
-        """Reaps ended workers at once, and replaces them."""
+        """Reaps ended processes at once, and replaces them."""
         while not self._closed:
             with self._lock:
+                for node in self._nodes.values():
+                    if node.keeper is not None and not node.keeper.is_alive():
+                        node.keeper.join(1)
+                        node.keeper = None
+                        self._start_keeper(node)
                 sentinels = {p.sentinel: w for w, p in self._processes.items()}
             if not sentinels:
                 time.sleep(0.02)
@@ -267,13 +290,32 @@ def _worker_process(
     environment: dict[str, str],
     parent: int,
 ) -> None:
-    _die_with(parent)
-    for interrupt in (signal.SIGINT, signal.SIGTERM):  # may reach the whole process group
-        signal.signal(interrupt, signal.SIG_IGN)  # the controller decides how to stop
-    os.environ.update(environment)
+    _follow(parent, environment)
     from elastic_ft.runtime.worker import member_here, run_worker
 
     run_worker(address, key, member_here(worker, node, os.uname().nodename))
+
+
+def _keeper_process(
+    address: tuple[str, int],
+    key: bytes,
+    name: str,
+    node: str,
+    environment: dict[str, str],
+    parent: int,
+) -> None:
+    _follow(parent, environment)
+    from elastic_ft.runtime.keeper import run_keeper
+
+    with contextlib.suppress(EOFError, OSError):  # the controller was gone before it was reached
+        run_keeper(address, key, node, "127.0.0.1")
+
+
+def _follow(controller_pid: int, environment: dict[str, str]) -> None:
+    _die_with(controller_pid)
+    for interrupt in (signal.SIGINT, signal.SIGTERM):  # may reach the whole process group
+        signal.signal(interrupt, signal.SIG_IGN)  # the controller decides how to stop
+    os.environ.update(environment)
 
 
 def _die_with(controller_pid: int) -> None:

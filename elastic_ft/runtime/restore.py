@@ -12,6 +12,7 @@ from elastic_ft.core.events import CheckpointRef, Source, Tier
 from elastic_ft.errors import CheckpointMismatch, GroupBroken, StateDamaged, StoreFailed
 from elastic_ft.runtime.engines.base import Engine, Reach, State
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.keeper import LeftShard
 from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
 from elastic_ft.runtime.transfer import Boxes, exchange_boxes, move
 from elastic_ft.storage import checkpoints
@@ -31,11 +32,12 @@ def restore(
     live: State,
     reach: Reach,
     forget_live: Callable[[], None],
+    key: bytes,
 ) -> Restored:
     """Lays the engine out over ``groups`` and fills its state; every participant calls it.
 
     ``live``: this worker's state of the generation before, if it has one. ``forget_live`` is
-    called before it is overwritten in place.
+    called before it is overwritten in place. ``key``: the job's, for what keepers have.
     Raises GroupBroken, or StateDamaged naming the holder.
     """
     source = groups.assignment.source
@@ -57,13 +59,24 @@ def restore(
         if groups.rank is not None:
             _read_checkpoint(source, needs)
     else:
-        received = move(groups, boxes, offers, needs)
+        received = move(groups, boxes, offers, needs, left_shards(groups, key))
     if groups.rank is not None:
         engine.restored()
         engine.intact = True
     schemas = _exchange_schemas(groups, needs)
     groups.barrier("restored")
     return Restored(boxes, schemas, received)
+
+
+def left_shards(groups: Groups, key: bytes) -> list[LeftShard]:
+    """The shards of the source that no living worker has, at the keepers that serve them."""
+    source = groups.assignment.source
+    keepers = {keeper.holder: keeper for keeper in groups.assignment.keepers}
+    return [
+        LeftShard(keepers[holders[0][0]], key, source.step, source.space, shard)
+        for shard, holders in sorted(source.holders.items())
+        if all(holder in keepers for holder, _ in holders)
+    ]
 
 
 def _is_live_holder(groups: Groups, source: Source) -> bool:
@@ -94,13 +107,13 @@ def _offers(
 
 def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
     """Sizes of the snapshots to expect from the ranks whose buddy this one is."""
-    if not any(buddy is not None for buddy in groups.assignment.buddies):
+    if not any(groups.assignment.buddies):
         return {}
     schemas = groups.exchange("schemas", pickle.dumps(make_schema(state)))
     return {
         rank: pickle.loads(schemas[rank])
-        for rank, buddy in enumerate(groups.assignment.buddies)
-        if buddy is not None and buddy == groups.rank
+        for rank, buddies in enumerate(groups.assignment.buddies)
+        if groups.rank in buddies
     }
 
 

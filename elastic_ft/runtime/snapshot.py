@@ -17,48 +17,52 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 
 import torch
-import xxhash
 
 from elastic_ft.core.events import Holding, Tier
-from elastic_ft.core.sharding import Box
 from elastic_ft.errors import GroupBroken, StateDamaged
+from elastic_ft.runtime.buffer import (
+    DIGEST_BYTES,
+    Bytes,
+    Schema,
+    Slot,
+    is_whole,
+    lay_out,
+    schema_bytes,
+    seal,
+)
+from elastic_ft.runtime.compat import pin, unpin
 from elastic_ft.runtime.engines.base import Reach, State, StateTensor
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.keeper import (
+    Free,
+    KeeperClient,
+    KeeperGone,
+    KeeperRefused,
+    Sealed,
+    Unseal,
+)
 
-ALIGNMENT = 64  # bytes
-DIGEST_BYTES = 16  # xxh3_128, at the end of a shard's buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one tensor's part lies in a shard's buffer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    box: Box
-    offset: int
-    nbytes: int
-
-
-Schema = tuple[Slot, ...]
+FREE_BUFFERS_MAX = 4
 
 
 def make_schema(state: State) -> Schema:
-    slots, offset = [], 0
-    for name in sorted(state):
-        tensor = state[name]
-        nbytes = tensor.local.numel() * tensor.local.element_size()
-        slots.append(Slot(name, tensor.dtype, tensor.shape, tensor.box, offset, nbytes))
-        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return tuple(slots)
+    return lay_out(
+        (name, tensor.dtype, tensor.shape, tensor.box, tensor.local.element_size())
+        for name, tensor in sorted(state.items())
+    )
 
 
-def schema_bytes(schema: Schema) -> int:
-    """Size of a shard's buffer without the digest."""
-    if not schema:
-        return 0
-    return schema[-1].offset + -(-schema[-1].nbytes // ALIGNMENT) * ALIGNMENT
+@dataclass(frozen=True, eq=False, slots=True)
+class Buffer:
+    """Host memory for one shard, its digest included."""
+
+    memory: torch.Tensor  # uint8 [schema_bytes + DIGEST_BYTES]
+    keeper: KeeperClient | None = None  # whose memory it is; None: this process's own
+    path: str = ""  # under which the keeper knows it
+
+    @property
+    def bytes(self) -> Bytes:
+        return self.memory.numpy()
 
 
 @dataclass(eq=False, slots=True)
@@ -70,23 +74,14 @@ class HostShard:
     shard: str
     tier: Tier
     schema: Schema
-    buffer: torch.Tensor  # uint8 [schema_bytes + DIGEST_BYTES]
+    buffer: Buffer
     partial: bool = False  # only what this rank writes of a checkpoint: no source for others
     users: int = 0  # uploads that still read it
     ready: Future[None] = field(default_factory=Future)
 
-    @property
-    def payload(self) -> torch.Tensor:
-        return self.buffer[:-DIGEST_BYTES]
-
-    def seal(self) -> None:
-        digest = xxhash.xxh3_128_digest(memoryview(self.payload.numpy()))
-        self.buffer[-DIGEST_BYTES:] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
     def verify(self, holder: str) -> None:
         """Raises StateDamaged when the bytes are not those that were sealed."""
-        digest = xxhash.xxh3_128_digest(memoryview(self.payload.numpy()))
-        if digest != bytes(self.buffer[-DIGEST_BYTES:].numpy()):
+        if not is_whole(self.buffer.bytes):
             raise StateDamaged(
                 f"{self.tier} copy of shard {self.shard} at step {self.step} in {holder}: "
                 "digest differs",
@@ -98,7 +93,7 @@ class HostShard:
         return {slot.name: self._tensor(slot) for slot in self.schema}
 
     def _tensor(self, slot: Slot) -> StateTensor:
-        raw = self.buffer[slot.offset : slot.offset + slot.nbytes]
+        raw = self.buffer.memory[slot.offset : slot.offset + slot.nbytes]
         local = raw.view(getattr(torch, slot.dtype)).view(slot.box.sizes)
         return StateTensor(slot.shape, slot.box, local)
 
@@ -122,13 +117,18 @@ class KeptShard:
 
 
 class Snapshots:
-    """The snapshots of one worker, over all generations."""
+    """The snapshots of one worker, over all generations.
 
-    def __init__(self, worker: str, pinned: bool) -> None:
-        self.worker = worker
+    Args:
+        note: journals (event, reason) for this worker.
+    """
+
+    def __init__(self, worker: str, pinned: bool, note: Callable[[str, str], object]) -> None:
+        self.worker, self.note = worker, note
         self._pinned = pinned
         self._held: list[HostShard | KeptShard] = []
-        self._free: list[torch.Tensor] = []
+        self._free: list[Buffer] = []
+        self._keeper: KeeperClient | None = None
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
@@ -163,7 +163,7 @@ class Snapshots:
         def copy() -> None:
             reach("snapshot_copy", step)
             copied()
-            shard.seal()
+            seal(shard.buffer.bytes)
 
         def run() -> None:
             try:
@@ -172,8 +172,7 @@ class Snapshots:
                 shard.ready.set_exception(error)  # an upload waits for it
                 raise
             if not partial:
-                with self._lock:
-                    self._held.append(shard)
+                self._hold([shard])
             shard.ready.set_result(None)
             if exchange is not None and on_held is not None:
                 reach("buddy_send", step)
@@ -205,11 +204,19 @@ class Snapshots:
                 )
             )
         # When this fails, a transfer may still write: the buffers are dropped, not recycled.
-        exchange.run(own.buffer, [(rank, shard.buffer) for rank, shard in incoming])
+        exchange.run(own.buffer.memory, [(rank, s.buffer.memory) for rank, s in incoming])
         for _, shard in incoming:
             shard.verify(f"rank {exchange.groups.rank}")
+        self._hold([shard for _, shard in incoming])
+
+    def _hold(self, shards: list[HostShard]) -> None:
+        """They are complete: sources for others from now on, and kept when this process ends."""
+        for shard in shards:
+            if shard.buffer.keeper is not None:
+                holding = Holding(shard.step, shard.space, shard.shard, Tier.KEEPER)
+                shard.buffer.keeper.tell(Sealed(shard.buffer.path, holding, shard.schema))
         with self._lock:
-            self._held.extend(shard for _, shard in incoming)
+            self._held += shards
 
     def wait(self, deadline_s: float) -> None:
         """Waits for the snapshot under way, until ``deadline_s`` on the monotonic clock.
@@ -253,13 +260,14 @@ class Snapshots:
         with self._lock:
             gone = [s for s in self._held if s.step > step]
             self._held = [s for s in self._held if s not in gone]
-        self._recycle(s for s in gone if not s.users)
+        self._recycle(gone)
 
     def release(self, shard: HostShard) -> None:
         """An upload is done with ``shard``."""
         with self._lock:
             shard.users -= 1
-        if shard.partial and not shard.users:
+            held = shard in self._held
+        if not held:
             self._recycle([shard])
 
     def holdings(self) -> tuple[Holding, ...]:
@@ -277,31 +285,82 @@ class Snapshots:
         with self._lock:
             return max((s.step for s in self._held if _is_own_copy(s)), default=0)
 
-    def corrupt(self) -> None:
-        """Flips a byte of every copy kept for a peer: an injected fault."""
+    def corrupt(self, own: bool) -> None:
+        """Flips a byte of each own snapshot, or of each copy kept for a peer: an injected fault."""
         with self._lock:
             for shard in self._held:
-                if shard.tier is Tier.PEER:
-                    shard.buffer[0] ^= 1
+                if isinstance(shard, HostShard) and (shard.tier is Tier.HOST) == own:
+                    shard.buffer.memory[0] ^= 1
 
-    def _buffer(self, schema: Schema) -> torch.Tensor:
+    # ------------------------------------------------------------------ memory
+
+    def use(self, keeper: KeeperClient) -> None:
+        """Buffers are the keeper's from now on: what is in them outlives this process."""
+        with self._lock:
+            self._keeper = keeper
+            useless, self._free = self._free, []
+        self._let_go(useless)
+
+    def _buffer(self, schema: Schema) -> Buffer:
         size = schema_bytes(schema) + DIGEST_BYTES
         with self._lock:
             for index, buffer in enumerate(self._free):
-                if buffer.numel() == size:
+                if buffer.memory.numel() == size:
                     return self._free.pop(index)
-            self._free.clear()  # another layout: buffers of its sizes are of no more use
+            useless, self._free = self._free, []  # another layout's sizes
+        self._let_go(useless)
         self.bytes_allocated += size
-        buffer = torch.zeros(size, dtype=torch.uint8)
-        return buffer.pin_memory() if self._pinned else buffer
+        return self._kept_buffer(size) or self._own_buffer(size)
+
+    def _kept_buffer(self, size: int) -> Buffer | None:
+        """One that the node's keeper owns, or None if there is no keeper, or it has no room."""
+        keeper = self._keeper
+        if keeper is None:
+            return None
+        try:
+            path, memory = keeper.allocate(size)
+        except (KeeperGone, KeeperRefused, OSError) as error:
+            self.note("keeper_refused", f"this worker's snapshots are its own: {error}")
+            self._keeper = None
+            return None
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        if self._pinned:
+            pin(tensor)
+        return Buffer(tensor, keeper, path)
+
+    def _own_buffer(self, size: int) -> Buffer:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        return Buffer(tensor.pin_memory() if self._pinned else tensor)
 
     def _recycle(self, shards: Iterable[HostShard | KeptShard]) -> None:
+        """They are no source any more; what no upload reads is used again."""
+        gone = [s for s in shards if isinstance(s, HostShard)]
+        for shard in gone:
+            if shard.buffer.keeper is not None:
+                shard.buffer.keeper.tell(Unseal(shard.buffer.path))
+        buffers = [s.buffer for s in gone if not s.users]
         with self._lock:
-            self._free.extend(s.buffer for s in shards if isinstance(s, HostShard))
-            del self._free[:-4]
+            sizes = {s.buffer.memory.numel() for s in self._held if isinstance(s, HostShard)}
+            free, self._free = [*self._free, *buffers], []
+            for buffer in free:
+                fits = not sizes or buffer.memory.numel() in sizes
+                if fits and buffer.keeper is self._keeper and len(self._free) < FREE_BUFFERS_MAX:
+                    self._free.append(buffer)
+            useless = [b for b in free if b not in self._free]
+        self._let_go(useless)
+
+    def _let_go(self, buffers: Iterable[Buffer]) -> None:
+        for buffer in buffers:
+            self.bytes_allocated -= buffer.memory.numel()
+            if buffer.keeper is not None:
+                if self._pinned:
+                    unpin(buffer.memory)
+                buffer.keeper.tell(Free(buffer.path))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._keeper is not None:
+            self._keeper.close()
 
 
 def _is_own_copy(shard: HostShard | KeptShard) -> bool:
@@ -317,11 +376,10 @@ class _Exchange:
 
     def run(self, own: torch.Tensor, incoming: list[tuple[int, torch.Tensor]]) -> None:
         assert self.groups.rank is not None
-        buddy = self.groups.assignment.buddies[self.groups.rank]
+        buddies = self.groups.assignment.buddies[self.groups.rank]
         try:
             works = [self.group.recv([buffer], rank, self.step) for rank, buffer in incoming]
-            if buddy is not None:
-                works.append(self.group.send([own], buddy, self.step))
+            works += [self.group.send([own], buddy, self.step) for buddy in buddies]
         except RuntimeError as error:
             raise GroupBroken(f"sending a snapshot: {error}") from error
         for work in works:

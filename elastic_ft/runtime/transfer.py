@@ -8,7 +8,7 @@ read from snapshots are verified before they leave, messages when they arrive.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +17,12 @@ import xxhash
 
 from elastic_ft.core.sharding import Box, Copy, Piece, StateMissing, plan_reshard
 from elastic_ft.errors import GroupBroken, StateDamaged
+from elastic_ft.runtime.buffer import DIGEST_BYTES
 from elastic_ft.runtime.engines.base import State, StateTensor
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.keeper import LeftShard
 
 MESSAGE_BYTES = 64 << 20
-DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,23 @@ def exchange_boxes(groups: Groups, offers: Iterable[State], needs: State) -> lis
     return [pickle.loads(raw) for raw in groups.exchange("boxes", pickle.dumps(own))]
 
 
-def move(groups: Groups, boxes: list[Boxes], offers: Iterable[State], needs: State) -> int:
-    """Fills ``needs`` from everyone's ``offers``. Returns the bytes received from peers.
+def move(
+    groups: Groups,
+    boxes: list[Boxes],
+    offers: Iterable[State],
+    needs: State,
+    left: Sequence[LeftShard] = (),
+) -> int:
+    """Fills ``needs`` from everyone's ``offers`` and from what keepers have ``left`` of the dead.
 
-    Raises GroupBroken when a peer breaks off, StateDamaged when a message arrives damaged.
+    Returns the bytes received. Raises GroupBroken when a peer breaks off, StateDamaged when a
+    message arrives damaged, or a keeper's copy is.
     """
+    kept = {_left_holder(index): shard for index, shard in enumerate(left)}
     sources = _pieces(b.offers for b in boxes)
+    sources += [
+        Piece(who, slot.name, slot.box) for who, shard in kept.items() for slot in shard.schema
+    ]
     targets = _pieces(b.needs for b in boxes)
     itemsizes: dict[str, int] = {}
     for participant in boxes:
@@ -71,7 +83,29 @@ def move(groups: Groups, boxes: list[Boxes], offers: Iterable[State], needs: Sta
         for copy in plan:
             if copy.source == me == copy.target:
                 _copy_locally(copy, held, needs)
-        return _exchange_messages(groups, plan, held, needs, itemsizes)
+        received = _fetch(kept, [c for c in plan if c.target == me], needs, itemsizes)
+        between = [c for c in plan if c.source not in kept]
+        return received + _exchange_messages(groups, between, held, needs, itemsizes)
+
+
+def _left_holder(index: int) -> str:
+    """The name in the plan of a shard that a keeper serves; participants have numbers."""
+    return f"left{index}"
+
+
+def _fetch(
+    kept: Mapping[str, LeftShard], plan: list[Copy], needs: State, itemsizes: Mapping[str, int]
+) -> int:
+    """What comes from keepers, asked for by who needs it. Returns the bytes received."""
+    received = 0
+    for who, shard in kept.items():
+        streams = _messages((c for c in plan if c.source == who), "source", itemsizes)
+        for copies in streams.get(who, []):
+            data = shard.read((c.tensor, c.box) for c in copies)
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            _unpack(buffer, copies, needs, shard.holder)
+            received += len(data)
+    return received
 
 
 def _pieces(boxes: Iterable[tuple[tuple[str, Box], ...]]) -> list[Piece]:
@@ -135,7 +169,7 @@ def _exchange_messages(
             raise GroupBroken(f"transfer: {error}") from error
         for work, peer, buffer, copies in arriving:
             groups.wait(work)
-            _unpack(buffer, copies, needs, peer)
+            _unpack(buffer, copies, needs, f"peer {peer}")
             received += buffer.numel()
         for work, _ in works:
             groups.wait(work)
@@ -170,7 +204,7 @@ def _pack(parts: list[torch.Tensor]) -> torch.Tensor:
 def _unpack(buffer: torch.Tensor, copies: list[Copy], needs: State, peer: str) -> None:
     payload, digest = buffer[:-DIGEST_BYTES], bytes(buffer[-DIGEST_BYTES:].numpy())
     if xxhash.xxh3_128_digest(memoryview(payload.numpy())) != digest:
-        raise StateDamaged(f"a message from participant {peer} arrived damaged", f"peer {peer}")
+        raise StateDamaged(f"a message from {peer} arrived damaged", peer)
     offset = 0
     for copy in copies:
         target = _part(needs[copy.tensor], copy.box)

@@ -62,10 +62,10 @@ def match(model: nn.Module, found: Mapping[str, TensorSpec], url: str) -> Matche
         sources |= dict.fromkeys(tied, source)  # the state has one of the names
     if problems:
         raise ModelError(f"model.weights: {url}: {_some(problems, '; ')}")
-    remarks = [f"{n} tensors are converted from {a} to {b}" for (a, b), n in conversions.items()]
+    remarks = [f"{n} of the tensors converted from {a} to {b}" for (a, b), n in conversions.items()]
     used = {*sources, *sources.values()}
     if unused := sorted(found.keys() - used):
-        remarks.append(f"{len(unused)} tensors are not the model's: {_some(unused, ', ')}")
+        remarks.append(f"not used, for the model has no such tensors: {_some(unused, ', ')}")
     return Matched(sources, tuple(f"model.weights: {url}: {remark}" for remark in remarks))
 
 

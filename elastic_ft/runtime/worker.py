@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import AuthenticationError
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from elastic_ft.core.events import (
     Assignment,
     CollectiveFailed,
     Holding,
+    Keeper,
     Member,
     Paused,
     PauseWorkers,
@@ -31,6 +33,7 @@ from elastic_ft.core.events import (
     SourceRefused,
     StopAtBoundary,
     Tier,
+    UseKeeper,
     WorkerRaised,
     WorkerReady,
 )
@@ -38,12 +41,13 @@ from elastic_ft.errors import DataError, GroupBroken, StateDamaged, UsageError
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime import restore
 from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
-from elastic_ft.runtime.control import Channel, FaultFired, Form, Heartbeat, Welcome, connect
+from elastic_ft.runtime.control import Channel, FaultFired, Form, Heartbeat, Note, Welcome, connect
 from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.engines.base import State
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.faults import Points
 from elastic_ft.runtime.groups import FORM_TIMEOUT_S, Groups
+from elastic_ft.runtime.keeper import KeeperClient, KeeperGone
 from elastic_ft.runtime.links import Links
 from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.prefetch import Prefetcher
@@ -119,7 +123,7 @@ class Worker:
         on_generation: Callable[[Any], None] | None,
         on_pause: Callable[[], None] | None,
     ) -> None:
-        self.member = member
+        self.member, self._key = member, key
         self._on_generation, self._on_pause = on_generation, on_pause
         self._channel: Channel
         self._welcome: Welcome
@@ -159,6 +163,8 @@ class Worker:
                 self._on_pause_workers(message)
             elif isinstance(message, Form):
                 self._on_form(message)
+            elif isinstance(message, UseKeeper):
+                self._use_keeper(message.keeper)
             elif isinstance(message, StopAtBoundary):
                 self._flags.stop = True
             elif isinstance(message, ReleaseWorker):
@@ -190,6 +196,16 @@ class Worker:
             if self._groups is not None:
                 self._groups.abort(reason)
             self._news.notify_all()
+
+    def _use_keeper(self, keeper: Keeper) -> None:
+        assert self._tools is not None, "a keeper is for workers that are ready"
+        try:
+            self._tools.snapshots.use(KeeperClient(keeper, self._key, self.member.worker))
+        except (KeeperGone, AuthenticationError) as error:
+            self._note("keeper_refused", f"this worker's snapshots are its own: {error}")
+
+    def _note(self, event: str, reason: str) -> None:
+        self._send(Note(self.member.worker, self._points.generation, event, reason))
 
     def _on_controller_lost(self) -> None:
         with self._news:
@@ -262,7 +278,7 @@ class Worker:
             device = torch.device("cpu")
         engine = NativeEngine(job, factory, device, data.sequence_length or 1)
         engine.prepare()
-        snapshots = Snapshots(self.member.worker, pinned=device.type == "cuda")
+        snapshots = Snapshots(self.member.worker, device.type == "cuda", self._note)
         self._points.corrupt = snapshots.corrupt
         checkpointer = Checkpointer(
             self.member.worker,
@@ -344,7 +360,13 @@ class Worker:
         _check_same_data(groups, tools.data.fingerprint)
         live = self._live[1] if self._live else {}
         restored = restore.restore(
-            tools.engine, groups, tools.snapshots, live, self._points, self._forget_live
+            tools.engine,
+            groups,
+            tools.snapshots,
+            live,
+            self._points,
+            self._forget_live,
+            self._key,
         )
         if groups.rank is None:
             self._send(Resumed(time.time(), self.member.worker, groups.generation, step))

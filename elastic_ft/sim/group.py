@@ -35,7 +35,7 @@ class Group:
         self.resumed: set[WorkerId] = set()
         self.arrived: dict[int, set[WorkerId]] = {}
         self.copied: dict[int, set[int]] = {}  # step -> ranks with their own copy
-        self.sent: dict[int, set[int]] = {}  # step -> ranks whose buddy has the copy
+        self.sent: dict[int, set[tuple[int, int]]] = {}  # step -> (owner, buddy) of copies made
         self.then: dict[tuple[int, int], Callable[[], None]] = {}  # (step, rank): once held
         refs = world.core.checkpoints
         self.checkpointed = refs[0].step if refs else 0  # sent along: the same for every member
@@ -242,10 +242,9 @@ class Group:
 
     def _exchange(self, step: int, rank: int) -> None:
         """Sends the copies whose both ends are ready."""
-        for owner, buddy in enumerate(self.assignment.buddies):
-            if buddy is None or rank not in (owner, buddy):
-                continue
-            if {owner, buddy} <= self.copied[step]:
+        pairs = [(o, b) for o, who in enumerate(self.assignment.buddies) for b in who]
+        for owner, buddy in pairs:
+            if rank in (owner, buddy) and {owner, buddy} <= self.copied[step]:
                 after_s = self.world.rng.uniform(0.01, 0.3)
                 self.world.after(after_s, lambda o=owner, b=buddy: self._arrived(step, o, b))  # type: ignore[misc]
 
@@ -259,15 +258,14 @@ class Group:
         if copy is None:
             return
         keeper.keep(key, Tier.PEER, copy.lineage)
-        self.sent[step].add(owner)
+        self.sent[step].add((owner, buddy))
         self._report_held(step)
 
     def _report_held(self, step: int) -> None:
         """A member's part is done: own copy, copy sent, copies received. Then it goes on."""
         buddies, copied, sent = self.assignment.buddies, self.copied[step], self.sent[step]
         for rank, worker in enumerate(self.members):
-            mine = {rank} if buddies[rank] is not None else set()
-            due = mine | {owner for owner, buddy in enumerate(buddies) if buddy == rank}
+            due = {(o, b) for o, who in enumerate(buddies) for b in who if rank in (o, b)}
             if rank in copied and due <= sent and (step, rank) in self.then:
                 go_on = self.then.pop((step, rank))
                 worker.send(StepHeld(self.world.now_s, worker.id, self.generation, step))

@@ -125,7 +125,7 @@ class Script:
         rank, layout = self.assignment.rank_of(worker), self.assignment.layout
         assert rank is not None
         own = Holding(number, layout.shard_space, layout.shard_of(rank), Tier.HOST)
-        peers = [owner for owner, buddy in enumerate(self.assignment.buddies) if buddy == rank]
+        peers = [owner for owner, who in enumerate(self.assignment.buddies) if rank in who]
         return (
             own,
             *(Holding(number, layout.shard_space, layout.shard_of(p), Tier.PEER) for p in peers),

@@ -81,7 +81,7 @@ def test_a_snapshot_commits_the_steps_before_it_too() -> None:
 def test_replicas_of_a_cut_state_are_held_as_well() -> None:
     """a and d apply a step, b and c die before: without snapshots no step would be whole."""
     script = hsdp()
-    assert script.assignment.buddies == (None,) * 4
+    assert script.assignment.buddies == ((),) * 4
     assert script.train(1, held=False) == []
     assert recorded(script.train(1)) == [1]
 

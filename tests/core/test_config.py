@@ -91,7 +91,7 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(changed("precision.dtype", "fp8"), "precision.dtype: ", id="precision"),
         pytest.param(changed("parallel.strategy", "zero"), "parallel.strategy: ", id="strategy"),
         pytest.param(changed("parallel.shard_size", 1), "parallel.shard_size: ", id="shard-size"),
-        pytest.param(changed("snapshot.copies", 3), "snapshot.copies: ", id="copies"),
+        pytest.param(changed("snapshot.copies", 0), "snapshot.copies: ", id="copies"),
         pytest.param(changed("checkpoint.keep_last", 0), "checkpoint.keep_last: ", id="keep-none"),
         pytest.param(None, "job: expected a mapping of sections, found NoneType", id="empty"),
         pytest.param([GOOD], "job: expected a mapping of sections, found list", id="a-list"),

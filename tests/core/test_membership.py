@@ -273,7 +273,7 @@ def test_ddp_rolls_a_straddled_step_forward() -> None:
 
 def test_fsdp_rolls_a_straddled_step_back_to_the_snapshot_of_the_lost_ones_buddy() -> None:
     script = fsdp().run(a="n1", b="n2", c="n3")
-    assert script.assignment.buddies == (1, 2, 0)  # c keeps b's copy
+    assert script.assignment.buddies == ((1,), (2,), (0,))  # c keeps b's copy
     script.train(1, 2)
     script.applied("a", 3)
     script.applied("b", 3)

@@ -213,7 +213,7 @@ def applied_by_anyone(turn: state.Turn, step: int, pending: state.PendingStep) -
         ("ddp", commits, "_set_pending", applied_by_anyone),
         ("fsdp", membership, "_recent_writers", all_uploads_count),
         ("fsdp", membership, "_is_publishing", lambda turn, step: False),
-        ("fsdp", membership, "choose_buddies", lambda members, *_: (None,) * len(members)),
+        ("fsdp", membership, "choose_buddies", lambda members, *_: ((),) * len(members)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,0 +1,34 @@
+"""The node keeper on Ray: one actor per node that hosts a worker."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from elastic_ft.core.events import NodeId
+
+RESTARTS_MAX = 3
+
+
+@ray.remote(num_cpus=0, max_restarts=RESTARTS_MAX)
+class KeeperActor:
+    """Starts keeping as it is created, and again, with nothing, when it is restarted."""
+
+    def __init__(self, controller: tuple[str, int], key: bytes, node: NodeId) -> None:
+        from elastic_ft.runtime.keeper import NodeKeeper
+
+        keeper = NodeKeeper(controller, key, node, ray.util.get_node_ip_address())
+        threading.Thread(target=keeper.serve, name="keeper", daemon=True).start()
+
+
+def start_keeper(controller: tuple[str, int], key: bytes, node: NodeId) -> ActorHandle[Any]:
+    """Returns at once; the keeper reports to the controller when it is up."""
+    here = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor: ActorHandle[Any] = KeeperActor.options(  # type: ignore[attr-defined]
+        scheduling_strategy=here
+    ).remote(controller, key, node)
+    return actor

@@ -1,0 +1,81 @@
+"""How one shard of the state lies in a buffer of host memory. No torch: a node's keeper reads it.
+
+The buffer holds the tensors' parts one after the other, each aligned, and ends with the digest
+(xxh3_128) of all before it. So a shard can be verified wherever it is: in its worker's memory, in
+its node's keeper, in a peer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from elastic_ft.core.sharding import Box
+
+ALIGNMENT = 64  # bytes
+DIGEST_BYTES = 16  # at the end of a shard's buffer
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one tensor's part lies in a shard's buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: Box
+    offset: int
+    nbytes: int
+
+
+Schema = tuple[Slot, ...]
+
+
+def lay_out(parts: Iterable[tuple[str, str, tuple[int, ...], Box, int]]) -> Schema:
+    """The schema of a buffer for ``parts``: name, dtype, whole shape, box, bytes per element."""
+    slots, offset = [], 0
+    for name, dtype, shape, box, itemsize in parts:
+        nbytes = box.numel * itemsize
+        slots.append(Slot(name, dtype, shape, box, offset, nbytes))
+        offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return tuple(slots)
+
+
+def schema_bytes(schema: Schema) -> int:
+    """Size of a shard's buffer without the digest."""
+    if not schema:
+        return 0
+    return schema[-1].offset + -(-schema[-1].nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def seal(buffer: Bytes) -> None:
+    """Writes the digest of what is in ``buffer``."""
+    buffer[-DIGEST_BYTES:] = np.frombuffer(_digest(buffer), np.uint8)
+
+
+def is_whole(buffer: Bytes) -> bool:
+    """Whether the bytes are those that were sealed."""
+    return _digest(buffer) == buffer[-DIGEST_BYTES:].tobytes()
+
+
+def _digest(buffer: Bytes) -> bytes:
+    return xxhash.xxh3_128_digest(memoryview(buffer[:-DIGEST_BYTES]))
+
+
+def cut(buffer: Bytes, slot: Slot, box: Box) -> Bytes:
+    """The bytes of ``box`` (global coordinates, inside the slot's), row-major; uncopied if whole.
+
+    Elements are carried as opaque bytes: numpy has no type for some of torch's.
+    """
+    raw = buffer[slot.offset : slot.offset + slot.nbytes]
+    if box == slot.box or not slot.nbytes:
+        return raw
+    itemsize = slot.nbytes // slot.box.numel
+    shaped = raw.reshape(*slot.box.sizes, itemsize)
+    return np.ascontiguousarray(shaped[box.slices_within(slot.box)]).reshape(-1)

@@ -1,0 +1,455 @@
+"""The node keeper: owns the snapshots of its node's workers, in memory that outlives them.
+
+One process per node, without torch. A worker asks it for buffers, maps them, and writes its
+snapshots (and the copies it keeps for peers) straight into them; the keeper learns which are
+sealed. When the worker is gone (killed, aborted, out of memory), the keeper tells the controller
+what it left, and serves it to whoever needs it. It also writes checkpoints to the object store,
+from the same memory: uploads take neither the interpreter lock nor a copy from training.
+
+Buffers are anonymous memory (memfd), opened by workers through /proc: nothing is left behind
+whoever is killed, and a small /dev/shm (64 MiB in a default container) is no limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import xxhash
+
+from elastic_ft.core.events import (
+    KEEPER,
+    DropKept,
+    Holding,
+    Keeper,
+    KeeperHolds,
+    KeeperReady,
+    Member,
+    NodeId,
+    WorkerId,
+)
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import ElasticError, StateDamaged
+from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole
+from elastic_ft.runtime.control import Channel, NodeHealth, connect
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.store import Store, open_store
+
+HEALTH_EVERY_S = 5.0
+ANSWER_TIMEOUT_S = 60.0
+UPLOAD_TIMEOUT_S = 600.0
+SPARE_BYTES = 256 << 20  # of the node's memory that snapshots leave free
+
+# ----------------------------------------------------------------- what is asked of a keeper
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A worker's first message: what it puts here is told to the controller when it is gone."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Answered with a path to open and map, or with Refusal."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unseal:
+    """The buffer is about to be written to. No answer."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The buffer holds this shard, digest included. No answer."""
+
+    path: str
+    holding: Holding
+    schema: Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """No answer."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Answered with the manifest entries, or with Refusal. ``owned``: tensors' names to write."""
+
+    path: str
+    schema: Schema
+    owned: frozenset[tuple[str, Box]]
+    url: str
+    prefix: str
+    rank: int
+    max_mb_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Describe:
+    """Answered with the schema of a shard that an ended worker left, or with Refusal."""
+
+    step: int
+    space: str
+    shard: str
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Answered with the bytes of ``parts`` one after the other, then their digest."""
+
+    step: int
+    space: str
+    shard: str
+    parts: tuple[tuple[str, Box], ...]
+
+
+# ------------------------------------------------------------------------------- the keeper
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One buffer.
+
+    Attributes:
+        holding: what is sealed in it, or None.
+        verified: its digest was found right since it was sealed.
+    """
+
+    fd: int
+    buffer: Bytes
+    holding: Holding | None = None
+    schema: Schema = ()
+    verified: bool = False
+
+
+@dataclass(slots=True)
+class Owner:
+    """A worker and its buffers, by path."""
+
+    worker: WorkerId
+    segments: dict[str, Segment] = field(default_factory=dict)
+
+
+class NodeKeeper:
+    """Args:
+    controller, key: of the controller; workers and peers of the job have the key as well.
+    host: this node's address, as the other nodes reach it.
+    """
+
+    def __init__(self, controller: tuple[str, int], key: bytes, node: NodeId, host: str) -> None:
+        self.node, self._key = node, key
+        self._lock = threading.Lock()
+        self._owners: dict[WorkerId, Owner] = {}
+        self._left: list[Segment] = []  # sealed, of workers that are gone
+        self._stores: dict[str, Store] = {}
+        self._listener = Listener((host, 0), backlog=64, authkey=key)
+        address = (host, int(self._listener.address[1]))
+        member = Member(KEEPER + node, node, os.uname().nodename, os.getpid())
+        self._controller, _ = connect(controller, key, member)
+        threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
+        threading.Thread(target=self._watch_node, name="keeper-health", daemon=True).start()
+        self._controller.send(KeeperReady(time.time(), Keeper(node, address)))
+
+    def serve(self) -> None:
+        """Follows the controller until it is gone. Blocks."""
+        while True:
+            try:
+                message = self._controller.receive()
+            except EOFError:
+                return
+            if isinstance(message, DropKept):
+                self._drop(message.before_step)
+
+    # ------------------------------------------------------------------ connections
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except Exception:  # a stranger, or a worker killed while it connected
+                time.sleep(0.01)
+                continue
+            threading.Thread(target=self._serve, args=(Channel(connection),), daemon=True).start()
+
+    def _serve(self, channel: Channel) -> None:
+        owner: Owner | None = None
+        while True:
+            try:
+                message = channel.receive()
+            except EOFError:
+                break
+            if isinstance(message, Attach):
+                owner = self._attach(message.worker)
+            else:
+                answer = self._answer(owner, message)
+                if answer is not None:
+                    channel.send(answer)
+        channel.close()
+        if owner is not None:
+            self._orphan(owner)
+
+    def _answer(self, owner: Owner | None, message: Any) -> Any:
+        """The answer to a request; a Refusal rather than an exception. None: none is due."""
+        try:
+            if isinstance(message, Describe):
+                return self._find(message).schema
+            if isinstance(message, Read):
+                return self._read(message)
+            if isinstance(message, Upload):
+                return self._upload(message)
+            assert owner is not None, "attach first"
+            if isinstance(message, Allocate):
+                return self._allocate(owner, message.nbytes)
+            self._note(owner, message)
+        except Exception as error:  # the one who asks decides what it means
+            return Refusal(f"{type(error).__name__}: {error}")
+        return None
+
+    # ---------------------------------------------------------------------- buffers
+
+    def _attach(self, worker: WorkerId) -> Owner:
+        with self._lock:
+            return self._owners.setdefault(worker, Owner(worker))
+
+    def _allocate(self, owner: Owner, nbytes: int) -> str | Refusal:
+        free = free_memory()
+        if nbytes + SPARE_BYTES > free:
+            return Refusal(f"a buffer takes {nbytes:,} bytes, {free:,} are free on the node")
+        fd = os.memfd_create("elastic_ft-snapshot", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, nbytes)  # all of it now: never a fault on writing
+            buffer = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
+        except OSError as error:
+            os.close(fd)
+            return Refusal(f"a buffer of {nbytes:,} bytes: {error}")
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+        with self._lock:
+            owner.segments[path] = Segment(fd, buffer)
+        return path
+
+    def _note(self, owner: Owner, message: Unseal | Sealed | Free) -> None:
+        with self._lock:
+            segment = owner.segments.get(message.path)
+            if segment is None:
+                return  # freed before
+            if isinstance(message, Sealed):
+                segment.holding, segment.schema = message.holding, message.schema
+                segment.verified = False
+            else:
+                segment.holding = None
+            if isinstance(message, Free):
+                del owner.segments[message.path]
+                os.close(segment.fd)
+
+    def _orphan(self, owner: Owner) -> None:
+        """The worker is gone: what it sealed stays, and the controller learns of it."""
+        with self._lock:
+            self._owners.pop(owner.worker, None)
+            sealed = [s for s in owner.segments.values() if s.holding is not None]
+            for segment in owner.segments.values():
+                if segment not in sealed:
+                    os.close(segment.fd)
+            self._left += sealed
+        held = tuple(s.holding for s in sealed if s.holding is not None)
+        self._controller.send(KeeperHolds(time.time(), self.node, owner.worker, held))
+
+    def _drop(self, before_step: int) -> None:
+        with self._lock:
+            gone = [s for s in self._left if s.holding and s.holding.step < before_step]
+            self._left = [s for s in self._left if s not in gone]
+            for segment in gone:
+                os.close(segment.fd)
+
+    # ---------------------------------------------------------------------- serving
+
+    def _find(self, wanted: Describe | Read) -> Segment:
+        """What was left of a shard. Raises StateDamaged if its bytes are not those sealed."""
+        key = (wanted.step, wanted.space, wanted.shard)
+        with self._lock:
+            found = [s for s in self._left if s.holding and _key(s.holding) == key]
+        for segment in found:
+            if not segment.verified:
+                segment.verified = is_whole(segment.buffer)
+            if segment.verified:
+                return segment
+        what = "digest differs" if found else "is not kept here"
+        raise StateDamaged(f"shard {wanted.shard} of step {wanted.step}: {what}", self.node)
+
+    def _read(self, wanted: Read) -> bytes:
+        segment = self._find(wanted)
+        slots = {slot.name: slot for slot in segment.schema}
+        parts = [cut(segment.buffer, slots[name], box) for name, box in wanted.parts]
+        payload = b"".join(memoryview(part) for part in parts)
+        return payload + xxhash.xxh3_128_digest(payload)
+
+    def _upload(self, wanted: Upload) -> Any:
+        """From the buffer to the store. The worker keeps the buffer as it is meanwhile."""
+        buffer = self._mapped(wanted.path)
+        pieces = (
+            (slot.name, slot.box, slot.dtype, memoryview(cut(buffer, slot, slot.box)))
+            for slot in wanted.schema
+            if (slot.name, slot.box) in wanted.owned and slot.nbytes
+        )
+        with self._lock:
+            store = self._stores.get(wanted.url) or open_store(wanted.url)
+            self._stores[wanted.url] = store
+        pace = checkpoints.Pace(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
+        return checkpoints.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)
+
+    def _mapped(self, path: str) -> Bytes:
+        with self._lock:
+            for owner in self._owners.values():
+                if path in owner.segments:
+                    return owner.segments[path].buffer
+        raise KeyError(f"{path} is no buffer of a worker here")
+
+    # --------------------------------------------------------------------- the node
+
+    def _watch_node(self) -> None:
+        while True:
+            with self._lock:
+                owned = [s for o in self._owners.values() for s in o.segments.values()]
+                nbytes = sum(s.buffer.nbytes for s in (*owned, *self._left))
+            disk = psutil.disk_usage(tempfile.gettempdir())
+            health = NodeHealth(self.node, nbytes, free_memory(), disk.free)
+            if not self._controller.send(health):
+                return
+            time.sleep(HEALTH_EVERY_S)
+
+
+def _key(holding: Holding) -> tuple[int, str, str]:
+    return holding.step, holding.space, holding.shard
+
+
+def free_memory() -> int:
+    """Bytes that this node, or the container we are in, can still give."""
+    free = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        return min(free, int(limit.read_text()) - int(used.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+
+
+def run_keeper(controller: tuple[str, int], key: bytes, node: NodeId, host: str) -> None:
+    """Keeps the snapshots of ``node`` until the controller is gone. Blocks."""
+    NodeKeeper(controller, key, node, host).serve()
+
+
+# ------------------------------------------------------------------------------- its clients
+
+
+class KeeperGone(ElasticError):
+    """The keeper can't be reached any more, or does not answer."""
+
+
+class KeeperRefused(ElasticError):
+    """The keeper could not do what it was asked. The message says why."""
+
+
+class KeeperClient:
+    """A worker's line to its node's keeper; thread-safe. Raises KeeperGone, KeeperRefused."""
+
+    def __init__(self, keeper: Keeper, key: bytes, worker: WorkerId) -> None:
+        self._keeper, self._key = keeper, key
+        self._lock = threading.Lock()
+        self._channel = _dial(keeper, key)
+        self._channel.send(Attach(worker))
+
+    def allocate(self, nbytes: int) -> tuple[str, mmap.mmap]:
+        """A buffer of the keeper's, mapped here: (path, memory)."""
+        with self._lock:
+            path = _ask(self._channel, Allocate(nbytes))
+        fd = os.open(path, os.O_RDWR)
+        try:
+            return path, mmap.mmap(fd, nbytes)
+        finally:
+            os.close(fd)
+
+    def tell(self, message: Unseal | Sealed | Free) -> None:
+        """In order, and before this returns in the keeper's hands: it outlives a kill."""
+        with self._lock:
+            self._channel.send(message)
+
+    def upload(self, request: Upload) -> tuple[dict[str, Any], ...]:
+        """Blocks until it is written, on a connection of its own."""
+        with _dialled(self._keeper, self._key) as channel:
+            entries: tuple[dict[str, Any], ...] = _ask(channel, request, UPLOAD_TIMEOUT_S)
+            return entries
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class LeftShard:
+    """A shard that an ended worker left with ``keeper``: what it is, and its bytes on request."""
+
+    def __init__(self, keeper: Keeper, key: bytes, step: int, space: str, shard: str) -> None:
+        self.holder, self._keeper, self._key = keeper.holder, keeper, key
+        self._shard = (step, space, shard)
+        self.schema: Schema = self._request(Describe(*self._shard))
+
+    def read(self, parts: Iterable[tuple[str, Box]]) -> bytes:
+        """The bytes of ``parts``, one after the other, then DIGEST_BYTES of their digest."""
+        data: bytes = self._request(Read(*self._shard, tuple(parts)))
+        return data
+
+    def _request(self, message: Describe | Read) -> Any:
+        """Raises StateDamaged, naming the keeper, whatever is wrong: another source is tried."""
+        try:
+            with _dialled(self._keeper, self._key) as channel:
+                return _ask(channel, message)
+        except (KeeperGone, KeeperRefused) as error:
+            raise StateDamaged(f"{self.holder}: {error}", self.holder) from error
+
+
+def _dial(keeper: Keeper, key: bytes) -> Channel:
+    try:
+        return Channel(Client(keeper.address, authkey=key))
+    except (OSError, EOFError) as error:
+        raise KeeperGone(f"{keeper.holder} can't be reached: {error}") from error
+
+
+@contextlib.contextmanager
+def _dialled(keeper: Keeper, key: bytes) -> Iterator[Channel]:
+    channel = _dial(keeper, key)
+    try:
+        yield channel
+    finally:
+        channel.close()
+
+
+def _ask(channel: Channel, message: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    channel.send(message)
+    try:
+        answer = channel.receive(timeout_s)
+    except EOFError as error:
+        raise KeeperGone(f"no answer from the keeper: {error}") from None
+    if isinstance(answer, Refusal):
+        raise KeeperRefused(answer.reason)
+    return answer

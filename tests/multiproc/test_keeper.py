@@ -1,0 +1,126 @@
+"""What a node's keeper saves: workers that crash on living nodes, alone or all at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.runtime.controller import Controller
+from elastic_ft.runtime.faults import Fault
+from tests.multiproc.harness import Gate, Run, make_job, run_job
+
+
+def alone(**sections: Any) -> dict[str, Any]:
+    """Nobody else has a copy."""
+    return {"snapshot": {"copies": 1}} | sections
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run_job(make_job("fsdp"), tmp_path_factory.mktemp("undisturbed") / "run").check()
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize("point", ["forward", "reduce", "inside_optimizer", "after_optimizer"])
+def test_a_crashed_workers_shard_comes_from_its_nodes_keeper(
+    tmp_path: Path, undisturbed: Run, point: str, action: Any
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    fault = Fault(point, action, rank=1, step=6)
+    run = run_job(gate.job("fsdp", **alone()), tmp_path / "run", faults=[fault], watch=gate).check()
+    run.same_losses_as(undisturbed)
+    first = run.recoveries[0]
+    assert (first["source"], first["steps_lost"]) == ("keeper", 0), run.story()
+    assert first["survivors_kept_pid"]
+    assert run.worlds() == [4, 3, 4]
+
+
+def test_a_world_that_may_not_shrink_waits_for_a_fresh_process(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    job = make_job("fsdp", elastic={"min_workers": 4}, **alone())
+    run = run_job(job, tmp_path / "run", faults=[Fault("backward", rank=2, step=6)]).check()
+    run.same_losses_as(undisturbed)
+    assert run.worlds() == [4, 4]
+    assert (run.recoveries[0]["source"], run.recoveries[0]["steps_lost"]) == ("keeper", 0)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_the_only_worker_is_replaced_and_nothing_is_lost(tmp_path: Path, strategy: str) -> None:
+    plain = run_job(make_job(strategy, workers=1), tmp_path / "plain").check()
+    job = make_job(strategy, workers=1)
+    run = run_job(job, tmp_path / "run", faults=[Fault("backward", rank=0, step=7)]).check()
+    assert (run.recoveries[0]["source"], run.recoveries[0]["steps_lost"]) == ("keeper", 0)
+    assert run.result["state_digest"] == plain.result["state_digest"]
+
+
+def test_all_workers_at_once(tmp_path: Path, undisturbed: Run) -> None:
+    faults = [Fault("forward", rank=rank, step=6) for rank in range(4)]
+    run = run_job(make_job("fsdp", **alone()), tmp_path / "run", faults=faults).check()
+    run.same_losses_as(undisturbed)
+    assert sum(r["steps_lost"] for r in run.recoveries) == 0, run.story()
+    assert run.recoveries[0]["source"] == "keeper"
+
+
+def test_damage_in_the_keepers_memory_is_found_and_the_next_source_is_used(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    faults = [
+        Fault("backward", "corrupt_own", rank=1, step=7),
+        Fault("reduce", rank=1, step=7),
+    ]
+    job = make_job("fsdp", checkpoint={"every_steps": 2}, **alone())
+    run = run_job(job, tmp_path / "run", faults=faults).check()
+    run.same_losses_as(undisturbed)
+    refused = run.all("source_refused")
+    assert refused
+    assert all(e["holder"].startswith("keeper:") for e in refused)
+    assert all("digest differs" in e["reason"] for e in refused)
+    assert run.recoveries[0]["source"] == "checkpoint"
+    assert run.recoveries[0]["steps_lost"] > 0
+
+
+def test_a_lost_node_takes_its_keeper_and_the_buddy_serves(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    killed: list[int] = []
+
+    def kill_node(controller: Controller, line: dict[str, Any]) -> None:
+        if line["step"] == 5 and not killed:
+            killed.append(5)
+            controller.host.kill_node("n2")  # type: ignore[attr-defined]
+
+    run = run_job(make_job("fsdp"), tmp_path / "run", on_step=kill_node).check()
+    run.same_losses_as(undisturbed)
+    assert run.recoveries[0]["source"] == "peer", run.story()
+    assert run.recoveries[0]["steps_lost"] == 0
+
+
+def test_a_killed_keeper_disturbs_nobody_and_is_replaced(tmp_path: Path, undisturbed: Run) -> None:
+    keepers: list[int] = []
+
+    def kill_keeper(controller: Controller, line: dict[str, Any]) -> None:
+        if line["step"] == 4 and not keepers:
+            process = controller.host._nodes["n0"].keeper  # type: ignore[attr-defined]
+            keepers.append(process.pid)
+            os.kill(process.pid, signal.SIGKILL)
+
+    fault = Fault("backward", worker="w0", step=9)
+    gate = Gate(tmp_path / "gate")
+
+    def watch(controller: Controller) -> None:
+        """Not before step 9 is the new keeper there: it needs a moment, steps are short."""
+        gate(controller)
+        if keepers and "n0" not in controller.state.keepers:
+            gate.path.touch()
+
+    job = gate.job("fsdp")
+    run = run_job(job, tmp_path / "run", faults=[fault], on_step=kill_keeper, watch=watch).check()
+    run.same_losses_as(undisturbed)
+    (lost,) = run.all("keeper_lost")
+    assert [e["node"] for e in run.after(lost, "keeper_ready")] == ["n0"]
+    assert [r["cause"] for r in run.recoveries] == ["worker_lost", "worker_joined"], run.story()

@@ -1,0 +1,158 @@
+"""The node keeper by itself: what it keeps of whom, and what it serves."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_ft.core.events import DropKept, Holding, Keeper, KeeperHolds, KeeperReady, Tier
+from elastic_ft.core.manifest import ShardEntry
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import StateDamaged
+from elastic_ft.runtime.buffer import DIGEST_BYTES, lay_out, schema_bytes, seal
+from elastic_ft.runtime.control import ControlServer, Welcome
+from elastic_ft.runtime.keeper import (
+    Free,
+    KeeperClient,
+    KeeperRefused,
+    LeftShard,
+    NodeKeeper,
+    Sealed,
+    Unseal,
+    Upload,
+)
+from elastic_ft.storage.store import open_store
+
+WHOLE = Box((0, 0), (4, 3))
+SCHEMA = lay_out([("a", "float32", (8, 3), WHOLE, 4), ("b", "int64", (), Box((), ()), 8)])
+VALUES = np.arange(12, dtype=np.float32)
+SPACE, SHARD = "pp1.s2.tp1", "pp0.s0.tp0"
+
+
+class Desk:
+    """A controller's end: collects what keepers say."""
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Any] = queue.Queue()
+        welcome = Welcome(None, "run", "url", ("", 0))  # type: ignore[arg-type]
+        self.server = ControlServer(
+            "127.0.0.1",
+            lambda member: welcome,
+            lambda member, message: self.said.put(message),
+            lambda member, silent_s: None,
+        )
+        self.server.start()
+
+    def next(self, kind: type) -> Any:
+        while not isinstance(message := self.said.get(timeout=10), kind):
+            pass
+        return message
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.server.close()
+
+
+@pytest.fixture
+def keeper(desk: Desk) -> Keeper:
+    node = NodeKeeper(("127.0.0.1", desk.server.port), desk.server.key, "n0", "127.0.0.1")
+    threading.Thread(target=node.serve, daemon=True).start()
+    found: Keeper = desk.next(KeeperReady).keeper
+    return found
+
+
+def write(client: KeeperClient, step: int, *, sealed: bool = True) -> tuple[str, Any]:
+    """A shard in a buffer of the keeper's. Returns its path and memory."""
+    path, memory = client.allocate(schema_bytes(SCHEMA) + DIGEST_BYTES)
+    buffer = np.frombuffer(memory, np.uint8)
+    buffer[:48] = VALUES.view(np.uint8)
+    buffer[64:72] = np.array([step], np.int64).view(np.uint8)
+    seal(buffer)
+    if sealed:
+        client.tell(Sealed(path, Holding(step, SPACE, SHARD, Tier.KEEPER), SCHEMA))
+    return path, memory
+
+
+def test_what_a_worker_sealed_outlives_it_and_is_cut_as_asked(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    path, _ = write(client, 7)
+    write(client, 8, sealed=False)
+    client.tell(Unseal(path))
+    client.close()
+    told = desk.next(KeeperHolds)
+    assert (told.worker, told.node) == ("w0", "n0")
+    assert told.holdings == (Holding(6, SPACE, SHARD, Tier.KEEPER),)
+    left = LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
+    assert left.schema == SCHEMA
+    data = left.read([("a", Box((1, 1), (2, 2))), ("b", Box((), ()))])
+    assert np.frombuffer(data[:16], np.float32).tolist() == [4, 5, 7, 8]
+    assert np.frombuffer(data[16:24], np.int64).tolist() == [6]
+    assert len(data) == 24 + DIGEST_BYTES
+
+
+def test_damage_is_refused_naming_the_keeper(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    _, memory = write(client, 6)
+    memory[5] ^= 1
+    client.close()
+    desk.next(KeeperHolds)
+    with pytest.raises(StateDamaged, match="digest differs") as caught:
+        LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
+    assert caught.value.holder == "keeper:n0"
+
+
+def test_what_is_not_kept_is_refused(desk: Desk, keeper: Keeper) -> None:
+    with pytest.raises(StateDamaged, match="is not kept here"):
+        LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
+
+
+def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    write(client, 7)
+    client.close()
+    desk.next(KeeperHolds)
+    desk.server.send(keeper.holder, DropKept("n0", 7))
+    assert LeftShard(keeper, desk.server.key, 7, SPACE, SHARD).schema
+    for _ in range(1000):  # the command and the request come over two connections
+        try:
+            LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
+        except StateDamaged:
+            return
+    pytest.fail("step 6 is still served")
+
+
+def test_a_buffer_that_does_not_fit_is_refused_in_words(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    with pytest.raises(KeeperRefused, match=r"bytes, .* are free on the node"):
+        client.allocate(1 << 50)
+    path, _ = write(client, 6)  # and the line is usable
+    client.tell(Free(path))
+    client.close()
+    assert desk.next(KeeperHolds).holdings == ()
+
+
+def test_it_writes_checkpoints_from_the_workers_memory(
+    desk: Desk, keeper: Keeper, tmp_path: Path
+) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    path, _ = write(client, 6)
+    owned = frozenset({("a", WHOLE)})
+    request = Upload(path, SCHEMA, owned, str(tmp_path), "data/run/g1-s6", 0)
+    (entry,) = (ShardEntry.from_dict(values) for values in client.upload(request))
+    assert (entry.tensor, entry.box, entry.nbytes) == ("a", WHOLE, 48)
+    stored = open_store(str(tmp_path)).get(f"data/run/g1-s6/{entry.file}")
+    assert stored == VALUES.tobytes()
+    with pytest.raises(KeeperRefused, match="is no buffer of a worker here"):
+        client.upload(Upload("/nowhere", SCHEMA, owned, str(tmp_path), "data/run/g1-s7", 0))
+    client.close()
