@@ -224,6 +224,8 @@ def export(
         from elastic_ft.storage.store import open_store
 
         store = open_store(dest, deadline_s=EXPORT_DEADLINE_S)
+        if Path(store.url).is_file():
+            raise ConfigError(f"DEST: {dest} exists already")
         if store.list():
             raise ConfigError(f"DEST: {dest} is not empty")
         nbytes = safetensors.export(reader, store)

@@ -222,6 +222,7 @@ def test_damage_is_not_exported(damaged: str, tmp_path: Path, format_: str, capf
         pytest.param(".", "torch", "DEST: . is a folder, expected a file", id="file"),
         pytest.param("there", "torch", "DEST: there exists already", id="exists"),
         pytest.param(".", "safetensors", "DEST: . is not empty", id="safetensors"),
+        pytest.param("there", "safetensors", "DEST: there exists already", id="safetensors-file"),
         pytest.param("s3://b/x", "dcp", "DEST: dcp is written to a local path", id="remote"),
         pytest.param("x", "pickle", "--format", id="format"),
     ],
@@ -349,8 +350,8 @@ def test_floats_are_converted_and_that_is_said(tmp_path: Path) -> None:
     _, remarks = weights.load(safetensors.open_folder(url), model, state)
     assert torch.equal(state["model.inner.weight"].local, model.inner.weight.bfloat16().float())
     converted, unused = remarks
-    assert converted.endswith("1 tensors are converted from bfloat16 to float32")
-    assert unused.endswith("1 tensors are not the model's: other")
+    assert converted.endswith("1 of the tensors converted from bfloat16 to float32")
+    assert unused.endswith("not used, for the model has no such tensors: other")
 
 
 @pytest.mark.parametrize(
