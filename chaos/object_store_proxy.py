@@ -124,6 +124,7 @@ class ObjectStoreProxy:
         endpoint: its URL, for AWS_ENDPOINT_URL.
         fired: how many requests suffered each kind of fault.
         requests: how many came.
+        downloaded: bytes of bodies answered to GETs, by path.
     """
 
     def __init__(self, target: str) -> None:
@@ -135,6 +136,7 @@ class ObjectStoreProxy:
         self._lock = threading.Lock()
         self.fired: Counter[str] = Counter()
         self.requests = 0
+        self.downloaded: Counter[str] = Counter()
         self.endpoint = ""
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -236,6 +238,8 @@ class ObjectStoreProxy:
                 pass
             raise _Reset
         half = None if empty else answer.nbytes // 2
+        if method == "GET":
+            self.downloaded[path.partition("?")[0]] += answer.nbytes
         writer.write(answer.without(""))
         if kind == "reset" or (kind == "truncate" and half):
             await _send(body, writer, half or 0, None, pace, quietly=kind == "truncate")

@@ -30,14 +30,23 @@ Owned = frozenset[tuple[str, Box]]
 
 
 def owned_by(groups: Groups, boxes: list[Boxes]) -> Owned:
-    """Which boxes this rank writes: the same division on every rank."""
+    """Which boxes this rank writes."""
+    owners = owners_of(groups.world_size, boxes)
+    return frozenset(owners[groups.rank] if groups.rank is not None else ())
+
+
+def owners_of(world_size: int, boxes: list[Boxes]) -> dict[int, tuple[tuple[str, Box], ...]]:
+    """By rank, the boxes that it writes or reads for all who have them. Equal on every rank."""
     pieces = [
         Piece(str(rank), name, box)
-        for rank, listed in enumerate(boxes[: groups.world_size])
+        for rank, listed in enumerate(boxes[:world_size])
         for name, box in listed.needs
     ]
     owners = partition_owners(pieces, boxes[0].itemsizes)
-    return frozenset((p.tensor, p.box) for p in owners.get(str(groups.rank), []))
+    return {
+        rank: tuple((p.tensor, p.box) for p in owners.get(str(rank), ()))
+        for rank in range(world_size)
+    }
 
 
 class Checkpointer:

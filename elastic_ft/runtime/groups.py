@@ -98,6 +98,10 @@ class Groups:
         return time.monotonic() + self._operation_timeout_s
 
     @property
+    def operation_timeout_s(self) -> float:
+        return self._operation_timeout_s
+
+    @property
     def generation(self) -> int:
         return self.assignment.generation
 
@@ -146,12 +150,14 @@ class Groups:
         except Exception as error:
             raise GroupBroken(f"barrier {name}: {_one_line(error)}") from error
 
-    def exchange(self, name: str, value: bytes) -> list[bytes]:
+    def exchange(self, name: str, value: bytes, timeout_s: float = FORM_TIMEOUT_S) -> list[bytes]:
         """Returns every participant's value, in participant order."""
         assert self.store is not None
+        keys = [f"{name}/{peer}" for peer in range(self.participants)]
         try:
-            self.store.set(f"{name}/{self.participant}", value)
-            return [self.store.get(f"{name}/{peer}") for peer in range(self.participants)]
+            self.store.set(keys[self.participant], value)
+            self.store.wait(keys, datetime.timedelta(seconds=timeout_s))
+            return [self.store.get(key) for key in keys]
         except Exception as error:
             raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
 

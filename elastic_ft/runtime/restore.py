@@ -10,6 +10,7 @@ import torch
 
 from elastic_ft.core.events import CheckpointRef, Source, Tier
 from elastic_ft.errors import CheckpointMismatch, GroupBroken, StateDamaged, StoreFailed
+from elastic_ft.runtime.checkpointer import owners_of
 from elastic_ft.runtime.engines.base import Engine, Reach, State
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
@@ -56,8 +57,7 @@ def restore(
         if groups.rank is not None:
             engine.initialise()
     elif source.tier is Tier.CHECKPOINT:
-        if groups.rank is not None:
-            _read_checkpoint(source, needs)
+        received = _read_checkpoint(groups, source, boxes, needs)
     else:
         received = move(groups, boxes, offers, needs, left_shards(groups, key))
     if groups.rank is not None:
@@ -117,20 +117,48 @@ def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
     }
 
 
-def _read_checkpoint(source: Source, needs: State) -> None:
-    """Reads this rank's boxes. Raises StateDamaged for the manifest's URL on any doubt (I5)."""
+def _read_checkpoint(groups: Groups, source: Source, boxes: list[Boxes], needs: State) -> int:
+    """Reads each box once for all ranks that need it, and hands it on. Returns bytes received.
+
+    Every participant calls it. Whoever finds a reason to refuse the source tells the others, and
+    all raise StateDamaged for the manifest's URL (I5): nobody waits for what will not come.
+    """
+    readers = _readers(groups, boxes)
+    own = set(readers[groups.participant].offers)
+    mine = {name: tensor for name, tensor in needs.items() if (name, tensor.box) in own}
+    problem = ""
+    if groups.rank is not None:
+        try:
+            _read_boxes(source, needs, mine)
+        except StateDamaged as error:
+            problem = str(error)
+    outcomes = groups.exchange("read", problem.encode(), groups.operation_timeout_s)
+    for refused in filter(None, outcomes):
+        raise StateDamaged(refused.decode(), source.url)
+    return move(groups, readers, [mine], needs)
+
+
+def _readers(groups: Groups, boxes: list[Boxes]) -> list[Boxes]:
+    """What each participant offers once it has read its part: of replicas, one has it."""
+    owners = owners_of(groups.world_size, boxes)
+    return [
+        Boxes(owners.get(participant, ()), listed.needs, listed.itemsizes)
+        for participant, listed in enumerate(boxes)
+    ]
+
+
+def _read_boxes(source: Source, state: State, mine: State) -> None:
+    """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged on any doubt."""
     ref = CheckpointRef(source.step, source.url)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         reader = checkpoints.open_checkpoint(ref)
-        expected = {n: (t.dtype, t.shape) for n, t in needs.items()}
+        expected = {n: (t.dtype, t.shape) for n, t in state.items()}
         found = {n: (spec.dtype, tuple(spec.shape)) for n, spec in reader.manifest.tensors.items()}
         if expected != found:
             raise CheckpointMismatch(mismatch_message(source.url, found, expected))
         wanted = []
-        for name, tensor in sorted(needs.items()):
-            if tensor.local.numel() == 0:
-                continue
+        for name, tensor in sorted(mine.items()):
             buffer = tensor.local
             if not buffer.is_contiguous() or buffer.is_cuda:
                 buffer = torch.empty(buffer.shape, dtype=buffer.dtype)

@@ -12,6 +12,7 @@ from elastic_ft.runtime.controller import Controller
 from tests.multiproc.harness import make_job, run_job
 from tests.s3_server import s3_server
 
+SHARD = ".bin"
 STEPS_BEFORE = 6  # the last of them with a checkpoint
 STEPS_OUT = 12  # committed at least while the bucket is gone
 AGE = "elastic_ft_checkpoint_age_seconds"
@@ -49,6 +50,26 @@ def age(controller: Controller) -> float:
     found = controller.metrics.registry.get_sample_value(AGE, {"job_name": controller.job.name})
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+def test_replicas_read_a_checkpoint_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    with s3_server(tmp_path / "s3") as s3, ObjectStoreProxy(s3.endpoint) as proxy:
+        environment = s3.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        job = make_job(strategy, steps=3, checkpoint={"url": s3.url("checkpoints")})
+        first = run_job(job, tmp_path / "run", environment=environment)
+        (committed,) = first.all("checkpoint_committed")
+        proxy.downloaded.clear()
+        again = run_job(job, tmp_path / "run", environment=environment)
+    assert again.result["status"] == "completed", again.story()
+    assert again.all("generation_formed")[-1]["source"] == "checkpoint", again.story()
+    assert again.result["state_digest"] == first.result["state_digest"]
+    read = {path: n for path, n in proxy.downloaded.items() if path.endswith(SHARD)}
+    assert sum(read.values()) == committed["bytes"], read
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -241,15 +241,19 @@ def test_resumes_at_another_world_size_and_layout_bit_by_bit(tmp_path: Path) -> 
     run.same_losses_as(whole)
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(tmp_path: Path) -> None:
-    job = make_job("fsdp", steps=8, workers=2, checkpoint={"every_steps": 4})
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
+    tmp_path: Path, strategy: str
+) -> None:
+    """By whoever reads the damage: the others wait for no more than its word."""
+    job = make_job(strategy, steps=8, workers=2, checkpoint={"every_steps": 4})
     run_job(job, tmp_path).check()
     shards = sorted((tmp_path / "checkpoints" / "data").glob("*/g*-s8/*.bin"))
     assert shards, "the newest checkpoint has shards"
     data = bytearray(shards[0].read_bytes())
     data[len(data) // 2] ^= 1
     shards[0].write_bytes(data)
-    longer = make_job("fsdp", steps=10, workers=2, checkpoint={"every_steps": 4})
+    longer = make_job(strategy, steps=10, workers=2, checkpoint={"every_steps": 4})
     run = run_job(longer, tmp_path)
     assert run.result["status"] == "completed", run.story()
     (refused,) = run.all("checkpoint_refused")
