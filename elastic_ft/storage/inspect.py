@@ -31,6 +31,7 @@ from elastic_ft.storage.shards import (
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 LOOKUP_THREADS = 16
+ELEMENTS_AT_ONCE = 2**20  # compared as 64-bit numbers
 
 
 def find(url: str, step: int | None = None) -> tuple[Store, tuple[CheckpointRef, ...]]:
@@ -225,7 +226,7 @@ class Difference:
 
 
 def compare(a: Reader, b: Reader) -> Difference:
-    """Compares all tensors, at most OBJECT_BYTES of each side in memory at a time.
+    """Compares all tensors; in memory are a few times OBJECT_BYTES, however large they are.
 
     Raises StateDamaged, StoreFailed.
     """
@@ -283,7 +284,11 @@ def _max_abs(x: bytearray, y: bytearray, dtype: str) -> float:
 
     kind = getattr(torch, dtype)
     wide = torch.complex128 if kind.is_complex else torch.float64
-    a, b = (torch.frombuffer(held, dtype=kind).to(wide) for held in (x, y))
-    apart = (a - b).abs()
-    apart[(a == b) | (a.isnan() & b.isnan())] = 0.0  # infinities of one sign are equal too
-    return float(apart.max())
+    parts = (torch.frombuffer(held, dtype=kind).split(ELEMENTS_AT_ONCE) for held in (x, y))
+    greatest = 0.0
+    for narrow_a, narrow_b in zip(*parts, strict=True):
+        a, b = narrow_a.to(wide), narrow_b.to(wide)
+        apart = (a - b).abs()
+        apart[(a == b) | (a.isnan() & b.isnan())] = 0.0  # infinities of one sign are equal too
+        greatest = _greater(greatest, float(apart.max()))
+    return greatest

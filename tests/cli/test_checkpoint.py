@@ -202,6 +202,7 @@ def test_diff_says_what_differs_and_by_how_much(
     saved: Folder, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("elastic_ft.storage.inspect.OBJECT_BYTES", 50)  # several batches
+    monkeypatch.setattr("elastic_ft.storage.inspect.ELEMENTS_AT_ONCE", 3)
     first, second = some_state(), some_state()
     second["model.embed"][0, 0] += 0.5
     second["model.embed"][9, 3] -= 2.0
