@@ -55,6 +55,7 @@ test-tidy test-core test-sim test-storage test-runtime test-multiproc test-cli t
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/pause.py --strategy ddp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill raylet

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -32,6 +33,8 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, write_shards
 from elastic_ft.storage.store import Store, open_store
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.s3_server import S3Server, s3_server
 
 TENSORS = 10  # the state's; not of equal sizes

@@ -21,10 +21,10 @@ from elastic_ft.runtime.keeper import KeeperGone, Upload
 from elastic_ft.runtime.snapshot import HostShard, Snapshots
 from elastic_ft.runtime.transfer import Boxes
 from elastic_ft.storage import checkpoints
+from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import open_store
 
 UPLOAD_DEADLINE_S = 600.0
-OBJECT_DEADLINE_S = 180.0  # with its retries
 
 Owned = frozenset[tuple[str, Box]]
 

@@ -44,6 +44,7 @@ from elastic_ft.errors import ElasticError, StateDamaged
 from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole
 from elastic_ft.runtime.control import Channel, NodeHealth, connect
 from elastic_ft.storage import checkpoints
+from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
 
 HEALTH_EVERY_S = 5.0
@@ -316,7 +317,9 @@ class NodeKeeper:
             if (slot.name, slot.box) in wanted.owned and slot.nbytes
         )
         with self._lock:
-            store = self._stores.get(wanted.url) or open_store(wanted.url)
+            store = self._stores.get(wanted.url) or open_store(
+                wanted.url, deadline_s=OBJECT_DEADLINE_S
+            )
             self._stores[wanted.url] = store
         pace = checkpoints.Pace(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
         return checkpoints.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)

@@ -30,6 +30,7 @@ R = TypeVar("R")
 
 OBJECT_BYTES = 64 * 2**20  # of a shard object and of one read
 THREADS = 4  # concurrent transfers, each with one object in memory
+OBJECT_DEADLINE_S = 180.0  # to write one, with its retries
 READS = 2  # of a run, before it is called damaged
 
 Piece = tuple[str, Box, str, memoryview]  # tensor, box, dtype, its bytes in row-major order
