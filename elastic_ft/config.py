@@ -7,7 +7,7 @@ pydantic's findings into one line (``ConfigError``). The resolved job is saved w
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -135,13 +135,18 @@ class ElasticConfig(Section):
 
 
 class SnapshotConfig(Section):
-    every_steps: int = Field(1, ge=1)  # sharded layouts: to host memory and to a buddy
+    """Of sharded layouts, to host memory and to buddies."""
+
+    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # auto: by measured cost
+    max_cost: float = Field(0.01, gt=0, lt=1)  # auto: share of the step time
+    max_steps: int = Field(50, ge=1)  # auto: at most; what a failure may make redo
     copies: int = Field(2, ge=1, le=8)  # of each shard, on as many nodes
 
 
 class CheckpointConfig(Section):
     url: str | None = None  # any fsspec URL; none: checkpoints/ in the run folder
-    every_steps: int = Field(0, ge=0)  # 0: only the final one
+    every_steps: int = Field(0, ge=0)  # 0: not by steps
+    every_s: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"  # auto: Young/Daly
     final: bool = True
     keep_last: int = Field(2, ge=1)
     keep_for_h: float | None = Field(None, gt=0)  # and whatever is younger than that

@@ -18,11 +18,18 @@ from elastic_ft.core.events import (
     ShardsWritten,
     StepApplied,
     StepHeld,
+    TakeCheckpoint,
     WantWorkers,
     WorkerDone,
     WorkerId,
 )
+from elastic_ft.core.intervals import checkpoint_every_s
 from elastic_ft.core.state import CheckpointAttempt, PendingStep, Turn, Writers, is_current
+
+PLANNED = ("worker_joined", "node_draining")  # causes of recoveries that are no failures
+PRIOR_BETWEEN_FAILURES_S = 6 * 3600.0  # what is assumed before any was seen
+FIRST_WRITE_S = 5.0  # before one was measured
+CHECKPOINT_MIN_S, CHECKPOINT_MAX_S = 60.0, 3600.0
 
 # --------------------------------------------------------------------- committing steps
 
@@ -104,6 +111,34 @@ def _drop_what_was_left(turn: Turn) -> None:
 
 
 # --------------------------------------------------------------------------- checkpoints
+
+
+def await_checkpoint(turn: Turn) -> None:
+    """A generation trains: when is its next checkpoint due?"""
+    every_s = _checkpoint_every_s(turn)
+    if every_s is not None:
+        turn.timer("checkpoint", max(0.0, turn.state.checkpoint_asked_at_s + every_s - turn.at_s))
+
+
+def ask_for_checkpoint(turn: Turn) -> None:
+    """It is due; not while the one before is being written, nor when nothing is new."""
+    newest = max((ref.step for ref in turn.state.checkpoints), default=0)
+    if not turn.state.attempts and turn.state.committed > newest and not turn.state.stopping:
+        turn.do(TakeCheckpoint(turn.members[0].worker))
+    turn.set(checkpoint_asked_at_s=turn.at_s)
+    await_checkpoint(turn)
+
+
+def _checkpoint_every_s(turn: Turn) -> float | None:
+    """As told, or as what one costs and how often workers fail advise."""
+    state, policy = turn.state, turn.policy
+    if not policy.checkpoint_auto:
+        return policy.checkpoint_every_s
+    failures = sum(r.cause not in PLANNED for r in state.recoveries)
+    ran_s = turn.at_s - state.started_at_s
+    between_s = (ran_s + PRIOR_BETWEEN_FAILURES_S) / (failures + 1)
+    every_s = checkpoint_every_s(state.checkpoint_write_s or FIRST_WRITE_S, between_s)
+    return min(max(every_s, CHECKPOINT_MIN_S), CHECKPOINT_MAX_S)
 
 
 def shards_written(turn: Turn, event: ShardsWritten) -> None:
@@ -207,6 +242,7 @@ def _commit_checkpoints(turn: Turn) -> None:
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     ref = CheckpointRef(event.step, event.url)
     _settle_attempt(turn, event.step)
+    _learn_write_time(turn, event)
     older = tuple(r for r in turn.state.checkpoints if r.step != event.step)
     refs = sorted((ref, *older), key=lambda r: -r.step)
     turn.set(checkpoints=tuple(refs[: turn.policy.keep_last]))
@@ -220,6 +256,26 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     )
     _commit_checkpoints(turn)
     finish_if_done(turn)
+
+
+def _learn_write_time(turn: Turn, event: CheckpointCommitted) -> None:
+    """What a checkpoint takes: from when it was asked for until it is published."""
+    if not turn.policy.checkpoint_auto:
+        return
+    before_s = _checkpoint_every_s(turn)
+    asked_s = turn.at_s - turn.state.checkpoint_asked_at_s
+    write_s = asked_s if 0 < asked_s < (before_s or 0) else event.seconds
+    turn.set(checkpoint_write_s=max(write_s, event.seconds))
+    after_s = _checkpoint_every_s(turn)
+    if before_s and after_s and abs(after_s - before_s) > 0.1 * before_s:
+        turn.journal(
+            "checkpoint_interval",
+            f"one takes {turn.state.checkpoint_write_s:.1f} s to write: the next ones every "
+            f"{after_s:.0f} s, {before_s:.0f} s before",
+            every_s=round(after_s, 3),
+            write_s=round(turn.state.checkpoint_write_s, 3),
+            failures=sum(r.cause not in PLANNED for r in turn.state.recoveries),
+        )
 
 
 def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:

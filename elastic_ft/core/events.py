@@ -423,6 +423,13 @@ class StopAtBoundary:
 
 
 @dataclass(frozen=True, slots=True)
+class TakeCheckpoint:
+    """Every member writes its part of a checkpoint after the step that ``worker`` is at."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class FormGeneration:
     assignment: Assignment
 
@@ -497,6 +504,7 @@ Command = (
     | DropKept
     | PauseWorkers
     | StopAtBoundary
+    | TakeCheckpoint
     | FormGeneration
     | RecordStep
     | RollBack

@@ -21,6 +21,8 @@ from typing import Any
 from elastic_ft.core.commits import (
     abandon_attempts_of,
     abandon_void_attempts,
+    ask_for_checkpoint,
+    await_checkpoint,
     checkpoint_committed,
     checkpoint_failed,
     commit_steps,
@@ -327,6 +329,7 @@ def _suspend(turn: Turn, workers: int) -> None:
 def _job_started(turn: Turn, event: JobStarted) -> None:
     committed = event.checkpoints[0].step if event.checkpoints else 0
     turn.set(checkpoints=event.checkpoints, committed=committed, generation=event.generation)
+    turn.set(started_at_s=event.at_s, checkpoint_asked_at_s=event.at_s)
     start = (
         f"resuming from checkpoint {event.checkpoints[0].url}"
         if event.checkpoints
@@ -637,6 +640,7 @@ def _formed(turn: Turn) -> None:
     for donor in assignment.donors:
         _release(turn, donor.worker, "it has handed over its state; its node is draining")
     _close_episode(turn, assignment)
+    await_checkpoint(turn)
     commit_steps(turn)
     if turn.state.phase != "running":  # that was the last step: the job has ended
         return
@@ -723,6 +727,8 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
             finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}")
     elif key == ("join", "running") and turn.joiners() and not state.stopping:
         _admit(turn)
+    elif key == ("checkpoint", "running"):
+        ask_for_checkpoint(turn)
     elif key == ("boundary", "pausing"):
         _boundary_overdue(turn)
     elif key == ("pause", "pausing"):

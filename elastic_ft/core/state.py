@@ -42,6 +42,8 @@ class Policy:
     max_generations_without_progress: int = 10
     max_user_failures: int = 2
     keep_last: int = 2  # checkpoints
+    checkpoint_every_s: float | None = None
+    checkpoint_auto: bool = False  # as cost and failures advise
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,9 @@ class State:
     committed: int = 0
     pending: dict[int, PendingStep] = field(default_factory=dict)
     checkpoints: tuple[CheckpointRef, ...] = ()
+    started_at_s: float = 0.0
+    checkpoint_asked_at_s: float = 0.0  # when the last one was due, or the job started
+    checkpoint_write_s: float = 0.0  # of the last one, from when it was asked for
     attempts: tuple[CheckpointAttempt, ...] = ()
     closed: frozenset[tuple[int, int]] = frozenset()  # attempts that ended: (step, generation)
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few

@@ -55,7 +55,7 @@ CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 
 
 def policy_of(job: Job) -> Policy:
-    elastic = job.elastic
+    elastic, every_s = job.elastic, job.checkpoint.every_s
     return Policy(
         min_workers=elastic.min_workers,
         max_workers=elastic.max_workers,
@@ -74,6 +74,8 @@ def policy_of(job: Job) -> Policy:
         keep_last=job.checkpoint.keep_last
         if job.checkpoint.keep_for_h is None
         else max(CHECKPOINTS_KNOWN, job.checkpoint.keep_last),
+        checkpoint_every_s=None if every_s == "auto" else every_s,
+        checkpoint_auto=every_s == "auto",
     )
 
 
@@ -301,7 +303,7 @@ class Controller:
     def _kill_worker(self, command: ev.KillWorker) -> None:
         self.host.kill_worker(command.worker)
 
-    def _to_worker(self, command: ev.ReleaseWorker | ev.UseKeeper) -> None:
+    def _to_worker(self, command: ev.ReleaseWorker | ev.UseKeeper | ev.TakeCheckpoint) -> None:
         self._send(command.worker, command)
 
     def _drop_kept(self, command: ev.DropKept) -> None:
@@ -514,6 +516,7 @@ executors: dict[type, Callable[[Controller, Any], None]] = {
     ev.KillWorker: Controller._kill_worker,
     ev.ReleaseWorker: Controller._to_worker,
     ev.UseKeeper: Controller._to_worker,
+    ev.TakeCheckpoint: Controller._to_worker,
     ev.DropKept: Controller._drop_kept,
     ev.PauseWorkers: Controller._to_workers,
     ev.StopAtBoundary: Controller._to_workers,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
+from elastic_ft.core.intervals import Cadence
 from elastic_ft.core.schedule import learning_rate
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime.checkpointer import Checkpointer, Owned
@@ -66,6 +67,7 @@ class Flags:
 
     pause: bool = False
     stop: bool = False
+    checkpoint: bool = False
 
 
 @dataclass(slots=True)
@@ -110,7 +112,12 @@ class Loop:
         self.data_rank = layout.data_rank(self.groups.rank)
         self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
         self.holds = self.groups.assignment.snapshots
-        self._pausing = self._stopping = False  # as all members agreed in the running step
+        snapshot = self.job.snapshot
+        every = None if snapshot.every_steps == "auto" else snapshot.every_steps
+        self.cadence = Cadence(every, snapshot.max_cost, snapshot.max_steps)
+        self._step_s = 0.0  # of the step before
+        # As all members agreed in the running step:
+        self._pausing = self._stopping = self._checkpointing = False
 
     def steps(self) -> Iterator[Step]:
         """Runs until the last step, a pause or a stop. Raises GroupBroken and user errors."""
@@ -136,7 +143,7 @@ class Loop:
         micro_batches = self._load(number)
         loss, tokens = self.engine.run_batch(number, micro_batches, points)
         self.tools.snapshots.wait(self.groups.deadline())
-        loss, tokens = self._agree(loss, tokens)
+        loss, tokens = self._agree(loss, tokens, self.tools.snapshots.take_cost_s())
         sample_ids = self._audit(number)
         self.tools.snapshots.drop_before(self.tools.snapshots.newest())
         update = self.engine.apply(number, tokens, points)
@@ -157,6 +164,7 @@ class Loop:
         self._send(StepApplied(time.time(), self.tools.worker, self._generation, number, metrics))
         checkpointed = self._keep(number)
         eval_loss = self._evaluate_if_due(number)
+        self._step_s = time.perf_counter() - began
         return Step(
             number=number,
             loss=loss,
@@ -200,14 +208,21 @@ class Loop:
             for index, data in enumerate(loaded)
         ]
 
-    def _agree(self, loss: float, tokens: int) -> tuple[float, int]:
-        """Returns the global mean loss and token count; settles whether to pause or stop."""
-        values = [loss, float(tokens), float(self.flags.pause), float(self.flags.stop)]
+    def _agree(self, loss: float, tokens: int, cost_s: float) -> tuple[float, int]:
+        """Returns the global mean loss and token count; settles whether to pause or stop, and how
+        often to take snapshots. ``cost_s``: of the snapshot that has ended, 0 if none has."""
+        asked, self.flags.checkpoint = self.flags.checkpoint, False
+        wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
+        values = [loss, float(tokens), *wishes, cost_s, self._step_s]
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
-        total, count, pause, stop = packed.tolist()
+        total, count, pause, stop, checkpoint, cost, step = packed.tolist()
+        world = self.groups.world_size
+        if self.cadence.learn(cost / world, step / world) and self.groups.rank == 0:
+            self._note_cadence()
         # Not into the flags: a request that came during the all-reduce would be lost.
         self._pausing, self._stopping = pause > 0, stop > 0
+        self._checkpointing = checkpoint > 0
         return total / max(count, 1.0), int(count)
 
     def _audit(self, number: int) -> list[int] | None:
@@ -236,14 +251,17 @@ class Loop:
         """Starts the snapshot and the checkpoint that are due. Returns if a checkpoint was."""
         every = self.job.checkpoint.every_steps
         final = number == self.job.steps or self._stopping
-        checkpoint = bool(every and number % every == 0) or (final and self.job.checkpoint.final)
-        hold = self.holds and (final or number % self.job.snapshot.every_steps == 0)
+        due = self._checkpointing or bool(every and number % every == 0)
+        checkpoint = due or (final and self.job.checkpoint.final)
+        hold = self.holds and (final or number >= self.cadence.next)
         if hold or checkpoint:
             self._snapshot(hold, checkpoint)
         return checkpoint
 
     def _snapshot(self, hold: bool, upload: bool = False) -> None:
         """Copies the live state to host memory: to hold it there, for an upload, or for both."""
+        if hold:
+            self.cadence.taken(self.step)
         tools, state = self.tools, self.engine.state()
         owned = self.formed.owned
         shard = tools.snapshots.take(
@@ -258,6 +276,15 @@ class Loop:
         if upload:
             tools.checkpointed_step = self.step
             tools.checkpointer.write(shard, owned, state, self.groups)
+
+    def _note_cadence(self) -> None:
+        every, cost_s, step_s = self.cadence.every, self.cadence.cost_s, self.cadence.step_s
+        reason = (
+            f"a snapshot costs {cost_s * 1e3:.1f} ms, a step takes {step_s * 1e3:.0f} ms: one "
+            f"every {every} steps is {cost_s / (step_s * every):.1%} of the time"
+        )
+        fields = {"every_steps": every, "cost_s": round(cost_s, 6), "step_s": round(step_s, 6)}
+        self._send(Note(self.tools.worker, self._generation, "snapshot_interval", reason, fields))
 
     def _held(self, step: int) -> None:
         self._send(StepHeld(time.time(), self.tools.worker, self._generation, step))

@@ -133,6 +133,7 @@ class Snapshots:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
         self.bytes_allocated = 0
+        self._cost_s = 0.0
 
     # ------------------------------------------------------------------ taking
 
@@ -154,6 +155,7 @@ class Snapshots:
         """
         assert self._running is None, "one snapshot at a time: wait() comes before take()"
         assert groups.rank is not None
+        began = time.perf_counter()
         layout = groups.assignment.layout
         shard = self._shard(step, layout.shard_space, layout.shard_of(groups.rank), state)
         shard.partial = partial
@@ -166,6 +168,7 @@ class Snapshots:
             seal(shard.buffer.bytes)
 
         def run() -> None:
+            cpu_began = time.thread_time()
             try:
                 copy()
             except BaseException as error:
@@ -178,9 +181,17 @@ class Snapshots:
                 reach("buddy_send", step)
                 self._exchange(shard, exchange)
                 on_held(step)
+            if not self._pinned:  # it takes processor time from training, not only bandwidth
+                self._cost_s += time.thread_time() - cpu_began
 
         self._running = self._thread.submit(run)
+        self._cost_s += time.perf_counter() - began
         return shard
+
+    def take_cost_s(self) -> float:
+        """Seconds by which snapshots have delayed training since this was last asked."""
+        cost_s, self._cost_s = self._cost_s, 0.0
+        return cost_s
 
     def _shard(self, step: int, space: str, name: str, state: State) -> HostShard:
         schema = make_schema(state)
@@ -226,10 +237,13 @@ class Snapshots:
         running, self._running = self._running, None
         if running is None:
             return
+        began = time.perf_counter()
         try:
             running.result(max(0.001, deadline_s - time.monotonic()))
         except FutureTimeout:
             raise GroupBroken("a snapshot was not complete in time") from None
+        finally:
+            self._cost_s += time.perf_counter() - began
 
     def quiesce(self, deadline_s: float) -> None:
         """At the safe point: lets the copy under way end, whatever becomes of it."""

@@ -32,6 +32,7 @@ from elastic_ft.core.events import (
     Resumed,
     SourceRefused,
     StopAtBoundary,
+    TakeCheckpoint,
     Tier,
     UseKeeper,
     WorkerRaised,
@@ -165,6 +166,8 @@ class Worker:
                 self._on_form(message)
             elif isinstance(message, UseKeeper):
                 self._use_keeper(message.keeper)
+            elif isinstance(message, TakeCheckpoint):
+                self._flags.checkpoint = True
             elif isinstance(message, StopAtBoundary):
                 self._flags.stop = True
             elif isinstance(message, ReleaseWorker):

@@ -45,6 +45,7 @@ def make_job(strategy: str = "ddp", *, steps: int = 12, workers: int = 4, **sect
         },
         "data": dict(CORPUS),
         "batch": {"global_batch_size": 8, "micro_batch_size": 1},
+        "snapshot": {"every_steps": 1},
         "parallel": {"strategy": strategy} | ({"shard_size": 2} if strategy == "hsdp" else {}),
         "elastic": {
             "min_workers": min(2, workers),

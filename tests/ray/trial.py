@@ -34,6 +34,7 @@ def job(name: str, **sections: Any) -> dict[str, Any]:
             "cache_dir": "/tmp/elastic_ft_test_data",
         },
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "snapshot": {"every_steps": 1},
         "elastic": {"min_workers": 1, "max_workers": NODES, "gather_s": 60},
         "audit": True,
         **sections,

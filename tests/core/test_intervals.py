@@ -1,0 +1,95 @@
+"""How often to copy and to write: against the formula's own optimum, and at the edges."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ft.core.events import CheckpointCommitted, Command, TakeCheckpoint
+from elastic_ft.core.intervals import (
+    SNAPSHOT_INTERVALS,
+    Cadence,
+    checkpoint_every_s,
+    snapshot_every,
+)
+from elastic_ft.core.state import Policy
+from elastic_ft.sim.script import Script
+
+
+@given(st.floats(1e-4, 10), st.floats(1e-3, 100), st.floats(0.001, 0.5))
+def test_a_snapshot_costs_no_more_than_its_share(
+    cost_s: float, step_s: float, share: float
+) -> None:
+    every = snapshot_every(cost_s, step_s, share, 1000)
+    largest = every == SNAPSHOT_INTERVALS[-1]
+    assert largest or cost_s <= every * step_s * share * (1 + 1e-9)
+    if every > 1:
+        before = SNAPSHOT_INTERVALS[SNAPSHOT_INTERVALS.index(every) - 1]
+        assert cost_s > before * step_s * share, "a shorter interval would have done"
+
+
+def test_what_a_failure_makes_redo_is_bounded() -> None:
+    assert snapshot_every(100.0, 0.1, 0.01, 7) == 7
+
+
+def test_a_generation_begins_with_a_snapshot_each_step_and_learns() -> None:
+    cadence = Cadence(None, 0.01, 50)
+    changed = []
+    for step in range(1, 9):
+        if step >= cadence.next:
+            cadence.taken(step)
+        changed.append(cadence.learn(0.004, 0.1))
+    assert changed == [False, False, False, True, False, False, False, False]
+    assert cadence.every == 5
+
+
+def test_a_fixed_number_is_kept() -> None:
+    cadence = Cadence(3, 0.01, 50)
+    assert not any(cadence.learn(1.0, 0.1) for _ in range(10))
+    assert cadence.every == 3
+
+
+def lost_share(interval_s: float, write_s: float, between_s: float) -> float:
+    """Daly's model: the expected run time per useful second."""
+    work = math.exp(write_s / between_s) * (math.exp((interval_s + write_s) / between_s) - 1)
+    return between_s * work / interval_s
+
+
+@given(st.floats(0.5, 60), st.floats(600, 1e6))
+def test_dalys_interval_is_near_the_optimum(write_s: float, between_s: float) -> None:
+    chosen = lost_share(checkpoint_every_s(write_s, between_s), write_s, between_s)
+    grid = (between_s * 1.02**-n for n in range(600))
+    assert chosen <= min(lost_share(s, write_s, between_s) for s in grid if s > write_s / 10) * 1.01
+
+
+def test_the_interval_follows_cost_and_failures() -> None:
+    assert checkpoint_every_s(5, 3600) < checkpoint_every_s(20, 3600)
+    assert checkpoint_every_s(5, 3600) > checkpoint_every_s(5, 600)
+    assert checkpoint_every_s(100, 10) == 10
+
+
+# ------------------------------------------------------------------ as the core applies it
+
+
+def due(script: Script) -> list[Command]:
+    return [c for c in script.fire("checkpoint") if isinstance(c, TakeCheckpoint)]
+
+
+def test_a_checkpoint_is_asked_for_when_it_is_due_and_something_is_new() -> None:
+    script = Script(Policy(1, 2, checkpoint_every_s=30.0))
+    script.run(a="n1", b="n2")
+    assert due(script) == [], "nothing is committed yet"
+    script.train(1)
+    assert due(script) == [TakeCheckpoint("a")]
+
+
+def test_a_checkpoint_that_takes_longer_is_written_less_often() -> None:
+    script = Script(Policy(1, 2, checkpoint_auto=True))
+    script.run(a="n1", b="n2")
+    script.train(1)
+    due(script)
+    script.tell(CheckpointCommitted, 1, "url", 10, 55.0)
+    (reason,) = (why for event, why in script.journal if event == "checkpoint_interval")
+    assert reason.startswith("one takes 55.0 s to write: the next ones every ")
