@@ -26,8 +26,8 @@ class Cadence:
     """When to take snapshots, the same on every rank: from numbers that all have agreed on.
 
     Attributes:
-        every: steps between snapshots. Without a fixed number each generation begins with one at each
-            step: what is restored gets its second copy at once, and the cost is measured.
+        every: steps between snapshots. Without a fixed number each generation begins with one at
+            each step: what is restored gets its second copy at once, and the cost is measured.
         next: the step after which the next one is due.
     """
 
