@@ -25,13 +25,16 @@ CONSTANT = {"schedule": "constant"}
 
 
 class Once:
-    """Does something the first time that a step is committed, in the controller's thread."""
+    """Does something once a step is committed, and a checkpoint if asked; in the controller's
+    thread."""
 
-    def __init__(self, step: int, action: Any) -> None:
+    def __init__(self, step: int, action: Any, *, checkpointed: bool = False) -> None:
         self.step, self.action, self.done = step, action, False
+        self.checkpointed = checkpointed
 
     def __call__(self, controller: Controller, line: dict[str, Any]) -> None:
-        if line["step"] >= self.step and not self.done:
+        awaited = self.checkpointed and not controller.state.checkpoints
+        if line["step"] >= self.step and not self.done and not awaited:
             self.done = True
             self.action(controller, host_of(controller))
 
@@ -67,14 +70,15 @@ def test_two_nodes_at_once(tmp_path: Path, strategy: str) -> None:
     assert run.recoveries[0]["survivors_kept_pid"], run.story()
 
 
-def test_all_workers_killed_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    job = make_job("fsdp", steps=16, checkpoint={"every_steps": 3})
+def test_all_nodes_lost_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    job = make_job("fsdp", steps=80, checkpoint={"every_steps": 3})
 
     def kill_all(controller: Controller, host: LocalHost) -> None:
-        for worker in host.alive():
-            host.kill_worker(worker)
+        for number in range(4):
+            host.kill_node(f"n{number}")
+            host.add_node(f"m{number}", 1)
 
-    run = run_job(job, tmp_path, on_step=Once(8, kill_all)).check()
+    run = run_job(job, tmp_path, on_step=Once(8, kill_all, checkpointed=True)).check()
     (rolled,) = run.all("rolled_back")
     assert rolled["step"] >= 3, run.story()
     assert rolled["step"] >= newest_checkpoint_before(run, rolled), run.story()
@@ -145,7 +149,7 @@ def test_below_the_minimum_it_waits_and_goes_on(tmp_path: Path) -> None:
 def test_below_the_minimum_it_gives_up_at_its_deadline(tmp_path: Path) -> None:
     elastic = {"suspend_timeout_s": 1.0}
     job = make_job("ddp", steps=5000, workers=2, elastic=elastic, checkpoint={"every_steps": 4})
-    run = run_job(job, tmp_path, on_step=Once(6, kill_nodes("n1")))
+    run = run_job(job, tmp_path, on_step=Once(6, kill_nodes("n1"), checkpointed=True))
     assert run.result["status"] == "suspended", run.story()
     assert "1 workers after 1 s suspended, min_workers is 2" in run.result["reason"]
     assert run.result["checkpoints"][0]["url"] in run.result["reason"], "names the checkpoint"
@@ -265,7 +269,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
 
 
 def test_a_damaged_copy_is_caught_by_its_digest(tmp_path: Path) -> None:
-    """The buddy's copy of the dead worker's shard is damaged: the checkpoint is used instead."""
+    """The buddy's copy of the dead worker's shard is damaged: the node's keeper has another."""
     faults = [
         Fault("before_optimizer", "corrupt", rank=2, step=8),
         Fault("before_optimizer", "kill", rank=1, step=8),
@@ -273,8 +277,8 @@ def test_a_damaged_copy_is_caught_by_its_digest(tmp_path: Path) -> None:
     job = make_job("fsdp", steps=12, checkpoint={"every_steps": 3})
     run = run_job(job, tmp_path, faults=faults).check()
     assert run.all("source_refused"), run.story()
-    (rolled,) = run.all("rolled_back")
-    assert rolled["step"] >= 3, run.story()
+    assert run.recoveries[0]["source"] == "keeper", run.story()
+    assert not run.all("rolled_back"), run.story()
     whole = run_job(make_job("ddp", steps=12, workers=1), tmp_path / "one")
     run.same_losses_as(whole)
 
