@@ -1,24 +1,27 @@
 """What elasticity costs while nothing happens: tokens/s against the same engine's bare loop.
 
-    python benchmarks/overhead.py --strategy fsdp --rounds 5
+    python benchmarks/overhead.py --strategy fsdp --windows 15
 
-Each round runs the two in turn, on as many worker processes, with the same job: ``bare`` is the
-engine alone (forward, backward, the loss all-reduce, clipping, optimizer); ``elastic`` is the whole
-runtime: controller, keepers, heartbeats, journal, snapshots with their buddies' copies as often as
-the default allows. The figure is the ratio of the means of a round (a snapshot's step is longer
-than the others); the median and min-max over rounds are printed,
-with the host memory that snapshots take per byte of state. Raw numbers go to ``--out``.
+Two jobs are kept side by side, each on as many worker processes, and take turns: one trains for a
+few seconds while the other is stopped (SIGSTOP). So a pair of windows is seconds apart, and the
+machine's drift cancels out. ``bare`` is the engine alone (forward, backward, the loss all-reduce,
+clipping, optimizer); ``elastic`` is the whole runtime: controller, keepers, heartbeats, journal,
+snapshots with their buddies' copies as often as the default allows. Printed are the median and
+min-max of the ratio over pairs of windows, and what snapshots take of host memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import gc
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -32,21 +35,23 @@ from elastic_ft.config import Job, parse_job
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import plan_layout
 from elastic_ft.models.build import build_model
-from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.run_folder import RunFolder, read_lines
+from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.engines.base import MicroBatch
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.local import run_local
+from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
 
 WARM_UP_STEPS = 12  # in which the cost of a snapshot is learnt, too
+DEADLINE_S = 120.0
 
 
 def make_job(arguments: argparse.Namespace) -> Job:
     return parse_job(
         {
             "name": "overhead",
-            "steps": arguments.steps + WARM_UP_STEPS,
+            "steps": 1_000_000,
             "model": {"preset": arguments.preset},
             "data": {
                 "url": "stdlib:",
@@ -59,14 +64,19 @@ def make_job(arguments: argparse.Namespace) -> Job:
                 "micro_batch_size": arguments.batch,
             },
             "parallel": {"strategy": arguments.strategy},
-            "elastic": {"min_workers": arguments.workers, "max_workers": arguments.workers},
-            "checkpoint": {"final": False},
+            "elastic": {
+                "min_workers": arguments.workers,
+                "max_workers": arguments.workers,
+                "heartbeat_timeout_s": 3600,  # it is stopped half of the time
+                "hang_timeout_s": 3600,
+            },
+            "checkpoint": {"final": False, "every_s": None},
         }
     )
 
 
 def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> None:
-    """The engine's loop and nothing else. Puts this rank's step times on ``results``."""
+    """The engine's loop and nothing else. Rank 0 puts the time after each step on ``results``."""
     torch.set_num_threads(1)
     data = open_dataset(job.data, job.seed)
 
@@ -85,10 +95,10 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
     groups.form(torch.device("cpu"), 60)
     engine.attach(groups)
     engine.initialise()
-    times = []
+    gc.collect()
+    gc.freeze()  # as the runtime does: no advantage for it
     size = job.batch.micro_batch_size
     for number in range(1, job.steps + 1):
-        began = time.perf_counter()
         first = ((number - 1) * world + rank) * size
         samples = [data.train[(first + i) % len(data.train)] for i in range(size)]
         batch = [MicroBatch(rank, data.train.collate(samples))]
@@ -96,49 +106,116 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
         packed = torch.tensor([loss, float(tokens)], dtype=torch.float64)
         dist.all_reduce(packed)
         engine.apply(number, int(packed[1]), lambda *_: None)
-        times.append(time.perf_counter() - began)
-    results.put(times if rank == 0 else None)
-    groups.barrier("end")
+        if rank == 0:
+            results.put(time.time())
 
 
-def run_bare(job: Job) -> list[float]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    world = job.elastic.max_workers
-    workers = [
-        context.Process(target=bare_worker, args=(job, rank, world, store.port, results))
-        for rank in range(world)
-    ]
-    for worker in workers:
-        worker.start()
-    found = [results.get(timeout=600) for _ in workers]
-    for worker in workers:
-        worker.join(60)
-    return next(times for times in found if times)[WARM_UP_STEPS:]
+class Bare:
+    """The bare loop, on processes of its own."""
+
+    def __init__(self, job: Job) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self._results, world = context.Queue(), job.elastic.max_workers
+        self._workers = [
+            context.Process(
+                target=bare_worker, args=(job, rank, world, self._store.port, self._results)
+            )
+            for rank in range(world)
+        ]
+        for worker in self._workers:
+            worker.start()
+        self._times: list[float] = []
+
+    def times(self) -> list[float]:
+        """When each step so far has ended."""
+        while not self._results.empty():
+            self._times.append(self._results.get())
+        return self._times
+
+    def signal(self, number: int) -> None:
+        for worker in self._workers:
+            os.kill(worker.pid or 0, number)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.join(10)
 
 
-def run_elastic(job: Job) -> list[float]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = run_local(job, folder)
-        assert result["status"] == "completed", result["reason"]
-        told = [e for e in read_lines(Path(folder) / "inbox.jsonl") if e["type"] == "StepApplied"]
-        applied = [e["at_s"] for e in told if e["worker"] == told[0]["worker"]]
-        show_interval(Path(folder))
-    return [b - a for a, b in itertools.pairwise(applied)][WARM_UP_STEPS - 1 :]
+class Elastic:
+    """The job on plain processes, its controller in a thread here."""
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        nodes = {f"n{i}": 1 for i in range(job.elastic.max_workers)}
+        self._host, self.folder = LocalHost(nodes, WORKER_ENVIRONMENT), folder
+        run = RunFolder(str(folder))
+        self._controller = Controller(job, self._host, run, f"{run.url}/checkpoints")
+        self._thread = threading.Thread(target=self._controller.run)
+        self._thread.start()
+
+    def times(self) -> list[float]:
+        """When each step so far was applied, as one worker tells it."""
+        inbox = self.folder / "inbox.jsonl"
+        told = (
+            [e for e in read_lines(inbox) if e["type"] == "StepApplied"] if inbox.exists() else []
+        )
+        return [e["at_s"] for e in told if e["worker"] == told[0]["worker"]]
+
+    def signal(self, number: int) -> None:
+        for worker in self._host.alive():
+            os.kill(self._host.pid_of(worker) or 0, number)
+
+    def close(self) -> None:
+        """Ends the run; ``host_memory`` is journalled on the way."""
+        self._controller.stop("measured")
+        self._thread.join(60)
+
+    def notes(self, *events: str) -> list[str]:
+        lines = read_lines(self.folder / "events.jsonl")
+        return [f"{line['event']}: {line['reason']}" for line in lines if line["event"] in events]
 
 
-def show_interval(folder: Path) -> None:
-    for event in read_lines(folder / "events.jsonl"):
-        if event["event"] == "snapshot_interval":
-            print(f"  step snapshots: {event['reason']}")
+def step_seconds(job: Bare | Elastic, window_s: float) -> float:
+    """Lets ``job`` alone train for a while; the mean time of a step in it."""
+    began = time.time()
+    job.signal(signal.SIGCONT)
+    time.sleep(window_s)
+    job.signal(signal.SIGSTOP)
+    ended = [t for t in job.times() if t >= began][1:]  # the first was under way before
+    return (ended[-1] - ended[0]) / (len(ended) - 1)
 
 
-def host_memory(job: Job) -> str:
-    """Bytes of snapshot buffers per byte of a rank's own state, by construction."""
-    if job.parallel.strategy == "ddp":
-        return "0 (replicated state needs no snapshot)"
-    return "4.0x of the rank's own shard: two own buffers and two of its buddy's, double-buffered"
+def warm_up(job: Bare | Elastic) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while len(job.times()) < WARM_UP_STEPS:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{type(job).__name__} did not get going in {DEADLINE_S:g} s")
+        time.sleep(0.2)
+    job.signal(signal.SIGSTOP)
+
+
+def measure(job: Job, arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """One line per pair of windows."""
+    pairs = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        bare = Bare(job)
+        stack.callback(bare.close)
+        warm_up(bare)
+        elastic = Elastic(job, Path(folder))
+        stack.callback(elastic.close)
+        warm_up(elastic)
+        for number in range(arguments.windows):
+            both = [("bare", bare), ("elastic", elastic)]
+            turns = both if number % 2 else both[::-1]
+            pair = {name: step_seconds(which, arguments.seconds) for name, which in turns}
+            pairs.append({**pair, "ratio": pair["bare"] / pair["elastic"]})
+            print(" ".join(f"{name} {value:.4f}" for name, value in pairs[-1].items()), flush=True)
+        elastic.signal(signal.SIGCONT)
+        elastic.close()
+        for note in elastic.notes("snapshot_interval", "host_memory"):
+            print(note)
+    return pairs
 
 
 def main() -> None:
@@ -147,33 +224,22 @@ def main() -> None:
     parser.add_argument("--preset", default="decoder-1m")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="samples per worker and step")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", default="benchmarks/results/overhead.json")
+    parser.add_argument("--windows", type=int, default=15, help="pairs of them")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of one window")
+    parser.add_argument("--out", default="benchmarks/results")
     arguments = parser.parse_args()
     job = make_job(arguments)
+    pairs = measure(job, arguments)
     tokens = job.batch.global_batch_size * job.data.sequence_length
-    rounds = []
-    for number in range(arguments.rounds):
-        order = [("bare", run_bare), ("elastic", run_elastic)]
-        times = {name: run(job) for name, run in (order if number % 2 else order[::-1])}
-        rates = {name: tokens / statistics.mean(values) for name, values in times.items()}
-        ratio = rates["elastic"] / rates["bare"]
-        rounds.append({"step_seconds": times, "tokens_per_s": rates, "ratio": ratio})
-        print(
-            f"round {number + 1}: bare {rates['bare']:.0f} tokens/s, elastic "
-            f"{rates['elastic']:.0f} tokens/s, ratio {ratio:.4f}",
-            flush=True,
-        )
-    ratios = [r["ratio"] for r in rounds]
+    ratios = [pair["ratio"] for pair in pairs]
     print(
         f"{arguments.strategy}: elastic/bare tokens/s, median {statistics.median(ratios):.4f} "
-        f"(min {min(ratios):.4f}, max {max(ratios):.4f}) over {len(ratios)} rounds"
+        f"(min {min(ratios):.4f}, max {max(ratios):.4f}) over {len(ratios)} pairs of windows; bare "
+        f"{tokens / statistics.median(pair['bare'] for pair in pairs):.0f} tokens/s"
     )
-    print(f"host memory of snapshots: {host_memory(job)}")
-    out = Path(arguments.out)
+    out = Path(arguments.out) / f"overhead-{arguments.strategy}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"arguments": vars(arguments), "rounds": rounds}, indent=1))
+    out.write_text(json.dumps({"arguments": vars(arguments), "pairs": pairs}, indent=1))
 
 
 if __name__ == "__main__":

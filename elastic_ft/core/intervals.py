@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 
 # So few that a noisy measurement does not change the choice all the time.
 SNAPSHOT_INTERVALS = (1, 2, 3, 5, 8, 12, 20, 32, 50, 80)
@@ -22,6 +24,26 @@ def snapshot_every(cost_s: float, step_s: float, max_cost: float, max_steps: int
     return min(fitting[0] if fitting else SNAPSHOT_INTERVALS[-1], max_steps)
 
 
+class Typical:
+    """The median of the last values: one hiccup (an evaluation, a stop) is no new truth."""
+
+    BELIEVED, REMEMBERED = 4, 15  # values
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=self.REMEMBERED)
+
+    def add(self, value: float) -> None:
+        self._values.append(value)
+
+    @property
+    def value(self) -> float:
+        return median(self._values) if self._values else 0.0
+
+    @property
+    def is_believed(self) -> bool:
+        return len(self._values) >= self.BELIEVED
+
+
 class Cadence:
     """When to take snapshots, the same on every rank: from numbers that all have agreed on.
 
@@ -31,35 +53,45 @@ class Cadence:
         next: the step after which the next one is due.
     """
 
-    MEASURED = 4  # snapshots before their cost is believed
-    MEMORY = 0.9  # weight of what was known, when a new one is measured
-
     def __init__(self, every: int | None, max_cost: float, max_steps: int) -> None:
         """``every`` None: as their cost advises, see ``snapshot_every`` for the rest."""
         self._auto, self._limits = every is None, (max_cost, max_steps)
         self.every = every or 1
         self.next = 0
-        self.cost_s = self.step_s = 0.0
-        self._count = 0
+        self._accounted, self._beside, self._without = Typical(), Typical(), Typical()
+        self._ran = False  # a snapshot, in the step before
+
+    @property
+    def cost_s(self) -> float:
+        """Of one snapshot: what was accounted for, or by how much longer its step takes."""
+        if not (self._beside.is_believed and self._without.is_believed):
+            return self._accounted.value
+        return max(self._accounted.value, self._beside.value - self._without.value)
+
+    @property
+    def step_s(self) -> float:
+        """Of a step without one, as far as there were any."""
+        return self._without.value or self._beside.value
 
     def taken(self, step: int) -> None:
         self.next = step + self.every
 
     def learn(self, cost_s: float, step_s: float) -> bool:
-        """Means over ranks, of the snapshot that has ended (0: none) and of the last step.
-
-        Returns whether ``every`` has changed.
+        """Means over ranks: cost of the snapshot that ended in this step (0: none did), and
+        duration of the step before. Returns whether ``every`` has changed.
         """
-        if not self._auto or not cost_s or not step_s:
+        ran, self._ran = self._ran, cost_s > 0
+        if step_s:
+            (self._beside if ran else self._without).add(step_s)
+        if cost_s:
+            self._accounted.add(cost_s)
+        if not self._auto or not cost_s or not self._accounted.is_believed:
             return False
-        self._count += 1
-        weight = self.MEMORY if self._count > self.MEASURED else 1 - 1 / self._count
-        self.cost_s = weight * self.cost_s + (1 - weight) * cost_s
-        self.step_s = weight * self.step_s + (1 - weight) * step_s
-        if self._count < self.MEASURED:
+        wanted = snapshot_every(self.cost_s, self.step_s, *self._limits)
+        if self.every / 3 < wanted <= self.every:  # more often only if that is much more often
             return False
-        before, self.every = self.every, snapshot_every(self.cost_s, self.step_s, *self._limits)
-        return self.every != before
+        self.every = wanted
+        return True
 
 
 def checkpoint_every_s(write_s: float, mean_time_between_failures_s: float) -> float:

@@ -37,11 +37,11 @@ def test_what_a_failure_makes_redo_is_bounded() -> None:
 def test_a_generation_begins_with_a_snapshot_each_step_and_learns() -> None:
     cadence = Cadence(None, 0.01, 50)
     changed = []
-    for step in range(1, 9):
+    for step in range(1, 6):
         if step >= cadence.next:
             cadence.taken(step)
         changed.append(cadence.learn(0.004, 0.1))
-    assert changed == [False, False, False, True, False, False, False, False]
+    assert changed == [False, False, False, True, False]
     assert cadence.every == 5
 
 
@@ -93,3 +93,15 @@ def test_a_checkpoint_that_takes_longer_is_written_less_often() -> None:
     script.tell(CheckpointCommitted, 1, "url", 10, 55.0)
     (reason,) = (why for event, why in script.journal if event == "checkpoint_interval")
     assert reason.startswith("one takes 55.0 s to write: the next ones every ")
+
+
+def test_what_a_snapshots_step_takes_longer_counts_if_it_is_more() -> None:
+    cadence = Cadence(None, 0.01, 50)
+    duration, ran = 0.1, False
+    for step in range(1, 200):
+        cadence.learn(0.004 if ran else 0.0, duration)
+        duration = 0.11 if ran else 0.1  # of this step, told in the next
+        ran = step >= cadence.next
+        if ran:
+            cadence.taken(step)
+    assert cadence.every == 12, "10 ms of 100, not the 4 that were accounted for"
