@@ -55,15 +55,16 @@ class StateDamaged(ElasticError):
     """Bytes whose digest differs from the recorded one.
 
     Attributes:
-        holder: worker id or URL that the damaged bytes came from.
+        holder: who has the damaged bytes, as a source names it: a worker, a keeper, a URL.
+        shard: the only one that is damaged there, if it is known.
     """
 
-    def __init__(self, message: str, holder: str) -> None:
+    def __init__(self, message: str, holder: str, shard: str = "") -> None:
         super().__init__(message)
-        self.holder = holder
+        self.holder, self.shard = holder, shard
 
-    def __reduce__(self) -> tuple[type["StateDamaged"], tuple[str, str]]:
-        return StateDamaged, (str(self), self.holder)
+    def __reduce__(self) -> tuple[type["StateDamaged"], tuple[str, str, str]]:
+        return StateDamaged, (str(self), self.holder, self.shard)
 
 
 class StoreFailed(ElasticError):

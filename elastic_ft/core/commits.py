@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from elastic_ft.core.events import (
@@ -24,7 +25,14 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.intervals import checkpoint_every_s
-from elastic_ft.core.state import CheckpointAttempt, PendingStep, Turn, Writers, is_current
+from elastic_ft.core.state import (
+    CheckpointAttempt,
+    Left,
+    PendingStep,
+    Turn,
+    Writers,
+    is_current,
+)
 
 PLANNED = ("worker_joined", "node_draining")  # causes of recoveries that are no failures
 PRIOR_BETWEEN_FAILURES_S = 6 * 3600.0  # what is assumed before any was seen
@@ -101,13 +109,18 @@ def commit_steps(turn: Turn) -> None:
 
 
 def _drop_what_was_left(turn: Turn) -> None:
-    """A later step is safe: what ended workers left has no use any more."""
-    state = turn.state
-    newest = max((h.step for held in state.left.values() for h in held), default=state.committed)
-    if newest < state.committed:
-        for node in sorted(state.left):
-            turn.do(DropKept(node, state.committed))
-        turn.set(left={})
+    """A later step is safe: what ended workers left of earlier ones has no use any more."""
+    left, committed = turn.state.left, turn.state.committed
+    old = [pair for pair, held in left.items() if all(h.step < committed for h in held)]
+    drop_left(turn, old)
+
+
+def drop_left(turn: Turn, pairs: Iterable[Left]) -> None:
+    gone = sorted(pairs)
+    for node, worker in gone:
+        turn.do(DropKept(node, worker))
+    if gone:
+        turn.set(left={pair: held for pair, held in turn.state.left.items() if pair not in gone})
 
 
 # --------------------------------------------------------------------------- checkpoints

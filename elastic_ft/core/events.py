@@ -61,9 +61,16 @@ class Keeper:
     address: tuple[str, int]  # where it serves
 
     @property
-    def holder(self) -> str:
-        """Its name among the holders of a source."""
+    def name(self) -> str:
+        """Its name among workers."""
         return KEEPER + self.node
+
+    def left_by(self, worker: WorkerId) -> str:
+        """Among the holders of a source: what a worker left here.
+
+        By worker: two that ended at the same step may have left states of different histories.
+        """
+        return f"{self.name}/{worker}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,13 +247,14 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """State from ``holder`` (worker id or URL) was damaged or unreadable (I5)."""
+    """State from ``holder`` (of the source, or its URL) was damaged or unreadable (I5)."""
 
     at_s: float
     worker: WorkerId
     generation: int
     holder: str
     reason: str
+    shard: str = ""  # all that the holder has of this step, if it is not said
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,10 +403,10 @@ class UseKeeper:
 
 @dataclass(frozen=True, slots=True)
 class DropKept:
-    """What ended workers left of steps before ``before_step`` is needed no more."""
+    """What an ended worker left with the node's keeper is needed no more."""
 
     node: NodeId
-    before_step: int
+    worker: WorkerId
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from elastic_ft.core.commits import (
     checkpoint_committed,
     checkpoint_failed,
     commit_steps,
+    drop_left,
     finish,
     shards_failed,
     shards_written,
@@ -159,16 +160,15 @@ def _form(turn: Turn) -> None:
     _count_redone(turn, source.step)
     donors = tuple(_needed_donors(turn, members, source.holders.values()))
     keep = {m.worker for m in (*members, *donors)}
-    keepers = tuple(keeper for _, keeper in sorted(state.keepers.items()))
     assignment = Assignment(
         generation=state.generation,
         members=tuple(members),
         donors=donors,
         layout=layout,
-        source=_held_by(source, keep | {keeper.holder for keeper in keepers}),
+        source=_held_by(source, keep),
         buddies=choose_buddies(members, layout, policy.copies),
         reason=f"{why_layout}; {why}",
-        keepers=keepers,
+        keepers=tuple(keeper for _, keeper in sorted(state.keepers.items())),
     )
     for member in state.ready.values():
         if member.worker not in keep and member.node in state.draining:
@@ -184,21 +184,28 @@ def _form(turn: Turn) -> None:
         bytes_moved=0,
         writers=writers,
         pending=_pending_after_restore(turn, assignment),
-        left=_of_this_history(state.left, source.step),
-        awaited=frozenset(),
     )
+    _forget_later_steps(turn, source.step)
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
 
 
 def _choose(turn: Turn) -> tuple[Source, str]:
-    """From what the living hold; from what the dead left too where that is newer."""
+    """From what the living hold; from what the dead left too where that is better."""
     state = turn.state
     held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
     found = choose(held, state.checkpoints, state.refused)
-    left = {state.keepers[node].holder: held for node, held in state.left.items()}
+    if not state.left:
+        return found
+    left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
     with_left = choose(held | left, state.checkpoints, state.refused)
-    return with_left if with_left[0].step > found[0].step else found
+    return with_left if _is_better(with_left[0], found[0]) else found
+
+
+def _is_better(one: Source, other: Source) -> bool:
+    """A later step, or the same one from memory rather than from the store."""
+    far = [source.tier is Tier.CHECKPOINT for source in (one, other)]
+    return (one.step, not far[0]) > (other.step, not far[1])
 
 
 def _is_worth_waiting(turn: Turn, step: int) -> bool:
@@ -206,20 +213,26 @@ def _is_worth_waiting(turn: Turn, step: int) -> bool:
     if _is_publishing(turn, step):
         turn.journal("awaiting_checkpoint", f"one newer than step {step} is being published")
         return True
-    if turn.state.awaited:
-        who = ", ".join(sorted(worker for _, worker in turn.state.awaited))
+    awaited = turn.state.awaited.items()
+    if newer := [worker for (_, worker), until in awaited if until is None or until > step]:
+        who = ", ".join(sorted(newer))
         turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
         turn.timer("keeper", turn.policy.pause_timeout_s)
         return True
     return False
 
 
-def _of_this_history(
-    left: dict[NodeId, tuple[Holding, ...]], step: int
-) -> dict[NodeId, tuple[Holding, ...]]:
-    """Without later steps than the one restored: those are trained again, and may differ."""
-    kept = {node: tuple(h for h in held if h.step <= step) for node, held in left.items()}
-    return {node: held for node, held in kept.items() if held}
+def _forget_later_steps(turn: Turn, step: int) -> None:
+    """Of what the dead left: those after the one restored are trained again, and may differ."""
+    state = turn.state
+    left = {pair: _of_this_history(held, step) for pair, held in state.left.items()}
+    awaited = {p: step if until is None else min(until, step) for p, until in state.awaited.items()}
+    turn.set(left=left, awaited=awaited)
+    drop_left(turn, [pair for pair, held in left.items() if not held])
+
+
+def _of_this_history(held: tuple[Holding, ...], until: int | None) -> tuple[Holding, ...]:
+    return tuple(h for h in held if until is None or h.step <= until)
 
 
 def _is_publishing(turn: Turn, step: int) -> bool:
@@ -242,17 +255,21 @@ def _needed_donors(
     turn: Turn, members: list[Member], shards: Iterable[tuple[tuple[str, Tier], ...]]
 ) -> list[Member]:
     """Leaving workers that alone have some shard: they give it before they go."""
-    staying = {m.worker for m in members} | {k.holder for k in turn.state.keepers.values()}
+    staying = {m.worker for m in members}
     needed = {
-        holders[0][0] for holders in shards if not any(worker in staying for worker, _ in holders)
+        holders[0][0] for holders in shards if not any(_is_there(*who, staying) for who in holders)
     }
     return [turn.state.ready[worker] for worker in sorted(needed)]
+
+
+def _is_there(holder: str, tier: Tier, workers: set[str]) -> bool:
+    return holder in workers or tier is Tier.KEEPER
 
 
 def _held_by(source: Source, workers: set[str]) -> Source:
     """``source`` without the holders that take no part."""
     holders = {
-        shard: tuple((worker, tier) for worker, tier in who if worker in workers)
+        shard: tuple((holder, tier) for holder, tier in who if _is_there(holder, tier, workers))
         for shard, who in source.holders.items()
     }
     return replace(source, holders=holders)
@@ -414,6 +431,8 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     ):
         turn.set(episode=replace(state.episode, cause="node_lost"))
     _lose(turn, gone, "node_lost", event.cause)
+    if not gone:  # they were lost before; now nothing of theirs is awaited any more
+        _form_if_paused(turn)
 
 
 def _blame_node(recovery: Recovery, lost: NodeLost) -> Recovery:
@@ -440,9 +459,10 @@ def _lose(
     for worker in gone:
         event = "worker_hung" if cause == "worker_hung" else "worker_lost"
         node = state.ready[worker].node
-        if node in state.keepers:
-            news = {(node, worker)} - state.told
-            turn.set(awaited=turn.state.awaited | news, told=turn.state.told - {(node, worker)})
+        if (node, worker) in state.told:
+            turn.set(told=turn.state.told - {(node, worker)})
+        elif node in state.keepers:
+            turn.set(awaited={**turn.state.awaited, (node, worker): None})
         turn.journal(event, reason, worker=worker, node=node, rank=state.ranks.get(worker))
     abandon_attempts_of(turn, gone)
     if involved and state.phase in ("running", "forming"):
@@ -526,21 +546,27 @@ def _forget_keeper(turn: Turn, node: NodeId) -> None:
     state = turn.state
     turn.set(
         keepers={n: keeper for n, keeper in state.keepers.items() if n != node},
-        left={n: held for n, held in state.left.items() if n != node},
-        awaited=frozenset(pair for pair in state.awaited if pair[0] != node),
+        left={pair: held for pair, held in state.left.items() if pair[0] != node},
+        awaited={pair: until for pair, until in state.awaited.items() if pair[0] != node},
         told=frozenset(pair for pair in state.told if pair[0] != node),
     )
 
 
 def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
-    """Not awaited: the world has gone on without it, from a step that may have another history."""
+    """Without those steps that were trained again since, and may differ. Told twice is no news."""
     state, pair = turn.state, (event.node, event.worker)
+    if event.node not in state.keepers or pair in state.left or pair in state.told:
+        return
     if event.worker in state.ready:  # the keeper saw it first
         turn.set(told=state.told | {pair})
-    elif pair not in state.awaited:
+    elif pair not in state.awaited:  # it was released, or the wait has ended
+        drop_left(turn, [pair])
         return
-    held = state.left.get(event.node, ()) + event.holdings
-    turn.set(left={**state.left, event.node: held}, awaited=state.awaited - {pair})
+    held = _of_this_history(event.holdings, state.awaited.get(pair))
+    awaited = {p: until for p, until in state.awaited.items() if p != pair}
+    turn.set(left={**state.left, pair: held}, awaited=awaited)
+    if not held:
+        drop_left(turn, [pair])
     _form_if_paused(turn)
 
 
@@ -596,7 +622,7 @@ def _source_refused(turn: Turn, event: SourceRefused) -> None:
         return
     assert state.assignment is not None
     source = state.assignment.source
-    turn.set(refused=state.refused | {(event.holder, source.step)})
+    turn.set(refused=state.refused | {(event.holder, source.step, event.shard)})
     if source.tier is Tier.CHECKPOINT:
         kept = tuple(ref for ref in state.checkpoints if ref.url != event.holder)
         turn.set(checkpoints=kept)
@@ -621,7 +647,9 @@ def _formed(turn: Turn) -> None:
     state = turn.state
     assignment = state.assignment
     assert assignment is not None
-    turn.set(phase="running")
+    # A worker drops what it finds damaged: what it holds of the same step from now on is new.
+    refused = frozenset(entry for entry in state.refused if entry[0] not in state.ready)
+    turn.set(phase="running", refused=refused)
     members = [
         {"worker": m.worker, "rank": rank, "pid": m.pid, "node": m.node, "host": m.host}
         | {"raylet_pid": m.raylet_pid}
@@ -734,7 +762,7 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
     elif key == ("pause", "pausing"):
         _pause_overdue(turn)
     elif key == ("keeper", "pausing"):
-        turn.set(awaited=frozenset())
+        turn.set(awaited={})
         _form_if_paused(turn)
     elif key == ("form", "forming"):
         reason = f"not formed within {policy.form_timeout_s:g} s"

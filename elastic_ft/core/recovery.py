@@ -14,7 +14,8 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.layout import Layout
 
-Refused = frozenset[tuple[str, int]]  # (worker, keeper or URL, step) whose state proved damaged
+# (holder or URL, step, shard) whose state proved damaged; no shard: all that it has of the step.
+Refused = frozenset[tuple[str, int, str]]
 
 
 def choose(
@@ -29,7 +30,7 @@ def choose(
     is made from the seed.
     """
     held = _by_step_and_space(holdings, refused)
-    usable = [ref for ref in checkpoints if (ref.url, ref.step) not in refused]
+    usable = [ref for ref in checkpoints if (ref.url, ref.step, "") not in refused]
     checkpoint = max(usable, key=lambda ref: ref.step, default=None)
     floor = checkpoint.step if checkpoint else 0
     skipped = []
@@ -66,7 +67,7 @@ def _by_step_and_space(
     found: dict[tuple[int, str], dict[str, list[tuple[str, Tier]]]] = {}
     for worker, held in sorted(holdings.items()):
         for holding in held:
-            if (worker, holding.step) in refused and holding.tier is not Tier.LIVE:
+            if _is_refused(worker, holding, refused):
                 continue
             shards = found.setdefault((holding.step, holding.space), {})
             shards.setdefault(holding.shard, []).append((worker, holding.tier))
@@ -77,6 +78,12 @@ def _by_step_and_space(
         }
         for key, shards in found.items()
     }
+
+
+def _is_refused(holder: str, held: Holding, refused: Refused) -> bool:
+    """Live state has no digest, so none that differs."""
+    named = {(holder, held.step, held.shard), (holder, held.step, "")}
+    return held.tier is not Tier.LIVE and not refused.isdisjoint(named)
 
 
 def choose_buddies(

@@ -21,6 +21,8 @@ from elastic_ft.core.events import (
 from elastic_ft.core.layout import Strategy
 from elastic_ft.core.recovery import Refused
 
+Left = tuple[NodeId, WorkerId]  # what an ended worker left with its node's keeper
+
 
 @dataclass(frozen=True, slots=True)
 class Policy:
@@ -127,9 +129,10 @@ class State:
     state_digest: str = ""
     draining: dict[NodeId, float] = field(default_factory=dict)
     keepers: dict[NodeId, Keeper] = field(default_factory=dict)
-    left: dict[NodeId, tuple[Holding, ...]] = field(default_factory=dict)  # by ended workers
-    awaited: frozenset[tuple[NodeId, WorkerId]] = frozenset()  # whose keeper has not told yet
-    told: frozenset[tuple[NodeId, WorkerId]] = frozenset()  # before its loss was known here
+    left: dict[Left, tuple[Holding, ...]] = field(default_factory=dict)  # of this history
+    # Whose keeper has not told yet, and the last of its steps that are of this history.
+    awaited: dict[Left, int | None] = field(default_factory=dict)
+    told: frozenset[Left] = frozenset()  # before the worker's loss was known here
     committed: int = 0
     pending: dict[int, PendingStep] = field(default_factory=dict)
     checkpoints: tuple[CheckpointRef, ...] = ()

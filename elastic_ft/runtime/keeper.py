@@ -114,6 +114,7 @@ class Upload:
 class Describe:
     """Answered with the schema of a shard that an ended worker left, or with Refusal."""
 
+    worker: WorkerId
     step: int
     space: str
     shard: str
@@ -123,6 +124,7 @@ class Describe:
 class Read:
     """Answered with the bytes of ``parts`` one after the other, then their digest."""
 
+    worker: WorkerId
     step: int
     space: str
     shard: str
@@ -166,7 +168,7 @@ class NodeKeeper:
         self.node, self._key = node, key
         self._lock = threading.Lock()
         self._owners: dict[WorkerId, Owner] = {}
-        self._left: list[Segment] = []  # sealed, of workers that are gone
+        self._left: dict[WorkerId, list[Segment]] = {}  # sealed, of workers that are gone
         self._stores: dict[str, Store] = {}
         self._listener = Listener((host, 0), backlog=64, authkey=key)
         address = (host, int(self._listener.address[1]))
@@ -184,7 +186,7 @@ class NodeKeeper:
             except EOFError:
                 return
             if isinstance(message, DropKept):
-                self._drop(message.before_step)
+                self._drop(message.worker)
 
     # ------------------------------------------------------------------ connections
 
@@ -275,15 +277,13 @@ class NodeKeeper:
             for segment in owner.segments.values():
                 if segment not in sealed:
                     os.close(segment.fd)
-            self._left += sealed
+            self._left[owner.worker] = sealed
         held = tuple(s.holding for s in sealed if s.holding is not None)
         self._controller.send(KeeperHolds(time.time(), self.node, owner.worker, held))
 
-    def _drop(self, before_step: int) -> None:
+    def _drop(self, worker: WorkerId) -> None:
         with self._lock:
-            gone = [s for s in self._left if s.holding and s.holding.step < before_step]
-            self._left = [s for s in self._left if s not in gone]
-            for segment in gone:
+            for segment in self._left.pop(worker, []):
                 os.close(segment.fd)
 
     # ---------------------------------------------------------------------- serving
@@ -292,14 +292,16 @@ class NodeKeeper:
         """What was left of a shard. Raises StateDamaged if its bytes are not those sealed."""
         key = (wanted.step, wanted.space, wanted.shard)
         with self._lock:
-            found = [s for s in self._left if s.holding and _key(s.holding) == key]
+            left = self._left.get(wanted.worker, [])
+            found = [s for s in left if s.holding and _key(s.holding) == key]
         for segment in found:
             if not segment.verified:
                 segment.verified = is_whole(segment.buffer)
             if segment.verified:
                 return segment
         what = "digest differs" if found else "is not kept here"
-        raise StateDamaged(f"shard {wanted.shard} of step {wanted.step}: {what}", self.node)
+        message = f"shard {wanted.shard} of step {wanted.step}, left by {wanted.worker}: {what}"
+        raise StateDamaged(message, self.node)
 
     def _read(self, wanted: Read) -> bytes:
         segment = self._find(wanted)
@@ -337,7 +339,8 @@ class NodeKeeper:
         while True:
             with self._lock:
                 owned = [s for o in self._owners.values() for s in o.segments.values()]
-                nbytes = sum(s.buffer.nbytes for s in (*owned, *self._left))
+                left = [s for segments in self._left.values() for s in segments]
+                nbytes = sum(s.buffer.nbytes for s in (*owned, *left))
             disk = psutil.disk_usage(tempfile.gettempdir())
             health = NodeHealth(self.node, nbytes, free_memory(), disk.free)
             if not self._controller.send(health):
@@ -412,9 +415,11 @@ class KeeperClient:
 class LeftShard:
     """A shard that an ended worker left with ``keeper``: what it is, and its bytes on request."""
 
-    def __init__(self, keeper: Keeper, key: bytes, step: int, space: str, shard: str) -> None:
-        self.holder, self._keeper, self._key = keeper.holder, keeper, key
-        self._shard = (step, space, shard)
+    def __init__(
+        self, keeper: Keeper, key: bytes, worker: WorkerId, step: int, space: str, shard: str
+    ) -> None:
+        self.holder, self._keeper, self._key = keeper.left_by(worker), keeper, key
+        self._shard = (worker, step, space, shard)
         self.schema: Schema = self._request(Describe(*self._shard))
 
     def read(self, parts: Iterable[tuple[str, Box]]) -> bytes:
@@ -428,14 +433,15 @@ class LeftShard:
             with _dialled(self._keeper, self._key) as channel:
                 return _ask(channel, message)
         except (KeeperGone, KeeperRefused) as error:
-            raise StateDamaged(f"{self.holder}: {error}", self.holder) from error
+            message = f"{self.holder}: {error}"
+            raise StateDamaged(message, self.holder, self._shard[-1]) from error
 
 
 def _dial(keeper: Keeper, key: bytes) -> Channel:
     try:
         return Channel(Client(keeper.address, authkey=key))
     except (OSError, EOFError) as error:
-        raise KeeperGone(f"{keeper.holder} can't be reached: {error}") from error
+        raise KeeperGone(f"{keeper.name} can't be reached: {error}") from error
 
 
 @contextlib.contextmanager

@@ -71,12 +71,13 @@ def restore(
 def left_shards(groups: Groups, key: bytes) -> list[LeftShard]:
     """The shards of the source that no living worker has, at the keepers that serve them."""
     source = groups.assignment.source
-    keepers = {keeper.holder: keeper for keeper in groups.assignment.keepers}
-    return [
-        LeftShard(keepers[holders[0][0]], key, source.step, source.space, shard)
-        for shard, holders in sorted(source.holders.items())
-        if all(holder in keepers for holder, _ in holders)
-    ]
+    keepers = {keeper.name: keeper for keeper in groups.assignment.keepers}
+    left = []
+    for shard, holders in sorted(source.holders.items()):
+        if all(tier is Tier.KEEPER for _, tier in holders):
+            name, _, worker = holders[0][0].rpartition("/")
+            left.append(LeftShard(keepers[name], key, worker, source.step, source.space, shard))
+    return left
 
 
 def _is_live_holder(groups: Groups, source: Source) -> bool:
@@ -100,7 +101,11 @@ def _offers(
             held = snapshots.find(source.step, source.space, shard)
             if held is None:
                 raise GroupBroken(f"shard {shard} of step {source.step} is not held here any more")
-            held.verify(groups.worker)
+            try:
+                held.verify(groups.worker)
+            except StateDamaged:
+                snapshots.discard(held)
+                raise
             offers.append(held.state())
     return offers
 

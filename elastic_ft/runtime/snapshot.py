@@ -86,6 +86,7 @@ class HostShard:
                 f"{self.tier} copy of shard {self.shard} at step {self.step} in {holder}: "
                 "digest differs",
                 holder,
+                self.shard,
             )
 
     def state(self) -> State:
@@ -275,6 +276,12 @@ class Snapshots:
             gone = [s for s in self._held if s.step > step]
             self._held = [s for s in self._held if s not in gone]
         self._recycle(gone)
+
+    def discard(self, shard: HostShard | KeptShard) -> None:
+        """It is damaged: no source any more."""
+        with self._lock:
+            self._held = [s for s in self._held if s is not shard]
+        self._recycle([shard])
 
     def release(self, shard: HostShard) -> None:
         """An upload is done with ``shard``."""

@@ -412,7 +412,9 @@ class Worker:
             raise error
         if isinstance(error, StateDamaged) and self._loop is None:  # while restoring
             reason = str(error)
-            self._send(SourceRefused(time.time(), worker, generation, error.holder, reason))
+            self._send(
+                SourceRefused(time.time(), worker, generation, error.holder, reason, error.shard)
+            )
         elif isinstance(error, StateDamaged) or self._is_collective(error):
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             self._send(CollectiveFailed(time.time(), worker, generation, step, text))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ft.core.events import CommitCheckpoint, RecordStep, RollBack, Tier
 from elastic_ft.core.layout import Layout
+from elastic_ft.core.recovery import Refused
 from elastic_ft.sim.places import Lineage
 
 if TYPE_CHECKING:
@@ -87,20 +88,18 @@ def rolled_back(world: World, command: RollBack) -> None:
         f"rolls back to {command.step}, but a newer state is complete in memory",
     )
     newer = [c for c in world.store.published if c.step > command.step]
-    newer = [c for c in newer if (c.url, c.step) not in refused]
+    newer = [c for c in newer if (c.url, c.step, "") not in refused]
     require(not newer, "I4", f"rolls back to {command.step}, but checkpoints are newer: {newer}")
 
 
-def _complete_from(
-    workers: Iterable[SimWorker], step: int, refused: frozenset[tuple[str, int]] = frozenset()
-) -> bool:
+def _complete_from(workers: Iterable[SimWorker], step: int, refused: Refused = frozenset()) -> bool:
     """Whether the workers hold every shard of one state of ``step`` or later. Deliberately dumb."""
     shards: dict[tuple[int, str, Lineage], set[str]] = {}
     for worker in workers:
         for held, lineage in worker.everything():
             if held.step < step:
                 continue
-            if held.tier is not Tier.LIVE and (worker.id, held.step) in refused:
+            if held.tier is not Tier.LIVE and (worker.id, held.step, held.shard) in refused:
                 continue
             shards.setdefault((held.step, held.space, lineage), set()).add(held.shard)
     return any(

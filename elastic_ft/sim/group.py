@@ -86,10 +86,8 @@ class Group:
         if self.failed or not self.connected():
             return
         lineage = checks.source(self.world, self)
-        if (holder := self._damaged()) is not None:
-            refuser = self.world.rng.choice(self.members)
-            now_s = self.world.now_s
-            refuser.send(SourceRefused(now_s, refuser.id, self.generation, holder, "bad digest"))
+        if (damaged := self._damaged()) is not None:
+            self._refuse(*damaged)
             return
         for rank, worker in enumerate(self.members):
             self._overwrite_in_place(rank, worker)
@@ -98,16 +96,25 @@ class Group:
             lambda: self._moved(lineage),
         )
 
-    def _damaged(self) -> str | None:
+    def _damaged(self) -> tuple[str, str] | None:
+        """Who has something damaged, and which shard."""
         source = self.assignment.source
         if source.tier is Tier.CHECKPOINT:
-            return source.url if self.world.store.is_damaged(source.url) else None
+            return (source.url, "") if self.world.store.is_damaged(source.url) else None
         for shard, holders in source.holders.items():
             for name, tier in holders:
                 copy = self.all[name].copies.get((source.step, source.space, shard))
                 if tier is not Tier.LIVE and copy is not None and copy.damaged:
-                    return name
+                    return name, shard
         return None
+
+    def _refuse(self, holder: str, shard: str) -> None:
+        """A worker looks at what it gives; what others have is looked at by who gets it."""
+        refuser = self.all.get(holder) or self.world.rng.choice(self.members)
+        source = self.assignment.source
+        refuser.copies.pop((source.step, source.space, shard), None)
+        now_s, generation = self.world.now_s, self.generation
+        refuser.send(SourceRefused(now_s, refuser.id, generation, holder, "bad digest", shard))
 
     def _overwrite_in_place(self, rank: int, worker: SimWorker) -> None:
         """The module stays if the shard stays; a state of another step is gone from here on."""

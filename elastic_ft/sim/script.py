@@ -18,6 +18,8 @@ from elastic_ft.core.events import (
     Holding,
     JobStarted,
     Journal,
+    Keeper,
+    KeeperReady,
     Member,
     Paused,
     Resumed,
@@ -60,6 +62,10 @@ class Script:
 
     def ready(self, worker: str, node: str) -> list[Command]:
         return self.tell(WorkerReady, member(worker, node))
+
+    def keeper(self, node: str) -> list[Command]:
+        """The node's keeper is up, perhaps again."""
+        return self.tell(KeeperReady, keeper(node))
 
     @property
     def assignment(self) -> Assignment:
@@ -130,6 +136,10 @@ class Script:
             own,
             *(Holding(number, layout.shard_space, layout.shard_of(p), Tier.PEER) for p in peers),
         )
+
+
+def keeper(node: str) -> Keeper:
+    return Keeper(node, (node, 1))
 
 
 def member(worker: str, node: str) -> Member:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ft.core.events import TIER_ORDER, CheckpointRef, Holding, Member, Source, Tier
 from elastic_ft.core.layout import Layout, plan_layout
-from elastic_ft.core.recovery import choose, choose_buddies
+from elastic_ft.core.recovery import Refused, choose, choose_buddies
 from elastic_ft.sim.script import member
 
 TWO, THREE = Layout(dp_shard=2), Layout(dp_shard=3)
@@ -64,10 +66,23 @@ def test_shards_of_different_cuts_are_not_mixed() -> None:
 def test_a_refused_copy_is_left_out_and_live_state_is_not() -> None:
     holdings = {"a": (held(Layout(), 5, 0, Tier.LIVE), held(Layout(), 4, 0, Tier.HOST))}
     refs = (CheckpointRef(3, "new"), CheckpointRef(2, "old"))
-    assert choose(holdings, refs, frozenset({("a", 5)}))[0].step == 5
+    assert choose(holdings, refs, frozenset({("a", 5, "")}))[0].step == 5
     only_host = {"a": holdings["a"][1:]}
-    source, _ = choose(only_host, refs, frozenset({("a", 4), ("new", 3)}))
+    source, _ = choose(only_host, refs, frozenset({("a", 4, ""), ("new", 3, "")}))
     assert source == Source(2, Tier.CHECKPOINT, url="old")
+
+
+def test_one_damaged_shard_does_not_cost_the_holders_others() -> None:
+    holdings = {
+        "a": (held(TWO, 5, 0, Tier.HOST), held(TWO, 5, 1, Tier.PEER)),
+        "b": (held(TWO, 5, 0, Tier.PEER),),
+    }
+    refused = frozenset({("a", 5, TWO.shard_of(0))})
+    source, _ = choose(holdings, (), refused)
+    assert source.holders == {
+        TWO.shard_of(0): (("b", Tier.PEER),),
+        TWO.shard_of(1): (("a", Tier.PEER),),
+    }
 
 
 holdings_of_workers = st.dictionaries(
@@ -93,25 +108,35 @@ checkpoints = st.lists(st.integers(1, 4), unique=True, max_size=2).map(
     lambda steps: tuple(CheckpointRef(s, f"u{s}") for s in sorted(steps, reverse=True))
 )
 refusals = st.frozensets(
-    st.tuples(st.sampled_from([*WORKERS, "u1", "u2", "u3", "u4"]), st.integers(0, 4)), max_size=4
+    st.one_of(
+        st.tuples(st.sampled_from([f"u{step}" for step in range(1, 5)]), st.integers(1, 4)).map(
+            lambda named: (*named, "")
+        ),
+        st.tuples(
+            st.sampled_from(WORKERS),
+            st.integers(0, 4),
+            st.sampled_from(["", *sorted(THREE.shards())]),
+        ),
+    ),
+    max_size=4,
 )
 
 
 def every_source(
     holdings: dict[str, list[Holding]],
     refs: tuple[CheckpointRef, ...],
-    refused: frozenset[tuple[str, int]],
+    refused: Refused,
 ) -> list[tuple[int, int]]:
     """(step, -farthest tier) of each way there is to get a whole state, found by trying all."""
     good = [
         (worker, h)
         for worker, some in holdings.items()
         for h in some
-        if h.tier is Tier.LIVE or (worker, h.step) not in refused
+        if h.tier is Tier.LIVE or not refused & {(worker, h.step, h.shard), (worker, h.step, "")}
     ]
     found = [(0, -TIER_ORDER.index(Tier.INITIAL))]
     for ref in refs:
-        if (ref.url, ref.step) not in refused:
+        if (ref.url, ref.step, "") not in refused:
             found.append((ref.step, -TIER_ORDER.index(Tier.CHECKPOINT)))
     for layout in (Layout(), TWO, THREE):
         for picked in itertools.combinations(good, len(layout.shards())):
@@ -128,7 +153,7 @@ def every_source(
 def test_choose_agrees_with_trying_every_combination(
     holdings: dict[str, list[Holding]],
     refs: tuple[CheckpointRef, ...],
-    refused: frozenset[tuple[str, int]],
+    refused: Refused,
 ) -> None:
     source, why = choose(holdings, refs, refused)
     best = max(every_source(holdings, refs, refused))
@@ -176,32 +201,75 @@ def test_nobody_to_give_it_to_or_not_wanted() -> None:
     assert choose_buddies(people("n1", "n2"), TWO, copies=1) == ((), ())
 
 
-worlds = st.lists(st.sampled_from(["n1", "n2", "n3"]), min_size=2, max_size=8)
+def test_three_copies_are_on_three_nodes_and_evenly_spread() -> None:
+    members = people("n1", "n2", "n3", "n4")
+    buddies = choose_buddies(members, Layout(dp_shard=4), copies=3)
+    assert all(len({rank, *who}) == 3 for rank, who in enumerate(buddies))
+    assert Counter(b for who in buddies for b in who) == dict.fromkeys(range(4), 2)
+
+
+def test_three_copies_where_there_are_two_nodes_are_two() -> None:
+    """A second copy on a node dies with the first."""
+    members = people("n1", "n1", "n2", "n2")
+    assert choose_buddies(members, Layout(dp_shard=4), copies=3) == ((2,), (3,), (0,), (1,))
+
+
+def test_copies_go_to_other_failure_domains_first() -> None:
+    members = [
+        replace(member(f"w{rank}", f"n{rank}"), domain=rack)
+        for rank, rack in enumerate(["east", "east", "west", "west"])
+    ]
+    buddies = choose_buddies(members, Layout(dp_shard=4), copies=2)
+    assert all(members[b].domain != members[r].domain for r, (b,) in enumerate(buddies))
+    assert sorted(b for who in buddies for b in who) == [0, 1, 2, 3]
+    buddies = choose_buddies(members, Layout(dp_shard=4), copies=3)
+    for rank, who in enumerate(buddies):
+        assert {members[h].domain for h in (rank, *who)} == {"east", "west"}
+
+
+def test_a_neighbour_in_ones_own_domain_is_better_than_no_copy() -> None:
+    members = [replace(m, domain="rack") for m in people("n1", "n2")]
+    assert choose_buddies(members, TWO, copies=2) == ((1,), (0,))
+
+
+worlds = st.lists(st.sampled_from(["n1", "n2", "n3", "n4", "n5"]), min_size=2, max_size=8)
 strategies = st.sampled_from(["fsdp", "hsdp"])
 
 
-@given(worlds, strategies, st.sampled_from([None, 2, 3, 4]))
-def test_after_any_one_loss_every_shard_is_still_there(
-    nodes: list[str], strategy: str, shard_size: int | None
+@given(
+    worlds,
+    st.lists(st.sampled_from(["", "east", "west"]), min_size=5, max_size=5),
+    strategies,
+    st.sampled_from([None, 2, 3, 4]),
+    st.integers(2, 4),
+)
+def test_with_r_copies_any_r_minus_one_losses_leave_every_shard(
+    nodes: list[str], racks: list[str], strategy: str, shard_size: int | None, copies: int
 ) -> None:
-    members = people(*nodes)
+    members = [replace(m, domain=racks[int(m.node[1:]) - 1]) for m in people(*nodes)]
     layout, _ = plan_layout(strategy, len(members), shard_size)  # type: ignore[arg-type]
-    buddies = choose_buddies(members, layout, copies=2)
+    buddies = choose_buddies(members, layout, copies)
     holds = {rank: {layout.shard_of(rank)} for rank in range(len(members))}
     for owner, who in enumerate(buddies):
+        assert len({owner, *who}) == 1 + len(who)
         for buddy in who:
-            assert buddy != owner
             holds[buddy].add(layout.shard_of(owner))
-    groups = [{rank} for rank in holds]
-    if len(set(nodes)) > 1:
-        groups = [{r for r in holds if nodes[r] == node} for node in set(nodes)]
+    if len(set(nodes)) == 1:
+        groups = [{rank} for rank in holds]  # a process at least
+    else:
+        several = itertools.combinations(set(nodes), min(copies, len(set(nodes))) - 1)
+        groups = [{r for r in holds if nodes[r] in lost} for lost in several]
     for lost in groups:
         left = set().union(*(shards for rank, shards in holds.items() if rank not in lost))
         assert left == layout.shards()
 
 
-@given(st.integers(2, 8), st.integers(1, 2))
-def test_copies_are_spread_evenly_where_nodes_are_equal(nodes: int, per_node: int) -> None:
+@given(st.integers(2, 8), st.integers(1, 2), st.integers(2, 4))
+def test_copies_are_spread_evenly_where_nodes_are_equal(
+    nodes: int, per_node: int, copies: int
+) -> None:
     members = people(*(f"n{node}" for node in range(nodes) for _ in range(per_node)))
-    buddies = choose_buddies(members, Layout(dp_shard=len(members)), copies=2)
-    assert sorted(b for who in buddies for b in who) == list(range(len(members)))
+    buddies = choose_buddies(members, Layout(dp_shard=len(members)), copies)
+    kept = Counter(b for who in buddies for b in who)
+    assert set(kept.values()) == {min(copies, nodes) - 1}
+    assert len(kept) == len(members)

@@ -92,7 +92,7 @@ def test_what_a_worker_sealed_outlives_it_and_is_cut_as_asked(desk: Desk, keeper
     told = desk.next(KeeperHolds)
     assert (told.worker, told.node) == ("w0", "n0")
     assert told.holdings == (Holding(6, SPACE, SHARD, Tier.KEEPER),)
-    left = LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
+    left = LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
     assert left.schema == SCHEMA
     data = left.read([("a", Box((1, 1), (2, 2))), ("b", Box((), ()))])
     assert np.frombuffer(data[:16], np.float32).tolist() == [4, 5, 7, 8]
@@ -107,29 +107,46 @@ def test_damage_is_refused_naming_the_keeper(desk: Desk, keeper: Keeper) -> None
     client.close()
     desk.next(KeeperHolds)
     with pytest.raises(StateDamaged, match="digest differs") as caught:
-        LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
-    assert caught.value.holder == "keeper:n0"
+        LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
+    assert (caught.value.holder, caught.value.shard) == ("keeper:n0/w0", SHARD)
 
 
 def test_what_is_not_kept_is_refused(desk: Desk, keeper: Keeper) -> None:
     with pytest.raises(StateDamaged, match="is not kept here"):
-        LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
+        LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
+
+
+def test_two_that_ended_at_one_step_are_told_apart(desk: Desk, keeper: Keeper) -> None:
+    """The step may have been trained again in between: their states need not agree."""
+    for worker, value in (("w0", 1), ("w1", 2)):
+        client = KeeperClient(keeper, desk.server.key, worker)
+        path, memory = write(client, 6, sealed=False)
+        buffer = np.frombuffer(memory, np.uint8)
+        buffer[0] = value
+        seal(buffer)
+        client.tell(Sealed(path, Holding(6, SPACE, SHARD, Tier.KEEPER), SCHEMA))
+        client.close()
+        desk.next(KeeperHolds)
+    for worker, value in (("w0", 1), ("w1", 2)):
+        left = LeftShard(keeper, desk.server.key, worker, 6, SPACE, SHARD)
+        assert left.read([("a", WHOLE)])[0] == value
 
 
 def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
-    client = KeeperClient(keeper, desk.server.key, "w0")
-    write(client, 6)
-    write(client, 7)
-    client.close()
-    desk.next(KeeperHolds)
-    desk.server.send(keeper.holder, DropKept("n0", 7))
-    assert LeftShard(keeper, desk.server.key, 7, SPACE, SHARD).schema
+    for worker in ("w0", "w1"):
+        client = KeeperClient(keeper, desk.server.key, worker)
+        write(client, 6)
+        client.close()
+        desk.next(KeeperHolds)
+    desk.server.send(keeper.name, DropKept("n0", "w0"))
     for _ in range(1000):  # the command and the request come over two connections
         try:
-            LeftShard(keeper, desk.server.key, 6, SPACE, SHARD)
+            LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
         except StateDamaged:
-            return
-    pytest.fail("step 6 is still served")
+            break
+    else:
+        pytest.fail("what w0 left is still served")
+    assert LeftShard(keeper, desk.server.key, "w1", 6, SPACE, SHARD).schema
 
 
 def test_a_buffer_that_does_not_fit_is_refused_in_words(desk: Desk, keeper: Keeper) -> None:

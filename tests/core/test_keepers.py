@@ -1,0 +1,370 @@
+"""What ended workers left with their nodes' keepers: when it is used, awaited, forgotten."""
+
+from __future__ import annotations
+
+from elastic_ft.core.events import (
+    CheckpointRef,
+    CollectiveFailed,
+    Command,
+    DropKept,
+    Holding,
+    KeeperHolds,
+    KeeperLost,
+    NodeDraining,
+    NodeLost,
+    PauseWorkers,
+    RecordStep,
+    ReleaseWorker,
+    RollBack,
+    Source,
+    SourceRefused,
+    StartTimer,
+    Tier,
+    UseKeeper,
+    WorkerLost,
+)
+from elastic_ft.core.state import Policy
+from elastic_ft.sim.script import Script, formed, keeper
+
+S0, S1, S2 = "pp0.s0.tp0", "pp0.s1.tp0", "pp0.s2.tp0"
+SHARD_OF = {"a": S0, "b": S1, "c": S2}
+THREE, TWO = "pp1.s3.tp1", "pp1.s2.tp1"
+REF = CheckpointRef(10, "s3://b/10")
+
+
+def kept_here(copies: int = 1, *refs: CheckpointRef, min_workers: int = 1) -> Script:
+    """a, b and c train in three shards, one to a node, each node with its keeper."""
+    script = Script(Policy(min_workers, 3, strategy="fsdp", copies=copies), *refs)
+    for node in ("n1", "n2", "n3"):
+        script.keeper(node)
+    return script.run(a="n1", b="n2", c="n3")
+
+
+def tells(script: Script, worker: str, node: str, *steps: int) -> list[Command]:
+    """The node's keeper has the worker's own shard of these steps."""
+    held = tuple(Holding(step, THREE, SHARD_OF[worker], Tier.KEEPER) for step in steps)
+    return script.tell(KeeperHolds, node, worker, held)
+
+
+def survivors_pause(script: Script, number: int, *workers: str) -> list[Command]:
+    """They report their live state and their copies of ``number``."""
+    commands: list[Command] = []
+    for worker in workers:
+        held = (script.live(worker, number), *script.copies(worker, number))
+        commands += script.paused(worker, *held)
+    return commands
+
+
+# ----------------------------------------------------------------------------- who uses which
+
+
+def test_workers_use_the_keeper_of_their_node_whichever_comes_first() -> None:
+    script = Script(Policy(1, 3))
+    assert script.keeper("n1") == []
+    assert script.ready("a", "n1")[0] == UseKeeper("a", keeper("n1"))
+    assert UseKeeper not in [type(c) for c in script.ready("b", "n2")]
+    assert script.keeper("n2") == [UseKeeper("b", keeper("n2"))]
+    assert script.keeper("n1") == [UseKeeper("a", keeper("n1"))]  # it was started again
+    assert script.journalled("keeper_ready")
+
+
+def test_an_assignment_names_the_keepers_that_are_alive() -> None:
+    script = kept_here()
+    assert script.assignment.keepers == (keeper("n1"), keeper("n2"), keeper("n3"))
+    script.tell(KeeperLost, "n2")
+    assert script.journalled("keeper_lost")
+    assert script.tell(KeeperLost, "n2") == []
+    script.tell(CollectiveFailed, "a", 1, 0, "reset")
+    survivors_pause(script, 0, "a", "b", "c")
+    assert script.assignment.keepers == (keeper("n1"), keeper("n3"))
+
+
+def test_a_single_worker_commits_what_its_keeper_holds() -> None:
+    script = Script(Policy(1, 1))
+    script.keeper("n1")
+    script.run(a="n1")
+    assert script.applied("a", 1) == []
+    assert [c.step for c in script.train(1) if isinstance(c, RecordStep)] == [1]
+    without = Script(Policy(1, 1)).run(a="n1")
+    assert [c.step for c in without.applied("a", 1) if isinstance(c, RecordStep)] == [1]
+
+
+# ------------------------------------------------------------------------------- what is used
+
+
+def test_what_the_dead_left_is_a_source_where_nobody_else_has_it() -> None:
+    script = kept_here()
+    script.train(1, 2)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 1, 2)
+    assignment = formed(survivors_pause(script, 2, "a", "c"))
+    assert (assignment.source.step, assignment.source.tier) == (2, Tier.KEEPER)
+    assert assignment.source.holders[S1] == (("keeper:n2/b", Tier.KEEPER),)
+    assert [m.worker for m in assignment.members] == ["a", "c"]
+    assert assignment.donors == ()
+    script.resume()
+    (recovery,) = script.state.recoveries
+    assert (recovery.source, recovery.steps_lost) == ("keeper", 0)
+
+
+def test_the_keeper_may_tell_before_the_loss_is_known() -> None:
+    script = kept_here()
+    script.train(1, 2)
+    assert tells(script, "b", "n2", 2) == []
+    script.tell(WorkerLost, "b", "killed")
+    assert not script.state.awaited
+    assert formed(survivors_pause(script, 2, "a", "c")).source.step == 2
+
+
+def test_the_memory_of_the_living_is_preferred_and_not_waited_beyond() -> None:
+    script = kept_here(copies=2)
+    script.train(1, 2)
+    script.tell(WorkerLost, "b", "killed")
+    commands = survivors_pause(script, 2, "a", "c")  # c keeps b's copy
+    assert formed(commands).source.holders[S1] == (("c", Tier.PEER),)
+    told = kept_here(copies=2)
+    told.train(1, 2)
+    told.tell(WorkerLost, "b", "killed")
+    tells(told, "b", "n2", 2)
+    assert formed(survivors_pause(told, 2, "a", "c")).source == formed(commands).source
+
+
+def test_memory_left_behind_wins_over_a_checkpoint_of_the_same_step() -> None:
+    script = kept_here(1, REF)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 10)
+    source = formed(survivors_pause(script, 10, "a", "c")).source
+    assert (source.step, source.tier) == (10, Tier.KEEPER)
+
+
+def test_all_workers_of_a_world_may_be_dead() -> None:
+    script = kept_here()
+    script.train(1, 2)
+    for worker, node in (("a", "n1"), ("b", "n2"), ("c", "n3")):
+        script.tell(WorkerLost, worker, "killed")
+        tells(script, worker, node, 1, 2)
+    assert script.state.phase == "suspended"
+    source = formed(script.ready("d", "n1")).source
+    assert source.step == 2
+    assert source.holders == {
+        S0: (("keeper:n1/a", Tier.KEEPER),),
+        S1: (("keeper:n2/b", Tier.KEEPER),),
+        S2: (("keeper:n3/c", Tier.KEEPER),),
+    }
+
+
+# ---------------------------------------------------------------------------- what is awaited
+
+
+def waiting() -> Script:
+    """b's shard of the committed steps is with its keeper alone, which has not told yet."""
+    script = kept_here(1, REF)
+    script.train(11, 12)
+    script.tell(WorkerLost, "b", "killed")
+    assert survivors_pause(script, 12, "a", "c") == [StartTimer("keeper", 2, 10)]
+    assert script.journalled("awaiting_keeper") == ["what b left may be newer than step 10"]
+    return script
+
+
+def test_committed_steps_are_not_given_up_before_the_keeper_has_told() -> None:
+    script = waiting()
+    commands = tells(script, "b", "n2", 11, 12)
+    assert not [c for c in commands if isinstance(c, RollBack)]
+    assert formed(commands).source.step == 12
+    assert script.fire("keeper") == []
+
+
+def test_the_wait_ends_when_it_has_nothing_newer() -> None:
+    commands = waiting().tell(KeeperHolds, "n2", "b", ())
+    assert isinstance(commands[1], RollBack) and commands[1].step == 10
+    assert formed(commands).source.tier is Tier.CHECKPOINT
+
+
+def test_the_wait_ends_by_its_deadline_and_what_comes_later_is_dropped() -> None:
+    script = waiting()
+    assert script.fire("keeper", 1) == []  # a timer of another generation
+    commands = script.fire("keeper")
+    assert isinstance(commands[0], RollBack)
+    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
+    assert tells(script, "b", "n2", 12) == [DropKept("n2", "b")]
+    assert script.state.left == {}
+
+
+def test_the_wait_ends_with_the_keeper_or_the_node() -> None:
+    for event, *args in ((KeeperLost, "n2"), (NodeLost, "n2", "power")):
+        commands = waiting().tell(event, *args)
+        assert isinstance(commands[0], RollBack), event
+        assert formed(commands).source.tier is Tier.CHECKPOINT
+
+
+def test_a_lost_node_takes_what_its_keeper_had() -> None:
+    script = kept_here(1, REF)
+    script.train(11)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 11)
+    script.tell(NodeLost, "n2", "power")
+    assert script.state.left == {}
+    assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
+
+
+def test_a_node_lost_at_once_leaves_nothing_to_wait_for() -> None:
+    script = kept_here(1, REF)
+    script.train(11)
+    script.tell(NodeLost, "n2", "power")
+    assert not script.state.awaited
+    assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
+
+
+def test_a_keeper_that_starts_again_has_nothing() -> None:
+    script = kept_here(1, REF)
+    script.train(11)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 11)
+    script.keeper("n2")
+    assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
+
+
+def test_a_world_that_waits_for_workers_waits_for_keepers_too() -> None:
+    script = kept_here(1, REF, min_workers=3)
+    script.train(11)
+    script.tell(WorkerLost, "b", "killed")
+    survivors_pause(script, 11, "a", "c")
+    assert script.state.phase == "suspended"
+    assert script.ready("d", "n2")[1:] == [StartTimer("keeper", 3, 10)]
+    assert formed(tells(script, "b", "n2", 11)).source.step == 11
+
+
+# --------------------------------------------------------------------------- what is forgotten
+
+
+def test_told_twice_is_told_once() -> None:
+    script = kept_here()
+    script.train(1, 2)
+    tells(script, "b", "n2", 2)
+    before = script.state
+    assert tells(script, "b", "n2", 2) == []
+    assert script.state == before
+    script.tell(WorkerLost, "b", "killed")
+    before = script.state
+    assert tells(script, "b", "n2", 2) == []
+    assert script.state == before
+
+
+def rolled_back_past_a_report() -> Script:
+    """b's keeper has step 12, but c's shard of it is gone for good: they go on from 10."""
+    script = kept_here(1, REF)
+    script.train(11, 12)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 11, 12)
+    script.tell(NodeLost, "n3", "power")
+    commands = survivors_pause(script, 12, "a")
+    assert DropKept("n2", "b") in commands  # two histories have a step 12 from now on
+    assert formed(commands).source.step == 10
+    return script
+
+
+def test_later_steps_than_the_restored_one_are_forgotten() -> None:
+    script = rolled_back_past_a_report()
+    assert script.state.left == {}
+    assert tells(script, "b", "n2", 12) == [DropKept("n2", "b")]  # a late repetition
+    assert script.state.left == {}
+
+
+def test_of_a_late_report_the_steps_that_were_not_trained_again_count() -> None:
+    """The living sufficed. If now one of them dies, the dead one's copy is as good as ever."""
+    script = kept_here(copies=2)
+    script.train(1, 2)
+    script.applied("a", 3)
+    script.tell(WorkerLost, "b", "killed")
+    survivors_pause(script, 2, "a", "c")
+    assert tells(script, "b", "n2", 2, 3) == []
+    assert {h.step for h in script.state.left["n2", "b"]} == {2}
+    script.tell(WorkerLost, "c", "killed")  # it alone had b's shard
+    script.tell(KeeperLost, "n3")
+    own, peers = Holding(2, THREE, S0, Tier.LIVE), Holding(2, THREE, S2, Tier.PEER)
+    source = formed(script.paused("a", own, peers)).source
+    assert source.step == 2
+    assert source.holders[S1] == (("keeper:n2/b", Tier.KEEPER),)
+
+
+def test_a_late_report_of_void_steps_alone_is_dropped() -> None:
+    script = kept_here(copies=2)
+    script.train(1, 2)
+    script.tell(WorkerLost, "b", "killed")
+    survivors_pause(script, 2, "a", "c")
+    assert tells(script, "b", "n2", 3) == [DropKept("n2", "b")]
+
+
+def test_what_was_left_goes_when_a_later_step_is_committed() -> None:
+    script = kept_here()
+    script.train(1, 2)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 1, 2)
+    survivors_pause(script, 2, "a", "c")
+    assert DropKept("n2", "b") not in script.resume()
+    commands = script.train(3)
+    assert commands[-1] == DropKept("n2", "b")
+    assert script.state.left == {}
+
+
+def test_what_a_released_worker_left_is_dropped() -> None:
+    script = kept_here()
+    script.tell(NodeDraining, "n2", script.now_s + 30, "spot")
+    commands = survivors_pause(script, 0, "a", "b", "c")
+    assert ReleaseWorker("b", "its node is draining") in commands
+    assert tells(script, "b", "n2", 1) == [DropKept("n2", "b")]
+
+
+# ------------------------------------------------------------------------------ what is damaged
+
+
+def test_a_damaged_copy_at_a_keeper_falls_back_to_the_next_source() -> None:
+    script = kept_here(1, REF)
+    script.train(11, 12)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 11, 12)
+    survivors_pause(script, 12, "a", "c")
+    refused = script.tell(SourceRefused, "a", 2, "keeper:n2/b", "digest differs", S1)
+    assert isinstance(refused[0], PauseWorkers)
+    assert script.journalled("source_refused") == ["digest differs"]
+    script.paused("a", Holding(12, THREE, S0, Tier.LIVE))
+    commands = script.paused("c", Holding(12, THREE, S2, Tier.LIVE))
+    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
+    assert [c.step for c in commands if isinstance(c, RollBack)] == [10]
+
+
+def test_another_ones_copy_at_the_same_keeper_is_not_refused_with_it() -> None:
+    """Two to a node: a's keeper has the copy that a kept for b."""
+    script = Script(Policy(1, 2, strategy="fsdp", copies=2), REF)
+    script.keeper("n1")
+    script.run(a="n1", b="n1").train(11)
+    held = tuple(Holding(11, TWO, shard, Tier.KEEPER) for shard in (S0, S1))
+    for worker in "ab":
+        script.tell(WorkerLost, worker, "killed")
+        script.tell(KeeperHolds, "n1", worker, held)
+    source = formed(script.ready("d", "n1")).source
+    assert source.holders[S1] == (("keeper:n1/a", Tier.KEEPER), ("keeper:n1/b", Tier.KEEPER))
+    script.tell(SourceRefused, "d", script.state.generation, "keeper:n1/a", "differs", S1)
+    source = formed(script.paused("d")).source
+    assert source.holders == {
+        S0: (("keeper:n1/a", Tier.KEEPER), ("keeper:n1/b", Tier.KEEPER)),
+        S1: (("keeper:n1/b", Tier.KEEPER),),
+    }
+    script.resume()
+    assert script.state.refused == {("keeper:n1/a", 11, S1)}  # it is still what it was
+
+
+def test_a_worker_drops_what_it_finds_damaged_so_its_next_copy_counts() -> None:
+    script = kept_here(copies=2)
+    script.train(1, 2)
+    script.tell(CollectiveFailed, "a", 1, 2, "reset")
+    copies = {w: script.copies(w, 2) for w in "abc"}
+    for worker in "abc":
+        script.paused(worker, *copies[worker])
+    script.tell(SourceRefused, "b", 2, "b", "digest differs", S1)
+    assert script.state.refused == {("b", 2, S1)}
+    for worker in "abc":
+        script.paused(worker, *(h for h in copies[worker] if (worker, h.shard) != ("b", S1)))
+    assert script.assignment.source.holders[S1] == (("c", Tier.PEER),)
+    script.resume()
+    assert not script.state.refused
