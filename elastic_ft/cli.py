@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 COMPLETED, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 STEP_LINE_EVERY_S = 5.0  # where there is no terminal
 WATCH_EVERY_S = 0.2
-RATE_STEPS = 20  # tokens/s and ETA are those of the last steps
+RATE_STEPS, RATE_S = 500, 5.0  # tokens/s and ETA: over the last seconds, at most so many steps
 
 app = typer.Typer(
     add_completion=False,
@@ -517,12 +517,15 @@ class Progress:
             self._say(text)
 
     def _describe(self, line: dict[str, Any]) -> str:
-        first, count = self._recent[0], len(self._recent) - 1
+        recent = list(self._recent)
+        long_ago = line["committed_at_s"] - RATE_S  # several steps may be committed at once
+        start = max((i for i, s in enumerate(recent) if s["committed_at_s"] <= long_ago), default=0)
+        first, after = recent[start], recent[start + 1 :]
         text = f"step {line['step']}/{self._job.steps}  loss {line['loss']:.4f}"
         spent_s = line["committed_at_s"] - first["committed_at_s"]
-        if count and spent_s > 0:
-            tokens = sum(step["tokens"] for step in list(self._recent)[1:])
-            left_s = (self._job.steps - line["step"]) * spent_s / count
+        if after and spent_s > 1:
+            tokens = sum(step["tokens"] for step in after)
+            left_s = (self._job.steps - line["step"]) * spent_s / len(after)
             text += f"  {tokens / spent_s:,.0f} tokens/s  ETA {_clock(left_s)}"
         workers = line["world_size"]
         return f"{text}  {workers} worker{'s' * (workers != 1)}  generation {line['generation']}"
