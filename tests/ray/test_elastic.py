@@ -64,6 +64,24 @@ def test_stopped_worker_is_killed_and_replaced(start: Start) -> None:
     trial.check()
 
 
+def test_a_crashed_workers_only_copy_comes_from_its_nodes_keeper(start: Start) -> None:
+    """FSDP2 without buddies: nobody but the keeper of its node has the dead worker's shard."""
+    snapshot = {"every_steps": 1, "copies": 1}
+    trial = start(job("keeper", parallel={"strategy": "fsdp"}, snapshot=snapshot))
+    trial.wait_for_world(4, timeout_s=START_S)
+    trial.wait("four keepers", lambda: len(trial.events("keeper_ready")) == 4)
+    victim = trial.members()[1]
+    survivors = trial.pids() - {victim["pid"]}
+    os.kill(victim["pid"], signal.SIGKILL)
+    trial.wait_for_world(3)
+    assert trial.pids() == survivors
+    trial.wait_for_world(4, timeout_s=START_S)
+    trial.stop()
+    lost = trial.events("recovered")[0]
+    assert (lost["source"], lost["steps_lost"]) == ("keeper", 0)
+    trial.check()
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_lost_node_and_its_successor(start: Start, cluster: LocalCluster, strategy: str) -> None:
     trial = start(job(f"node-{strategy}", parallel={"strategy": strategy}))
