@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class StateMissing(ValueError):
@@ -130,6 +130,19 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     return tuple(sorted(rest))
 
 
+def slabs(box: Box, numel_max: int) -> Iterator[Box]:
+    """``box`` in parts of at most ``numel_max`` elements, each contiguous in row-major order."""
+    if box.numel <= max(numel_max, 1):
+        yield box
+        return
+    axis = next(d for d, size in enumerate(box.sizes) if size > 1)
+    rows, size = max(1, numel_max * box.sizes[axis] // box.numel), box.sizes[axis]
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for start in range(0, size, rows):
+        part = _with(offsets, sizes, axis, box.offsets[axis] + start, min(rows, size - start))
+        yield from slabs(part, numel_max)
+
+
 # ------------------------------------------------------------------------------ resharding
 
 
@@ -193,13 +206,17 @@ def plan_reshard(
     wanted = _replicas_by_tensor(targets)
     local: list[Copy] = []
     remote: list[Cell] = []
+    cells_of: dict[Any, list[Cell]] = {}  # many tensors are cut alike
     for tensor in sorted(wanted):
-        _refuse_overlapping_targets(tensor, wanted[tensor])
-        for cell in _cells_of_tensor(tensor, held.get(tensor, {}), wanted[tensor]):
-            if cell.target in cell.candidates:
-                local.append(Copy(tensor, cell.target, cell.target, cell.box))
+        alike = (_pattern(held.get(tensor, {})), _pattern(wanted[tensor]))
+        if alike not in cells_of:
+            _refuse_overlapping_targets(tensor, wanted[tensor])
+            cells_of[alike] = list(_cells_of_tensor(tensor, held.get(tensor, {}), wanted[tensor]))
+        for _, target, box, candidates in cells_of[alike]:
+            if target in candidates:
+                local.append(Copy(tensor, target, target, box))
             else:
-                remote.append(cell)
+                remote.append(Cell(tensor, target, box, candidates))
     copies = local + _choose_senders(remote, itemsize or {}, cost or {})
     return tuple(sorted(copies, key=attrgetter("tensor", "target", "box")))
 
@@ -220,6 +237,10 @@ def _replicas_by_tensor(pieces: Iterable[Piece]) -> dict[str, Replicas]:
         tensor: {box: tuple(sorted(holders)) for box, holders in boxes.items()}
         for tensor, boxes in found.items()
     }
+
+
+def _pattern(replicas: Replicas) -> frozenset[tuple[Box, Holders]]:
+    return frozenset(replicas.items())
 
 
 def _cells_of_tensor(tensor: str, held: Replicas, wanted: Replicas) -> Iterator[Cell]:

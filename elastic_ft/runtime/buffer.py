@@ -56,16 +56,16 @@ def schema_bytes(schema: Schema) -> int:
 
 def seal(buffer: Bytes) -> None:
     """Writes the digest of what is in ``buffer``."""
-    buffer[-DIGEST_BYTES:] = np.frombuffer(_digest(buffer), np.uint8)
+    buffer[-DIGEST_BYTES:] = np.frombuffer(digest_of(buffer[:-DIGEST_BYTES]), np.uint8)
 
 
 def is_whole(buffer: Bytes) -> bool:
     """Whether the bytes are those that were sealed."""
-    return _digest(buffer) == buffer[-DIGEST_BYTES:].tobytes()
+    return digest_of(buffer[:-DIGEST_BYTES]) == buffer[-DIGEST_BYTES:].tobytes()
 
 
-def _digest(buffer: Bytes) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(buffer[:-DIGEST_BYTES]))
+def digest_of(data: Bytes) -> bytes:
+    return xxhash.xxh3_128_digest(memoryview(data))
 
 
 def cut(buffer: Bytes, slot: Slot, box: Box) -> Bytes:

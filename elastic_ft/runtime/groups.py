@@ -161,19 +161,20 @@ class Groups:
         except Exception as error:
             raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
 
-    def wait(self, work: Any) -> None:
-        """Waits for a transfer over ``host``. Raises GroupBroken when it fails, is late or aborted.
+    def wait(self, *works: Any) -> None:
+        """Waits for transfers over ``host``. Raises GroupBroken if one fails, is late or aborted.
 
         Gloo fails what is pending when a connection ends, but for one thing: a payload that is
         half through (``Pair::signalException`` leaves those buffers out) waits out its timeout.
         So a thread of its own waits; once these groups are aborted it is left behind.
         """
         ended: Future[None] = Future()
-        timeout = datetime.timedelta(seconds=self._operation_timeout_s)
+        deadline = self.deadline()
 
         def run() -> None:
             try:
-                work.wait(timeout)
+                for work in works:
+                    work.wait(datetime.timedelta(seconds=max(0.001, deadline - time.monotonic())))
             except Exception as error:
                 ended.set_exception(error)
             else:

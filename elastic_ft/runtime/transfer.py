@@ -3,26 +3,32 @@
 Everyone publishes what it offers (boxes of the chosen source) and what it needs (the boxes of its
 new layout), everyone computes the same plan, and each rank receives just what it lacks. Copies
 read from snapshots are verified before they leave, messages when they arrive.
+
+Large parts go from tensor to tensor. Small ones are packed into buffers that are used again: memory
+that is written for the first time costs more than a good network does.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 
-from elastic_ft.core.sharding import Box, Copy, Piece, StateMissing, plan_reshard
+from elastic_ft.core.sharding import Box, Copy, Piece, StateMissing, plan_reshard, slabs
 from elastic_ft.errors import GroupBroken, StateDamaged
-from elastic_ft.runtime.buffer import DIGEST_BYTES
+from elastic_ft.runtime.buffer import DIGEST_BYTES, digest_of, is_whole, seal
 from elastic_ft.runtime.engines.base import State, StateTensor
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
 
-MESSAGE_BYTES = 64 << 20
+LARGE_BYTES = 256 << 10  # a part of that size is worth a message of its own
+LETTER_BYTES = 2 << 20  # of small parts, packed
+BATCH_BYTES = 32 << 20  # of large parts that are on their way to one peer; so twice, by batches
+FETCH_BYTES = 64 << 20  # of one request to a keeper
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +40,19 @@ class Boxes:
     itemsizes: dict[str, int]
 
 
-@dataclass(slots=True)
-class Transferred:
-    bytes_received: int = 0
-    needs: list[tuple[tuple[str, Box], ...]] = field(default_factory=list)  # by participant
+Held = dict[str, list[StateTensor]]  # by tensor name
 
 
 def exchange_boxes(groups: Groups, offers: Iterable[State], needs: State) -> list[Boxes]:
     """Publishes this participant's boxes. Returns everyone's, in participant order."""
+    same: dict[Box, Box] = {}  # many tensors are cut alike: each box is pickled once
+
+    def listed(state: State) -> list[tuple[str, Box]]:
+        return [(name, same.setdefault(t.box, t.box)) for name, t in state.items()]
+
     own = Boxes(
-        offers=tuple((name, t.box) for state in offers for name, t in state.items()),
-        needs=tuple((name, t.box) for name, t in needs.items()),
+        offers=tuple(item for state in offers for item in listed(state)),
+        needs=tuple(listed(needs)),
         itemsizes={
             name: t.local.element_size() for state in (*offers, needs) for name, t in state.items()
         },
@@ -77,15 +85,25 @@ def move(
         plan = plan_reshard(sources, targets, itemsizes)
     except StateMissing as error:
         raise GroupBroken(f"the chosen source is not complete: {error}") from error
-    held = [(name, tensor) for state in offers for name, tensor in state.items()]
+    held = _by_name(offers)
     me = str(groups.participant)
+    local = [c for c in plan if c.source == me == c.target]
+    between = [c for c in plan if c.source not in kept and not c.is_local]
     with torch.no_grad():
-        for copy in plan:
-            if copy.source == me == copy.target:
-                _copy_locally(copy, held, needs)
         received = _fetch(kept, [c for c in plan if c.target == me], needs, itemsizes)
-        between = [c for c in plan if c.source not in kept]
-        return received + _exchange_messages(groups, between, held, needs, itemsizes)
+        exchange = _Exchange(groups, between, held, needs, itemsizes)
+        exchange.begin()
+        for copy in local:  # while the first batches are on their way
+            _copy_locally(copy, held, needs)
+        return received + exchange.end()
+
+
+def _by_name(offers: Iterable[State]) -> Held:
+    held: Held = {}
+    for state in offers:
+        for name, tensor in state.items():
+            held.setdefault(name, []).append(tensor)
+    return held
 
 
 def _left_holder(index: int) -> str:
@@ -99,13 +117,34 @@ def _fetch(
     """What comes from keepers, asked for by who needs it. Returns the bytes received."""
     received = 0
     for who, shard in kept.items():
-        streams = _messages((c for c in plan if c.source == who), "source", itemsizes)
-        for copies in streams.get(who, []):
+        for copies in _requests((c for c in plan if c.source == who), itemsizes):
             data = shard.read((c.tensor, c.box) for c in copies)
             buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            _unpack(buffer, copies, needs, shard.holder)
+            _check(is_whole(buffer.numpy()), shard.holder)
+            _unpack(buffer, copies, needs)
             received += len(data)
     return received
+
+
+def _requests(copies: Iterable[Copy], itemsizes: Mapping[str, int]) -> Iterator[list[Copy]]:
+    """Copies by FETCH_BYTES."""
+    request: list[Copy] = []
+    size = 0
+    for copy in copies:
+        for part in _cut(copy, FETCH_BYTES, itemsizes):
+            nbytes = part.box.numel * itemsizes[part.tensor]
+            if request and size + nbytes > FETCH_BYTES:
+                yield request
+                request, size = [], 0
+            request.append(part)
+            size += nbytes
+    if request:
+        yield request
+
+
+def _cut(copy: Copy, nbytes_max: int, itemsizes: Mapping[str, int]) -> Iterator[Copy]:
+    for box in slabs(copy.box, nbytes_max // itemsizes[copy.tensor]):
+        yield Copy(copy.tensor, copy.source, copy.target, box)
 
 
 def _pieces(boxes: Iterable[tuple[tuple[str, Box], ...]]) -> list[Piece]:
@@ -116,16 +155,16 @@ def _pieces(boxes: Iterable[tuple[tuple[str, Box], ...]]) -> list[Piece]:
     ]
 
 
-def _copy_locally(copy: Copy, held: list[tuple[str, StateTensor]], needs: State) -> None:
+def _copy_locally(copy: Copy, held: Held, needs: State) -> None:
     source, target = _find(held, copy), needs[copy.tensor]
     if source.local.data_ptr() == target.local.data_ptr() and source.box == target.box:
         return  # already in place
     _part(target, copy.box).copy_(_part(source, copy.box))
 
 
-def _find(held: list[tuple[str, StateTensor]], copy: Copy) -> StateTensor:
-    for name, tensor in held:
-        if name == copy.tensor and tensor.box.intersect(copy.box) == copy.box:
+def _find(held: Held, copy: Copy) -> StateTensor:
+    for tensor in held.get(copy.tensor, ()):
+        if tensor.box.intersect(copy.box) == copy.box:
             return tensor
     raise GroupBroken(f"the plan wants {copy.tensor} {copy.box}, which is not held here")
 
@@ -134,82 +173,194 @@ def _part(tensor: StateTensor, box: Box) -> torch.Tensor:
     return tensor.local[box.slices_within(tensor.box)] if box.sizes else tensor.local
 
 
-def _exchange_messages(
-    groups: Groups,
-    plan: Iterable[Copy],
-    held: list[tuple[str, StateTensor]],
-    needs: State,
-    itemsizes: Mapping[str, int],
-) -> int:
-    """One stream of messages per pair of participants, a message of each per round."""
-    me = str(groups.participant)
-    index: dict[str, list[tuple[str, StateTensor]]] = {}
-    for name, tensor in held:
-        index.setdefault(name, []).append((name, tensor))
-    outgoing = _messages((c for c in plan if c.source == me != c.target), "target", itemsizes)
-    incoming = _messages((c for c in plan if c.target == me != c.source), "source", itemsizes)
-    rounds = max((len(m) for m in (*outgoing.values(), *incoming.values())), default=0)
-    received = 0
-    for number in range(rounds):
-        arriving: list[tuple[Any, str, torch.Tensor, list[Copy]]] = []
-        works = []
-        try:
-            for peer, messages in sorted(incoming.items()):
-                if number < len(messages):
-                    size = sum(c.box.numel * itemsizes[c.tensor] for c in messages[number])
-                    buffer = torch.empty(size + DIGEST_BYTES, dtype=torch.uint8)
-                    work = groups.host.recv([buffer], int(peer), number)
-                    arriving.append((work, peer, buffer, messages[number]))
-            for peer, messages in sorted(outgoing.items()):
-                if number < len(messages):
-                    parts = [_part(_find(index[c.tensor], c), c.box) for c in messages[number]]
-                    message = _pack(parts)
-                    works.append((groups.host.send([message], int(peer), number), message))
-        except RuntimeError as error:
-            raise GroupBroken(f"transfer: {error}") from error
-        for work, peer, buffer, copies in arriving:
-            groups.wait(work)
-            _unpack(buffer, copies, needs, f"peer {peer}")
-            received += buffer.numel()
-        for work, _ in works:
-            groups.wait(work)
-    return received
+# ----------------------------------------------------------------------- between participants
 
 
-def _messages(
+@dataclass(slots=True)
+class _Batch:
+    """What goes to one peer at a time: a message for each large part, and the letter, which has
+    the small ones, the digests of the large ones, and its own. ``tag``: of the first message."""
+
+    tag: int
+    large: list[Copy] = field(default_factory=list)
+    small: list[Copy] = field(default_factory=list)
+    large_bytes: int = 0
+    small_bytes: int = 0
+
+    @property
+    def letter_bytes(self) -> int:
+        return self.small_bytes + DIGEST_BYTES * (len(self.large) + 1)
+
+
+def _batches(
     copies: Iterable[Copy], peer_of: str, itemsizes: Mapping[str, int]
-) -> dict[str, list[list[Copy]]]:
-    """Copies by peer, cut into messages of about MESSAGE_BYTES. Equal on both sides."""
-    streams: dict[str, list[list[Copy]]] = {}
-    sizes: dict[str, int] = {}
+) -> dict[str, list[_Batch]]:
+    """Copies by peer. Equal on both sides."""
+    streams: dict[str, list[_Batch]] = {}
     for copy in copies:
-        peer = getattr(copy, peer_of)
-        nbytes = copy.box.numel * itemsizes[copy.tensor]
-        stream = streams.setdefault(peer, [])
-        if not stream or sizes[peer] + nbytes > MESSAGE_BYTES:
-            stream.append([])
-            sizes[peer] = 0
-        stream[-1].append(copy)
-        sizes[peer] += nbytes
+        stream = streams.setdefault(getattr(copy, peer_of), [_Batch(0)])
+        for part in _cut(copy, BATCH_BYTES, itemsizes):
+            nbytes, last = part.box.numel * itemsizes[part.tensor], stream[-1]
+            is_large = nbytes >= LARGE_BYTES
+            if (is_large and last.large_bytes + nbytes > BATCH_BYTES) or (
+                not is_large and last.small_bytes + nbytes > LETTER_BYTES
+            ):
+                last = _Batch(last.tag + 1 + len(last.large))
+                stream.append(last)
+            (last.large if is_large else last.small).append(part)
+            last.large_bytes += nbytes * is_large
+            last.small_bytes += nbytes * (not is_large)
     return streams
 
 
-def _pack(parts: list[torch.Tensor]) -> torch.Tensor:
-    flat = [part.reshape(-1).contiguous().cpu().view(torch.uint8) for part in parts]
-    payload = torch.cat(flat)
-    digest = bytearray(xxhash.xxh3_128_digest(memoryview(payload.numpy())))
-    return torch.cat([payload, torch.frombuffer(digest, dtype=torch.uint8)])
+class _Arena:
+    """Buffers of one batch from or to each peer, to be taken again for a later one."""
+
+    def __init__(self) -> None:
+        self._buffers: list[torch.Tensor] = []
+        self._taken = 0
+
+    def clear(self) -> None:
+        self._taken = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        if self._taken == len(self._buffers):
+            self._buffers.append(torch.empty(0, dtype=torch.uint8))
+        if self._buffers[self._taken].numel() < nbytes:
+            self._buffers[self._taken] = torch.empty(nbytes, dtype=torch.uint8)
+        self._taken += 1
+        return self._buffers[self._taken - 1][:nbytes]
 
 
-def _unpack(buffer: torch.Tensor, copies: list[Copy], needs: State, peer: str) -> None:
-    payload, digest = buffer[:-DIGEST_BYTES], bytes(buffer[-DIGEST_BYTES:].numpy())
-    if xxhash.xxh3_128_digest(memoryview(payload.numpy())) != digest:
-        raise StateDamaged(f"a message from {peer} arrived damaged", peer)
+@dataclass(slots=True)
+class _Round:
+    """A batch from and to each peer, on its way."""
+
+    arena: _Arena
+    works: list[Any] = field(default_factory=list)
+    arriving: list[tuple[str, _Batch, list[torch.Tensor]]] = field(default_factory=list)
+
+
+class _Exchange:
+    """Two rounds are on their way at any time: one is packed and checked while the other flows."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        plan: Sequence[Copy],
+        held: Held,
+        needs: State,
+        itemsizes: Mapping[str, int],
+    ) -> None:
+        self._groups, self._held, self._needs = groups, held, needs
+        me = str(groups.participant)
+        self._outgoing = _batches((c for c in plan if c.source == me), "target", itemsizes)
+        self._incoming = _batches((c for c in plan if c.target == me), "source", itemsizes)
+        streams = (*self._outgoing.values(), *self._incoming.values())
+        self._rounds = max(map(len, streams), default=0)
+        self._arenas = (_Arena(), _Arena())
+        self._running: deque[_Round] = deque()
+        self._begun = self._received = 0
+
+    def begin(self) -> None:
+        """Starts as much as may be on its way at once."""
+        while self._begun < self._rounds and len(self._running) < len(self._arenas):
+            self._begin_round(self._begun)
+            self._begun += 1
+
+    def end(self) -> int:
+        """Waits for all of it. Returns the bytes received."""
+        while self._running:
+            self._end_round(self._running.popleft())
+            self.begin()
+        return self._received
+
+    def _begin_round(self, number: int) -> None:
+        begun = _Round(self._arenas[number % len(self._arenas)])
+        begun.arena.clear()
+        try:
+            for peer, stream in sorted(self._incoming.items()):
+                if number < len(stream):
+                    self._receive(begun, peer, stream[number])
+            for peer, stream in sorted(self._outgoing.items()):
+                if number < len(stream):
+                    self._send(begun, peer, stream[number])
+        except RuntimeError as error:
+            raise GroupBroken(f"transfer: {error}") from error
+        self._running.append(begun)
+
+    def _receive(self, begun: _Round, peer: str, batch: _Batch) -> None:
+        buffers = []
+        for copy in batch.large:
+            target = _part(self._needs[copy.tensor], copy.box)
+            raw = _raw(target)
+            nbytes = target.numel() * target.element_size()
+            buffers.append(begun.arena.take(nbytes) if raw is None else raw)
+        buffers.append(begun.arena.take(batch.letter_bytes))
+        host = self._groups.host
+        for tag, buffer in enumerate(buffers, batch.tag):
+            begun.works.append(host.recv([buffer], int(peer), tag))
+        begun.arriving.append((peer, batch, buffers))
+
+    def _send(self, begun: _Round, peer: str, batch: _Batch) -> None:
+        letter, host, offset = begun.arena.take(batch.letter_bytes), self._groups.host, 0
+        for copy in batch.small:
+            offset = _put(letter, offset, _part(_find(self._held, copy), copy.box))
+        for tag, copy in enumerate(batch.large, batch.tag):
+            part = _part(_find(self._held, copy), copy.box)
+            raw = _raw(part)
+            if raw is None:
+                raw = begun.arena.take(part.numel() * part.element_size())
+                _put(raw, 0, part)
+            begun.works.append(host.send([raw], int(peer), tag))
+            digest = torch.frombuffer(bytearray(digest_of(raw.numpy())), dtype=torch.uint8)
+            offset = _put(letter, offset, digest)
+        seal(letter.numpy())
+        begun.works.append(host.send([letter], int(peer), batch.tag + len(batch.large)))
+
+    def _end_round(self, begun: _Round) -> None:
+        self._groups.wait(*begun.works)
+        for peer, batch, (*large, letter) in begun.arriving:
+            _check(is_whole(letter.numpy()), f"peer {peer}")
+            _unpack(letter, batch.small, self._needs)
+            digests = letter[batch.small_bytes :].numpy().tobytes()
+            for number, (copy, buffer) in enumerate(zip(batch.large, large, strict=True)):
+                expected = digests[number * DIGEST_BYTES :][:DIGEST_BYTES]
+                _check(digest_of(buffer.numpy()) == expected, f"peer {peer}")
+                if _raw(target := _part(self._needs[copy.tensor], copy.box)) is None:
+                    target.copy_(buffer.view(target.dtype).view(target.shape))
+            self._received += batch.large_bytes + batch.letter_bytes
+
+
+def _check(good: bool, sender: str) -> None:
+    if not good:
+        raise StateDamaged(f"a message from {sender} arrived damaged", sender)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its bytes, uncopied; None if they are not one after the other in host memory."""
+    if tensor.is_contiguous() and tensor.device.type == "cpu":
+        return tensor.view(-1).view(torch.uint8)
+    return None
+
+
+def _put(buffer: torch.Tensor, offset: int, part: torch.Tensor) -> int:
+    """Writes the bytes of ``part`` to ``buffer``. Returns the offset behind them."""
+    raw = part.contiguous().view(-1).view(torch.uint8)
+    end = offset + raw.numel()
+    buffer[offset:end].copy_(raw)
+    return end
+
+
+def _unpack(buffer: torch.Tensor, copies: Iterable[Copy], needs: State) -> None:
+    """Parts that lie one after the other."""
     offset = 0
     for copy in copies:
         target = _part(needs[copy.tensor], copy.box)
         nbytes = target.numel() * target.element_size()
-        # a copy: the dtype's alignment is not given inside a message
-        raw = payload[offset : offset + nbytes].clone()
-        target.copy_(raw.view(target.dtype).view(target.shape))
+        raw = buffer[offset : offset + nbytes]
+        if target.is_contiguous():
+            target.view(-1).view(torch.uint8).copy_(raw)
+        else:  # a copy: the dtype's alignment is not given inside a message
+            target.copy_(raw.clone().view(target.dtype).view(target.shape))
         offset += nbytes

@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete
-from elastic_ft.core.sharding import Box
+from elastic_ft.core.sharding import Box, slabs
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.store import Store, StoreError
@@ -123,19 +123,11 @@ def _pack(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 def _cut(box: Box, view: memoryview) -> Iterator[tuple[Box, memoryview]]:
     """The box as boxes of at most OBJECT_BYTES, each contiguous in the bytes of the whole."""
-    if view.nbytes <= OBJECT_BYTES or box.numel == 1:
-        yield box, view
-        return
-    axis = next(d for d, size in enumerate(box.sizes) if size > 1)
-    row_bytes = view.nbytes // box.sizes[axis]
-    step = max(1, OBJECT_BYTES // row_bytes)
-    for start in range(0, box.sizes[axis], step):
-        rows = min(step, box.sizes[axis] - start)
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[axis] += start
-        sizes[axis] = rows
-        part = view[start * row_bytes : (start + rows) * row_bytes]
-        yield from _cut(Box(tuple(offsets), tuple(sizes)), part)
+    itemsize, offset = view.nbytes // box.numel, 0
+    for part in slabs(box, OBJECT_BYTES // itemsize):
+        nbytes = part.numel * itemsize
+        yield part, view[offset : offset + nbytes]
+        offset += nbytes
 
 
 # ------------------------------------------------------------------------------- reading

@@ -1,0 +1,62 @@
+"""Runs a function on processes that form one generation: for benchmarks below the controller."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+
+from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.layout import plan_layout
+from elastic_ft.runtime.groups import Groups
+
+DEADLINE_S = 1200.0
+OPERATION_S = 120.0
+
+
+def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``work(groups, *arguments)`` on ``world`` FSDP ranks. Returns their results in rank order."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(rank, world, store.port, results, work, arguments))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = [results.get(timeout=DEADLINE_S) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.join(10)
+            process.kill()
+    if failed := [result for _, result, good in found if not good]:
+        raise RuntimeError(failed[0])
+    return [result for _, result, _ in sorted(found, key=lambda item: item[0])]
+
+
+def _rank(
+    rank: int, world: int, port: int, results: Any, work: Callable[..., Any], arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    layout, _ = plan_layout("fsdp", world, None)
+    members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
+    source = Source(0, Tier.INITIAL)
+    buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
+    assignment = Assignment(1, members, (), layout, source, buddies, "benchmark")
+    groups = Groups(assignment, f"w{rank}", ("127.0.0.1", port))
+    try:
+        groups.form(torch.device("cpu"), OPERATION_S)
+        results.put((rank, work(groups, *arguments), True))
+        groups.barrier("end")
+    except BaseException:
+        results.put((rank, traceback.format_exc(), False))
+        raise
