@@ -109,7 +109,10 @@ class Checkpointer:
     def _write_shards(
         self, shard: HostShard, owned: Owned, prefix: str, rank: int
     ) -> tuple[dict[str, Any], ...]:
-        """By the keeper whose memory it is; here, if there is none. Raises StoreFailed."""
+        """By the keeper whose memory it is; here, if there is none.
+
+        Raises StoreFailed, StateDamaged, KeeperRefused.
+        """
         keeper = shard.buffer.keeper
         if keeper is not None:
             path, schema, rate = shard.buffer.path, shard.schema, self._max_mb_per_s
@@ -117,6 +120,7 @@ class Checkpointer:
                 return keeper.upload(Upload(path, schema, owned, self._url, prefix, rank, rate))
         if self._store is None:
             self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
+        shard.verify(self._worker)  # else it would be given a new digest, and pass for good
         pieces = _pieces(shard, owned)
         return checkpoints.write_shards(self._store, prefix, rank, pieces, pace=self._pace)
 

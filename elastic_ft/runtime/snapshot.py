@@ -215,10 +215,14 @@ class Snapshots:
                     ),
                 )
             )
-        # When this fails, a transfer may still write: the buffers are dropped, not recycled.
-        exchange.run(own.buffer.memory, [(rank, s.buffer.memory) for rank, s in incoming])
-        for _, shard in incoming:
-            shard.verify(f"rank {exchange.groups.rank}")
+        try:
+            exchange.run(own.buffer.memory, [(rank, s.buffer.memory) for rank, s in incoming])
+            for _, shard in incoming:
+                shard.verify(f"rank {exchange.groups.rank}")
+        except BaseException:
+            # A transfer may still write: they are not used again, and freed once it lets go.
+            self._let_go(shard.buffer for _, shard in incoming)
+            raise
         self._hold([shard for _, shard in incoming])
 
     def _hold(self, shards: list[HostShard]) -> None:

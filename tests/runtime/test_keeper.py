@@ -163,13 +163,16 @@ def test_it_writes_checkpoints_from_the_workers_memory(
     desk: Desk, keeper: Keeper, tmp_path: Path
 ) -> None:
     client = KeeperClient(keeper, desk.server.key, "w0")
-    path, _ = write(client, 6)
+    path, memory = write(client, 6)
     owned = frozenset({("a", WHOLE)})
     request = Upload(path, SCHEMA, owned, str(tmp_path), "data/run/g1-s6", 0)
     (entry,) = (ShardEntry.from_dict(values) for values in client.upload(request))
     assert (entry.tensor, entry.box, entry.nbytes) == ("a", WHOLE, 48)
     stored = open_store(str(tmp_path)).get(f"data/run/g1-s6/{entry.file}")
     assert stored == VALUES.tobytes()
+    memory[0] ^= 1
+    with pytest.raises(KeeperRefused, match="digest differs: it is not written"):
+        client.upload(request)
     with pytest.raises(KeeperRefused, match="is no buffer of a worker here"):
         client.upload(Upload("/nowhere", SCHEMA, owned, str(tmp_path), "data/run/g1-s7", 0))
     client.close()
