@@ -141,6 +141,7 @@ class SnapshotConfig(Section):
     max_cost: float = Field(0.01, gt=0, lt=1)  # auto: share of the step time
     max_steps: int = Field(50, ge=1)  # auto: at most; what a failure may make redo
     copies: int = Field(2, ge=1, le=8)  # of each shard, on as many nodes
+    domain_label: str | None = None  # Ray node label of what fails together: a rack, a zone
 
 
 class CheckpointConfig(Section):

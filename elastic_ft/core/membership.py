@@ -652,7 +652,7 @@ def _formed(turn: Turn) -> None:
     turn.set(phase="running", refused=refused)
     members = [
         {"worker": m.worker, "rank": rank, "pid": m.pid, "node": m.node, "host": m.host}
-        | {"raylet_pid": m.raylet_pid}
+        | {"raylet_pid": m.raylet_pid, "domain": m.domain}
         for rank, m in enumerate(assignment.members)
     ]
     turn.journal(

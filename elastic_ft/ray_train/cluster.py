@@ -109,10 +109,10 @@ class LocalCluster:
         """The nodes alive, the head excepted, oldest first."""
         return tuple(self._nodes)
 
-    def add_node(self, cpus: float | None = None) -> NodeId:
+    def add_node(self, cpus: float | None = None, labels: dict[str, str] | None = None) -> NodeId:
         """Returns the id of a new node that is up and registered."""
         cpus = self._cpus_per_node if cpus is None else cpus
-        node = self._start(head=False, num_cpus=cpus, gcs_address=self.address)
+        node = self._start(head=False, num_cpus=cpus, gcs_address=self.address, labels=labels or {})
         self._nodes[node.node_id] = node
         return str(node.node_id)
 

@@ -321,6 +321,7 @@ class ElasticController(TrainController):
             on_lost=on_lost,
             on_ended=on_ended,
             reports=lambda: self._rounds.opened,
+            domain_label=self._run.job.snapshot.domain_label,
         )
 
     def _is_fenced(self, generation: int) -> bool:

@@ -74,6 +74,7 @@ class Launch:
     on_lost: Callable[[WorkerId], None]
     on_ended: Callable[[WorkerId], None]
     reports: Callable[[], int]  # rounds of ray.train.report so far
+    domain_label: str | None
 
 
 @dataclass(slots=True)
@@ -214,7 +215,14 @@ class RayHost:
         if hosted.node not in self._nodes.keepers:
             keeper = start_keeper(self._address, self._key, hosted.node)
             self._nodes.keepers[hosted.node] = keeper
-        task = Task(self._address, self._key, hosted.worker, hosted.node, self._launch.train_loop)
+        task = Task(
+            self._address,
+            self._key,
+            hosted.worker,
+            hosted.node,
+            self._launch.train_loop,
+            self._launch.domain_label,
+        )
         starting = self._group.start_worker(handle, task, self._launch.controller)
         hosted.handle = handle
         await asyncio.wait_for(starting, EQUIP_TIMEOUT_S)

@@ -60,6 +60,7 @@ class Task:
     worker: WorkerId
     node: NodeId
     train_loop: Callable[[], Any] | None
+    domain_label: str | None = None  # of the nodes: what fails together
 
 
 class ByValue(Generic[T]):
@@ -186,7 +187,7 @@ class ElasticWorker(RayTrainWorker):
             run_worker(
                 task.address,
                 task.key,
-                Member(task.worker, task.node, os.uname().nodename, os.getpid(), find_raylet_pid()),
+                _member_here(task),
                 train_loop=train_loop if task.train_loop is not None else None,
                 on_generation=self.take_seat,
             )
@@ -196,6 +197,13 @@ class ElasticWorker(RayTrainWorker):
         finally:
             self._ended.set()
         return returned[0] if returned else None
+
+
+def _member_here(task: Task) -> Member:
+    labels = ray.get_runtime_context().get_node_labels()
+    domain = str(labels.get(task.domain_label, "")) if task.domain_label else ""
+    host = os.uname().nodename
+    return Member(task.worker, task.node, host, os.getpid(), find_raylet_pid(), domain)
 
 
 @dataclass

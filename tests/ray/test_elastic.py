@@ -84,15 +84,19 @@ def test_a_crashed_workers_only_copy_comes_from_its_nodes_keeper(start: Start) -
 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_lost_node_and_its_successor(start: Start, cluster: LocalCluster, strategy: str) -> None:
-    trial = start(job(f"node-{strategy}", parallel={"strategy": strategy}))
+    snapshot = {"every_steps": 1, "domain_label": "rack"}
+    trial = start(job(f"node-{strategy}", parallel={"strategy": strategy}, snapshot=snapshot))
     trial.wait_for_world(4, timeout_s=START_S)
     victim = trial.members()[2]
     survivors = trial.pids() - {victim["pid"]}
     cluster.kill_node(victim["node"])
     trial.wait_for_world(3)
     trial.wait("the node is declared lost", lambda: bool(trial.events("node_lost")))
-    cluster.add_node()
+    successor = cluster.add_node(labels={"rack": "b"})
     trial.wait_for_world(4, timeout_s=START_S)
+    domains = {member["node"]: member["domain"] for member in trial.members()}
+    assert domains[successor] == "b"
+    assert sorted(domains.values()) == ["", "", "", "b"]
     assert survivors < trial.pids()
     trial.stop()
     lost = trial.events("recovered")[0]
