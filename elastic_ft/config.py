@@ -102,8 +102,13 @@ class PrecisionConfig(Section):
 
 
 class ParallelConfig(Section):
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """``tp`` and ``pp`` are kept while they divide the world, see ``core.layout.plan_layout``."""
+
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # of the data-parallel ranks
     shard_size: int | None = Field(None, ge=2)  # hsdp: ranks that share one replica
+    tp: int = Field(1, ge=1)  # ranks that share each layer, sequence-parallel between layers
+    pp: int = Field(1, ge=1)  # ranks that share the layers out as pipeline stages
+    schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"
     activation_checkpointing: bool = False
     backend: Literal["auto", "gloo", "nccl"] = "auto"
 

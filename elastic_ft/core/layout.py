@@ -7,7 +7,7 @@ Rank order is row-major over (pp, dp_replicate, dp_shard, tp), torch's order for
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
@@ -87,15 +87,40 @@ class Layout:
         )
 
 
-def plan_layout(strategy: Strategy, world_size: int, shard_size: int | None) -> tuple[Layout, str]:
-    """Returns the layout for ``world_size`` ranks, and the reason in words.
+def plan_layout(
+    strategy: Strategy, world_size: int, shard_size: int | None, tp: int = 1, pp: int = 1
+) -> tuple[Layout, str]:
+    """Returns the layout for ``world_size`` ranks, and the reason in words. Uses every rank.
 
-    ``shard_size`` is HSDP's wanted number of shards. Where it does not divide the world, the
-    largest smaller divisor (at least 2) is taken, or, if there is none, the whole world shards:
-    the state of one replica must fit, so fewer shards than wanted is the exception, not the rule.
+    ``tp`` and ``pp`` are as wanted where their product divides the world. Else tensor parallelism
+    is kept before pipeline stages: the largest divisor of ``tp``, with it the most stages up to
+    ``pp``, that do. What is left is data parallel by ``strategy``; ``shard_size`` is HSDP's.
     """
-    if world_size < 1:
-        raise ValueError(f"a layout needs at least one rank, got {world_size}")
+    if min(world_size, tp, pp) < 1:
+        raise ValueError(f"a layout needs at least one rank, got {world_size} (tp {tp}, pp {pp})")
+    kept_tp, kept_pp = next(
+        (tensor, stages)
+        for tensor in range(tp, 0, -1)
+        for stages in range(pp, 0, -1)
+        if tp % tensor == 0 and world_size % (tensor * stages) == 0
+    )
+    data, why = _plan_data(strategy, world_size // (kept_tp * kept_pp), shard_size)
+    layout = replace(data, tp=kept_tp, pp=kept_pp)
+    if tp == pp == 1:
+        return layout, why
+    found = f"pp {kept_pp} x tp {kept_tp} x {why}"
+    if (kept_tp, kept_pp) == (tp, pp):
+        return layout, found
+    return layout, f"{found}, as pp {pp} x tp {tp} does not divide {world_size} ranks"
+
+
+def _plan_data(strategy: Strategy, world_size: int, shard_size: int | None) -> tuple[Layout, str]:
+    """The data-parallel layout of ``world_size`` ranks.
+
+    Where ``shard_size`` does not divide the world, HSDP takes the largest smaller divisor (at
+    least 2), or, if there is none, the whole world shards: the state of one replica must fit, so
+    fewer shards than wanted is the exception, not the rule.
+    """
     if strategy == "ddp":
         return Layout(dp_replicate=world_size), f"ddp: {world_size} replicas"
     if strategy == "fsdp":

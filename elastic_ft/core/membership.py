@@ -154,7 +154,9 @@ def _form(turn: Turn) -> None:
     source, why = _choose(turn)
     if source.step < state.committed and _is_worth_waiting(turn, source.step):
         return
-    layout, why_layout = plan_layout(policy.strategy, len(members), policy.shard_size)
+    layout, why_layout = plan_layout(
+        policy.strategy, len(members), policy.shard_size, policy.tp, policy.pp
+    )
     if source.step < state.committed:
         _roll_back(turn, source.step, why)
     _count_redone(turn, source.step)

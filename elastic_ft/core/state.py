@@ -32,6 +32,8 @@ class Policy:
     max_workers: int
     strategy: Strategy = "ddp"
     shard_size: int | None = None
+    tp: int = 1
+    pp: int = 1
     copies: int = 2
     start_timeout_s: float = 300
     gather_s: float = 10

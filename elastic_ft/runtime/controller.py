@@ -61,6 +61,8 @@ def policy_of(job: Job) -> Policy:
         max_workers=elastic.max_workers,
         strategy=job.parallel.strategy,
         shard_size=job.parallel.shard_size,
+        tp=job.parallel.tp,
+        pp=job.parallel.pp,
         copies=job.snapshot.copies,
         start_timeout_s=elastic.start_timeout_s,
         gather_s=elastic.gather_s,

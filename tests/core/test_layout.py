@@ -92,6 +92,40 @@ def test_every_world_gets_a_layout_of_its_size(strategy: str, world: int, shards
         assert len(layout.shards()) == world
 
 
+@pytest.mark.parametrize(
+    ("strategy", "world_size", "tp", "pp", "wanted"),
+    [
+        ("fsdp", 8, 2, 2, "pp2-fsdp2-tp2"),
+        ("fsdp", 6, 2, 2, "fsdp3-tp2"),  # tp is kept before pp
+        ("fsdp", 3, 2, 2, "fsdp3"),
+        ("fsdp", 4, 1, 3, "pp2-fsdp2"),
+        ("fsdp", 3, 1, 3, "pp3-ddp1"),
+        ("ddp", 6, 4, 1, "ddp3-tp2"),  # a divisor of what was asked
+        ("hsdp", 8, 2, 1, "hsdp2x2-tp2"),
+        ("ddp", 1, 8, 8, "ddp1"),
+    ],
+)
+def test_degrades_by_rule(strategy: str, world_size: int, tp: int, pp: int, wanted: str) -> None:
+    layout, why = plan_layout(strategy, world_size, 2, tp, pp)  # type: ignore[arg-type]
+    assert str(layout) == wanted
+    assert ("does not divide" in why) == ((layout.tp, layout.pp) != (tp, pp))
+
+
+@given(
+    st.sampled_from(["ddp", "fsdp", "hsdp"]),
+    st.integers(1, 64),
+    st.integers(1, 16),
+    st.integers(1, 16),
+)
+def test_no_worker_idles(strategy: str, world: int, tp: int, pp: int) -> None:
+    layout, _ = plan_layout(strategy, world, 2, tp, pp)  # type: ignore[arg-type]
+    assert layout.world_size == world
+    assert tp % layout.tp == 0
+    assert layout.pp <= pp
+    if world % (tp * pp) == 0:
+        assert (layout.tp, layout.pp) == (tp, pp)
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Layout(dp_shard=0)
