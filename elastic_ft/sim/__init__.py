@@ -9,7 +9,7 @@ computed each of its steps, so that a lost, repeated or mixed step shows in the 
 
 from elastic_ft.sim.checks import Violation
 from elastic_ft.sim.run import Report, simulate
-from elastic_ft.sim.scenario import KINDS, Fault, Scenario, make_scenario, single_fault
+from elastic_ft.sim.scenario import KINDS, Fault, Scenario, bearable, make_scenario
 
 __all__ = [
     "KINDS",
@@ -17,7 +17,7 @@ __all__ = [
     "Report",
     "Scenario",
     "Violation",
+    "bearable",
     "make_scenario",
     "simulate",
-    "single_fault",
 ]

@@ -4,6 +4,7 @@ never at what the core believes."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from elastic_ft.core.events import CommitCheckpoint, RecordStep, RollBack, Tier
@@ -13,7 +14,7 @@ from elastic_ft.sim.places import Lineage
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
-    from elastic_ft.sim.worker import SimWorker
+    from elastic_ft.sim.worker import Key, SimWorker
     from elastic_ft.sim.world import World
 
 
@@ -66,14 +67,11 @@ def recorded(world: World, command: RecordStep) -> None:
     if world.scenario.copies < 2 and len(layout.shards()) > 1:
         return  # the user wants no second copy
     require(_complete_from(members, step), "I4", f"step {step} is recorded, but nowhere complete")
-    nodes = {worker.node.id for worker in members}
-    if len(nodes) < 2:
-        return
-    for node in sorted(nodes):
-        rest = [worker for worker in members if worker.node.id != node]
-        require(
-            _complete_from(rest, step), "I4", f"step {step} is recorded, but one copy is on {node}"
-        )
+    nodes = sorted({worker.node.id for worker in members})
+    for lost in combinations(nodes, min(max(world.scenario.copies, 2), len(nodes)) - 1):
+        rest = [worker for worker in members if worker.node.id not in lost]
+        what = f"step {step} is recorded, but all copies of a shard are on {', '.join(lost)}"
+        require(_complete_from(rest, step), "I4", what)
 
 
 def rolled_back(world: World, command: RollBack) -> None:
@@ -82,8 +80,9 @@ def rolled_back(world: World, command: RollBack) -> None:
     core = world.core
     alive = [w for w in world.workers.values() if w.answers() and w.id in core.ready]
     refused = core.refused
+    left = _left(world, refused)
     require(
-        not _complete_from(alive, command.step + 1, refused),
+        not _complete_from(alive, command.step + 1, refused, left),
         "I4",
         f"rolls back to {command.step}, but a newer state is complete in memory",
     )
@@ -92,9 +91,39 @@ def rolled_back(world: World, command: RollBack) -> None:
     require(not newer, "I4", f"rolls back to {command.step}, but checkpoints are newer: {newer}")
 
 
-def _complete_from(workers: Iterable[SimWorker], step: int, refused: Refused = frozenset()) -> bool:
+def _left(world: World, refused: Refused) -> list[tuple[Key, Lineage]]:
+    """What keepers have of the dead that is of use: told of, or yet to be told in time."""
+    found = []
+    for node in world.nodes:
+        keeper = node.keeper
+        if keeper is None or not keeper.alive or node.id not in world.core.keepers:
+            continue
+        for worker, left in keeper.left.items():
+            name = keeper.keeper.left_by(worker)
+            if left.void or (node.cut and not left.told) or worker in world.core.ready:
+                continue
+            for key, copy in left.copies.items():
+                if (name, key[0], key[2]) not in refused and _agrees(world, copy.lineage):
+                    found.append((key, copy.lineage))
+    return found
+
+
+def _agrees(world: World, lineage: Lineage) -> bool:
+    record = tuple(generation for _, generation in world.recorded)
+    return all(a == b for a, b in zip(record, lineage, strict=False))
+
+
+def _complete_from(
+    workers: Iterable[SimWorker],
+    step: int,
+    refused: Refused = frozenset(),
+    left: Iterable[tuple[Key, Lineage]] = (),
+) -> bool:
     """Whether the workers hold every shard of one state of ``step`` or later. Deliberately dumb."""
     shards: dict[tuple[int, str, Lineage], set[str]] = {}
+    for (number, space, shard), lineage in left:
+        if number >= step:
+            shards.setdefault((number, space, lineage), set()).add(shard)
     for worker in workers:
         for held, lineage in worker.everything():
             if held.step < step:
@@ -126,12 +155,18 @@ def source(world: World, group: Group) -> Lineage:
     for shard, holders in chosen.holders.items():
         require(bool(holders), "I4", f"{where}: nobody holds {shard}")
         for name, tier in holders:
+            if tier is Tier.KEEPER:
+                keeper, worker = world.keeper_of(name)
+                key = (chosen.step, chosen.space, shard)
+                lineages.add(keeper.lineage_of(worker, key) if keeper else None)
+                continue
             require(name in group.all, "I4", f"{where}: holder {name} takes no part")
             lineage = group.all[name].lineage_of(chosen.step, chosen.space, shard, tier)
             require(lineage is not None, "I4", f"{where}: {name} has no {shard} in {tier}")
             lineages.add(lineage)
     missing = Layout.of_shard_space(chosen.space).shards() - chosen.holders.keys()
     require(not missing, "I4", f"{where}: nobody is asked for {sorted(missing)}")
+    lineages.discard(None)  # a keeper that died meanwhile: its copy is refused
     require(len(lineages) == 1, "I4", f"{where} is mixed from {len(lineages)} histories")
     (lineage,) = lineages
     assert lineage is not None

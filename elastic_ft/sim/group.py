@@ -102,10 +102,18 @@ class Group:
         if source.tier is Tier.CHECKPOINT:
             return (source.url, "") if self.world.store.is_damaged(source.url) else None
         for shard, holders in source.holders.items():
+            key = (source.step, source.space, shard)
             for name, tier in holders:
-                copy = self.all[name].copies.get((source.step, source.space, shard))
+                if tier is Tier.KEEPER:
+                    continue
+                copy = self.all[name].copies.get(key)
                 if tier is not Tier.LIVE and copy is not None and copy.damaged:
                     return name, shard
+            if all(tier is Tier.KEEPER for _, tier in holders):  # asked where nobody else has it
+                keeper, worker = self.world.keeper_of(holders[0][0])
+                copy = keeper.find(worker, key) if keeper else None
+                if copy is None or copy.damaged:
+                    return holders[0][0], shard
         return None
 
     def _refuse(self, holder: str, shard: str) -> None:
@@ -157,7 +165,8 @@ class Group:
         if not self.world.retain_live or not self.holds:
             return
         if live is not None and (live.step, live.space) == (source.step, source.space):
-            worker.keep((live.step, live.space, live.shard), Tier.HOST, live.lineage)
+            key = (live.step, live.space, live.shard)
+            worker.keep(key, Tier.HOST, live.lineage, sealed=False)
 
     # ---------------------------------------------------------------------- training
 

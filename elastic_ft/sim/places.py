@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from elastic_ft.sim.keeper import SimKeeper
 
 Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
 
@@ -17,6 +21,7 @@ class Node:
     cut: bool = False  # partitioned from everything else
     lost: bool = False  # the controller has been told so
     held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
+    keeper: SimKeeper | None = None  # its present life, or the last one
 
 
 @dataclass(slots=True)

@@ -126,6 +126,20 @@ class Chaos:
         self.world.kill(alive[fault.target % len(alive)], "crashed")
         return None
 
+    def _crash_every_worker(self, fault: Fault) -> bool | None:
+        """Out of memory everywhere, say: the nodes and their keepers live."""
+        alive = self.world.alive()
+        for worker in alive:
+            self.world.kill(worker, "crashed")
+        return None if alive else False
+
+    def _crash_keeper(self, fault: Fault) -> bool | None:
+        node = self._node(fault)
+        if node is None or node.keeper is None or not node.keeper.alive:
+            return False
+        self.world.kill_keeper(node)
+        return None
+
     def _node(self, fault: Fault) -> Node | None:
         nodes = [n for n in self.world.nodes if n.up and not n.cut and not n.lost]
         return nodes[fault.target % len(nodes)] if nodes else None

@@ -10,6 +10,8 @@ from elastic_ft.core.state import Policy
 
 KINDS = {  # kind of fault -> how often it is drawn
     "crash_worker": 6,
+    "crash_every_worker": 1,
+    "crash_keeper": 2,
     "crash_node": 4,
     "hang_worker": 3,
     "partition_node": 3,
@@ -49,6 +51,7 @@ class Scenario:
     steps: int
     shard_size: int | None = None
     copies: int = 2
+    keepers: bool = True
     snapshot_every: int = 1
     checkpoint_every: int = 5
     faults: tuple[Fault, ...] = ()
@@ -94,7 +97,8 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
         workers_per_node=per_node,
         steps=steps,
         shard_size=rng.choice((None, 2, 3)),
-        copies=rng.choice((1, 2, 2, 2)),
+        copies=rng.choice((1, 2, 2, 3)),
+        keepers=rng.random() < 0.8,
         snapshot_every=rng.choice((1, 1, 2, 3)),
         checkpoint_every=rng.choice((0, 2, 3, 5)),
         faults=tuple(_fault(rng, steps) for _ in range(rng.randint(1, 6))),
@@ -116,17 +120,22 @@ def _fault(rng: random.Random, steps: int) -> Fault:
     )
 
 
-def single_fault(seed: int, strategy: Strategy) -> Scenario:
-    """A scenario with one loss of a worker or node, while steps are being committed.
+def bearable(seed: int, strategy: Strategy, copies: int) -> Scenario:
+    """A scenario that costs no committed step, with ``copies`` of everything and keepers.
 
-    At least three nodes, memory kept everywhere: no committed step may be lost.
+    One copy: a worker or all of them are lost, no node. Two: or one node. Three: two nodes at once.
     """
-    rng = random.Random(f"single {seed}")
+    rng = random.Random(f"bearable {copies} {seed}")
     per_node = rng.choice((1, 2))
-    workers = rng.randint(3, 6)
-    nodes = max(3, -(-workers // per_node))
+    workers = rng.randint(max(3, per_node * (copies - 1) + 1), 6)  # on as many nodes as copies
+    nodes = max(copies + 1, 3, -(-workers // per_node))
     steps = rng.randint(8, 12)
-    kind = rng.choice(("crash_worker", "crash_node", "hang_worker", "drain_node"))
+    kinds = {
+        1: ("crash_worker", "hang_worker", "crash_every_worker"),
+        2: ("crash_worker", "crash_node", "hang_worker", "drain_node"),
+        3: ("crash_node",),
+    }
+    kind = rng.choice(kinds[copies])
     at_step, after_s = rng.randint(1, steps - 2), rng.uniform(0, 2.0)
     fault = Fault(kind, at_step, "running", after_s, rng.randrange(12), 6.0)
     return Scenario(
@@ -138,7 +147,8 @@ def single_fault(seed: int, strategy: Strategy) -> Scenario:
         workers_per_node=per_node,
         steps=steps,
         shard_size=rng.choice((None, 2, 3)),
+        copies=copies,
         snapshot_every=rng.choice((1, 2)),
-        faults=(fault,),
+        faults=(fault,) * max(1, copies - 1),  # the second takes another node: the first is gone
         spread_s=rng.choice((0.0, 0.3, 1.0)),
     )

@@ -20,12 +20,14 @@ from elastic_ft.core.events import (
     ShardsWritten,
     StopAtBoundary,
     Tier,
+    UseKeeper,
     WorkerDone,
 )
 from elastic_ft.sim.places import Lineage, Node
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
+    from elastic_ft.sim.keeper import SimKeeper
     from elastic_ft.sim.world import World
 
 Key = tuple[int, str, str]  # step, space, shard
@@ -43,6 +45,7 @@ class Live:
 class Copy:
     tier: Tier
     lineage: Lineage
+    keeper: SimKeeper | None  # in whose memory it is
     damaged: bool = False
 
 
@@ -66,6 +69,7 @@ class SimWorker:
         self.group: Group | None = None
         self.live: Live | None = None
         self.copies: dict[Key, Copy] = {}
+        self.keeper: SimKeeper | None = None
         self.uploads = 0
         self.checkpointed = 0
         self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
@@ -96,10 +100,11 @@ class SimWorker:
                 return lineage
         return None
 
-    def keep(self, key: Key, tier: Tier, lineage: Lineage) -> None:
+    def keep(self, key: Key, tier: Tier, lineage: Lineage, *, sealed: bool = True) -> None:
+        """``sealed``: in the keeper's memory, if there is a keeper."""
         old = self.copies.get(key)
         if old is None or old.tier is Tier.PEER:
-            self.copies[key] = Copy(tier, lineage)
+            self.copies[key] = Copy(tier, lineage, self.keeper if sealed else None)
 
     def drop(self, *, before: int = 0, after: int | None = None) -> None:
         self.copies = {
@@ -121,6 +126,8 @@ class SimWorker:
             self._pause(message)
         elif isinstance(message, FormGeneration):
             self._form(message.assignment)
+        elif isinstance(message, UseKeeper):
+            self.keeper = self.node.keeper
         elif isinstance(message, StopAtBoundary):
             self.stop_flag = True
         elif isinstance(message, ReleaseWorker):

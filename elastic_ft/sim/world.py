@@ -15,6 +15,7 @@ from elastic_ft.core.events import (
     CollectiveFailed,
     Command,
     CommitCheckpoint,
+    DropKept,
     Event,
     FinishJob,
     FormGeneration,
@@ -29,6 +30,7 @@ from elastic_ft.core.events import (
     StartTimer,
     StopAtBoundary,
     TimerFired,
+    UseKeeper,
     WantWorkers,
     WorkerHung,
     WorkerId,
@@ -38,6 +40,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.state import Policy, State
 from elastic_ft.sim import checks
 from elastic_ft.sim.group import Group
+from elastic_ft.sim.keeper import SimKeeper
 from elastic_ft.sim.places import Checkpoint, Node, ObjectStore
 from elastic_ft.sim.scenario import Scenario
 from elastic_ft.sim.worker import SimWorker
@@ -72,6 +75,7 @@ class World:
         self.duplicates = scenario.duplicates
         self.nodes = [Node(f"n{i}", scenario.workers_per_node) for i in range(scenario.nodes)]
         self.node_count = len(self.nodes)
+        self._keepers = 0
         self.workers: dict[WorkerId, SimWorker] = {}
         self.groups: dict[int, Group] = {}
         self.store = ObjectStore()
@@ -117,14 +121,14 @@ class World:
 
     # ----------------------------------------------------------------------- network
 
-    def _latency(self) -> float:
+    def latency(self) -> float:
         return self.rng.uniform(0.001, self.latency_s)
 
     def send_up(self, worker: SimWorker, event: Event) -> None:
         """First in, first out per worker, except for what arrives twice."""
         if worker.cut_off:
             return
-        worker.up_at_s = max(worker.up_at_s, self.now_s + self._latency())
+        worker.up_at_s = max(worker.up_at_s, self.now_s + self.latency())
         controller = self.controller
 
         def arrive() -> None:
@@ -141,7 +145,7 @@ class World:
         worker = self.workers.get(name)
         if worker is None or not worker.alive:
             return
-        worker.down_at_s = max(worker.down_at_s, self.now_s + self._latency())
+        worker.down_at_s = max(worker.down_at_s, self.now_s + self.latency())
 
         def arrive() -> None:
             if worker.node.cut:
@@ -158,8 +162,33 @@ class World:
             arrive()
         self.fill()
         if node.lost:  # the host kills what it could not reach
+            self.kill_keeper(node)
             for worker in self.on(node):
                 self.after(self.rng.uniform(0.1, 3.0), lambda w=worker: self.kill(w, "was lost"))  # type: ignore[misc]
+
+    # ----------------------------------------------------------------------- keepers
+
+    def count_keeper(self) -> int:
+        self._keepers += 1
+        return self._keepers
+
+    def start_keeper(self, node: Node) -> None:
+        """An empty one, where none is alive."""
+        alive = node.keeper is not None and node.keeper.alive
+        if self.scenario.keepers and self.up and self._may_start_on(node) and not alive:
+            node.keeper = SimKeeper(self, node)
+
+    def kill_keeper(self, node: Node) -> None:
+        """It is started again soon."""
+        if node.keeper is not None and node.keeper.alive:
+            node.keeper.die()
+            self.after(self.rng.uniform(0.3, 3.0), lambda: self.start_keeper(node))
+
+    def keeper_of(self, holder: str) -> tuple[SimKeeper | None, WorkerId]:
+        """Who serves what a source names so, and whose it is."""
+        name, _, worker = holder.rpartition("/")
+        keepers = (node.keeper for node in self.nodes if node.keeper is not None)
+        return next((k for k in keepers if k.keeper.name == name), None), worker
 
     # ------------------------------------------------------------------------- nodes
 
@@ -208,6 +237,8 @@ class World:
         if not worker.alive:
             return
         worker.alive = False
+        if worker.keeper is not None and worker.keeper.alive:
+            worker.keeper.inherit(worker)
         lost = WorkerLost(self.now_s, worker.id, why)
         controller = self.controller
         slow_s = 3.0 if with_node else 0.1
@@ -221,6 +252,7 @@ class World:
 
     def lose_node(self, node: Node, why: str) -> None:
         node.up = False
+        self.kill_keeper(node)
         for worker in self.on(node):
             self.kill(worker, why, with_node=True)
         self.after(self.rng.uniform(0.5, 8.0), lambda: self._tell_node_lost(node, why))
@@ -236,6 +268,7 @@ class World:
         """A new node: an id is never used again."""
         if sum(n.up and not n.lost and not n.draining for n in self.nodes) < self.node_count:
             self.nodes.append(Node(f"n{len(self.nodes)}", self.scenario.workers_per_node))
+            self.start_keeper(self.nodes[-1])
             self.fill()
 
     def cut_node(self, node: Node) -> None:
@@ -277,6 +310,8 @@ class World:
         refs = tuple(sorted(refs, key=lambda ref: -ref.step))
         self.recorded = self.recorded[: refs[0].step if refs else 0]
         self.flushed = len(self.recorded)
+        for node in self.nodes:
+            self.start_keeper(node)
         self.tell(JobStarted(self.now_s, refs, generation), self.controller)
 
     def crash_controller(self) -> None:
@@ -290,6 +325,9 @@ class World:
         self.publishing = []
         if len(self.recorded) > self.flushed and self.rng.random() < 0.5:
             self.recorded.pop()
+        for node in self.nodes:  # as do keepers
+            if node.keeper is not None:
+                node.keeper.die()
         for worker in self.alive():
             self.kill(worker, "its controller is gone")
         self.after(self.rng.uniform(1.0, 5.0), self.start_controller)
@@ -312,8 +350,12 @@ class World:
                 self.fill()
             case KillWorker(worker=name):
                 self._kill_from_afar(self.workers[name])
-            case ReleaseWorker(worker=name):
+            case ReleaseWorker(worker=name) | UseKeeper(worker=name):
                 self.send_down(name, command)
+            case DropKept(node=at, worker=name):
+                for node in self.nodes:
+                    if node.id == at and node.keeper is not None:
+                        node.keeper.drop(name)
             case PauseWorkers(workers=names) | StopAtBoundary(workers=names):
                 checks.require(bool(command.reason), "I8", f"no reason: {command}")
                 for name in names:
@@ -352,7 +394,19 @@ class World:
 
     def _start_timer(self, name: str, generation: int, after_s: float) -> None:
         controller = self.controller
-        self.after(after_s, lambda: self.tell(TimerFired(self.now_s, name, generation), controller))
+
+        def fire() -> None:
+            if name == "keeper" and generation == self.core.generation:
+                self._stop_waiting()
+            self.tell(TimerFired(self.now_s, name, generation), controller)
+
+        self.after(after_s, fire)
+
+    def _stop_waiting(self) -> None:
+        """What keepers have not told by now comes too late."""
+        for node in self.nodes:
+            for left in node.keeper.left.values() if node.keeper else ():
+                left.void = left.void or not left.told
 
     # ------------------------------------------------------------------------- store
 

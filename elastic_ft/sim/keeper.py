@@ -1,0 +1,92 @@
+"""A simulated node keeper: what ended workers sealed outlives them, and is told of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic_ft.core.events import (
+    Event,
+    Holding,
+    Keeper,
+    KeeperHolds,
+    KeeperLost,
+    KeeperReady,
+    Tier,
+    WorkerId,
+)
+from elastic_ft.sim.places import Lineage, Node
+
+if TYPE_CHECKING:
+    from elastic_ft.sim.worker import Copy, Key, SimWorker
+    from elastic_ft.sim.world import World
+
+
+@dataclass(slots=True)
+class LeftCopies:
+    """What one worker left.
+
+    Attributes:
+        told: the controller has heard of it.
+        void: it counts no more: the controller said so, or has waited long enough.
+    """
+
+    copies: dict[Key, Copy] = field(default_factory=dict)
+    told: bool = False
+    void: bool = False
+
+
+class SimKeeper:
+    """One life of a keeper: one that starts again is another, and empty."""
+
+    def __init__(self, world: World, node: Node) -> None:
+        self.world, self.node, self.alive = world, node, True
+        self.keeper = Keeper(node.id, (node.id, world.count_keeper()))
+        self.left: dict[WorkerId, LeftCopies] = {}
+        self._up_at_s = 0.0
+        self._tell(KeeperReady(world.now_s, self.keeper))
+
+    def inherit(self, worker: SimWorker) -> None:
+        """The worker is gone: what it sealed here stays."""
+        kept = {key: copy for key, copy in worker.copies.items() if copy.keeper is self}
+        left = self.left[worker.id] = LeftCopies(kept)
+        held = tuple(Holding(*key, Tier.KEEPER) for key in kept)
+        self._tell(KeeperHolds(self.world.now_s, self.node.id, worker.id, held), left)
+
+    def find(self, worker: WorkerId, key: Key) -> Copy | None:
+        """As who asks finds it: None if the keeper is gone, cut off, or has it no more."""
+        left = self.left.get(worker) if self.alive and not self.node.cut else None
+        return left.copies.get(key) if left else None
+
+    def lineage_of(self, worker: WorkerId, key: Key) -> Lineage | None:
+        copy = self.find(worker, key)
+        return copy.lineage if copy else None
+
+    def drop(self, worker: WorkerId) -> None:
+        if worker in self.left:
+            self.left[worker].void = True
+            self.world.after(self.world.latency(), lambda: self.left.pop(worker, None))
+
+    def die(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.left.clear()
+            self._tell(KeeperLost(self.world.now_s, self.node.id))
+
+    def _tell(self, event: Event, left: LeftCopies | None = None) -> None:
+        """First in, first out; some of it late, some of it twice."""
+        world, controller = self.world, self.world.controller
+        delay_s = world.latency() if world.rng.random() < 0.7 else world.rng.uniform(0, 3.0)
+        self._up_at_s = max(self._up_at_s, world.now_s + delay_s)
+
+        def arrive() -> None:
+            if self.node.cut:
+                self.node.held.append(arrive)
+            elif not isinstance(event, KeeperLost) or self.node.keeper is self:
+                if left is not None:
+                    left.told = True
+                world.tell(event, controller)
+
+        world.at(self._up_at_s, arrive)
+        if isinstance(event, KeeperHolds) and world.rng.random() < world.duplicates:
+            world.at(self._up_at_s + world.rng.uniform(0, 3.0), arrive)
