@@ -199,6 +199,7 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
 
     from elastic_ft.models.build import build_model
     from elastic_ft.runtime.data import preflight
+    from elastic_ft.runtime.engines.native import check_parallel
 
     bundle, parameters = preflight(job)
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
@@ -206,6 +207,7 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
         model = build_model(
             job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
         )
+    check_parallel(job, model, bundle.sequence_length)
     persistent = model.state_dict().keys()
     tensors: dict[str, Any] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}

@@ -7,7 +7,10 @@ Rank order is row-major over (pp, dp_replicate, dp_shard, tp), torch's order for
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from math import inf
 from typing import Literal
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
@@ -131,3 +134,37 @@ def _plan_data(strategy: Strategy, world_size: int, shard_size: int | None) -> t
     layout = Layout(dp_replicate=world_size // shards, dp_shard=shards)
     why = "as asked" if shards == wanted else f"{wanted} shards do not divide {world_size} ranks"
     return layout, f"hsdp: {layout.dp_replicate} replicas of {shards} shards, {why}"
+
+
+def split_layers(costs: Sequence[float], parts: int) -> tuple[range, ...]:
+    """Cuts layers into consecutive ``parts``, none empty, the costliest as cheap as can be."""
+    if not 1 <= parts <= len(costs):
+        raise ValueError(f"cannot cut {len(costs)} layers into {parts} parts")
+    total = [0.0, *accumulate(costs)]
+    # best[n]: (cost of the costliest, where each part ends) of the first n layers
+    best: list[tuple[float, tuple[int, ...]]] = [(cost, (n,)) for n, cost in enumerate(total)]
+    for part in range(1, parts):
+        best = [
+            min(
+                (
+                    (max(best[cut][0], total[n] - total[cut]), (*best[cut][1], n))
+                    for cut in range(part, n)
+                ),
+                default=(inf, ()),
+            )
+            for n in range(len(total))
+        ]
+    return tuple(range(a, b) for a, b in pairwise((0, *best[-1][1])))
+
+
+def stages_of(pp_rank: int, pp: int, schedule: str) -> tuple[int, ...]:
+    """The pipeline stages that a rank has: one, or two, side by side or in the shape of a V."""
+    if schedule == "interleaved1f1b":
+        return pp_rank, pp + pp_rank
+    if schedule == "zero_bubble":
+        return pp_rank, 2 * pp - 1 - pp_rank
+    return (pp_rank,)
+
+
+def count_stages(pp: int, schedule: str) -> int:
+    return pp * len(stages_of(0, pp, schedule))

@@ -188,6 +188,19 @@ class Decoder(nn.Module):
             x_BTD = layer(x_BTD, turns)
         return self.output(self.norm(x_BTD))
 
+    def stage(self, layers: range) -> DecoderStage:
+        """Returns the part of this model that has ``layers`` and, at either end, what is beyond."""
+        return DecoderStage(self, layers)
+
+    def stage_costs(self) -> list[int]:
+        """By layer, what computing it and what lies beyond it costs, in multiply-adds a token.
+
+        Scores of attention left out: they are the same in every layer.
+        """
+        costs = [sum(p.numel() for p in layer.parameters()) for layer in self.layers]
+        costs[-1] += self.config.vocab_size * self.config.dim
+        return costs
+
     def initial_tensor(self, name: str, shape: Sequence[int], seed: int) -> Tensor:
         """Returns the initial float32 CPU value of parameter ``name``, whose full shape is given.
 
@@ -209,3 +222,30 @@ class Decoder(nn.Module):
         """Fills every parameter of a whole (unsharded) model from ``initial_tensor``."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_tensor(name, parameter.shape, seed))
+
+
+class DecoderStage(nn.Module):
+    """Consecutive layers of a decoder; the first stage embeds, the last one projects.
+
+    Parameters have the names that they have in the whole model. ``length`` is that of the whole
+    sequence: under sequence parallelism a stage sees a part of it.
+    """
+
+    def __init__(self, whole: Decoder, layers: range) -> None:
+        super().__init__()
+        self.config, self.length = whole.config, whole.config.max_sequence_length
+        is_last = layers.stop == whole.config.n_layers
+        self.embedding = whole.embedding if layers.start == 0 else None
+        self.layers = nn.ModuleDict({str(i): whole.layers[i] for i in layers})
+        self.norm = whole.norm if is_last else None
+        self.output = whole.output if is_last else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of tokens int64 [B, T] or what the stage before returned [B, T, D]."""
+        config = self.config
+        turns = rotations(self.length, config.head_dim, config.rope_theta, x.device)
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for layer in self.layers.values():
+            x = layer(x, turns)
+        return x if self.output is None else self.output(self.norm(x))

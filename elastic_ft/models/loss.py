@@ -44,15 +44,20 @@ def _next_token_loss(
             "[batch, positions, vocabulary] or an object with .logits"
         )
     targets = (tokens if labels is None else labels)[:, 1:]
-    total = F.cross_entropy(
-        logits.float().flatten(0, 1),
-        targets.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-    )
+    total = cross_entropy_sum(logits, targets)
     if labels is None:
         return total, targets.numel()
     return total, int((targets != IGNORED_LABEL).sum())
+
+
+def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The float32 scalar sum over all targets but the ignored ones."""
+    return F.cross_entropy(
+        logits_BTV.float().flatten(0, 1),
+        targets_BT.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+    )
 
 
 def _checked_pair(output: Any) -> tuple[Tensor, int]:

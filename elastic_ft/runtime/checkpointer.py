@@ -42,7 +42,8 @@ def owners_of(world_size: int, boxes: list[Boxes]) -> dict[int, tuple[tuple[str,
         for rank, listed in enumerate(boxes[:world_size])
         for name, box in listed.needs
     ]
-    owners = partition_owners(pieces, boxes[0].itemsizes)
+    itemsizes = {name: size for listed in boxes for name, size in listed.itemsizes.items()}
+    owners = partition_owners(pieces, itemsizes)
     return {
         rank: tuple((p.tensor, p.box) for p in owners.get(str(rank), ()))
         for rank in range(world_size)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from elastic_ft.core.sharding import Box
 from elastic_ft.runtime.engines.base import State, StateTensor
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.transfer import Boxes, move
+
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
 
 BATCH_BYTES = 64 << 20  # of whole tensors gathered at a time
 
@@ -25,12 +29,13 @@ def state_digest(groups: Groups, state: State, boxes: list[Boxes]) -> str:
         Boxes(b.needs if rank < groups.world_size else (), (), b.itemsizes)
         for rank, b in enumerate(boxes)
     ]
-    for names in _batches(state):
-        wanted = {name: _whole(state[name]) for name in names} if groups.rank == 0 else {}
+    specs = _specs(groups, state)
+    for names in _batches(specs):
+        wanted = {name: _whole(*specs[name]) for name in names} if groups.rank == 0 else {}
         offers = [Boxes(tuple(o for o in b.offers if o[0] in names), (), b.itemsizes) for b in held]
-        needs = tuple((name, Box.whole(state[name].shape)) for name in names)
+        needs = tuple((name, Box.whole(specs[name][0])) for name in names)
         offers[0] = Boxes(offers[0].offers, needs, offers[0].itemsizes)
-        move(groups, offers, [{name: state[name] for name in names}], wanted)
+        move(groups, offers, [{name: state[name] for name in names if name in state}], wanted)
         for name, tensor in wanted.items():
             digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
             digest.update(
@@ -39,17 +44,25 @@ def state_digest(groups: Groups, state: State, boxes: list[Boxes]) -> str:
     return digest.hexdigest() if groups.rank == 0 else ""
 
 
-def _whole(tensor: StateTensor) -> StateTensor:
-    local = torch.empty(tensor.shape, dtype=tensor.local.dtype)
-    return StateTensor(tensor.shape, Box.whole(tensor.shape), local)
+def _specs(groups: Groups, state: State) -> Specs:
+    """Of every tensor of the whole state; a pipeline's ranks have some each."""
+    own = {name: (tensor.shape, tensor.local.dtype) for name, tensor in state.items()}
+    if groups.assignment.layout.pp == 1:
+        return own
+    everyone: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(everyone, own)
+    return {name: spec for specs in everyone for name, spec in specs.items()}
 
 
-def _batches(state: State) -> Iterator[list[str]]:
+def _whole(shape: tuple[int, ...], dtype: torch.dtype) -> StateTensor:
+    return StateTensor(shape, Box.whole(shape), torch.empty(shape, dtype=dtype))
+
+
+def _batches(specs: Specs) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
-    for name in sorted(state):
-        numel = torch.Size(state[name].shape).numel()
-        nbytes = numel * state[name].local.element_size()
+    for name, (shape, dtype) in sorted(specs.items()):
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
         if batch and size + nbytes > BATCH_BYTES:
             yield batch
             batch, size = [], 0

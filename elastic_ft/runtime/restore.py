@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
@@ -134,7 +134,8 @@ def _read_checkpoint(groups: Groups, source: Source, boxes: list[Boxes], needs: 
     problem = ""
     if groups.rank is not None:
         try:
-            _read_boxes(source, needs, mine)
+            elsewhere = {name for listed in boxes for name, _ in listed.needs} - needs.keys()
+            _read_boxes(source, needs, mine, elsewhere)
         except StateDamaged as error:
             problem = str(error)
     outcomes = groups.exchange("read", problem.encode(), groups.operation_timeout_s)
@@ -152,14 +153,21 @@ def _readers(groups: Groups, boxes: list[Boxes]) -> list[Boxes]:
     ]
 
 
-def _read_boxes(source: Source, state: State, mine: State) -> None:
-    """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged on any doubt."""
+def _read_boxes(source: Source, state: State, mine: State, elsewhere: Set[str]) -> None:
+    """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged on any doubt.
+
+    ``elsewhere``: names of what other pipeline stages have of the state.
+    """
     ref = CheckpointRef(source.step, source.url)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         reader = checkpoints.open_checkpoint(ref)
         expected = {n: (t.dtype, t.shape) for n, t in state.items()}
-        found = {n: (spec.dtype, tuple(spec.shape)) for n, spec in reader.manifest.tensors.items()}
+        found = {
+            name: (spec.dtype, tuple(spec.shape))
+            for name, spec in reader.manifest.tensors.items()
+            if name not in elsewhere
+        }
         if expected != found:
             raise CheckpointMismatch(mismatch_message(source.url, found, expected))
         wanted = []

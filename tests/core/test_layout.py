@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ft.core.layout import Layout, plan_layout
+from elastic_ft.core.layout import Layout, count_stages, plan_layout, split_layers, stages_of
 
 layouts = st.builds(Layout, *[st.integers(1, 3) for _ in range(4)])
 
@@ -124,6 +126,26 @@ def test_no_worker_idles(strategy: str, world: int, tp: int, pp: int) -> None:
     assert layout.pp <= pp
     if world % (tp * pp) == 0:
         assert (layout.tp, layout.pp) == (tp, pp)
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 7))
+def test_layers_are_split_as_evenly_as_can_be(costs: list[int], parts: int) -> None:
+    parts = min(parts, len(costs))
+    found = split_layers(costs, parts)
+    assert [i for part in found for i in part] == list(range(len(costs)))
+    assert all(found)
+    assert len(found) == parts
+    best = min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs))))
+        for cuts in itertools.combinations(range(1, len(costs)), parts - 1)
+    )
+    assert max(sum(costs[i] for i in part) for part in found) == best
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"])
+def test_every_stage_is_somewhere(schedule: str) -> None:
+    found = [stage for rank in range(3) for stage in stages_of(rank, 3, schedule)]
+    assert sorted(found) == list(range(count_stages(3, schedule)))
 
 
 def test_nonsense_is_refused() -> None:

@@ -1,7 +1,9 @@
-"""DDP, HSDP and FSDP2 over a DeviceMesh, in plain PyTorch.
+"""DDP, HSDP, FSDP2, tensor and pipeline parallelism over a DeviceMesh, in plain PyTorch.
 
-DDP keeps module and optimizer across generations and only re-wraps them. FSDP2 can't be re-sharded
-in place: the module is rebuilt on meta, sharded over the new mesh, and filled in.
+Where every rank has the whole state (DDP), module and optimizer are kept across generations and
+only re-wrapped. What is cut can't be re-cut in place: the module is rebuilt on meta, cut over the
+new mesh, and filled in. Data-parallel ranks of such a layout share gradients by FSDP2, replicas
+of one shard too: HSDP, if need be with shards of one.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import contextlib
 import importlib
 import logging
 import math
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,14 +27,23 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft.config import Job, OptimizerConfig
+from elastic_ft.core.layout import Layout
 from elastic_ft.core.schedule import learning_rate
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError, ElasticError
 from elastic_ft.models.build import block_modules, computed_buffers, initial_state
+from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.loss import loss_sum
 from elastic_ft.runtime import compat
 from elastic_ft.runtime.compat import CheckpointImpl, checkpoint_wrapper
 from elastic_ft.runtime.engines.base import MicroBatch, Reach, State, StateTensor, Update
+from elastic_ft.runtime.engines.pipeline import (
+    Pipeline,
+    check_pipeline,
+    cut,
+    micro_batches_to_run,
+)
+from elastic_ft.runtime.engines.tensor_parallel import check_tensor_parallel, parallelize
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.weights import load as load_weights
 from elastic_ft.storage.safetensors import open_folder
@@ -55,10 +67,12 @@ class NativeEngine:
     ) -> None:
         self.job, self.device = job, device
         self._factory = model_factory
+        self._sequence_length = tokens_per_sample
         self._nominal_tokens = tokens_per_sample * job.batch.global_batch_size
         self._compute_dtype = DTYPES[job.precision.dtype]
-        self._module: nn.Module | None = None  # the bare model
+        self._parts: list[nn.Module] = []  # the bare model, or this rank's stages of it
         self._runner: nn.Module | None = None  # what forward goes through
+        self._pipeline: Pipeline | None = None  # or this
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._blocks: list[nn.Module] = []
@@ -77,28 +91,30 @@ class NativeEngine:
     def prepare(self) -> None:
         compat.forget_meshes()  # imports what the first teardown needs
         with torch.device("meta"):
-            self._factory()
+            check_parallel(self.job, self._factory(), self._sequence_length)
         self._computed = computed_buffers(self._factory)
         warm_optimizer(self.job.optimizer)
 
     def attach(self, groups: Groups) -> bool:
         layout = groups.assignment.layout
         self._groups = groups
-        replicated = layout.dp_shard == 1
-        kept = replicated and self._replicated and self._module is not None
+        replicated = len(layout.shards()) == 1
+        kept = replicated and self._replicated and bool(self._parts)
         if replicated:
             if not kept:
                 self._build(None)
             self._wrap_replicated()
         else:
             assert groups.mesh is not None
+            for name in groups.mesh.mesh_dim_names or ():
+                compat.set_group_timeout(groups.mesh.get_group(name), groups.operation_timeout_s)
             self._build(groups)
         self._replicated = replicated
         self._state = None
         return kept
 
     def detach(self) -> State:
-        state = self.state() if self._module is not None else {}
+        state = self.state() if self._parts else {}
         for parameter in self._parameters.values():
             parameter.grad = None
         runner, self._runner, self._groups = self._runner, None, None
@@ -107,49 +123,79 @@ class NativeEngine:
             runner.reducer = None
             runner.logger = None
         if not self._replicated:
-            self._module, self._optimizer, self._parameters = None, None, {}
-            self._buffers, self._blocks = {}, []
+            self._parts, self._pipeline, self._optimizer = [], None, None
+            self._parameters, self._buffers, self._blocks = {}, {}, []
         self._state = None
         return state
 
     def _build(self, groups: Groups | None) -> None:
-        """A fresh module and optimizer, sharded over ``groups`` if given, uninitialised."""
+        """A fresh module and optimizer, cut over ``groups`` if given, uninitialised."""
         with torch.device("meta"):
             module = self._factory()
-        blocks = block_modules(module)
-        if self.job.parallel.activation_checkpointing:
-            blocks = _checkpoint_activations(module, blocks)
-        if groups is not None:
-            self._shard(module, blocks, groups)
-        self._blocks = blocks
-        _to_empty(module, self.device)
-        named = {_plain(n): b for n, b in module.named_buffers()}
+        stages = _cut(self.job, module, groups)
+        self._parts = list(stages.values())
+        self._blocks = [block for part in self._parts for block in self._prepare_part(part, groups)]
+        named = dict(_chain(part.named_buffers() for part in self._parts))
         for name, value in self._computed.items():
             named[name].copy_(value)
-        self._module = module
-        self._parameters = {_plain(n): p for n, p in module.named_parameters()}
-        persistent = {_plain(n) for n in module.state_dict()}
-        self._buffers = {_plain(n): b for n, b in module.named_buffers() if _plain(n) in persistent}
+        self._parameters = dict(_chain(part.named_parameters() for part in self._parts))
+        persistent = {_plain(name) for part in self._parts for name in part.state_dict()}
+        self._buffers = {name: buffer for name, buffer in named.items() if name in persistent}
         self._optimizer = make_optimizer(self.job.optimizer, self._parameters)
         _materialise(self._optimizer)
-        self._runner = module
+        self._runner = self._parts[0]
+        if groups is not None and groups.assignment.layout.pp > 1:
+            assert groups.mesh is not None
+            self._pipeline = Pipeline(
+                cast("dict[int, DecoderStage]", stages),
+                groups.mesh.get_group("pp"),
+                self.job.parallel.schedule,
+                groups.assignment.layout.tp,
+                self._compute_dtype,
+                self.device,
+            )
+
+    def _prepare_part(self, part: nn.Module, groups: Groups | None) -> Sequence[nn.Module]:
+        """Shares out a part of the model on meta, and allocates it. Returns its blocks."""
+        if groups is not None and groups.assignment.layout.tp > 1:
+            assert groups.mesh is not None
+            parallelize(cast("Decoder", part), groups.mesh["tp"])
+        blocks = [*part.layers.values()] if isinstance(part, DecoderStage) else block_modules(part)
+        if self.job.parallel.activation_checkpointing:
+            blocks = _checkpoint_activations(part, blocks)
+        if groups is not None and self._needs_fsdp(groups.assignment.layout):
+            self._shard(part, blocks, groups)
+        _to_empty(part, self.device)
+        return blocks
+
+    def _needs_fsdp(self, layout: Layout) -> bool:
+        """For gradients of several data ranks, or for compute in another dtype."""
+        return layout.data_parallel_size > 1 or self._compute_dtype is not torch.float32
 
     def _shard(self, module: nn.Module, blocks: Sequence[nn.Module], groups: Groups) -> None:
         layout, mesh = groups.assignment.layout, groups.mesh
         assert mesh is not None
         names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+        if layout.tp > 1:  # logits are a view of a DTensor's; nothing here writes to them
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         policy = MixedPrecisionPolicy()
         if self._compute_dtype is not torch.float32:
             policy = MixedPrecisionPolicy(
                 param_dtype=self._compute_dtype, reduce_dtype=torch.float32
             )
         for block in [*blocks, module]:
-            fully_shard(block, mesh=mesh[names], mp_policy=policy)
+            fully_shard(
+                block,
+                mesh=mesh[names],
+                mp_policy=policy,
+                # A pipeline's micro-batches come in turns: gathering anew for each costs more.
+                reshard_after_forward=False if layout.pp > 1 else None,
+            )
 
     def _wrap_replicated(self) -> None:
-        assert self._module is not None
+        (module,) = self._parts
         self._runner = DistributedDataParallel(
-            self._module,
+            module,
             init_sync=False,  # the state comes through the transfer
             forward_sync_buffers=bool(self._buffers),
             gradient_as_bucket_view=True,
@@ -198,7 +244,9 @@ class NativeEngine:
 
     def _initialise_from_seed(self, state: State) -> None:
         for name, whole in initial_state(self._factory, self.job.seed):
-            target = state[f"model.{name}"]
+            target = state.get(f"model.{name}")
+            if target is None:
+                continue  # another stage's
             box = target.box
             slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
             target.local.copy_(whole[slices])
@@ -210,6 +258,10 @@ class NativeEngine:
 
     def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
         """FSDP2 gathers parameters in every forward: all ranks run as many, padded if need be."""
+        if self._pipeline is not None:
+            assert self._groups is not None
+            pp = self._groups.assignment.layout.pp
+            return micro_batches_to_run(max(dealt), pp, self.job.parallel.schedule)
         return 0 if self._replicated else max(dealt)
 
     def run_batch(
@@ -223,6 +275,8 @@ class NativeEngine:
             factor *= float(self._scale)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self._reach_in_backward(reach)
+        if self._pipeline is not None:
+            return self._run_pipeline(self._pipeline, micro_batches, factor, reach)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             seed_for(self.job.seed, step, micro_batch.number)
@@ -238,7 +292,26 @@ class NativeEngine:
                 tokens += int(count)
         if not self._replicated:
             self._state = None  # FSDP2's first forward may move its parameters
-        return float(total), tokens
+        return self._counted(float(total), tokens)
+
+    def _run_pipeline(
+        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], factor: float, reach: Reach
+    ) -> tuple[float, int]:
+        def left(block: nn.Module, args: Any, output: torch.Tensor) -> None:
+            handle.remove()
+            output.register_hook(lambda _: reach("backward"))
+
+        reach("forward")
+        handle = self._blocks[-1].register_forward_hook(left)
+        found = pipeline.run(micro_batches, factor)
+        self._state = None
+        return self._counted(*found)
+
+    def _counted(self, loss: float, tokens: int) -> tuple[float, int]:
+        """Tensor-parallel peers have the same loss: one of them counts it."""
+        assert self._groups is not None and self._groups.rank is not None
+        *_, tp = self._groups.assignment.layout.coordinates(self._groups.rank)
+        return (loss, tokens) if tp == 0 else (0.0, 0)
 
     def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         if isinstance(self._runner, DistributedDataParallel) and not last:
@@ -278,7 +351,7 @@ class NativeEngine:
     def apply(self, step: int, tokens: int, reach: Reach) -> Update:
         assert self._optimizer is not None
         reach("before_optimizer")
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        gradients = self._reduced_gradients()
         scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
         ratio = self._nominal_tokens / max(tokens, 1) / scale
         norm = self._global_norm(gradients) * ratio
@@ -302,9 +375,22 @@ class NativeEngine:
         self._optimizer.zero_grad(set_to_none=True)
         return update
 
+    def _reduced_gradients(self) -> list[torch.Tensor]:
+        """This rank's; of a replicated weight, tensor-parallel peers have parts of the sum."""
+        for parameter in self._parameters.values():
+            grad = parameter.grad
+            if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+        return [p.grad for p in self._parameters.values() if p.grad is not None]
+
     def _global_norm(self, gradients: list[torch.Tensor]) -> float:
-        norm = torch.nn.utils.get_total_norm(gradients)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if self._replicated:
+            return float(torch.nn.utils.get_total_norm(gradients))
+        norms = torch._foreach_norm([_local(g) for g in gradients])
+        replicas = torch.tensor([_replicas(g) for g in gradients], device=self.device)
+        squares = (torch.stack(norms).double() ** 2 / replicas).sum()
+        dist.all_reduce(squares)
+        return float(squares.sqrt())
 
     def _scale_gradients(self, gradients: list[torch.Tensor], norm: float, ratio: float) -> None:
         clip = self.job.optimizer.grad_clip
@@ -321,23 +407,56 @@ class NativeEngine:
             self._good_steps.zero_()
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
-        assert self._module is not None and self._runner is not None
-        runner = self._module if self._replicated else self._runner
+        (first, *_), pipeline = self._parts, self._pipeline
         total, tokens = 0.0, 0
-        self._module.eval()
+        for part in self._parts:
+            part.eval()
         try:
             with torch.no_grad(), self._autocast():
+                if pipeline is not None:
+                    return self._counted(*pipeline.evaluate(micro_batches))
                 for micro_batch in micro_batches:
-                    loss, count = loss_sum(runner, _to_device(micro_batch.data, self.device))
+                    loss, count = loss_sum(first, _to_device(micro_batch.data, self.device))
                     if micro_batch.weight:
                         total += float(loss)
                         tokens += int(count)
         finally:
-            self._module.train()
-        return total, tokens
+            for part in self._parts:
+                part.train()
+        return self._counted(total, tokens)
 
 
 # ------------------------------------------------------------------------------- helpers
+
+
+def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> None:
+    """Raises ConfigError for a model that can't be laid out as asked. ``model``: may be on meta."""
+    check_tensor_parallel(model, job.parallel.tp, sequence_length)
+    check_pipeline(model, job.parallel.pp, job.parallel.schedule)
+
+
+def _cut(job: Job, module: nn.Module, groups: Groups | None) -> Mapping[int, nn.Module]:
+    """This rank's pipeline stages by number; without a pipeline, the whole model."""
+    if groups is None or groups.assignment.layout.pp == 1:
+        return {0: module}
+    assert groups.rank is not None
+    layout = groups.assignment.layout
+    pp_rank, *_ = layout.coordinates(groups.rank)
+    return cut(cast("Decoder", module), pp_rank, layout.pp, job.parallel.schedule)
+
+
+def _chain(named: Iterable[Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    """With names as in the bare model."""
+    return ((_plain(name), value) for part in named for name, value in part)
+
+
+def _replicas(gradient: torch.Tensor) -> int:
+    """How many ranks have the same part of it."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    mesh = gradient.device_mesh
+    placed = enumerate(gradient.placements)
+    return math.prod(mesh.size(dim) for dim, placement in placed if placement.is_replicate())
 
 
 def make_optimizer(
