@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -17,7 +18,7 @@ from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import plan_layout
 from elastic_ft.runtime.groups import Groups
 
-DEADLINE_S = 1200.0
+DEADLINE_S = 600.0
 OPERATION_S = 120.0
 
 
@@ -32,21 +33,26 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
     ]
     for process in ranks:
         process.start()
+    found: dict[int, Any] = {}
     try:
-        found = [results.get(timeout=DEADLINE_S) for _ in ranks]
-    finally:
+        while len(found) < world:
+            rank, result, good = results.get(timeout=DEADLINE_S)
+            if not good:
+                raise RuntimeError(result)
+            found[rank] = result
         for process in ranks:
             process.join(10)
+    finally:
+        for process in ranks:
             process.kill()
-    if failed := [result for _, result, good in found if not good]:
-        raise RuntimeError(failed[0])
-    return [result for _, result, _ in sorted(found, key=lambda item: item[0])]
+    return [found[rank] for rank in range(world)]
 
 
 def _rank(
     rank: int, world: int, port: int, results: Any, work: Callable[..., Any], arguments: Any
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(DEADLINE_S / 2)
     layout, _ = plan_layout("fsdp", world, None)
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
