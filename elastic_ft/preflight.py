@@ -112,6 +112,38 @@ def check_workers(job: Job, place: Place) -> None:
             f"parallel.shard_size: {parallel.shard_size} is greater than elastic.max_workers "
             f"{elastic.max_workers}"
         )
+    if parallel.tp * parallel.pp > elastic.max_workers:
+        raise ConfigError(
+            f"parallel.tp: {parallel.tp} x parallel.pp {parallel.pp} is greater than "
+            f"elastic.max_workers {elastic.max_workers}"
+        )
+    check_engine(job)
+
+
+def check_engine(job: Job) -> None:
+    parallel = job.parallel
+    deepspeed = parallel.engine == "deepspeed"
+    if not deepspeed and parallel.zero_stage is not None:
+        raise ConfigError(
+            f"parallel.zero_stage: {parallel.zero_stage} has no meaning for engine native, "
+            "only for deepspeed"
+        )
+    if deepspeed and parallel.zero_stage is None:
+        raise ConfigError("parallel.zero_stage: required for engine deepspeed: 0, 1, 2 or 3")
+    if deepspeed and parallel.strategy != "ddp":
+        raise ConfigError(
+            f"parallel.strategy: {parallel.strategy} has no meaning for engine deepspeed, "
+            "parallel.zero_stage says what is sharded"
+        )
+    if deepspeed and parallel.tp * parallel.pp > 1:
+        raise ConfigError(
+            f"parallel.engine: deepspeed has no tp ({parallel.tp}) and no pp ({parallel.pp}) "
+            "here, native has"
+        )
+    if parallel.offload_optimizer and not (deepspeed and parallel.zero_stage):
+        raise ConfigError(
+            "parallel.offload_optimizer: only for engine deepspeed with zero_stage 1, 2 or 3"
+        )
 
 
 def check_address(address: str) -> None:
@@ -208,6 +240,10 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
             job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
         )
     check_parallel(job, model, bundle.sequence_length)
+    if job.parallel.engine == "deepspeed":
+        from elastic_ft.runtime.engines.deepspeed import check_parameters
+
+        check_parameters(model)
     persistent = model.state_dict().keys()
     tensors: dict[str, Any] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}

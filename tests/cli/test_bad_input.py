@@ -55,6 +55,12 @@ def refused(
             "parallel.shard_size: 4 is greater than elastic.max_workers 2",
             id="shard-size",
         ),
+        pytest.param(
+            {"parallel.tp": 2, "parallel.pp": 2},
+            "parallel.tp: 2 x parallel.pp 2 is greater than elastic.max_workers 2",
+            id="tp-pp",
+        ),
+        pytest.param({"parallel.pp": 2, "model.kwargs": {"n_layers": 1}}, "parallel.pp: ", id="pp"),
         pytest.param({"data.url": "nowhere/*.txt"}, "data.url: ", id="missing-data"),
         pytest.param({"data.url": "empty.txt"}, "data.url: ", id="empty-data"),
         pytest.param({"data.path": "no_such:data", "data.url": None}, "data.path: ", id="data"),
