@@ -56,6 +56,8 @@ test-tidy test-core test-sim test-storage test-runtime test-multiproc test-cli t
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/store.py
+	for what in reshard stall steps restart memory; do $(BIN)/python benchmarks/state.py $$what || exit 1; done
+	-$(BIN)/python benchmarks/gpu_snapshot.py
 	$(BIN)/python benchmarks/pause.py --strategy ddp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill raylet

@@ -48,19 +48,25 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
     return [found[rank] for rank in range(world)]
 
 
-def _rank(
-    rank: int, world: int, port: int, results: Any, work: Callable[..., Any], arguments: Any
-) -> None:
-    torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(DEADLINE_S / 2)
+def form(rank: int, world: int, port: int, device: torch.device) -> Groups:
+    """One FSDP generation of ``world`` ranks on this machine; each keeps a copy of the next."""
     layout, _ = plan_layout("fsdp", world, None)
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
     assignment = Assignment(1, members, (), layout, source, buddies, "benchmark")
     groups = Groups(assignment, f"w{rank}", ("127.0.0.1", port))
+    groups.form(device, OPERATION_S)
+    return groups
+
+
+def _rank(
+    rank: int, world: int, port: int, results: Any, work: Callable[..., Any], arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(DEADLINE_S / 2)
     try:
-        groups.form(torch.device("cpu"), OPERATION_S)
+        groups = form(rank, world, port, torch.device("cpu"))
         results.put((rank, work(groups, *arguments), True))
         groups.barrier("end")
     except BaseException:
