@@ -25,7 +25,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from elastic_ft import checkpoint_cli
+from elastic_ft import checkpoint_cli, plan_cli
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 
@@ -45,6 +45,7 @@ app = typer.Typer(
     help="Fault-tolerant, elastic training on Ray: a lost node costs a pause, not the job.",
 )
 app.add_typer(checkpoint_cli.app, name="checkpoint")
+app.command("plan")(plan_cli.plan)
 
 
 def main() -> None:

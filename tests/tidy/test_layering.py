@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "config": {"errors"},
     "core": {"errors"},
     "sim": {"errors", "core"},
-    "models": {"errors", "config"},
+    "models": {"errors", "config", "core"},
     "storage": {"errors", "config", "core"},
     "observe": {"errors", "config", "core"},
     "runtime": {"errors", "config", "core", "models", "storage", "observe"},

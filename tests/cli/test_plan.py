@@ -1,0 +1,105 @@
+"""``elastic-ft plan``: the ranked table, its JSON, what a loss leads to, and bad input."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
+from elastic_ft.core.layout import Layout
+from elastic_ft.plan_cli import lose, parse_devices
+
+RATES = (4e14, 3e11, 4e10)
+
+
+def test_the_table_says_what_to_take_and_what_a_loss_leads_to(
+    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job({"batch.global_batch_size": 64})
+    assert _main(["plan", job, "--devices", "2x4:16GB"]) == COMPLETED
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert "8 devices on 2 nodes" in out
+    assert ", because\n  fits: " in out
+    assert "1 lost: " in out
+    assert "2 lost: " in out
+    assert "8 lost: " not in out  # there would be none left
+
+
+def test_json_has_every_number(
+    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job(
+        {"model.preset": "decoder-7b", "model.kwargs": {}, "precision": {"dtype": "bf16"}}
+    )
+    assert _main(["plan", job, "--devices", "2x8:40GB", "--json", "--top", "3"]) == COMPLETED
+    found = json.loads(capfd.readouterr().out)
+    first, *_ = plans = found["plans"]
+    assert len(plans) == 3
+    assert first["memory_bytes"]["total"] <= 40e9
+    assert first["step_s"]["total"] > 0
+    layout = Layout(first["dp_replicate"], first["dp_shard"], first["pp"], first["tp"])
+    assert str(layout) == first["layout"]
+    assert layout.world_size + sum(first["idle"]) == 16
+    assert [loss["lost"] for loss in found["losses"]] == [1, 2, 8]
+    assert all(loss["plan"]["bytes_moved"] >= 0 for loss in found["losses"])
+
+
+def test_nothing_fits(write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
+    job = write_job({"model.preset": "decoder-7b", "model.kwargs": {}})
+    assert _main(["plan", job, "--devices", "1x2:8GB"]) == FAILED
+    out, _ = capfd.readouterr()
+    assert "nothing fits on 2 devices: the least need is" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "expected"),
+    [
+        pytest.param({}, "8x8", "--devices: expected NODESxEACH:MEMORY", id="no-memory"),
+        pytest.param({}, "8x8:80", "--devices: expected", id="no-unit"),
+        pytest.param({}, "0x8:80GB", "at least one device", id="no-node"),
+        pytest.param({}, "8,0:80GB", "at least one device", id="empty-node"),
+        pytest.param({"colour": 1}, "8x8:80GB", "colour: unknown key", id="bad-job"),
+        pytest.param({"model.preset": "gpt-9"}, "8x8:80GB", "model.preset: expected", id="preset"),
+        pytest.param({"model.kwargs.dim": -1}, "8x8:80GB", "model.kwargs: dim", id="size"),
+        pytest.param({"model": {"path": "a:b"}}, "8x8:80GB", "model.path: the planner", id="path"),
+        pytest.param({"optimizer": {"name": "a:b"}}, "8x8:80GB", "optimizer.name", id="optimizer"),
+    ],
+)
+def test_bad_input_is_one_line(
+    write_job: Callable[..., str],
+    capfd: pytest.CaptureFixture[str],
+    changes: dict[str, object],
+    devices: str,
+    expected: str,
+) -> None:
+    assert _main(["plan", write_job(changes), "--devices", devices]) == BAD_USAGE
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert expected in err
+
+
+def test_what_is_lost_goes_from_the_end() -> None:
+    there = parse_devices("2x4:16GiB", *RATES)
+    assert there.memory_bytes == 16 * 2**30
+    less, survivors = lose(there, 5)
+    assert less.nodes == (3,)
+    assert survivors == (0, 1, 2)
+    assert parse_devices("8,8,7:80GB", *RATES).nodes == (8, 8, 7)
+
+
+def test_a_transformers_model_by_its_sizes(
+    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    llama = {"model_type": "llama", "num_hidden_layers": 2, **sizes}
+    assert (
+        _main(["plan", write_job({"model": {"transformers": llama}}), "--devices", "1x2:8GB"]) == 0
+    )
+    del llama["hidden_size"]
+    job = write_job({"model": {"transformers": llama}})
+    assert _main(["plan", job, "--devices", "1x2:8GB"]) == BAD_USAGE
+    assert "model.transformers.hidden_size: the planner needs it" in capfd.readouterr().err

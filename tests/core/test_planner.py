@@ -1,0 +1,386 @@
+"""The planner against brute force, its memory model's monotony, and published trainings."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd
+
+import pytest
+
+from elastic_ft.core.costs import (
+    Choice,
+    Devices,
+    Links,
+    ModelShape,
+    Schedule,
+    Work,
+    memory,
+    stage_layers,
+    step_time,
+)
+from elastic_ft.core.layout import Layout
+from elastic_ft.core.planner import (
+    CHUNKS,
+    Limits,
+    NoLayout,
+    Plan,
+    Previous,
+    best,
+    bytes_moved,
+    divisors,
+    fill,
+    plans,
+    seats_on_nodes,
+)
+
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved1f1b", "zero_bubble")
+
+
+def decoder(
+    layers: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    ffn_dim: int,
+    vocabulary: int,
+    sequence_length: int,
+    gated: bool = True,
+    tied: bool = False,
+) -> ModelShape:
+    block = 2 * dim * dim * (1 + kv_heads / heads) + (3 if gated else 2) * dim * ffn_dim + 2 * dim
+    return ModelShape(
+        *(layers, dim, heads, kv_heads, ffn_dim, vocabulary, sequence_length),
+        block_parameters=int(block),
+        embedding_parameters=vocabulary * dim,
+        output_parameters=dim + (0 if tied else vocabulary * dim),
+        gated=gated,
+    )
+
+
+SMALL = decoder(8, 1024, 16, 8, 4096, 32_000, 2048)
+SEVEN_B = decoder(32, 4096, 32, 8, 14_336, 32_000, 4096)
+
+
+def devices(*nodes: int, memory_gb: float = 80, **others: float) -> Devices:
+    return replace(Devices(nodes, memory_gb * 1e9), **others)  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- against brute force
+
+
+def everything(work: Work, there: Devices, limits: Limits) -> Iterator[tuple[Choice, float]]:
+    """Every choice that fits, with its time: no pruning, no order, nothing clever."""
+    model = work.model
+    for pp, tp, replicate, shard in itertools.product(range(1, there.count + 1), repeat=4):
+        world = pp * tp * replicate * shard
+        if world > there.count or pp > model.layers:
+            continue
+        if gcd(model.heads, model.kv_heads, model.ffn_dim) % tp:
+            continue
+        seats = seats_on_nodes(there.nodes, tp)
+        if world > sum(seats):
+            continue
+        links = Links.of(there, fill(seats, world))
+        layout = Layout(dp_replicate=replicate, dp_shard=shard, pp=pp, tp=tp)
+        for size, schedule, recompute in itertools.product(
+            divisors(work.global_batch), limits.schedules, (False, True)
+        ):
+            chunks = CHUNKS.get(schedule, 1) if pp > 1 else 1
+            if size > 32 or work.global_batch // size < replicate * shard:
+                continue
+            if pp * chunks > model.layers:
+                continue
+            choice = Choice(layout, size, recompute, schedule, chunks)
+            if memory(work, choice, there.fused).total <= there.usable_bytes:
+                yield choice, step_time(work, choice, links).total
+
+
+def random_case(seed: int, most: int) -> tuple[Work, Devices, Limits]:
+    rng = random.Random(seed)
+    heads = rng.choice([2, 4, 8, 12, 16])
+    dim = heads * rng.choice([32, 64, 128])
+    model = decoder(
+        layers=rng.randint(1, 24),
+        dim=dim,
+        heads=heads,
+        kv_heads=rng.choice(divisors(heads)),
+        ffn_dim=dim * rng.choice([2, 3, 4]),
+        vocabulary=rng.choice([1000, 32_000, 100_000]),
+        sequence_length=rng.choice([128, 512, 2048]),
+        gated=rng.random() < 0.7,
+        tied=rng.random() < 0.3,
+    )
+    work = Work(model, rng.choice([4, 6, 8, 16, 24, 32, 60]), rng.choice([2, 4]))
+    width = rng.choice([1, 2, 4, 8])
+    nodes = [width] * max(1, rng.randint(1, most) // width)
+    if rng.random() < 0.4:
+        nodes[-1] = rng.randint(1, width)
+    need = work.state_bytes * rng.choice([0.05, 0.3, 1.0, 3.0, 10.0])
+    there = Devices(
+        tuple(nodes),
+        memory_bytes=need,
+        flops_per_s=rng.choice([1e11, 1e13, 4e14]),
+        intra_bytes_per_s=rng.choice([1e9, 3e11]),
+        inter_bytes_per_s=rng.choice([1e8, 1e10, 5e10]),
+        layer_s=rng.choice([0.0, 1e-4]),
+        fused=rng.random() < 0.5,
+    )
+    return work, there, Limits(schedules=(rng.choice(SCHEDULES),))
+
+
+def check_against_brute_force(work: Work, there: Devices, limits: Limits) -> bool:
+    """Whether anything fits."""
+    fastest_s = min((time for _, time in everything(work, there, limits)), default=None)
+    if fastest_s is None:
+        with pytest.raises(NoLayout, match="the least need is"):
+            best(work, there, limits)
+        return False
+    plan = best(work, there, limits)
+    assert plan.memory == memory(work, plan.choice, there.fused)
+    assert plan.memory.total <= there.usable_bytes
+    assert plan.time.total <= 1.05 * fastest_s, (plan.choice, fastest_s)
+    assert plan.time.total >= fastest_s * (1 - 1e-9)
+    return True
+
+
+@pytest.mark.parametrize("tens", range(20))
+def test_never_infeasible_and_never_worse_than_brute_force(tens: int) -> None:
+    for seed in range(10 * tens, 10 * tens + 10):
+        check_against_brute_force(*random_case(seed, most=12))
+
+
+def test_the_random_cases_are_of_both_kinds() -> None:
+    fitting = sum(check_against_brute_force(*random_case(seed, most=4)) for seed in range(40))
+    assert 5 <= fitting <= 35
+
+
+def test_the_pruned_search_of_large_worlds_is_as_good() -> None:
+    for nodes, batch in (((8,) * 9, 128), ((8,) * 8 + (5,), 96)):
+        work = Work(replace(SEVEN_B, layers=6), batch)
+        there = devices(*nodes, memory_gb=24)
+        sizes = (1, 2, 4)
+        fastest_s = min(t for c, t in _large(work, there) if c.micro_batch in sizes)
+        plan = best(work, there, Limits(micro_batches=sizes))
+        assert plan.time.total <= 1.05 * fastest_s
+
+
+def _large(work: Work, there: Devices) -> Iterator[tuple[Choice, float]]:
+    """As ``everything``, of 1F1B alone."""
+    for tp in (1, 2, 4, 8):
+        seats = seats_on_nodes(there.nodes, tp)
+        for pp in range(1, work.model.layers + 1):
+            for dp in range(1, sum(seats) // tp // pp + 1):
+                links = Links.of(there, fill(seats, pp * tp * dp))
+                for shard, size, again in itertools.product(divisors(dp), (1, 2, 4), (False, True)):
+                    choice = Choice(Layout(dp // shard, shard, pp, tp), size, again)
+                    if work.global_batch // size < dp:
+                        continue
+                    if memory(work, choice, there.fused).total <= there.usable_bytes:
+                        yield choice, step_time(work, choice, links).total
+
+
+# ---------------------------------------------------------------------------- memory, time
+
+
+def test_memory_falls_with_every_way_of_sharing() -> None:
+    work = Work(SEVEN_B, 256)
+    for schedule, recompute in itertools.product(SCHEDULES, (False, True)):
+        base = Choice(Layout(dp_shard=2, pp=2, tp=2), 1, recompute, schedule, 2)
+        need = memory(work, base).total
+        for change in ({"dp_shard": 4}, {"tp": 4}, {"pp": 4}):
+            if schedule == "gpipe" and "pp" in change:
+                continue
+            less = replace(base, layout=replace(base.layout, **change))
+            assert memory(work, less).total < need, (schedule, change)
+
+
+def test_memory_grows_with_the_micro_batch_and_falls_with_recomputation() -> None:
+    work = Work(SEVEN_B, 512)
+    for schedule, size in itertools.product(SCHEDULES[1:], (1, 2, 4)):
+        choice = Choice(Layout(dp_shard=2, pp=4, tp=2), size, False, schedule, 2)
+        need = memory(work, choice).total
+        assert memory(work, replace(choice, micro_batch=2 * size)).total > need
+        assert memory(work, replace(choice, recompute=True)).total < need
+
+
+def test_schedules_hold_what_they_are_known_to_hold() -> None:
+    work, layout = Work(SEVEN_B, 64), Layout(pp=4)
+    held = {s: memory(work, Choice(layout, 1, False, s, 2)).activations for s in SCHEDULES}
+    assert held["gpipe"] > held["interleaved1f1b"] > held["1f1b"]
+    assert held["gpipe"] == pytest.approx(16 * held["1f1b"], rel=0.01)
+
+
+def test_bubbles_are_those_of_the_papers() -> None:
+    """(pp - 1) / micro-batches of the ideal time; over chunks when interleaved."""
+    work = Work(SEVEN_B, 64)
+    there = devices(8, intra_bytes_per_s=1e18, latency_s=0.0)
+    times = {
+        s: step_time(
+            work, Choice(Layout(pp=4), 1, False, s, CHUNKS.get(s, 1)), Links.of(there, (4,))
+        )
+        for s in SCHEDULES
+    }
+    for schedule in ("gpipe", "1f1b"):
+        assert times[schedule].bubble == pytest.approx(times[schedule].compute * 3 / 64)
+    ratio = times["interleaved1f1b"].bubble / times["interleaved1f1b"].compute
+    assert ratio == pytest.approx(3 / 64 / 2)
+    assert times["zero_bubble"].bubble < times["interleaved1f1b"].bubble
+
+
+def test_uneven_dealing_is_paid_for_by_the_busiest() -> None:
+    work, there = Work(SMALL, 32), devices(8)
+    nine = step_time(work, Choice(Layout(dp_shard=7), 1), Links.of(there, (7,)))
+    eight = step_time(work, Choice(Layout(dp_shard=8), 1), Links.of(there, (8,)))
+    assert nine.compute == pytest.approx(eight.compute * 5 / 4)
+
+
+@pytest.mark.parametrize("pp", [1, 2, 3, 5, 8])
+def test_stages_have_all_layers_and_the_last_one_no_more_than_others(pp: int) -> None:
+    layers = stage_layers(SMALL, pp)
+    assert (sum(layers), len(layers)) == (8, pp)
+    assert min(layers) >= 1
+    assert layers[-1] == min(layers)
+    with pytest.raises(ValueError, match="8 layers cannot make 9 stages"):
+        stage_layers(SMALL, 9)
+
+
+# -------------------------------------------------------------------------------- choosing
+
+
+def test_a_model_that_fits_everywhere_is_replicated() -> None:
+    plan = best(Work(SMALL, 64), devices(4))
+    assert str(plan.layout) == "ddp4"
+    assert not plan.choice.recompute
+    assert plan.why[0].startswith("fits: ")
+
+
+def test_a_world_that_does_not_divide_says_who_is_idle_and_why() -> None:
+    slow = devices(8, 8, 7, memory_gb=40, inter_bytes_per_s=2e9)
+    plan = best(Work(SEVEN_B, 64), slow)
+    assert plan.layout.world_size <= 23
+    assert plan.layout.world_size + sum(plan.idle) == 23
+    text = "; ".join(plan.why)
+    if sum(plan.idle):
+        assert f"{sum(plan.idle)} of 23 devices idle" in text
+    tight = best(Work(SEVEN_B, 64), slow, Limits(recompute=(False,), micro_batches=(4,)))
+    assert tight.layout.tp > 1
+    assert tight.tp_inside
+
+
+def test_tensor_parallel_peers_stay_on_a_node() -> None:
+    assert seats_on_nodes((8, 8, 7), 4) == (8, 8, 4)
+    assert seats_on_nodes((2, 2, 2), 4) == (2, 2, 0)
+    assert fill((8, 8, 4), 12) == (8, 4, 0)
+
+
+def test_among_equals_the_one_that_moves_least_is_taken() -> None:
+    work, there = Work(SMALL, 64), devices(4, 4)
+    old = Layout(dp_replicate=2, dp_shard=4)
+    plan = best(work, there, previous=Previous(old, tuple(range(8))))
+    free = best(work, there)
+    assert plan.bytes_moved is not None
+    assert plan.time.total <= 1.03 * free.time.total
+    moved = bytes_moved(work, free, Previous(old, tuple(range(8))))
+    assert plan.bytes_moved <= moved
+
+
+def test_bytes_moved_of_known_moves() -> None:
+    work, there = Work(SMALL, 64), devices(4)
+    whole = work.state_bytes
+
+    def moved(old: Layout, new: Layout, ranks: tuple[int | None, ...]) -> float:
+        choice = Choice(new, 1)
+        used = (new.world_size,)
+        time = step_time(work, choice, Links.of(there, used))
+        plan = Plan(choice, memory(work, choice), time, used, there.nodes)
+        return bytes_moved(work, plan, Previous(old, ranks)) / whole
+
+    assert moved(Layout(dp_shard=4), Layout(dp_shard=4), (0, 1, 2, 3)) == 0
+    assert moved(Layout(dp_replicate=4), Layout(dp_replicate=4), (0, 1, 2, None)) == 1
+    assert moved(Layout(dp_replicate=4), Layout(dp_shard=4), (0, 1, 2, 3)) == 0
+    assert moved(Layout(dp_shard=4), Layout(dp_replicate=4), (0, 1, 2, 3)) == pytest.approx(3)
+    # 4 -> 3: each survivor's third, less what its quarter has of it
+    gone = moved(Layout(dp_shard=4), Layout(dp_shard=3), (0, 1, 2, None))
+    assert gone == pytest.approx(1 - (3 + 2 + 1) / 12)
+
+
+def test_nothing_fits_says_what_is_needed() -> None:
+    with pytest.raises(NoLayout, match=r"nothing fits on 2 devices: the least need is .* GB"):
+        best(Work(SEVEN_B, 64), devices(2, memory_gb=8))
+    with pytest.raises(NoLayout, match="makes no micro-batch of"):
+        best(Work(SMALL, 4), devices(2), Limits(micro_batches=(8,)))
+
+
+def test_limits_are_kept() -> None:
+    limits = Limits(tp_max=1, pp_max=1, micro_batches=(2,), recompute=(True,))
+    for plan in plans(Work(SEVEN_B, 64), devices(8, 8), limits):
+        assert (plan.layout.tp, plan.layout.pp) == (1, 1)
+        assert (plan.choice.micro_batch, plan.choice.recompute) == (2, True)
+
+
+def test_the_ranking_is_of_different_layouts_best_first() -> None:
+    ranked = plans(Work(SEVEN_B, 64), devices(8, 8), top=8)
+    assert len({plan.layout for plan in ranked}) == len(ranked) == 8
+    fastest_s = min(plan.time.total for plan in ranked)
+    assert ranked[0].time.total <= 1.03 * fastest_s
+    assert all(plan.why for plan in ranked)
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one device"):
+        Devices((8, 0), 1e9)
+    with pytest.raises(ValueError, match="positive"):
+        Devices((8,), 0)
+    with pytest.raises(ValueError, match="3 previous ranks for 2 devices"):
+        best(Work(SMALL, 8), devices(2), previous=Previous(Layout(), (0, 1, None)))
+
+
+# ------------------------------------------------------------------------ published trainings
+
+A100 = {"flops_per_s": 187e12, "intra_bytes_per_s": 235e9, "inter_bytes_per_s": 22e9}
+H100 = {"flops_per_s": 544e12, "intra_bytes_per_s": 370e9, "inter_bytes_per_s": 45e9}
+GPT3 = decoder(96, 12_288, 96, 96, 49_152, 51_200, 2048, gated=False, tied=True)
+LLAMA3 = decoder(126, 16_384, 128, 8, 53_248, 128_256, 8192)
+LLAMA2 = decoder(80, 8192, 64, 8, 28_672, 32_000, 4096)
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "batch", "nodes", "rates", "published"),
+    [
+        pytest.param(GPT3, 175e9, 1536, 128, A100, Layout(16, 1, 8, 8), id="gpt3-175b-on-1024"),
+        pytest.param(
+            LLAMA3, 405e9, 2048, 2048, H100, Layout(1, 128, 16, 8), id="llama3-405b-on-16384"
+        ),
+        pytest.param(LLAMA2, 70e9, 128, 8, H100, Layout(1, 4, 4, 4), id="llama2-70b-on-64"),
+    ],
+)
+def test_published_trainings_have_a_layout_near_what_was_used(
+    model: ModelShape,
+    parameters: float,
+    batch: int,
+    nodes: int,
+    rates: dict[str, float],
+    published: Layout,
+) -> None:
+    """All devices in use, tensor parallelism inside nodes; and what was used fits, sharded and
+    recomputing as it must, and takes at most 30 % more time."""
+    assert model.parameters == pytest.approx(parameters, rel=0.02)
+    work, there = Work(model, batch), devices(*(8,) * nodes, **rates)
+    plan = best(work, there, Limits(schedules=("1f1b", "interleaved1f1b")))
+    assert plan.memory.total <= there.usable_bytes
+    assert plan.layout.world_size == there.count
+    assert plan.tp_inside
+    links = Links.of(there, there.nodes)
+    dp = published.data_parallel_size
+    layouts = [replace(published, dp_replicate=dp // n, dp_shard=n) for n in divisors(dp)]
+    used_s = min(
+        step_time(work, choice, links).total
+        for layout, again in itertools.product(layouts, (False, True))
+        if memory(work, choice := Choice(layout, 1, again, "interleaved1f1b", 2)).total
+        <= there.usable_bytes
+    )
+    assert plan.time.total <= used_s * 1.03
+    assert used_s <= 1.3 * plan.time.total
