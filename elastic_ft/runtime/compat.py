@@ -83,9 +83,11 @@ def forget_meshes() -> None:
     """Drops what torch caches by mesh. Meshes of two generations compare equal, so these caches
     would hand out the groups of a generation that is gone."""
     from torch.distributed.tensor import _collective_utils, _random, _redistribute
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()

@@ -2,8 +2,8 @@
 
 A point is where something can die: data, forward, backward, reduce, before_optimizer,
 inside_optimizer, after_optimizer, snapshot_copy, buddy_send, forming, connecting (between a
-generation's first group and its others), resharding, checkpoint_shard, before_manifest. Reaching
-one is also how a worker shows progress.
+generation's first group and its others), resharding, checkpoint_shard, before_manifest, finishing
+(after the last step). Reaching one is also how a worker shows progress.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ POINTS = (
     "resharding",
     "checkpoint_shard",
     "before_manifest",
+    "finishing",
 )
 Interrupt = Callable[[str], contextlib.AbstractContextManager[None]]
 OPERATIONS_BEFORE_INTERRUPT = 3  # of the optimizer: enough to leave it half done

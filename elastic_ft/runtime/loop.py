@@ -330,8 +330,8 @@ class Loop:
     def _finish(self) -> None:
         """Everything durable, then the digest, then WorkerDone. A pause comes before either."""
         tools = self.tools
-        tools.points("finishing")
         tools.snapshots.wait(self.groups.deadline())
+        tools.points("finishing")
         hold = self.holds and self.formed.step == self.step > 0
         upload = (
             self.job.checkpoint.final and self.step > 0 and tools.checkpointed_step != self.step

@@ -44,6 +44,7 @@ CALLABLES = {
 }
 CACHED = (
     "torch.distributed.tensor._redistribute:_gen_transform_infos",
+    "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_cached",
     "torch.distributed.tensor._collective_utils:MeshTopoInfo.build_from_mesh",
 )
 
