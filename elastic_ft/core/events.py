@@ -83,8 +83,8 @@ class CheckpointRef:
 class Source:
     """Where the state of a new generation comes from.
 
-    ``holders`` maps each shard name to who has it (workers, keepers), nearest tier first; empty
-    for CHECKPOINT (read from ``url``) and INITIAL (made from the seed).
+    ``holders`` maps each shard name to who has it (workers, keepers, a checkpoint of that step),
+    nearest tier first; empty for a whole CHECKPOINT (``url``) and INITIAL (made from the seed).
     """
 
     step: int

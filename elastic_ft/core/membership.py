@@ -265,7 +265,7 @@ def _needed_donors(
 
 
 def _is_there(holder: str, tier: Tier, workers: set[str]) -> bool:
-    return holder in workers or tier is Tier.KEEPER
+    return holder in workers or tier in (Tier.KEEPER, Tier.CHECKPOINT)
 
 
 def _held_by(source: Source, workers: set[str]) -> Source:
@@ -625,7 +625,7 @@ def _source_refused(turn: Turn, event: SourceRefused) -> None:
     assert state.assignment is not None
     source = state.assignment.source
     turn.set(refused=state.refused | {(event.holder, source.step, event.shard)})
-    if source.tier is Tier.CHECKPOINT:
+    if source.tier is Tier.CHECKPOINT and event.holder == source.url:
         kept = tuple(ref for ref in state.checkpoints if ref.url != event.holder)
         turn.set(checkpoints=kept)
         turn.journal("checkpoint_refused", event.reason, step=source.step, url=event.holder)

@@ -16,6 +16,7 @@ from elastic_ft.core.layout import Layout
 
 # (holder or URL, step, shard) whose state proved damaged; no shard: all that it has of the step.
 Refused = frozenset[tuple[str, int, str]]
+Holders = tuple[tuple[str, Tier], ...]  # of one shard, nearest tier first
 
 
 def choose(
@@ -26,15 +27,17 @@ def choose(
     """Returns the newest state that is complete, and the reason in words.
 
     A step is complete in memory when every shard of one shard space has a holder. Memory wins
-    over a checkpoint of the same or an older step, and near memory over far; with neither, step 0
-    is made from the seed.
+    over a checkpoint of the same or an older step, and near memory over far. Shards that no memory
+    has come from a checkpoint of the same step; with nothing, step 0 is made from the seed.
     """
     held = _by_step_and_space(holdings, refused)
     usable = [ref for ref in checkpoints if (ref.url, ref.step, "") not in refused]
     checkpoint = max(usable, key=lambda ref: ref.step, default=None)
     floor = checkpoint.step if checkpoint else 0
+    if checkpoint is not None:
+        _fill(held, checkpoint)
     skipped = []
-    for step, space in sorted(held, key=lambda key: (-key[0], _farthest(held[key]), key[1])):
+    for step, space in sorted(held, key=lambda key: (-key[0], *_reach(held[key]), key[1])):
         if step < floor or (checkpoint is None and step == 0):
             break
         shards = held[step, space]
@@ -42,7 +45,12 @@ def choose(
         if missing:
             skipped.append(f"step {step} lacks {', '.join(missing)}")
             continue
-        farthest = TIER_ORDER[_farthest(shards)]
+        farthest = TIER_ORDER[_reach(shards)[0]]
+        if farthest is Tier.CHECKPOINT:
+            assert checkpoint is not None
+            read = sorted(shard for shard, who in shards.items() if who[0][1] is farthest)
+            why = f"step {step} is in memory but for {', '.join(read)}: from its checkpoint"
+            return Source(step, farthest, space, shards, checkpoint.url), _because(why, skipped)
         why = f"step {step} is complete in memory, farthest tier {farthest}"
         return Source(step, farthest, space, shards), _because(why, skipped)
     if checkpoint is not None:
@@ -51,9 +59,18 @@ def choose(
     return Source(0, Tier.INITIAL), _because("no state is held and no checkpoint is good", skipped)
 
 
-def _farthest(shards: Mapping[str, Sequence[tuple[str, Tier]]]) -> int:
-    """The farthest tier that must be read, as an index of TIER_ORDER."""
-    return max(TIER_ORDER.index(who[0][1]) for who in shards.values())
+def _reach(shards: Mapping[str, Holders]) -> tuple[int, float]:
+    """The farthest tier that must be read, as an index of TIER_ORDER, and the share that it has."""
+    tiers = [TIER_ORDER.index(who[0][1]) for who in shards.values()]
+    return max(tiers), tiers.count(max(tiers)) / len(tiers)
+
+
+def _fill(held: dict[tuple[int, str], dict[str, Holders]], checkpoint: CheckpointRef) -> None:
+    """The checkpoint has each shard of its step that memory lacks, however the state is cut."""
+    for (step, space), shards in held.items():
+        if step == checkpoint.step:
+            for shard in sorted(Layout.of_shard_space(space).shards() - shards.keys()):
+                shards[shard] = ((checkpoint.url, Tier.CHECKPOINT),)
 
 
 def _because(why: str, skipped: Iterable[str]) -> str:
@@ -62,7 +79,7 @@ def _because(why: str, skipped: Iterable[str]) -> str:
 
 def _by_step_and_space(
     holdings: Mapping[str, Sequence[Holding]], refused: Refused
-) -> dict[tuple[int, str], dict[str, tuple[tuple[str, Tier], ...]]]:
+) -> dict[tuple[int, str], dict[str, Holders]]:
     """(step, shard space) -> shard -> its holders, nearest tier first."""
     found: dict[tuple[int, str], dict[str, list[tuple[str, Tier]]]] = {}
     for worker, held in sorted(holdings.items()):

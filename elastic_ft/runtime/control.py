@@ -222,8 +222,11 @@ class ControlServer:
             self._on_message(member, message)
         silent_s = self.silent_s(member.worker)
         with self._lock:
-            self._channels.pop(member.worker, None)
-        self._on_end(member, silent_s)
+            superseded = self._channels.get(member.worker) is not channel
+            if not superseded:
+                del self._channels[member.worker]
+        if not superseded:  # a keeper that has started again is not lost with its last life
+            self._on_end(member, silent_s)
 
     def send(self, worker: WorkerId, message: Any) -> bool:
         with self._lock:

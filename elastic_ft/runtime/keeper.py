@@ -417,6 +417,8 @@ class KeeperClient:
 class LeftShard:
     """A shard that an ended worker left with ``keeper``: what it is, and its bytes on request."""
 
+    is_far = False  # asked before the store
+
     def __init__(
         self, keeper: Keeper, key: bytes, worker: WorkerId, step: int, space: str, shard: str
     ) -> None:

@@ -15,6 +15,7 @@ from elastic_ft.runtime.engines.base import Engine, Reach, State
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
 from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
+from elastic_ft.runtime.stored import StoredState
 from elastic_ft.runtime.transfer import Boxes, exchange_boxes, move
 from elastic_ft.storage import checkpoints
 
@@ -56,7 +57,7 @@ def restore(
     if source.tier is Tier.INITIAL:
         if groups.rank is not None:
             engine.initialise()
-    elif source.tier is Tier.CHECKPOINT:
+    elif source.tier is Tier.CHECKPOINT and not source.holders:
         received = _read_checkpoint(groups, source, boxes, needs)
     else:
         received = move(groups, boxes, offers, needs, left_shards(groups, key))
@@ -68,11 +69,11 @@ def restore(
     return Restored(boxes, schemas, received)
 
 
-def left_shards(groups: Groups, key: bytes) -> list[LeftShard]:
-    """The shards of the source that no living worker has, at the keepers that serve them."""
+def left_shards(groups: Groups, key: bytes) -> list[LeftShard | StoredState]:
+    """Where the shards of the source are that no living worker has: at keepers, in a checkpoint."""
     source = groups.assignment.source
     keepers = {keeper.name: keeper for keeper in groups.assignment.keepers}
-    left = []
+    left: list[LeftShard | StoredState] = [StoredState(source)] if source.url else []
     for shard, holders in sorted(source.holders.items()):
         if all(tier is Tier.KEEPER for _, tier in holders):
             name, _, worker = holders[0][0].rpartition("/")

@@ -14,6 +14,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, permutations, product
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from elastic_ft.runtime.buffer import DIGEST_BYTES, digest_of, is_whole, seal
 from elastic_ft.runtime.engines.base import State, StateTensor
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
+from elastic_ft.runtime.stored import StoredState
 
 LARGE_BYTES = 256 << 10  # a part of that size is worth a message of its own
 LETTER_BYTES = 2 << 20  # of small parts, packed
@@ -65,7 +67,7 @@ def move(
     boxes: list[Boxes],
     offers: Iterable[State],
     needs: State,
-    left: Sequence[LeftShard] = (),
+    left: Sequence[LeftShard | StoredState] = (),
 ) -> int:
     """Fills ``needs`` from everyone's ``offers`` and from what keepers have ``left`` of the dead.
 
@@ -82,7 +84,7 @@ def move(
     for participant in boxes:
         itemsizes |= participant.itemsizes
     try:
-        plan = plan_reshard(sources, targets, itemsizes)
+        plan = plan_reshard(sources, targets, itemsizes, _costs(groups, kept))
     except StateMissing as error:
         raise GroupBroken(f"the chosen source is not complete: {error}") from error
     held = _by_name(offers)
@@ -106,13 +108,30 @@ def _by_name(offers: Iterable[State]) -> Held:
     return held
 
 
+def _costs(
+    groups: Groups, kept: Mapping[str, LeftShard | StoredState]
+) -> dict[tuple[str, str], float]:
+    """Of moving from one holder to another: less within a node, most from the store."""
+    assignment = groups.assignment
+    participants_on: dict[str, list[str]] = {}
+    for participant, member in enumerate((*assignment.members, *assignment.donors)):
+        participants_on.setdefault(member.node, []).append(str(participant))
+    near = [pair for some in participants_on.values() for pair in permutations(some, 2)]
+    everyone = chain.from_iterable(participants_on.values())
+    far = product((who for who, shard in kept.items() if shard.is_far), everyone)
+    return dict.fromkeys(near, -1.0) | dict.fromkeys(far, 1.0)
+
+
 def _left_holder(index: int) -> str:
     """The name in the plan of a shard that a keeper serves; participants have numbers."""
     return f"left{index}"
 
 
 def _fetch(
-    kept: Mapping[str, LeftShard], plan: list[Copy], needs: State, itemsizes: Mapping[str, int]
+    kept: Mapping[str, LeftShard | StoredState],
+    plan: list[Copy],
+    needs: State,
+    itemsizes: Mapping[str, int],
 ) -> int:
     """What comes from keepers, asked for by who needs it. Returns the bytes received."""
     received = 0

@@ -144,35 +144,43 @@ def source(world: World, group: Group) -> Lineage:
     if chosen.tier is Tier.INITIAL:
         require(chosen.step == 0, "I4", f"{where} from the seed")
         return ()
+    lineages: set[Lineage] = set()
     if chosen.tier is Tier.CHECKPOINT:
         found = [c for c in world.store.published if c.url == chosen.url]
         require(bool(found), "I5", f"{where}: {chosen.url} is not published")
         require(found[0].step == chosen.step, "I5", f"{where}: {chosen.url} is of {found[0].step}")
-        if not fenced:
-            same_history(world, found[0].lineage, f"{where}, the checkpoint")
-        return found[0].lineage
-    lineages = set()
+        lineages.add(found[0].lineage)
     for shard, holders in chosen.holders.items():
         require(bool(holders), "I4", f"{where}: nobody holds {shard}")
         for name, tier in holders:
-            if tier is Tier.KEEPER:
-                keeper, worker = world.keeper_of(name)
-                key = (chosen.step, chosen.space, shard)
-                lineages.add(keeper.lineage_of(worker, key) if keeper else None)
+            if tier is Tier.CHECKPOINT:
+                require(name == chosen.url, "I5", f"{where}: {name} is another checkpoint")
                 continue
-            require(name in group.all, "I4", f"{where}: holder {name} takes no part")
-            lineage = group.all[name].lineage_of(chosen.step, chosen.space, shard, tier)
-            require(lineage is not None, "I4", f"{where}: {name} has no {shard} in {tier}")
-            lineages.add(lineage)
-    missing = Layout.of_shard_space(chosen.space).shards() - chosen.holders.keys()
-    require(not missing, "I4", f"{where}: nobody is asked for {sorted(missing)}")
-    lineages.discard(None)  # a keeper that died meanwhile: its copy is refused
-    require(len(lineages) == 1, "I4", f"{where} is mixed from {len(lineages)} histories")
+            lineage = _lineage_at(world, group, name, (chosen.step, chosen.space, shard), tier)
+            if lineage is not None:
+                lineages.add(lineage)
+    if chosen.holders:
+        missing = Layout.of_shard_space(chosen.space).shards() - chosen.holders.keys()
+        require(not missing, "I4", f"{where}: nobody is asked for {sorted(missing)}")
+    require(len(lineages) < 2, "I4", f"{where} is mixed from {len(lineages)} histories")
+    if not lineages:
+        return ()  # all of it was with keepers that died meanwhile: it is refused
     (lineage,) = lineages
-    assert lineage is not None
     require(len(lineage) == chosen.step, "I2", f"{where} consumed {len(lineage)} batches")
     if not fenced:
         same_history(world, lineage, f"{where}, the source")
+    return lineage
+
+
+def _lineage_at(world: World, group: Group, name: str, key: Key, tier: Tier) -> Lineage | None:
+    """What a holder has. None: it was with a keeper that died meanwhile, and is refused."""
+    if tier is Tier.KEEPER:
+        keeper, worker = world.keeper_of(name)
+        return keeper.lineage_of(worker, key) if keeper else None
+    where = f"generation {group.generation}: {name}"
+    require(name in group.all, "I4", f"{where} takes no part")
+    lineage = group.all[name].lineage_of(*key, tier)
+    require(lineage is not None, "I4", f"{where} has no {key} in {tier}")
     return lineage
 
 

@@ -99,12 +99,12 @@ class Group:
     def _damaged(self) -> tuple[str, str] | None:
         """Who has something damaged, and which shard."""
         source = self.assignment.source
-        if source.tier is Tier.CHECKPOINT:
-            return (source.url, "") if self.world.store.is_damaged(source.url) else None
+        if source.url and self.world.store.is_damaged(source.url):
+            return source.url, ""
         for shard, holders in source.holders.items():
             key = (source.step, source.space, shard)
             for name, tier in holders:
-                if tier is Tier.KEEPER:
+                if tier in (Tier.KEEPER, Tier.CHECKPOINT):
                     continue
                 copy = self.all[name].copies.get(key)
                 if tier is not Tier.LIVE and copy is not None and copy.damaged:

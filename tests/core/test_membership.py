@@ -317,8 +317,23 @@ def test_a_rollback_waits_for_a_checkpoint_that_is_being_published() -> None:
     script.tell(WorkerLost, "b", "killed")
     assert script.paused("a", script.live("a", 2)) == []  # it could only start over
     assert script.journalled("awaiting_checkpoint")
-    commands = script.tell(CheckpointCommitted, 2, "s3://b/2", 100, 0.1)
-    assert formed(commands).source == Source(2, Tier.CHECKPOINT, url="s3://b/2")
+    source = formed(script.tell(CheckpointCommitted, 2, "s3://b/2", 100, 0.1)).source
+    assert (source.step, source.tier, source.url) == (2, Tier.CHECKPOINT, "s3://b/2")
+    assert source.holders == {
+        "pp0.s0.tp0": (("a", Tier.LIVE),),
+        "pp0.s1.tp0": (("s3://b/2", Tier.CHECKPOINT),),
+    }
+
+
+def test_a_refused_checkpoint_of_some_shards_is_given_up_and_memory_is_not() -> None:
+    script = Script(Policy(1, 2, strategy="fsdp", copies=1), CheckpointRef(10, "s3://b/10"))
+    script.run(a="n1", b="n2").tell(WorkerLost, "b", "killed")
+    source = formed(script.paused("a", script.live("a", 10))).source
+    assert source.holders["pp0.s1.tp0"] == (("s3://b/10", Tier.CHECKPOINT),)
+    script.tell(SourceRefused, "a", 2, "s3://b/10", "digest differs")
+    assert script.journalled("checkpoint_refused") == ["digest differs"]
+    held = Holding(10, "pp1.s2.tp1", "pp0.s0.tp0", Tier.LIVE)
+    assert formed(script.paused("a", held)).source == Source(0, Tier.INITIAL)
 
 
 def test_a_checkpoint_that_then_fails_lets_the_rollback_go_on() -> None:

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +47,30 @@ def test_memory_wins_over_a_checkpoint_of_the_same_step() -> None:
     holdings = {"a": (held(Layout(), 5, 0, Tier.PEER),)}
     assert choose(holdings, (CheckpointRef(5, "u"),))[0].tier is Tier.PEER
     assert choose(holdings, (CheckpointRef(6, "u"),))[0] == Source(6, Tier.CHECKPOINT, url="u")
+
+
+def test_shards_that_no_memory_has_come_from_the_checkpoint_of_the_same_step() -> None:
+    first, second = sorted(TWO.shards())
+    holdings = {"a": (held(TWO, 5, 0, Tier.LIVE),), "b": (held(TWO, 5, 1, Tier.HOST),)}
+    source, why = choose(holdings, (CheckpointRef(5, "u"),), frozenset({("b", 5, second)}))
+    assert source == Source(
+        5,
+        Tier.CHECKPOINT,
+        TWO.shard_space,
+        {first: (("a", Tier.LIVE),), second: (("u", Tier.CHECKPOINT),)},
+        "u",
+    )
+    assert why == f"step 5 is in memory but for {second}: from its checkpoint"
+    older = choose(holdings, (CheckpointRef(4, "u"),), frozenset({("b", 5, second)}))[0]
+    assert older == Source(4, Tier.CHECKPOINT, url="u")  # of another step: nothing is mixed
+
+
+def test_the_cut_of_which_most_is_in_memory_is_completed() -> None:
+    holdings = {
+        "a": (held(TWO, 5, 0, Tier.LIVE), held(THREE, 5, 0, Tier.HOST)),
+        "b": (held(THREE, 5, 1, Tier.PEER),),
+    }
+    assert choose(holdings, (CheckpointRef(5, "u"),))[0].space == THREE.shard_space
 
 
 def test_near_memory_wins_over_far_memory_of_the_same_step() -> None:
@@ -162,11 +187,42 @@ def test_choose_agrees_with_trying_every_combination(
         return
     assert (source.step, -TIER_ORDER.index(source.tier)) == best
     assert why
+    assert source.url == (f"u{source.step}" if source.tier is Tier.CHECKPOINT else "")
     for shard, who in source.holders.items():
         tiers = [TIER_ORDER.index(tier) for _, tier in who]
         assert tiers == sorted(tiers)
-        for worker, tier in who:
-            assert Holding(source.step, source.space, shard, tier) in holdings[worker]
+        for holder, tier in who:
+            if tier is Tier.CHECKPOINT:
+                assert (holder, len(who)) == (source.url, 1)
+            else:
+                assert Holding(source.step, source.space, shard, tier) in holdings[holder]
+    least = min(missing_shares(holdings, refused, source)) if source.url else 0.0
+    assert read_share(source) == pytest.approx(least)
+
+
+def read_share(source: Source) -> float:
+    """How much of the state is read from a checkpoint."""
+    if not source.holders:
+        return 1.0
+    read = [who for who in source.holders.values() if who[0][1] is Tier.CHECKPOINT]
+    return len(read) / len(source.holders)
+
+
+def missing_shares(
+    holdings: dict[str, list[Holding]], refused: Refused, source: Source
+) -> list[float]:
+    """By cut of the state, the part of the source's step that no memory has."""
+    good = {
+        (h.space, h.shard)
+        for worker, some in holdings.items()
+        for h in some
+        if h.step == source.step
+        and (h.tier is Tier.LIVE or not refused & {(worker, h.step, h.shard), (worker, h.step, "")})
+    }
+    return [
+        1 - sum(space == layout.shard_space for space, _ in good) / len(layout.shards())
+        for layout in (Layout(), TWO, THREE)
+    ]
 
 
 # ----------------------------------------------------------------------------- buddies

@@ -61,3 +61,15 @@ def test_closing_ends_every_connection() -> None:
         stranger.close()
         channel.close()
         channel.close()  # twice is harmless
+
+
+def test_one_that_has_started_again_is_not_lost_with_its_last_life() -> None:
+    """A keeper keeps its name; the end of its last connection may be noticed late."""
+    with Server() as server:
+        first, _ = connect(server.address, server.server.key, MEMBER)
+        second, _ = connect(server.address, server.server.key, MEMBER)
+        first.close()
+        assert not server.ended.wait(0.5)
+        assert server.server.connected() == ("w0",)
+        second.close()
+        assert server.ended.wait(10)

@@ -206,6 +206,25 @@ def test_all_nodes_at_once_cost_no_more_than_the_interval(tmp_path: Path, undist
     assert run.result["state_digest"] == undisturbed.result["state_digest"]
 
 
+def test_a_shard_that_no_memory_has_is_read_from_the_checkpoint_of_its_step(
+    tmp_path: Path,
+) -> None:
+    """A node is lost right after a restart: what the others restored needs not be read again."""
+    run_job(make_job("fsdp", steps=8, optimizer={"schedule": "constant"}), tmp_path).check()
+    job = make_job("fsdp", steps=12, optimizer={"schedule": "constant"}, snapshot={"copies": 1})
+    fault = Fault("data", "stop", rank=1, step=9)
+    run = run_job(job, tmp_path, faults=[fault], watch=KillNodes())
+    assert run.result["status"] == "completed", run.story()
+    (recovery,) = run.recoveries
+    assert (recovery["source"], recovery["steps_lost"]) == ("checkpoint", 0), run.story()
+    reason = "step 8 is in memory but for pp0.s1.tp0: from its checkpoint"
+    assert reason in run.all("recovered")[-1]["reason"], run.story()
+    whole = run_job(
+        make_job("ddp", steps=12, workers=1, optimizer={"schedule": "constant"}), tmp_path / "one"
+    )
+    run.same_losses_as(whole)
+
+
 def refusals(run: Run) -> list[str]:
     """Who was refused, in order."""
     lines = sorted([*run.all("source_refused"), *run.all("checkpoint_refused")], key=seq)
