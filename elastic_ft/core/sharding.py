@@ -130,6 +130,31 @@ def uncovered(whole: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
     return tuple(sorted(rest))
 
 
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Elements ``start`` to ``stop`` of a tensor in row-major order, as disjoint boxes.
+
+    In order, each of them contiguous; at most two a dimension, less one.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = tuple(shape[1:])
+    size = prod(inner)
+    row, first = divmod(start, size)
+    if first or stop < (row + 1) * size:  # a part of a row
+        for box in boxes_of_range(inner, first, min(stop - row * size, size)):
+            yield Box((row, *box.offsets), (1, *box.sizes))
+        row += 1
+    rows = max(0, stop // size - row)
+    if rows:
+        yield Box((row, *(0,) * len(inner)), (rows, *inner))
+    if (row + rows) * size < stop:
+        for box in boxes_of_range(inner, 0, stop - (row + rows) * size):
+            yield Box((row + rows, *box.offsets), (1, *box.sizes))
+
+
 def slabs(box: Box, numel_max: int) -> Iterator[Box]:
     """``box`` in parts of at most ``numel_max`` elements, each contiguous in row-major order."""
     if box.numel <= max(numel_max, 1):

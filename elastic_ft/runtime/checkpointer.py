@@ -15,7 +15,7 @@ from typing import Any
 from elastic_ft.core.events import ShardsFailed, ShardsWritten
 from elastic_ft.core.sharding import Box, Piece, partition_owners
 from elastic_ft.runtime.buffer import cut
-from elastic_ft.runtime.engines.base import Reach, State
+from elastic_ft.runtime.engines.base import Reach, State, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import KeeperGone, Upload
 from elastic_ft.runtime.snapshot import HostShard, Snapshots
@@ -70,12 +70,12 @@ class Checkpointer:
         self._pace = checkpoints.Pace(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
 
     def owned_state(self, state: State, owned: Owned) -> State:
-        return {name: t for name, t in state.items() if (name, t.box) in owned}
+        return {key: t for key, t in state.items() if (tensor_name(key), t.box) in owned}
 
     def write(self, shard: HostShard, owned: Owned, state: State, groups: Groups) -> None:
         """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
         shard.users += 1
-        tensors = {name: (t.dtype, t.shape) for name, t in state.items()}
+        tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
         self._running = [f for f in self._running if not f.done()]
         self._running.append(
             self._pool.submit(self._upload, shard, owned, tensors, groups.generation, groups.rank)

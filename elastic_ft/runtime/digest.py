@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.core.sharding import Box
-from elastic_ft.runtime.engines.base import State, StateTensor
+from elastic_ft.runtime.engines.base import State, StateTensor, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.transfer import Boxes, move
 
@@ -35,7 +35,8 @@ def state_digest(groups: Groups, state: State, boxes: list[Boxes]) -> str:
         offers = [Boxes(tuple(o for o in b.offers if o[0] in names), (), b.itemsizes) for b in held]
         needs = tuple((name, Box.whole(specs[name][0])) for name in names)
         offers[0] = Boxes(offers[0].offers, needs, offers[0].itemsizes)
-        move(groups, offers, [{name: state[name] for name in names if name in state}], wanted)
+        own = {key: tensor for key, tensor in state.items() if tensor_name(key) in names}
+        move(groups, offers, [own], wanted)
         for name, tensor in wanted.items():
             digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
             digest.update(
@@ -46,7 +47,7 @@ def state_digest(groups: Groups, state: State, boxes: list[Boxes]) -> str:
 
 def _specs(groups: Groups, state: State) -> Specs:
     """Of every tensor of the whole state; a pipeline's ranks have some each."""
-    own = {name: (tensor.shape, tensor.local.dtype) for name, tensor in state.items()}
+    own = {tensor_name(key): (tensor.shape, tensor.local.dtype) for key, tensor in state.items()}
     if groups.assignment.layout.pp == 1:
         return own
     everyone: list[Any] = [None] * groups.world_size

@@ -41,7 +41,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StateDamaged
-from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole
+from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole
 from elastic_ft.runtime.control import Channel, NodeHealth, connect
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
@@ -305,8 +305,10 @@ class NodeKeeper:
 
     def _read(self, wanted: Read) -> bytes:
         segment = self._find(wanted)
-        slots = {slot.name: slot for slot in segment.schema}
-        parts = [cut(segment.buffer, slots[name], box) for name, box in wanted.parts]
+        slots: dict[str, list[Slot]] = {}
+        for slot in segment.schema:
+            slots.setdefault(slot.name, []).append(slot)
+        parts = [cut(segment.buffer, _slot(slots[name], box), box) for name, box in wanted.parts]
         payload = b"".join(memoryview(part) for part in parts)
         return payload + xxhash.xxh3_128_digest(payload)
 
@@ -412,6 +414,11 @@ class KeeperClient:
 
     def close(self) -> None:
         self._channel.close()
+
+
+def _slot(slots: list[Slot], box: Box) -> Slot:
+    """The one that has ``box``: some layouts hold a tensor in several boxes."""
+    return next((slot for slot in slots if slot.box.intersect(box) == box), slots[0])
 
 
 class LeftShard:

@@ -11,7 +11,7 @@ import torch
 from elastic_ft.core.events import CheckpointRef, Source, Tier
 from elastic_ft.errors import CheckpointMismatch, GroupBroken, StateDamaged, StoreFailed
 from elastic_ft.runtime.checkpointer import owners_of
-from elastic_ft.runtime.engines.base import Engine, Reach, State
+from elastic_ft.runtime.engines.base import Engine, Reach, State, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
 from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
@@ -131,7 +131,7 @@ def _read_checkpoint(groups: Groups, source: Source, boxes: list[Boxes], needs: 
     """
     readers = _readers(groups, boxes)
     own = set(readers[groups.participant].offers)
-    mine = {name: tensor for name, tensor in needs.items() if (name, tensor.box) in own}
+    mine = {key: tensor for key, tensor in needs.items() if (tensor_name(key), tensor.box) in own}
     problem = ""
     if groups.rank is not None:
         try:
@@ -163,7 +163,7 @@ def _read_boxes(source: Source, state: State, mine: State, elsewhere: Set[str]) 
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         reader = checkpoints.open_checkpoint(ref)
-        expected = {n: (t.dtype, t.shape) for n, t in state.items()}
+        expected = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
         found = {
             name: (spec.dtype, tuple(spec.shape))
             for name, spec in reader.manifest.tensors.items()
@@ -172,13 +172,13 @@ def _read_boxes(source: Source, state: State, mine: State, elsewhere: Set[str]) 
         if expected != found:
             raise CheckpointMismatch(mismatch_message(source.url, found, expected))
         wanted = []
-        for name, tensor in sorted(mine.items()):
+        for key, tensor in sorted(mine.items()):
             buffer = tensor.local
             if not buffer.is_contiguous() or buffer.is_cuda:
                 buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
                 staged.append((tensor.local, buffer))
             raw = buffer.reshape(-1).view(torch.uint8).numpy()
-            wanted.append(checkpoints.Want(name, tensor.box, memoryview(raw)))
+            wanted.append(checkpoints.Want(tensor_name(key), tensor.box, memoryview(raw)))
         reader.read(wanted)
     except StoreFailed as error:
         raise StateDamaged(f"{source.url}: {error}", source.url) from error

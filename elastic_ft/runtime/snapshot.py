@@ -31,7 +31,7 @@ from elastic_ft.runtime.buffer import (
     seal,
 )
 from elastic_ft.runtime.compat import pin, unpin
-from elastic_ft.runtime.engines.base import Reach, State, StateTensor
+from elastic_ft.runtime.engines.base import Reach, State, StateTensor, keyed, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import (
     Free,
@@ -47,8 +47,8 @@ FREE_BUFFERS_MAX = 4
 
 def make_schema(state: State) -> Schema:
     return lay_out(
-        (name, tensor.dtype, tensor.shape, tensor.box, tensor.local.element_size())
-        for name, tensor in sorted(state.items())
+        (tensor_name(key), tensor.dtype, tensor.shape, tensor.box, tensor.local.element_size())
+        for key, tensor in sorted(state.items())
     )
 
 
@@ -91,7 +91,7 @@ class HostShard:
 
     def state(self) -> State:
         """The tensors, aliasing the buffer."""
-        return {slot.name: self._tensor(slot) for slot in self.schema}
+        return keyed((slot.name, self._tensor(slot)) for slot in self.schema)
 
     def _tensor(self, slot: Slot) -> StateTensor:
         raw = self.buffer.memory[slot.offset : slot.offset + slot.nbytes]
@@ -418,18 +418,17 @@ def _start_copies(shard: HostShard, state: State) -> Callable[[], None]:
     host memory they are made by the returned function, on the snapshot thread. Tensors that a
     forward changes (buffers) are copied at once.
     """
-    pairs = [(tensor.local, state[name].local) for name, tensor in shard.state().items()]
+    sources = [tensor for _, tensor in sorted(state.items())]  # as in the schema
+    targets = [tensor.local for tensor in shard.state().values()]
+    pairs = [(target, source.local) for target, source in zip(targets, sources, strict=True)]
     device = next((source.device for _, source in pairs if source.is_cuda), None)
     if device is None:
-        eager = {name for name, tensor in state.items() if tensor.volatile}
-        for name, tensor in shard.state().items():
-            if name in eager:
-                tensor.local.copy_(state[name].local)
-        later = [
-            (tensor.local, state[name].local)
-            for name, tensor in shard.state().items()
-            if name not in eager
-        ]
+        later = []
+        for (target, local), source in zip(pairs, sources, strict=True):
+            if source.volatile:
+                target.copy_(local)
+            else:
+                later.append((target, local))
 
         def copy() -> None:
             for target, source in later:

@@ -22,7 +22,7 @@ import torch
 from elastic_ft.core.sharding import Box, Copy, Piece, StateMissing, plan_reshard, slabs
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime.buffer import DIGEST_BYTES, digest_of, is_whole, seal
-from elastic_ft.runtime.engines.base import State, StateTensor
+from elastic_ft.runtime.engines.base import State, StateTensor, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
 from elastic_ft.runtime.stored import StoredState
@@ -50,13 +50,15 @@ def exchange_boxes(groups: Groups, offers: Iterable[State], needs: State) -> lis
     same: dict[Box, Box] = {}  # many tensors are cut alike: each box is pickled once
 
     def listed(state: State) -> list[tuple[str, Box]]:
-        return [(name, same.setdefault(t.box, t.box)) for name, t in state.items()]
+        return [(tensor_name(k), same.setdefault(t.box, t.box)) for k, t in state.items()]
 
     own = Boxes(
         offers=tuple(item for state in offers for item in listed(state)),
         needs=tuple(listed(needs)),
         itemsizes={
-            name: t.local.element_size() for state in (*offers, needs) for name, t in state.items()
+            tensor_name(key): t.local.element_size()
+            for state in (*offers, needs)
+            for key, t in state.items()
         },
     )
     return [pickle.loads(raw) for raw in groups.exchange("boxes", pickle.dumps(own))]
@@ -87,24 +89,24 @@ def move(
         plan = plan_reshard(sources, targets, itemsizes, _costs(groups, kept))
     except StateMissing as error:
         raise GroupBroken(f"the chosen source is not complete: {error}") from error
-    held = _by_name(offers)
+    held, wanted = _by_name(offers), _by_name([needs])
     me = str(groups.participant)
     local = [c for c in plan if c.source == me == c.target]
     between = [c for c in plan if c.source not in kept and not c.is_local]
     with torch.no_grad():
-        received = _fetch(kept, [c for c in plan if c.target == me], needs, itemsizes)
-        exchange = _Exchange(groups, between, held, needs, itemsizes)
+        received = _fetch(kept, [c for c in plan if c.target == me], wanted, itemsizes)
+        exchange = _Exchange(groups, between, held, wanted, itemsizes)
         exchange.begin()
         for copy in local:  # while the first batches are on their way
-            _copy_locally(copy, held, needs)
+            _copy_locally(copy, held, wanted)
         return received + exchange.end()
 
 
 def _by_name(offers: Iterable[State]) -> Held:
     held: Held = {}
     for state in offers:
-        for name, tensor in state.items():
-            held.setdefault(name, []).append(tensor)
+        for key, tensor in state.items():
+            held.setdefault(tensor_name(key), []).append(tensor)
     return held
 
 
@@ -130,7 +132,7 @@ def _left_holder(index: int) -> str:
 def _fetch(
     kept: Mapping[str, LeftShard | StoredState],
     plan: list[Copy],
-    needs: State,
+    needs: Held,
     itemsizes: Mapping[str, int],
 ) -> int:
     """What comes from keepers, asked for by who needs it. Returns the bytes received."""
@@ -174,8 +176,8 @@ def _pieces(boxes: Iterable[tuple[tuple[str, Box], ...]]) -> list[Piece]:
     ]
 
 
-def _copy_locally(copy: Copy, held: Held, needs: State) -> None:
-    source, target = _find(held, copy), needs[copy.tensor]
+def _copy_locally(copy: Copy, held: Held, needs: Held) -> None:
+    source, target = _find(held, copy), _find(needs, copy)
     if source.local.data_ptr() == target.local.data_ptr() and source.box == target.box:
         return  # already in place
     _part(target, copy.box).copy_(_part(source, copy.box))
@@ -268,7 +270,7 @@ class _Exchange:
         groups: Groups,
         plan: Sequence[Copy],
         held: Held,
-        needs: State,
+        needs: Held,
         itemsizes: Mapping[str, int],
     ) -> None:
         self._groups, self._held, self._needs = groups, held, needs
@@ -311,7 +313,7 @@ class _Exchange:
     def _receive(self, begun: _Round, peer: str, batch: _Batch) -> None:
         buffers = []
         for copy in batch.large:
-            target = _part(self._needs[copy.tensor], copy.box)
+            target = _part(_find(self._needs, copy), copy.box)
             raw = _raw(target)
             nbytes = target.numel() * target.element_size()
             buffers.append(begun.arena.take(nbytes) if raw is None else raw)
@@ -346,7 +348,7 @@ class _Exchange:
             for number, (copy, buffer) in enumerate(zip(batch.large, large, strict=True)):
                 expected = digests[number * DIGEST_BYTES :][:DIGEST_BYTES]
                 _check(digest_of(buffer.numpy()) == expected, f"peer {peer}")
-                if _raw(target := _part(self._needs[copy.tensor], copy.box)) is None:
+                if _raw(target := _part(_find(self._needs, copy), copy.box)) is None:
                     target.copy_(buffer.view(target.dtype).view(target.shape))
             self._received += batch.large_bytes + batch.letter_bytes
 
@@ -371,11 +373,11 @@ def _put(buffer: torch.Tensor, offset: int, part: torch.Tensor) -> int:
     return end
 
 
-def _unpack(buffer: torch.Tensor, copies: Iterable[Copy], needs: State) -> None:
+def _unpack(buffer: torch.Tensor, copies: Iterable[Copy], needs: Held) -> None:
     """Parts that lie one after the other."""
     offset = 0
     for copy in copies:
-        target = _part(needs[copy.tensor], copy.box)
+        target = _part(_find(needs, copy), copy.box)
         nbytes = target.numel() * target.element_size()
         raw = buffer[offset : offset + nbytes]
         if target.is_contiguous():

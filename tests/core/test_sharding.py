@@ -17,6 +17,7 @@ from elastic_ft.core.sharding import (
     Copy,
     Piece,
     StateMissing,
+    boxes_of_range,
     bytes_moved,
     overlapping,
     partition_owners,
@@ -162,6 +163,16 @@ def test_uncovered_is_the_difference(case: tuple[Box, list[Box]]) -> None:
     assert overlapping(rest) is None
     covered = {e for box in boxes for e in elements(box)}
     assert {e for box in rest for e in elements(box)} == set(elements(whole)) - covered
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (1, 6), (2, 3, 2), (2, 1, 3, 2)])
+def test_a_range_is_cut_into_boxes_in_its_order(shape: tuple[int, ...]) -> None:
+    flattened = list(elements(Box.whole(shape)))
+    for start, stop in combinations(range(len(flattened) + 1), 2):
+        boxes = list(boxes_of_range(shape, start, stop))
+        assert [e for box in boxes for e in elements(box)] == flattened[start:stop]
+        assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert not list(boxes_of_range(shape, 1, 1))
 
 
 def test_scalars_and_empty_boxes() -> None:

@@ -7,7 +7,8 @@ this rank holds one box.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,7 +42,24 @@ class StateTensor:
         return str(self.local.dtype).removeprefix("torch.")
 
 
-State = Mapping[str, StateTensor]  # "model.<fqn>", "optim.<fqn>.<key>", "engine.<name>"
+# "model.<fqn>", "optim.<fqn>.<key>", "engine.<name>"; and where a rank's part of a tensor takes
+# several boxes, "<name>#01" and so on for those after the first: see ``keyed``.
+State = Mapping[str, StateTensor]
+
+
+def keyed(pieces: Iterable[tuple[str, StateTensor]]) -> dict[str, StateTensor]:
+    """The state that has these boxes of the tensors named, in the order given."""
+    state: dict[str, StateTensor] = {}
+    seen: Counter[str] = Counter()
+    for name, piece in pieces:
+        state[f"{name}#{seen[name]:02}" if seen[name] else name] = piece
+        seen[name] += 1
+    return state
+
+
+def tensor_name(key: str) -> str:
+    """The tensor of which a state's ``key`` is a part."""
+    return key.partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)
