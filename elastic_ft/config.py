@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from elastic_ft.errors import ConfigError
 
@@ -109,8 +116,25 @@ class ParallelConfig(Section):
     tp: int = Field(1, ge=1)  # ranks that share each layer, sequence-parallel between layers
     pp: int = Field(1, ge=1)  # ranks that share the layers out as pipeline stages
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"
+    engine: Literal["native", "deepspeed"] = "native"
+    zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
+    offload_optimizer: bool = False  # deepspeed: optimizer state and step on the CPU
     activation_checkpointing: bool = False
     backend: Literal["auto", "gloo", "nccl"] = "auto"
+
+    @field_validator("offload_optimizer", mode="before")
+    @classmethod
+    def not_to_nvme(cls, value: Any) -> Any:
+        if value == "nvme":
+            raise ValueError("offload to NVMe is not offered, as it can train wrong without a word")
+        return value
+
+    @property
+    def data_strategy(self) -> Literal["ddp", "fsdp", "hsdp"]:
+        """How the data-parallel ranks hold the state. ZeRO shards the optimizer's from stage 1."""
+        if self.engine == "native":
+            return self.strategy
+        return "fsdp" if self.zero_stage else "ddp"
 
 
 class ElasticConfig(Section):

@@ -59,7 +59,7 @@ def policy_of(job: Job) -> Policy:
     return Policy(
         min_workers=elastic.min_workers,
         max_workers=elastic.max_workers,
-        strategy=job.parallel.strategy,
+        strategy=job.parallel.data_strategy,
         shard_size=job.parallel.shard_size,
         tp=job.parallel.tp,
         pp=job.parallel.pp,

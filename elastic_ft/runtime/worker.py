@@ -44,7 +44,7 @@ from elastic_ft.runtime import restore
 from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
 from elastic_ft.runtime.control import Channel, FaultFired, Form, Heartbeat, Note, Welcome, connect
 from elastic_ft.runtime.data import open_dataset
-from elastic_ft.runtime.engines.base import State
+from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.faults import Points
 from elastic_ft.runtime.groups import FORM_TIMEOUT_S, Groups
@@ -279,7 +279,7 @@ class Worker:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if job.parallel.backend == "gloo":
             device = torch.device("cpu")
-        engine = NativeEngine(job, factory, device, data.sequence_length or 1)
+        engine = _engine_class(job)(job, factory, device, data.sequence_length or 1)
         engine.prepare()
         snapshots = Snapshots(self.member.worker, device.type == "cuda", self._note)
         self._points.corrupt = snapshots.corrupt
@@ -456,6 +456,14 @@ class Worker:
         with self._news:
             self._groups = None
         groups.teardown()
+
+
+def _engine_class(job: Job) -> Callable[..., Engine]:
+    if job.parallel.engine == "native":
+        return NativeEngine
+    from elastic_ft.runtime.engines.deepspeed import DeepSpeedEngine  # imports for seconds
+
+    return DeepSpeedEngine
 
 
 def _check_same_data(groups: Groups, fingerprint: str | None) -> None:
