@@ -46,6 +46,34 @@ def gated(seed: int, gate: str, **corpus: Any) -> Any:
     return samples
 
 
+class Counted:
+    """Samples that are a function of their index alone: what golden losses are made of."""
+
+    vocab_size, sequence_length = 101, 16
+
+    def __len__(self) -> int:
+        return 173
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        token, tokens = index * 37 % self.vocab_size, []
+        for position in range(self.sequence_length + 1):
+            tokens.append(token)
+            token = (5 * token + 7 + (index + position) % 3) % self.vocab_size
+        return {"tokens": torch.tensor(tokens)}
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {"tokens": torch.stack([sample["tokens"] for sample in samples])}
+
+
+def counted(gate: str | None = None) -> Any:
+    """The same samples everywhere; with a gate, behind it."""
+    samples: Any = Counted()
+    if gate is not None:
+        samples = Gated(samples, Path(gate))
+        samples.vocab_size, samples.sequence_length = Counted.vocab_size, Counted.sequence_length
+    return samples
+
+
 class Raising(torch.nn.Module):
     """A decoder whose forward goes wrong once its weights have moved: from the third step on."""
 
