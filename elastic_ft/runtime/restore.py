@@ -135,7 +135,8 @@ def _read_checkpoint(groups: Groups, source: Source, boxes: list[Boxes], needs: 
     problem = ""
     if groups.rank is not None:
         try:
-            elsewhere = {name for listed in boxes for name, _ in listed.needs} - needs.keys()
+            here = {tensor_name(key) for key in needs}
+            elsewhere = {name for listed in boxes for name, _ in listed.needs} - here
             _read_boxes(source, needs, mine, elsewhere)
         except StateDamaged as error:
             problem = str(error)
