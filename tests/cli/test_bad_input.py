@@ -61,6 +61,29 @@ def refused(
             id="tp-pp",
         ),
         pytest.param({"parallel.pp": 2, "model.kwargs": {"n_layers": 1}}, "parallel.pp: ", id="pp"),
+        pytest.param({"parallel.engine": "deepspeed"}, "parallel.zero_stage: req", id="no-stage"),
+        pytest.param({"parallel.zero_stage": 2}, "parallel.zero_stage: 2 has no m", id="stage"),
+        pytest.param(
+            {"parallel.engine": "deepspeed", "parallel.zero_stage": 1, "parallel.strategy": "fsdp"},
+            "parallel.strategy: fsdp has no meaning for engine deepspeed",
+            id="deepspeed-strategy",
+        ),
+        pytest.param(
+            {"parallel.engine": "deepspeed", "parallel.zero_stage": 1, "parallel.tp": 2},
+            "parallel.engine: deepspeed has no tp (2)",
+            id="deepspeed-tp",
+        ),
+        pytest.param(
+            {"parallel.engine": "deepspeed", "parallel.zero_stage": 0}
+            | {"parallel.offload_optimizer": True},
+            "parallel.offload_optimizer: only for",
+            id="offload",
+        ),
+        pytest.param(
+            {"parallel.offload_optimizer": "nvme"},
+            "parallel.offload_optimizer: offload to NVMe",
+            id="nvme",
+        ),
         pytest.param({"data.url": "nowhere/*.txt"}, "data.url: ", id="missing-data"),
         pytest.param({"data.url": "empty.txt"}, "data.url: ", id="empty-data"),
         pytest.param({"data.path": "no_such:data", "data.url": None}, "data.path: ", id="data"),
