@@ -14,7 +14,7 @@ failure in either just opens the next generation. Steps are committed here and o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from elastic_ft.core.commits import (
     checkpoint_committed,
     checkpoint_failed,
     commit_steps,
-    drop_left,
     finish,
     shards_failed,
     shards_written,
@@ -42,24 +41,19 @@ from elastic_ft.core.events import (
     Command,
     Event,
     FormGeneration,
-    Holding,
     JobStarted,
     KeeperHolds,
     KeeperLost,
     KeeperReady,
     KillWorker,
-    Member,
     NodeDraining,
-    NodeId,
     NodeLost,
     Paused,
     PauseWorkers,
     ReleaseWorker,
     Resumed,
-    RollBack,
     ShardsFailed,
     ShardsWritten,
-    Source,
     SourceRefused,
     StartTimer,
     StepApplied,
@@ -78,19 +72,30 @@ from elastic_ft.core.events import (
     WorkerReady,
 )
 from elastic_ft.core.layout import plan_layout
-from elastic_ft.core.recovery import choose, choose_buddies
+from elastic_ft.core.recovery import choose_buddies
+from elastic_ft.core.restoring import (
+    choose_source,
+    count_redone,
+    forget_keeper,
+    forget_later_steps,
+    held_by,
+    is_worth_waiting,
+    keeper_holds,
+    keeper_ready,
+    needed_donors,
+    pending_after_restore,
+    recent_writers,
+    roll_back,
+)
 from elastic_ft.core.state import (
     Episode,
-    PendingStep,
     Policy,
     Recovery,
     State,
     Turn,
-    Writers,
     is_current,
 )
 
-WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
 NODE_LOSS_LAG_S = 90.0  # Ray's health checks need up to 63 s by default
 
 
@@ -151,23 +156,23 @@ def _form(turn: Turn) -> None:
         _suspend(turn, len(members))
         return
     state, policy = turn.state, turn.policy
-    source, why = _choose(turn)
-    if source.step < state.committed and _is_worth_waiting(turn, source.step):
+    source, why = choose_source(turn)
+    if source.step < state.committed and is_worth_waiting(turn, source.step):
         return
     layout, why_layout = plan_layout(
         policy.strategy, len(members), policy.shard_size, policy.tp, policy.pp
     )
     if source.step < state.committed:
-        _roll_back(turn, source.step, why)
-    _count_redone(turn, source.step)
-    donors = tuple(_needed_donors(turn, members, source.holders.values()))
+        roll_back(turn, source.step, why)
+    count_redone(turn, source.step)
+    donors = tuple(needed_donors(turn, members, source.holders.values()))
     keep = {m.worker for m in (*members, *donors)}
     assignment = Assignment(
         generation=state.generation,
         members=tuple(members),
         donors=donors,
         layout=layout,
-        source=_held_by(source, keep),
+        source=held_by(source, keep),
         buddies=choose_buddies(members, layout, policy.copies),
         reason=f"{why_layout}; {why}",
         keepers=tuple(keeper for _, keeper in sorted(state.keepers.items())),
@@ -175,7 +180,7 @@ def _form(turn: Turn) -> None:
     for member in state.ready.values():
         if member.worker not in keep and member.node in state.draining:
             _release(turn, member.worker, "its node is draining")
-    writers = _recent_writers(turn, assignment)
+    writers = recent_writers(turn, assignment)
     abandon_void_attempts(turn, writers)
     turn.set(
         phase="forming",
@@ -185,62 +190,11 @@ def _form(turn: Turn) -> None:
         done=0,
         bytes_moved=0,
         writers=writers,
-        pending=_pending_after_restore(turn, assignment),
+        pending=pending_after_restore(turn, assignment),
     )
-    _forget_later_steps(turn, source.step)
+    forget_later_steps(turn, source.step)
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
-
-
-def _choose(turn: Turn) -> tuple[Source, str]:
-    """From what the living hold; from what the dead left too where that is better."""
-    state = turn.state
-    held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
-    found = choose(held, state.checkpoints, state.refused)
-    if not state.left:
-        return found
-    left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
-    with_left = choose(held | left, state.checkpoints, state.refused)
-    return with_left if _is_better(with_left[0], found[0]) else found
-
-
-def _is_better(one: Source, other: Source) -> bool:
-    """A later step, or the same one from memory rather than from the store."""
-    far = [source.tier is Tier.CHECKPOINT for source in (one, other)]
-    return (one.step, not far[0]) > (other.step, not far[1])
-
-
-def _is_worth_waiting(turn: Turn, step: int) -> bool:
-    """Something newer than ``step`` may turn up: committed steps aren't given up before that."""
-    if _is_publishing(turn, step):
-        turn.journal("awaiting_checkpoint", f"one newer than step {step} is being published")
-        return True
-    awaited = turn.state.awaited.items()
-    if newer := [worker for (_, worker), until in awaited if until is None or until > step]:
-        who = ", ".join(sorted(newer))
-        turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
-        turn.timer("keeper", turn.policy.pause_timeout_s)
-        return True
-    return False
-
-
-def _forget_later_steps(turn: Turn, step: int) -> None:
-    """Of what the dead left: those after the one restored are trained again, and may differ."""
-    state = turn.state
-    left = {pair: _of_this_history(held, step) for pair, held in state.left.items()}
-    awaited = {p: step if until is None else min(until, step) for p, until in state.awaited.items()}
-    turn.set(left=left, awaited=awaited)
-    drop_left(turn, [pair for pair, held in left.items() if not held])
-
-
-def _of_this_history(held: tuple[Holding, ...], until: int | None) -> tuple[Holding, ...]:
-    return tuple(h for h in held if until is None or h.step <= until)
-
-
-def _is_publishing(turn: Turn, step: int) -> bool:
-    """Whether a checkpoint newer than ``step`` may appear: rolling back past it would leave one
-    ahead of the recorded steps. Its outcome comes within the store's deadline (I7)."""
-    return any(a.committing and a.step > step for a in turn.state.attempts)
 
 
 def _checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
@@ -251,83 +205,6 @@ def _checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
 def _checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
     checkpoint_failed(turn, event)
     _form_if_paused(turn)
-
-
-def _needed_donors(
-    turn: Turn, members: list[Member], shards: Iterable[tuple[tuple[str, Tier], ...]]
-) -> list[Member]:
-    """Leaving workers that alone have some shard: they give it before they go."""
-    staying = {m.worker for m in members}
-    needed = {
-        holders[0][0] for holders in shards if not any(_is_there(*who, staying) for who in holders)
-    }
-    return [turn.state.ready[worker] for worker in sorted(needed)]
-
-
-def _is_there(holder: str, tier: Tier, workers: set[str]) -> bool:
-    return holder in workers or tier in (Tier.KEEPER, Tier.CHECKPOINT)
-
-
-def _held_by(source: Source, workers: set[str]) -> Source:
-    """``source`` without the holders that take no part."""
-    holders = {
-        shard: tuple((holder, tier) for holder, tier in who if _is_there(holder, tier, workers))
-        for shard, who in source.holders.items()
-    }
-    return replace(source, holders=holders)
-
-
-def _recent_writers(turn: Turn, assignment: Assignment) -> dict[int, Writers]:
-    """Uploads of older generations go on, for the steps that are still part of the history.
-
-    A step that only some had applied is restored to the others: those never begin its checkpoint.
-    """
-    state, until = turn.state, assignment.source.step
-    while until > state.committed and until in state.pending:
-        if state.pending[until].applied == turn.everyone():
-            break
-        until -= 1
-    kept = {
-        generation: replace(old, until=until if old.until is None else min(old.until, until))
-        for generation, old in sorted(state.writers.items())[-(WRITERS_KEPT - 1) :]
-    }
-    new = Writers(frozenset(m.worker for m in assignment.members))
-    return kept | {assignment.generation: new}
-
-
-def _pending_after_restore(turn: Turn, new: Assignment) -> dict[int, PendingStep]:
-    """Steps up to the restored one are in every member's state; later ones are void (I4).
-
-    Each has an entry, even where those who reported it are gone: none is left out of the record.
-    """
-    old = turn.state.assignment or new
-    everyone = (1 << len(new.members)) - 1
-    unheard = PendingStep(old.generation, len(old.members), str(old.layout), {})
-    return {
-        step: replace(turn.state.pending.get(step, unheard), applied=everyone, held=0)
-        for step in range(turn.state.committed + 1, new.source.step + 1)
-    }
-
-
-def _count_redone(turn: Turn, step: int) -> None:
-    """Steps that every member had applied, but whose state did not survive."""
-    episode = turn.state.episode
-    if episode is None:
-        return
-    everyone = turn.everyone()
-    redone = [s for s, p in turn.state.pending.items() if s > step and p.applied == everyone]
-    turn.set(episode=replace(episode, steps_redone=episode.steps_redone + len(redone)))
-
-
-def _roll_back(turn: Turn, step: int, why: str) -> None:
-    lost = turn.state.committed - step
-    reason = f"{lost} committed steps are lost with their holders: {why}"
-    turn.do(RollBack(step, reason))
-    turn.journal("rolled_back", reason, step=step, steps_lost=lost)
-    turn.set(committed=step)
-    if turn.state.episode:
-        total = turn.state.episode.steps_lost + lost
-        turn.set(episode=replace(turn.state.episode, steps_lost=total))
 
 
 def _suspend(turn: Turn, workers: int) -> None:
@@ -425,7 +302,7 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     for worker in gone:  # cut off, perhaps still running: it must not come back (I1)
         turn.do(KillWorker(worker, f"node {event.node} is lost"))
     turn.set(draining={n: at_s for n, at_s in state.draining.items() if n != event.node})
-    _forget_keeper(turn, event.node)
+    forget_keeper(turn, event.node)
     turn.set(recoveries=tuple(_blame_node(r, event) for r in state.recoveries))
     if state.episode and any(
         m.node == event.node and m.worker in state.episode.lost
@@ -526,49 +403,16 @@ def _release(turn: Turn, worker: WorkerId, reason: str) -> None:
 # ---------------------------------------------------------------------- what the dead left
 
 
-def _keeper_ready(turn: Turn, event: KeeperReady) -> None:
-    keeper = event.keeper
-    _forget_keeper(turn, keeper.node)
-    turn.set(keepers={**turn.state.keepers, keeper.node: keeper})
-    turn.journal("keeper_ready", "snapshots outlive their worker", node=keeper.node)
-    for member in turn.state.ready.values():
-        if member.node == keeper.node:
-            turn.do(UseKeeper(member.worker, keeper))
+def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
+    keeper_holds(turn, event)
+    _form_if_paused(turn)
 
 
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
     if event.node not in turn.state.keepers:
         return
     turn.journal("keeper_lost", "its workers' snapshots are their own now", node=event.node)
-    _forget_keeper(turn, event.node)
-    _form_if_paused(turn)
-
-
-def _forget_keeper(turn: Turn, node: NodeId) -> None:
-    state = turn.state
-    turn.set(
-        keepers={n: keeper for n, keeper in state.keepers.items() if n != node},
-        left={pair: held for pair, held in state.left.items() if pair[0] != node},
-        awaited={pair: until for pair, until in state.awaited.items() if pair[0] != node},
-        told=frozenset(pair for pair in state.told if pair[0] != node),
-    )
-
-
-def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
-    """Without those steps that were trained again since, and may differ. Told twice is no news."""
-    state, pair = turn.state, (event.node, event.worker)
-    if event.node not in state.keepers or pair in state.left or pair in state.told:
-        return
-    if event.worker in state.ready:  # the keeper saw it first
-        turn.set(told=state.told | {pair})
-    elif pair not in state.awaited:  # it was released, or the wait has ended
-        drop_left(turn, [pair])
-        return
-    held = _of_this_history(event.holdings, state.awaited.get(pair))
-    awaited = {p: until for p, until in state.awaited.items() if p != pair}
-    turn.set(left={**state.left, pair: held}, awaited=awaited)
-    if not held:
-        drop_left(turn, [pair])
+    forget_keeper(turn, event.node)
     _form_if_paused(turn)
 
 
@@ -801,7 +645,7 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     WorkerHung: _worker_hung,
     NodeLost: _node_lost,
     NodeDraining: _node_draining,
-    KeeperReady: _keeper_ready,
+    KeeperReady: keeper_ready,
     KeeperLost: _keeper_lost,
     KeeperHolds: _keeper_holds,
     CollectiveFailed: _collective_failed,

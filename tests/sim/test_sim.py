@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.core import commits, events, layout, membership, recovery, state
+from elastic_ft.core import commits, events, layout, membership, recovery, restoring, state
 from elastic_ft.sim import KINDS, Fault, Scenario, Violation, bearable, make_scenario, simulate
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
@@ -139,7 +139,7 @@ def test_what_was_left_of_void_steps_is_never_mixed_with_those_trained_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not failures(trained_again(seed) for seed in range(60))
-    monkeypatch.setattr(membership, "_of_this_history", lambda held, until: held)
+    monkeypatch.setattr(restoring, "_of_this_history", lambda held, until: held)
     assert failures(trained_again(seed) for seed in range(60))
 
 
@@ -225,7 +225,7 @@ def forms_at_once(turn: state.Turn) -> None:
         membership._form(turn)
 
 
-recent_writers = membership._recent_writers
+recent_writers = restoring.recent_writers
 
 
 def all_uploads_count(turn: state.Turn, new: events.Assignment) -> dict[int, state.Writers]:
@@ -248,15 +248,15 @@ def one_copy_less(members: Any, plan: layout.Layout, copies: int) -> Any:
     ("strategy", "module", "name", "broken"),
     [
         ("fsdp", commits, "is_current", any_generation),
-        ("fsdp", membership, "choose", incomplete),
+        ("fsdp", restoring, "choose", incomplete),
         ("fsdp", membership, "_form_if_paused", forms_at_once),
         ("ddp", commits, "_set_pending", applied_by_anyone),
-        ("fsdp", membership, "_recent_writers", all_uploads_count),
-        ("fsdp", membership, "_is_publishing", lambda turn, step: False),
+        ("fsdp", membership, "recent_writers", all_uploads_count),
+        ("fsdp", restoring, "_is_publishing", lambda turn, step: False),
         ("fsdp", membership, "choose_buddies", lambda members, *_: ((),) * len(members)),
         ("fsdp", membership, "choose_buddies", one_copy_less),
-        ("fsdp", membership, "_is_worth_waiting", membership._is_publishing),
-        ("fsdp", membership, "drop_left", lambda turn, pairs: turn.set(left={})),
+        ("fsdp", membership, "is_worth_waiting", restoring._is_publishing),
+        ("fsdp", restoring, "drop_left", lambda turn, pairs: turn.set(left={})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,0 +1,201 @@
+"""What the next generation starts from: whose state, of which step, and what that makes void.
+
+Pure, like all of the core; ``membership`` says when. What ended workers left with their nodes'
+keepers is accounted for here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from elastic_ft.core.commits import drop_left
+from elastic_ft.core.events import (
+    Assignment,
+    Holding,
+    KeeperHolds,
+    KeeperReady,
+    Member,
+    NodeId,
+    RollBack,
+    Source,
+    Tier,
+    UseKeeper,
+)
+from elastic_ft.core.recovery import choose
+from elastic_ft.core.state import PendingStep, Turn, Writers
+
+WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
+
+# ------------------------------------------------------------------------------ the source
+
+
+def choose_source(turn: Turn) -> tuple[Source, str]:
+    """From what the living hold; from what the dead left too where that is better."""
+    state = turn.state
+    held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
+    found = choose(held, state.checkpoints, state.refused)
+    if not state.left:
+        return found
+    left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
+    with_left = choose(held | left, state.checkpoints, state.refused)
+    return with_left if _is_better(with_left[0], found[0]) else found
+
+
+def _is_better(one: Source, other: Source) -> bool:
+    """A later step, or the same one from memory rather than from the store."""
+    far = [source.tier is Tier.CHECKPOINT for source in (one, other)]
+    return (one.step, not far[0]) > (other.step, not far[1])
+
+
+def is_worth_waiting(turn: Turn, step: int) -> bool:
+    """Something newer than ``step`` may turn up: committed steps aren't given up before that."""
+    if _is_publishing(turn, step):
+        turn.journal("awaiting_checkpoint", f"one newer than step {step} is being published")
+        return True
+    awaited = turn.state.awaited.items()
+    if newer := [worker for (_, worker), until in awaited if until is None or until > step]:
+        who = ", ".join(sorted(newer))
+        turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
+        turn.timer("keeper", turn.policy.pause_timeout_s)
+        return True
+    return False
+
+
+def _is_publishing(turn: Turn, step: int) -> bool:
+    """Whether a checkpoint newer than ``step`` may appear: rolling back past it would leave one
+    ahead of the recorded steps. Its outcome comes within the store's deadline (I7)."""
+    return any(a.committing and a.step > step for a in turn.state.attempts)
+
+
+def needed_donors(
+    turn: Turn, members: list[Member], shards: Iterable[tuple[tuple[str, Tier], ...]]
+) -> list[Member]:
+    """Leaving workers that alone have some shard: they give it before they go."""
+    staying = {m.worker for m in members}
+    needed = {
+        holders[0][0] for holders in shards if not any(_is_there(*who, staying) for who in holders)
+    }
+    return [turn.state.ready[worker] for worker in sorted(needed)]
+
+
+def _is_there(holder: str, tier: Tier, workers: set[str]) -> bool:
+    return holder in workers or tier in (Tier.KEEPER, Tier.CHECKPOINT)
+
+
+def held_by(source: Source, workers: set[str]) -> Source:
+    """``source`` without the holders that take no part."""
+    holders = {
+        shard: tuple((holder, tier) for holder, tier in who if _is_there(holder, tier, workers))
+        for shard, who in source.holders.items()
+    }
+    return replace(source, holders=holders)
+
+
+# ------------------------------------------------------------- what is void, what stands
+
+
+def recent_writers(turn: Turn, assignment: Assignment) -> dict[int, Writers]:
+    """Uploads of older generations go on, for the steps that are still part of the history.
+
+    A step that only some had applied is restored to the others: those never begin its checkpoint.
+    """
+    state, until = turn.state, assignment.source.step
+    while until > state.committed and until in state.pending:
+        if state.pending[until].applied == turn.everyone():
+            break
+        until -= 1
+    kept = {
+        generation: replace(old, until=until if old.until is None else min(old.until, until))
+        for generation, old in sorted(state.writers.items())[-(WRITERS_KEPT - 1) :]
+    }
+    new = Writers(frozenset(m.worker for m in assignment.members))
+    return kept | {assignment.generation: new}
+
+
+def pending_after_restore(turn: Turn, new: Assignment) -> dict[int, PendingStep]:
+    """Steps up to the restored one are in every member's state; later ones are void (I4).
+
+    Each has an entry, even where those who reported it are gone: none is left out of the record.
+    """
+    old = turn.state.assignment or new
+    everyone = (1 << len(new.members)) - 1
+    unheard = PendingStep(old.generation, len(old.members), str(old.layout), {})
+    return {
+        step: replace(turn.state.pending.get(step, unheard), applied=everyone, held=0)
+        for step in range(turn.state.committed + 1, new.source.step + 1)
+    }
+
+
+def count_redone(turn: Turn, step: int) -> None:
+    """Steps that every member had applied, but whose state did not survive."""
+    episode = turn.state.episode
+    if episode is None:
+        return
+    everyone = turn.everyone()
+    redone = [s for s, p in turn.state.pending.items() if s > step and p.applied == everyone]
+    turn.set(episode=replace(episode, steps_redone=episode.steps_redone + len(redone)))
+
+
+def roll_back(turn: Turn, step: int, why: str) -> None:
+    lost = turn.state.committed - step
+    reason = f"{lost} committed steps are lost with their holders: {why}"
+    turn.do(RollBack(step, reason))
+    turn.journal("rolled_back", reason, step=step, steps_lost=lost)
+    turn.set(committed=step)
+    if turn.state.episode:
+        total = turn.state.episode.steps_lost + lost
+        turn.set(episode=replace(turn.state.episode, steps_lost=total))
+
+
+# ---------------------------------------------------------------------- what the dead left
+
+
+def keeper_ready(turn: Turn, event: KeeperReady) -> None:
+    keeper = event.keeper
+    forget_keeper(turn, keeper.node)
+    turn.set(keepers={**turn.state.keepers, keeper.node: keeper})
+    turn.journal("keeper_ready", "snapshots outlive their worker", node=keeper.node)
+    for member in turn.state.ready.values():
+        if member.node == keeper.node:
+            turn.do(UseKeeper(member.worker, keeper))
+
+
+def forget_keeper(turn: Turn, node: NodeId) -> None:
+    state = turn.state
+    turn.set(
+        keepers={n: keeper for n, keeper in state.keepers.items() if n != node},
+        left={pair: held for pair, held in state.left.items() if pair[0] != node},
+        awaited={pair: until for pair, until in state.awaited.items() if pair[0] != node},
+        told=frozenset(pair for pair in state.told if pair[0] != node),
+    )
+
+
+def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
+    """Without those steps that were trained again since, and may differ. Told twice is no news."""
+    state, pair = turn.state, (event.node, event.worker)
+    if event.node not in state.keepers or pair in state.left or pair in state.told:
+        return
+    if event.worker in state.ready:  # the keeper saw it first
+        turn.set(told=state.told | {pair})
+    elif pair not in state.awaited:  # it was released, or the wait has ended
+        drop_left(turn, [pair])
+        return
+    held = _of_this_history(event.holdings, state.awaited.get(pair))
+    awaited = {p: until for p, until in state.awaited.items() if p != pair}
+    turn.set(left={**state.left, pair: held}, awaited=awaited)
+    if not held:
+        drop_left(turn, [pair])
+
+
+def forget_later_steps(turn: Turn, step: int) -> None:
+    """Of what the dead left: those after the one restored are trained again, and may differ."""
+    state = turn.state
+    left = {pair: _of_this_history(held, step) for pair, held in state.left.items()}
+    awaited = {p: step if until is None else min(until, step) for p, until in state.awaited.items()}
+    turn.set(left=left, awaited=awaited)
+    drop_left(turn, [pair for pair, held in left.items() if not held])
+
+
+def _of_this_history(held: tuple[Holding, ...], until: int | None) -> tuple[Holding, ...]:
+    return tuple(h for h in held if until is None or h.step <= until)
