@@ -18,6 +18,7 @@ from elastic_ft.runtime.local import LocalHost
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 
 WORLD, STEPS = 4, 14
+CHAIN_DEADLINE_S = 160.0  # of a node lost at every point, one after the other
 POINTS = (
     "data",
     "forward",
@@ -124,7 +125,7 @@ def node_after_node(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ]
     job = gate.job("fsdp", steps=70, batch={"global_batch_size": 4}, checkpoint={"every_steps": 3})
     watch = both(gate, KillNodes(replaced=True))
-    return run_job(job, out / "run", faults=faults, watch=watch)
+    return run_job(job, out / "run", faults=faults, watch=watch, deadline_s=CHAIN_DEADLINE_S)
 
 
 @pytest.mark.parametrize("index", range(len(POINTS)), ids=POINTS)
