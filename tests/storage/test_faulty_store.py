@@ -45,6 +45,7 @@ AT_ONCE = 8
 SAVES = 3  # with faults; one more after them
 WORLD = 2
 ROWS = 300
+HEALED_DEADLINE_S = 60.0  # once nothing is wrong any more: a slow machine is no fault
 DEADLINE_S = 0.5
 KINDS = ("busy", "revoked", "no_bucket", "slow", "reset", "truncate", "corrupt_up", "corrupt_down")
 KINDS += ("lost_ack", "stall")
@@ -94,6 +95,7 @@ class Mix:
             self.read_newest(self.faulty)
             self.everything_visible_is_whole()
         self.proxy.set()
+        self.faulty = Store(self.faulty.url, self.faulty.backend, HEALED_DEADLINE_S)
         newest = self.read_newest(self.faulty)
         assert newest is not None or not self.acknowledged
         assert (newest or 0) >= self.acknowledged
