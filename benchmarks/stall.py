@@ -3,10 +3,10 @@
 Two FSDP2 ranks train the same model in one loop; now and then a checkpoint is begun, in turn by
 ``ours`` (copied to host memory while the next step runs, written by the node's keeper),
 ``async_save`` and ``save`` (both into a new folder, as they must). Counted is the time of the
-training thread: what it waits for (``blocked``: in the call that begins, and for the copy to end
-before the next optimizer step), and by how much all steps from the one that begins until it is
-written everywhere are longer than the median quiet step (``all``: with what the writing takes of
-this machine's processors), on the slower rank.
+training thread, on the slower rank: what it waits for (``blocked``: in the call that begins, and
+for the copy to end before the next optimizer step; ``cpu``: the processor's time in that); and by
+how much all steps from the one that begins until it is written everywhere are longer than the
+median quiet step (``all``: with what the writing takes of this machine's processors).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Rank:
         self, groups: Groups, engine: NativeEngine, data: Any, folder: Path, keeper: KeeperClient
     ) -> None:
         self.groups, self.engine, self.data, self.folder = groups, engine, data, folder
-        self.step, self.blocked_s = 0, 0.0
+        self.step, self.blocked_s, self.cpu_s = 0, 0.0, 0.0
         self.reports: queue.Queue[Any] = queue.Queue()
         self.snapshots = Snapshots(groups.worker, False, print)
         self.snapshots.use(keeper)
@@ -133,9 +133,10 @@ class Rank:
         return time.perf_counter() - began, int(packed[2]) == WORLD
 
     def _blocked(self, work: Callable[[], object]) -> None:
-        began = time.perf_counter()
+        began_s, cpu_s = time.perf_counter(), time.thread_time()
         work()
-        self.blocked_s += time.perf_counter() - began
+        self.blocked_s += time.perf_counter() - began_s
+        self.cpu_s += time.thread_time() - cpu_s
 
     def ours(self) -> Callable[[], bool]:
         state = self.engine.state()
@@ -190,18 +191,19 @@ class Rank:
         """Seconds that the training thread lost, and those of a quiet step."""
         quiet = [self.train(None, False)[0] for _ in range(QUIET_STEPS)]
         ended: list[Callable[[], bool]] = []
-        self.blocked_s = 0.0
+        self.blocked_s = self.cpu_s = 0.0
         times = [self.train(lambda: ended.append(getattr(self, way)()), False)[0]]
         mine, everyone = False, False
         while not everyone:
             mine = mine or ended[0]()
             took, everyone = self.train(None, mine)
             times.append(took)
-        blocked_s = self.blocked_s
+        blocked_s, cpu_s = self.blocked_s, self.cpu_s
         quiet += [self.train(None, False)[0] for _ in range(QUIET_STEPS)]
         step_s = statistics.median(quiet)
         above_s = sum(times) - step_s * len(times)
-        return {"blocked_s": blocked_s, "all_s": above_s, "steps": len(times), "step_s": step_s}
+        lost = {"blocked_s": blocked_s, "cpu_s": cpu_s, "all_s": above_s}
+        return lost | {"steps": len(times), "step_s": step_s}
 
 
 def one_rank(

@@ -71,13 +71,14 @@ def run_reshard(arguments: argparse.Namespace) -> Lines:
 def run_stall(arguments: argparse.Namespace) -> Lines:
     with tempfile.TemporaryDirectory() as folder:
         lines = stall.measure(arguments.preset, arguments.rounds, Path(folder))
-    for measure in ("blocked_s", "all_s"):
+    for measure in ("blocked_s", "cpu_s", "all_s"):
         for way in stall.WAYS:
             show(f"{measure} {way}", (line[way][measure] for line in lines), " s")
-    for line in lines:
-        others = min(line[way]["blocked_s"] for way in ("async_save", "save"))
-        line["ratio"] = others / line["ours"]["blocked_s"]
-    show("the better of them blocks longer, times", (line["ratio"] for line in lines))
+    for measure in ("blocked_s", "cpu_s"):
+        for line in lines:
+            others = min(line[way][measure] for way in ("async_save", "save"))
+            line[f"ratio_{measure}"] = others / line["ours"][measure]
+        show(f"{measure}: the better of them, of ours", (x[f"ratio_{measure}"] for x in lines))
     return lines
 
 
@@ -222,7 +223,8 @@ def main() -> None:
         if name == "reshard":
             command.add_argument("--mib", type=int, default=1000, help="of state, all ranks")
         else:
-            command.add_argument("--preset", default="decoder-4m")
+            preset = "decoder-15m" if name == "stall" else "decoder-1m"
+            command.add_argument("--preset", default=preset)
             command.add_argument("--batch", type=int, default=2, help="samples per worker and step")
             command.add_argument("--seconds", type=float, default=5.0, help="of one turn")
             command.add_argument("--workers", type=int, default=2)

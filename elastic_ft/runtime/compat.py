@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -92,9 +93,11 @@ def forget_meshes() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     _random._rng_tracker = None
+    local_shape_and_offset.cache_clear()
     sys.excepthook = _EXCEPTHOOK  # init_process_group replaces it
 
 
+@cache  # each snapshot asks for every tensor's
 def local_shape_and_offset(
     shape: torch.Size, mesh: dist.DeviceMesh, placements: object
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
