@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import psutil
 
 from chaos.scenario import Add, Drain, External, Kill, Stop
-from chaos.watch import Line, Watch, local_path
+from elastic_ft.observe.watch import Line, Watch, local_path
 
 POLL_S = 0.02
 

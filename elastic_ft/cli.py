@@ -132,7 +132,7 @@ def events(
     follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
 ) -> int:
     """Print a run's journal: every decision with its reason."""
-    from chaos.watch import Tail
+    from elastic_ft.observe.watch import Tail
 
     _read(run_folder, "events.jsonl")
     tail, first_s = Tail(run_folder, "events.jsonl"), 0.0
@@ -302,7 +302,7 @@ def _fit(job: Job, out: str, checked: Checked) -> str:
     """Returns the error, one line; empty if there is none. result.json has the details."""
     from ray.train import RunConfig, TrainingFailedError
 
-    from chaos.watch import local_path
+    from elastic_ft.observe.watch import local_path
     from elastic_ft.ray_train.trainer import ElasticTrainer
 
     folder = local_path(out)
@@ -469,7 +469,7 @@ class Progress:
     """Says what a run does, from its folder: lines, and on a terminal a status below them."""
 
     def __init__(self, job: Job, out: str) -> None:
-        from chaos.watch import Watch
+        from elastic_ft.observe.watch import Watch
 
         self._job = job
         self._watch = Watch(out)

@@ -12,7 +12,7 @@ import pytest
 
 from chaos.runner import Runner
 from chaos.scenario import SCENARIOS, arm, load_scenario
-from chaos.watch import Tail, Watch
+from elastic_ft.observe.watch import Tail, Watch
 
 DEADLINE_S = 20.0
 
