@@ -34,7 +34,12 @@ from elastic_ft.core.state import (
     is_current,
 )
 
-PLANNED = ("worker_joined", "node_draining")  # causes of recoveries that are no failures
+PLANNED = (
+    "worker_joined",
+    "node_draining",
+    "resized",
+    "straggler_evicted",
+)  # causes of recoveries that are no failures
 PRIOR_BETWEEN_FAILURES_S = 6 * 3600.0  # what is assumed before any was seen
 FIRST_WRITE_S = 5.0  # before one was measured
 CHECKPOINT_MIN_S, CHECKPOINT_MAX_S = 60.0, 3600.0

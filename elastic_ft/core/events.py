@@ -41,6 +41,7 @@ class Member:
     pid: int
     raylet_pid: int | None = None
     domain: str = ""  # what fails together with the node's neighbours (a rack, a zone), if known
+    memory_bytes: int = 0  # of its device, if known
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +139,7 @@ class WorkerReady:
 
     at_s: float
     member: Member
+    started_at_s: float = 0.0  # unix time of its process's start, 0 if that is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,7 @@ class Resumed:
     generation: int
     step: int
     bytes_received: int = 0
+    forming_s: float | None = None  # until its groups and module were there; the rest is state
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +269,9 @@ class StepApplied:
     generation: int
     step: int
     metrics: dict[str, Any] = field(default_factory=dict)
+    pace_s: float = 0.0  # computing alone, the same work on every rank; 0: not measured
+    # Since the step before: data_s waiting for data, save_s for snapshots and uploads.
+    spent: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +339,15 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeRequested:
+    """Someone wants so many workers from now on."""
+
+    at_s: float
+    workers: int
+    request: str  # names it in the journal
+
+
+@dataclass(frozen=True, slots=True)
 class TimerFired:
     at_s: float
     timer: str
@@ -362,6 +377,7 @@ Event = (
     | CheckpointFailed
     | WorkerDone
     | StopRequested
+    | ResizeRequested
     | TimerFired
 )
 
@@ -391,6 +407,18 @@ class ReleaseWorker:
 
     worker: WorkerId
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The worker idles until it has a rank again.
+
+    Of what it still holds, steps after ``step`` are trained again by others, and are dropped.
+    """
+
+    worker: WorkerId
+    generation: int  # in which it has no rank
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,6 +536,7 @@ Command = (
     WantWorkers
     | KillWorker
     | ReleaseWorker
+    | Bench
     | UseKeeper
     | DropKept
     | PauseWorkers

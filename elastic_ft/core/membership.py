@@ -15,7 +15,7 @@ failure in either just opens the next generation. Steps are committed here and o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from elastic_ft.core.commits import (
@@ -33,8 +33,21 @@ from elastic_ft.core.commits import (
     step_held,
     worker_done,
 )
+from elastic_ft.core.elasticity import (
+    EVICTIONS_MAX,
+    choose_world,
+    find_straggler,
+    joiners,
+    refuses,
+    surplus,
+    wanted,
+    why_idle,
+    why_wait,
+)
+from elastic_ft.core.episodes import blame_node, close_episode, note_lost
 from elastic_ft.core.events import (
     Assignment,
+    Bench,
     CheckpointCommitted,
     CheckpointFailed,
     CollectiveFailed,
@@ -46,11 +59,13 @@ from elastic_ft.core.events import (
     KeeperLost,
     KeeperReady,
     KillWorker,
+    Member,
     NodeDraining,
     NodeLost,
     Paused,
     PauseWorkers,
     ReleaseWorker,
+    ResizeRequested,
     Resumed,
     ShardsFailed,
     ShardsWritten,
@@ -71,7 +86,6 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.recovery import choose_buddies
 from elastic_ft.core.restoring import (
     choose_source,
@@ -90,13 +104,10 @@ from elastic_ft.core.restoring import (
 from elastic_ft.core.state import (
     Episode,
     Policy,
-    Recovery,
     State,
     Turn,
     is_current,
 )
-
-NODE_LOSS_LAG_S = 90.0  # Ray's health checks need up to 63 s by default
 
 
 def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Command, ...]]:
@@ -123,7 +134,7 @@ def _pause(turn: Turn, cause: str, reason: str, *, abort: bool, noticed_s: float
         turn.set(episode=episode)
     turn.set(phase="pausing", generation=state.generation + 1, paused={}, abort=abort)
     turn.set(fruitless=state.fruitless + 1)
-    workers = tuple(turn.live_members())
+    workers = tuple(turn.holders())
     if workers:
         turn.do(PauseWorkers(turn.state.generation, workers, abort, reason))
     if abort:
@@ -136,7 +147,7 @@ def _pause(turn: Turn, cause: str, reason: str, *, abort: bool, noticed_s: float
 def _escalate(turn: Turn, reason: str) -> None:
     """A planned pause can't wait for the boundary any longer: break collectives off."""
     turn.set(abort=True)
-    workers = tuple(w for w in turn.live_members() if w not in turn.state.paused)
+    workers = tuple(w for w in turn.holders() if w not in turn.state.paused)
     if workers:
         turn.do(PauseWorkers(turn.state.generation, workers, True, reason))
     turn.timer("pause", turn.policy.pause_timeout_s)
@@ -144,24 +155,21 @@ def _escalate(turn: Turn, reason: str) -> None:
 
 def _form_if_paused(turn: Turn) -> None:
     if turn.state.phase == "pausing" and all(
-        worker in turn.state.paused for worker in turn.live_members()
+        worker in turn.state.paused for worker in turn.holders()
     ):
         _form(turn)
 
 
 def _form(turn: Turn) -> None:
     """Everyone alive is paused: lay out the next world, or wait for more workers."""
-    members = turn.usable()
-    if len(members) < turn.policy.min_workers:
-        _suspend(turn, len(members))
+    world = choose_world(turn)
+    if isinstance(world, str):
+        _suspend(turn, world)
         return
-    state, policy = turn.state, turn.policy
+    state, policy, members = turn.state, turn.policy, list(world.members)
     source, why = choose_source(turn)
     if source.step < state.committed and is_worth_waiting(turn, source.step):
         return
-    layout, why_layout = plan_layout(
-        policy.strategy, len(members), policy.shard_size, policy.tp, policy.pp
-    )
     if source.step < state.committed:
         roll_back(turn, source.step, why)
     count_redone(turn, source.step)
@@ -171,15 +179,15 @@ def _form(turn: Turn) -> None:
         generation=state.generation,
         members=tuple(members),
         donors=donors,
-        layout=layout,
+        layout=world.layout,
         source=held_by(source, keep),
-        buddies=choose_buddies(members, layout, policy.copies),
-        reason=f"{why_layout}; {why}",
+        buddies=choose_buddies(members, world.layout, policy.copies),
+        reason=f"{world.why}; {why}",
         keepers=tuple(keeper for _, keeper in sorted(state.keepers.items())),
     )
-    for member in state.ready.values():
-        if member.worker not in keep and member.node in state.draining:
-            _release(turn, member.worker, "its node is draining")
+    more = {m.worker: f"{wanted(turn)} workers are wanted" for m in surplus(turn, world)}
+    turn.set(leaving={**state.leaving, **more})
+    _release_leaving(turn, keep)
     writers = recent_writers(turn, assignment)
     abandon_void_attempts(turn, writers)
     turn.set(
@@ -188,6 +196,10 @@ def _form(turn: Turn) -> None:
         ranks={m.worker: rank for rank, m in enumerate(members)},
         resumed=0,
         done=0,
+        idle=why_idle(turn, world),
+        benched=_bench(turn, keep, source.step),
+        paces={},
+        deferred_at_s=None,
         bytes_moved=0,
         writers=writers,
         pending=pending_after_restore(turn, assignment),
@@ -195,6 +207,27 @@ def _form(turn: Turn) -> None:
     forget_later_steps(turn, source.step)
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
+
+
+def _release_leaving(turn: Turn, keep: set[WorkerId]) -> None:
+    for member in tuple(turn.state.ready.values()):
+        if member.worker not in keep and turn.is_leaving(member):
+            _release(turn, member.worker, _why_leaving(turn, member))
+
+
+def _why_leaving(turn: Turn, member: Member) -> str:
+    return turn.state.leaving.get(member.worker, "its node is draining")
+
+
+def _bench(turn: Turn, keep: set[WorkerId], step: int) -> dict[WorkerId, int]:
+    """Members of before that have no rank now, and those benched already: none is of later steps
+    than the one restored. Donors are told once they have given."""
+    state = turn.state
+    before = [w for w in state.ranks if w in state.ready]
+    idle = [w for w in (*before, *state.benched) if w not in keep]
+    for worker in idle:
+        turn.do(Bench(worker, state.generation, step))
+    return {worker: min(step, state.benched.get(worker, step)) for worker in idle}
 
 
 def _checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
@@ -207,11 +240,12 @@ def _checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
     _form_if_paused(turn)
 
 
-def _suspend(turn: Turn, workers: int) -> None:
-    needed = turn.policy.min_workers
+def _suspend(turn: Turn, why: str) -> None:
+    workers, needed = len(turn.usable()), turn.policy.min_workers
+    more = str(needed - workers) if workers < needed else ""
     reason = (
-        f"{workers} workers are usable, min_workers is {needed}: waiting up to "
-        f"{turn.policy.suspend_timeout_s:g} s for {needed - workers} more; {turn.last_good()}"
+        f"{why}: waiting up to {turn.policy.suspend_timeout_s:g} s for {more or 'some'} more; "
+        f"{turn.last_good()}"
     )
     if turn.state.phase != "suspended":
         turn.journal("suspended", reason, workers=workers, min_workers=needed)
@@ -232,7 +266,8 @@ def _job_started(turn: Turn, event: JobStarted) -> None:
         else "starting from the seed"
     )
     turn.journal("job_started", start, step=committed)
-    turn.do(WantWorkers(turn.policy.max_workers, "max_workers"))
+    spares = f" and {turn.policy.spares} spares" if turn.policy.spares else ""
+    turn.do(WantWorkers(wanted(turn), f"max_workers{spares}"))
     turn.timer("start", turn.policy.start_timeout_s)
 
 
@@ -248,12 +283,12 @@ def _worker_ready(turn: Turn, event: WorkerReady) -> None:
         _release(turn, member.worker, "its node is draining")
     elif state.phase == "starting":
         count = len(turn.usable())
-        if count == turn.policy.max_workers:
+        if count == turn.workers_max:
             _form_first(turn)
         elif count == turn.policy.min_workers:
             turn.timer("gather", turn.policy.gather_s)
     elif state.phase == "suspended":
-        if len(turn.usable()) >= turn.policy.min_workers:
+        if not isinstance(choose_world(turn), str):
             _form_again(turn)
     elif state.phase == "running":
         _await_joiners(turn)
@@ -272,17 +307,55 @@ def _form_again(turn: Turn) -> None:
 
 def _await_joiners(turn: Turn) -> None:
     """Joiners that come together join together, unless the world is full with them."""
-    if turn.state.stopping or not turn.joiners():
+    if turn.state.stopping or not joiners(turn):
         return
-    if len(turn.usable()) == turn.policy.max_workers:
+    if len(turn.usable()) == turn.workers_max:
         _admit(turn)
     else:
         turn.timer("join", turn.policy.join_batch_s)
 
 
 def _admit(turn: Turn) -> None:
-    names = ", ".join(m.worker for m in turn.joiners())
+    """Unless the gain is not worth the pause for now: then a little later."""
+    coming = joiners(turn)
+    if turn.state.stopping or not coming:
+        return
+    names = ", ".join(m.worker for m in coming)
+    if why := why_wait(turn, len(turn.members) + len(coming)):
+        if turn.state.deferred_at_s is None:
+            delay_s = turn.policy.regrow_delay_max_s
+            reason = f"{names} waits up to {delay_s:g} s: {why}"
+            turn.journal("join_deferred", reason, workers=[m.worker for m in coming])
+            turn.set(deferred_at_s=turn.at_s)
+            turn.timer("regrow", delay_s)
+        return
     _pause(turn, "worker_joined", f"{names} joins", abort=False)
+
+
+def _resize_requested(turn: Turn, event: ResizeRequested) -> None:
+    fields = {"workers": event.workers, "request": event.request}
+    if why := refuses(turn, event):
+        turn.journal("resize_refused", why, **fields)
+        return
+    turn.journal("resize_requested", f"{event.workers} workers are wanted", **fields)
+    turn.set(target=event.workers)
+    turn.do(WantWorkers(wanted(turn), "resize"))
+    phase = turn.state.phase
+    if phase == "starting" and len(turn.usable()) == turn.workers_max:
+        _form_first(turn)
+    elif phase == "suspended" and not isinstance(choose_world(turn), str):
+        _form_again(turn)
+    elif phase == "running" and not _shrink(turn):
+        _await_joiners(turn)
+
+
+def _shrink(turn: Turn) -> bool:
+    """To what was asked for, at the next boundary: nothing is lost."""
+    before, after = len(turn.members), turn.workers_max
+    if before <= after or turn.state.stopping:
+        return False
+    _pause(turn, "resized", f"{after} workers were asked for, not {before}", abort=False)
+    return True
 
 
 def _worker_lost(turn: Turn, event: WorkerLost) -> None:
@@ -303,7 +376,7 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
         turn.do(KillWorker(worker, f"node {event.node} is lost"))
     turn.set(draining={n: at_s for n, at_s in state.draining.items() if n != event.node})
     forget_keeper(turn, event.node)
-    turn.set(recoveries=tuple(_blame_node(r, event) for r in state.recoveries))
+    turn.set(recoveries=tuple(blame_node(r, event) for r in state.recoveries))
     if state.episode and any(
         m.node == event.node and m.worker in state.episode.lost
         for m in state.episode.before.members
@@ -312,17 +385,6 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     _lose(turn, gone, "node_lost", event.cause)
     if not gone:  # they were lost before; now nothing of theirs is awaited any more
         _form_if_paused(turn)
-
-
-def _blame_node(recovery: Recovery, lost: NodeLost) -> Recovery:
-    """A node's loss is noticed after that of its workers, whose connections end at once."""
-    if (
-        recovery.cause == "worker_lost"
-        and lost.node in recovery.lost_nodes
-        and lost.at_s - recovery.noticed_at_s < NODE_LOSS_LAG_S
-    ):
-        return replace(recovery, cause="node_lost")
-    return recovery
 
 
 def _lose(
@@ -341,7 +403,8 @@ def _lose(
         if (node, worker) in state.told:
             turn.set(told=turn.state.told - {(node, worker)})
         elif node in state.keepers:
-            turn.set(awaited={**turn.state.awaited, (node, worker): None})
+            until = state.benched.get(worker)
+            turn.set(awaited={**turn.state.awaited, (node, worker): until})
         turn.journal(event, reason, worker=worker, node=node, rank=state.ranks.get(worker))
     abandon_attempts_of(turn, gone)
     if involved and state.phase in ("running", "forming"):
@@ -349,16 +412,8 @@ def _lose(
     elif involved and state.phase == "pausing" and not state.abort:
         _escalate(turn, f"{', '.join(involved)}: {reason}")
     if turn.state.episode:
-        _note_lost(turn, involved, cause, noticed_s)
+        note_lost(turn, involved, cause, noticed_s)
     _form_if_paused(turn)
-
-
-def _note_lost(turn: Turn, workers: list[WorkerId], cause: str, noticed_s: float) -> None:
-    episode = turn.state.episode
-    assert episode is not None
-    if workers and episode.cause in ("collective_failed", "worker_joined"):
-        episode = replace(episode, cause=cause, noticed_s=noticed_s)
-    turn.set(episode=replace(episode, lost=(*episode.lost, *workers)))
 
 
 def _node_draining(turn: Turn, event: NodeDraining) -> None:
@@ -374,7 +429,12 @@ def _node_draining(turn: Turn, event: NodeDraining) -> None:
         deadline_s=event.deadline_s,
     )
     for member in state.ready.values():
-        if member.node == event.node and member.worker not in state.ranks:
+        newest = (
+            state.committed
+            if member.worker in state.ranks
+            else state.benched.get(member.worker, -1)
+        )
+        if member.node == event.node and newest < state.committed:
             _release(turn, member.worker, "its node is draining")
     if state.phase == "running":
         _leave_draining(turn)
@@ -503,64 +563,93 @@ def _formed(turn: Turn) -> None:
     ]
     turn.journal(
         "generation_formed",
-        assignment.reason,
+        assignment.reason + _idle_in_words(state.idle),
         step=assignment.source.step,
         layout=str(assignment.layout),
         world_size=len(members),
+        wanted=turn.workers_max,
+        idle=[{"worker": worker, "reason": why} for worker, why in state.idle.items()],
         source=str(assignment.source.tier),
         members=members,
         buddies=list(assignment.buddies),
     )
-    for donor in assignment.donors:
-        _release(turn, donor.worker, "it has handed over its state; its node is draining")
-    _close_episode(turn, assignment)
+    _dismiss_donors(turn, assignment)
+    close_episode(turn, assignment)
     await_checkpoint(turn)
     commit_steps(turn)
     if turn.state.phase != "running":  # that was the last step: the job has ended
         return
     if turn.state.stopping:
         _stop(turn)
-    elif not _leave_draining(turn):
+    elif not _leave_draining(turn) and not _shrink(turn):
         _await_joiners(turn)
 
 
-def _close_episode(turn: Turn, after: Assignment) -> None:
-    episode = turn.state.episode
-    if episode is None:
+def _idle_in_words(idle: dict[WorkerId, str]) -> str:
+    whose: dict[str, list[WorkerId]] = {}
+    for worker, why in idle.items():
+        whose.setdefault(why, []).append(worker)
+    return "".join(f"; idle: {', '.join(some)} ({why})" for why, some in whose.items())
+
+
+def _dismiss_donors(turn: Turn, assignment: Assignment) -> None:
+    """They have handed over their state: they go, or idle until they are needed again."""
+    step, benched = assignment.source.step, dict(turn.state.benched)
+    for donor in assignment.donors:
+        if turn.is_leaving(donor):
+            why = _why_leaving(turn, donor)
+            _release(turn, donor.worker, f"it has handed over its state; {why}")
+        elif donor.worker in turn.state.ready:
+            turn.do(Bench(donor.worker, assignment.generation, step))
+            benched[donor.worker] = min(step, benched.get(donor.worker, step))
+    turn.set(assignment=replace(assignment, donors=()), benched=benched)
+
+
+# ------------------------------------------------------------------------- stragglers
+
+
+def _step_applied(turn: Turn, event: StepApplied) -> None:
+    step_applied(turn, event)
+    state, policy = turn.state, turn.policy
+    if not policy.evict_stragglers or not event.pace_s or state.phase != "running":
         return
-    before, source = episode.before, after.source
-    for member in after.members:
-        if before.rank_of(member.worker) is None:
-            turn.journal(
-                "worker_joined",
-                "a new worker is part of the world",
-                worker=member.worker,
-                rank=after.rank_of(member.worker),
-                pid=member.pid,
-                node=member.node,
-            )
-    survivors = [m for m in after.members if before.rank_of(m.worker) is not None]
-    lost = [m for m in before.members if m.worker in episode.lost]
-    recovery = Recovery(
-        cause=episode.cause,
-        noticed_at_s=episode.at_s,
-        at_step=source.step,
-        noticed_s=round(episode.noticed_s, 4),
-        paused_s=round(turn.at_s - episode.at_s, 4),
-        steps_lost=episode.steps_lost,
-        steps_redone=episode.steps_redone,
-        source=str(source.tier),
-        bytes_moved=turn.state.bytes_moved,
-        world_before=len(before.members),
-        world_after=len(after.members),
-        layout_before=str(before.layout),
-        layout_after=str(after.layout),
-        survivors_kept_pid=bool(survivors) and all(m in before.members for m in survivors),
-        generation=after.generation,
-        lost_nodes=tuple(sorted({m.node for m in lost})),
+    if not is_current(turn, event.worker, event.generation) or event.worker not in state.ranks:
+        return
+    kept = policy.straggler_window_steps * 2
+    paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]
+    turn.set(paces={**state.paces, event.worker: paces})
+    if len(turn.state.paces) == len(state.ranks) and not state.stopping:
+        _evict_straggler(turn)
+
+
+def _evict_straggler(turn: Turn) -> None:
+    """Replaces who holds all others up, or goes on without it. The evidence is journalled."""
+    policy, state = turn.policy, turn.state
+    found = find_straggler(state.paces, policy.straggler_factor, policy.straggler_window_steps)
+    if found is None:
+        return
+    node = state.ready[found.worker].node
+    why = (
+        f"{found.worker} takes {found.pace_s * 1e3:.2f} ms for what takes the others "
+        f"{found.typical_s * 1e3:.2f} ms, in {found.slow_steps} of {found.steps} steps"
     )
-    turn.set(episode=None, recoveries=(*turn.state.recoveries, recovery))
-    turn.journal("recovered", f"{recovery.cause}: {after.reason}", **asdict(recovery))
+    fields = {"worker": found.worker, "node": node, "rank": state.ranks[found.worker]}
+    fields |= {"pace_s": found.pace_s, "typical_s": found.typical_s}
+    turn.set(paces={}, leaving={**state.leaving, found.worker: why})
+    kept = ""
+    if state.evicted.count(node) >= EVICTIONS_MAX:
+        kept = f"{EVICTIONS_MAX} workers of {node} were evicted before"
+    elif isinstance(world := choose_world(turn), str):
+        kept = world
+    elif found.worker in {m.worker for m in world.members}:
+        kept = "leaving it out would fall below min_workers"
+    if kept:
+        turn.set(leaving=state.leaving)
+        turn.journal("straggler_kept", f"{why}; {kept}", **fields)
+        return
+    turn.journal("straggler_evicted", why, **fields)
+    turn.set(evicted=(*state.evicted, node))
+    _pause(turn, "straggler_evicted", why, abort=False)
 
 
 def _stop_requested(turn: Turn, event: StopRequested) -> None:
@@ -599,7 +688,7 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         else:
             reason = f"{usable} workers ready after {policy.start_timeout_s:g} s"
             finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}")
-    elif key == ("join", "running") and turn.joiners() and not state.stopping:
+    elif key in (("join", "running"), ("regrow", "running")):
         _admit(turn)
     elif key == ("checkpoint", "running"):
         ask_for_checkpoint(turn)
@@ -620,7 +709,7 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
 
 
 def _late(turn: Turn) -> list[WorkerId]:
-    return [w for w in turn.live_members() if w not in turn.state.paused]
+    return [w for w in turn.holders() if w not in turn.state.paused]
 
 
 def _boundary_overdue(turn: Turn) -> None:
@@ -653,7 +742,7 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     Paused: _paused,
     Resumed: _resumed,
     SourceRefused: _source_refused,
-    StepApplied: step_applied,
+    StepApplied: _step_applied,
     StepHeld: step_held,
     ShardsWritten: shards_written,
     ShardsFailed: shards_failed,
@@ -661,5 +750,6 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     CheckpointFailed: _checkpoint_failed,
     WorkerDone: worker_done,
     StopRequested: _stop_requested,
+    ResizeRequested: _resize_requested,
     TimerFired: _timer_fired,
 }

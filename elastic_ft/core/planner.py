@@ -48,6 +48,24 @@ class Limits:
     schedules: tuple[Schedule, ...] = ("1f1b",)
     tp_max: int | None = None
     pp_max: int | None = None
+    tp_sizes: tuple[int, ...] = ()  # that the engine can do; none: what divides the model
+    world_min: int = 1
+    multiple_of: int = 1  # of the world
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """What a running job's layouts are planned by.
+
+    Attributes:
+        devices: what each is like; on which nodes they are is known when a world is formed.
+        memory_bytes: of each; None: as the workers say.
+    """
+
+    work: Work
+    devices: Devices
+    limits: Limits
+    memory_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +178,7 @@ class _Search:
         return self.devices.count <= EXACT_DEVICES
 
     def run(self) -> None:
-        for tp in reversed(tensor_sizes(self.work.model, self.devices, self.limits.tp_max)):
+        for tp in reversed(tensor_sizes(self.work.model, self.devices, self.limits)):
             seats = seats_on_nodes(self.devices.nodes, tp)
             groups = sum(seats) // tp
             for pp in self._stages(groups):
@@ -171,6 +189,8 @@ class _Search:
         self, pp: int, tp: int, dp: int, micro_batch: int, seats: tuple[int, ...]
     ) -> None:
         world = pp * tp * dp
+        if world < self.limits.world_min or world % self.limits.multiple_of:
+            return
         # The busiest rank's share, at full speed: no choice of what is left can be faster.
         rounds = ceil(self.work.global_batch / micro_batch / dp)
         share = micro_batch * self.work.model.sample_flops / (pp * tp)
@@ -263,6 +283,12 @@ class _Search:
 
     def refusal(self) -> str:
         count, there = self.devices.count, self.devices.usable_bytes
+        limits = self.limits
+        if self.least is None and (limits.world_min > 1 or limits.multiple_of > 1):
+            return (
+                f"no layout of at least {limits.world_min} of {count} devices"
+                + f", in multiples of {limits.multiple_of}" * (limits.multiple_of > 1)
+            )
         if self.least is None:
             return (
                 f"no layout: global batch {self.work.global_batch} makes no micro-batch of "
@@ -275,11 +301,12 @@ class _Search:
         )
 
 
-def tensor_sizes(model: ModelShape, devices: Devices, tp_max: int | None) -> list[int]:
+def tensor_sizes(model: ModelShape, devices: Devices, limits: Limits) -> list[int]:
     """Those that divide heads, key-value heads and the feed-forward width, and have devices."""
     common = gcd(model.heads, model.kv_heads, model.ffn_dim)
-    most = min(devices.count, tp_max or devices.count)
-    return [tp for tp in divisors(common) if tp <= most]
+    most = min(devices.count, limits.tp_max or devices.count)
+    allowed = limits.tp_sizes or divisors(common)
+    return [tp for tp in divisors(common) if tp <= most and tp in allowed]
 
 
 def seats_on_nodes(nodes: tuple[int, ...], tp: int) -> tuple[int, ...]:

@@ -181,7 +181,8 @@ def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
     elif pair not in state.awaited:  # it was released, or the wait has ended
         drop_left(turn, [pair])
         return
-    held = _of_this_history(event.holdings, state.awaited.get(pair))
+    until = state.awaited.get(pair, state.benched.get(event.worker))
+    held = _of_this_history(event.holdings, until)
     awaited = {p: until for p, until in state.awaited.items() if p != pair}
     turn.set(left={**state.left, pair: held}, awaited=awaited)
     if not held:

@@ -19,6 +19,7 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.layout import Strategy
+from elastic_ft.core.planner import Planning
 from elastic_ft.core.recovery import Refused
 
 Left = tuple[NodeId, WorkerId]  # what an ended worker left with its node's keeper
@@ -34,6 +35,14 @@ class Policy:
     shard_size: int | None = None
     tp: int = 1
     pp: int = 1
+    planning: Planning | None = None  # the planner lays out, not the four above
+    multiple_of: int = 1  # worlds are multiples of this
+    spares: int = 0  # warm workers beside the world's
+    regrow_repaid_s: float = 300  # within which a joiner's gain must be worth its pause
+    regrow_delay_max_s: float = 120
+    evict_stragglers: bool = False
+    straggler_factor: float = 1.5
+    straggler_window_steps: int = 20
     copies: int = 2
     start_timeout_s: float = 300
     gather_s: float = 10
@@ -122,6 +131,14 @@ class State:
     assignment: Assignment | None = None
     ranks: dict[WorkerId, int] = field(default_factory=dict)  # of the assignment
     ready: dict[WorkerId, Member] = field(default_factory=dict)  # alive and warm
+    target: int | None = None  # workers that someone asked for since the start
+    leaving: dict[WorkerId, str] = field(default_factory=dict)  # to be released, and why
+    # Idle, and once a member: the last of its steps that are of this history.
+    benched: dict[WorkerId, int] = field(default_factory=dict)
+    idle: dict[WorkerId, str] = field(default_factory=dict)  # without a rank as of _form, and why
+    deferred_at_s: float | None = None  # since when joiners wait for better times
+    paces: dict[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # newest last
+    evicted: tuple[NodeId, ...] = ()  # nodes of evicted stragglers
     gone: frozenset[WorkerId] = frozenset()  # lost or released: an id is never used again
     abort: bool = False  # pausing: collectives are broken off
     paused: dict[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)
@@ -173,7 +190,9 @@ class Turn:
         """They are gone, and late messages of theirs don't bring them back (I1)."""
         gone = frozenset(workers)
         ready = {w: m for w, m in self.state.ready.items() if w not in gone}
-        self.set(ready=ready, gone=self.state.gone | gone)
+        leaving = {w: why for w, why in self.state.leaving.items() if w not in gone}
+        benched = {w: step for w, step in self.state.benched.items() if w not in gone}
+        self.set(ready=ready, gone=self.state.gone | gone, leaving=leaving, benched=benched)
 
     def timer(self, name: str, after_s: float) -> None:
         self.do(StartTimer(name, self.state.generation, after_s))
@@ -184,6 +203,11 @@ class Turn:
     def members(self) -> tuple[Member, ...]:
         return self.state.assignment.members if self.state.assignment else ()
 
+    @property
+    def workers_max(self) -> int:
+        """Of the world: what was asked for, or may be."""
+        return self.state.target or self.policy.max_workers
+
     def live_members(self) -> list[WorkerId]:
         """Members and donors of the last assignment that are alive, in rank order."""
         assignment = self.state.assignment
@@ -192,27 +216,40 @@ class Turn:
         everyone = assignment.members + assignment.donors
         return [m.worker for m in everyone if m.worker in self.state.ready]
 
+    def holders(self) -> list[WorkerId]:
+        """Who may have some of the state: live members, and those that were members before."""
+        members = self.live_members()
+        benched = [w for w in self.state.benched if w in self.state.ready and w not in members]
+        return members + benched
+
     def _by_rank(self, members: Iterable[Member]) -> list[Member]:
-        """Survivors in rank order, then joiners by arrival."""
+        """Survivors in rank order, then joiners, those on nodes without a member first."""
         ranks = self.state.ranks
-        return sorted(members, key=lambda m: ranks.get(m.worker, len(ranks)))
+        taken = {m.node for m in self.members if m.worker in self.state.ready} if ranks else set()
+        return sorted(
+            members,
+            key=lambda m: (
+                ranks.get(m.worker, len(ranks)),
+                m.worker not in ranks and m.node in taken,
+            ),
+        )
 
     def staying(self) -> list[Member]:
         """Who may be in the next world and is not about to go."""
-        staying = [m for m in self.state.ready.values() if m.node not in self.state.draining]
-        return self._by_rank(staying)[: self.policy.max_workers]
+        staying = [m for m in self.state.ready.values() if not self.is_leaving(m)]
+        return self._by_rank(staying)[: self.workers_max]
+
+    def is_leaving(self, member: Member) -> bool:
+        return member.node in self.state.draining or member.worker in self.state.leaving
 
     def usable(self) -> list[Member]:
-        """Who may be in the next world: members on draining nodes only where it takes them."""
+        """Who may be in the next world: members about to go only where it takes them."""
         chosen = self.staying()
         if len(chosen) < self.policy.min_workers:
             leaving = [m for m in self.members if m.worker in self.state.ready]
-            leaving = [m for m in leaving if m.node in self.state.draining]
-            chosen += leaving[: self.policy.max_workers - len(chosen)]
+            leaving = [m for m in leaving if self.is_leaving(m)]
+            chosen += leaving[: self.workers_max - len(chosen)]
         return self._by_rank(chosen)
-
-    def joiners(self) -> list[Member]:
-        return [m for m in self.usable() if m.worker not in self.state.ranks]
 
     def everyone(self) -> int:
         return (1 << len(self.members)) - 1

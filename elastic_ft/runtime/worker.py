@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing.context import AuthenticationError
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import (
     Assignment,
+    Bench,
     CollectiveFailed,
     Holding,
     Keeper,
@@ -138,6 +140,7 @@ class Worker:
         self._answered = 0  # the newest PauseWorkers answered
         self._form: Form | None = None
         self._released = ""
+        self._bench: Bench | None = None
         self._controller_lost = False
         self._groups: Groups | None = None
         self._flags = Flags()
@@ -164,6 +167,10 @@ class Worker:
                 self._on_pause_workers(message)
             elif isinstance(message, Form):
                 self._on_form(message)
+            elif isinstance(message, Bench):
+                with self._news:
+                    self._bench = message
+                    self._news.notify_all()
             elif isinstance(message, UseKeeper):
                 self._use_keeper(message.keeper)
             elif isinstance(message, TakeCheckpoint):
@@ -248,7 +255,7 @@ class Worker:
     def steps(self) -> Iterator[Step]:
         """Yields every step this worker takes part in, until it is released."""
         tools = self._tools = self._prepare()
-        self._send(WorkerReady(time.time(), self.member))
+        self._send(WorkerReady(time.time(), self.member, _process_started_at_s()))
         while (form := self._next_form()) is not None:
             error: BaseException | None = None
             try:
@@ -317,6 +324,7 @@ class Worker:
                     raise ControllerLost("the controller is gone")
                 if self._released:
                     return None
+                self._sit_out()
                 form, self._form = self._form, None
                 if form is not None and form.assignment.generation >= self._fence:
                     self._flags = Flags(stop=self._flags.stop)
@@ -325,6 +333,15 @@ class Worker:
                     self._answer_pause()
                 if not self._news.wait(RELEASE_TIMEOUT_S):
                     raise ControllerLost(f"nothing heard for {RELEASE_TIMEOUT_S:g} s")
+
+    def _sit_out(self) -> None:
+        """Benched: the steps that others train again are no state of this history any more."""
+        bench, self._bench = self._bench, None
+        if bench is None or self._tools is None:
+            return
+        self._tools.snapshots.drop_after(bench.step)
+        if self._live is not None and self._live[0].step > bench.step:
+            self._live = None
 
     def _answer_pause(self) -> None:
         self._answered = self._fence
@@ -340,13 +357,14 @@ class Worker:
 
     def _is_over(self) -> bool:
         current = self._groups.generation if self._groups else 0
-        return self._controller_lost or bool(self._released) or self._fence > current
+        benched = self._bench is not None and self._bench.generation >= current
+        return self._controller_lost or bool(self._released) or benched or self._fence > current
 
     # ------------------------------------------------------------------ a generation
 
     def _generation(self, tools: Tools, form: Form) -> Iterator[Step]:
         """Forms, restores and trains. Raises whatever breaks it."""
-        assignment = form.assignment
+        began, assignment = time.perf_counter(), form.assignment
         tools.checkpointed_step = form.checkpointed_step
         if self._on_generation is not None and form.extra is not None:
             self._on_generation(form.extra)
@@ -362,6 +380,7 @@ class Worker:
         self._links.prepare()  # for the generation after this one
         _check_same_data(groups, tools.data.fingerprint)
         live = self._live[1] if self._live else {}
+        began_restoring = time.perf_counter()
         restored = restore.restore(
             tools.engine,
             groups,
@@ -386,7 +405,12 @@ class Worker:
         self._loop = Loop(tools, formed, self._flags)
         self._send(
             Resumed(
-                time.time(), self.member.worker, groups.generation, step, restored.bytes_received
+                time.time(),
+                self.member.worker,
+                groups.generation,
+                step,
+                restored.bytes_received,
+                round(began_restoring - began, 6),
             )
         )
         threading.Thread(target=gc.collect, daemon=True).start()  # the last generation's modules
@@ -456,6 +480,11 @@ class Worker:
         with self._news:
             self._groups = None
         groups.teardown()
+
+
+def _process_started_at_s() -> float:
+    """Unix time."""
+    return round(psutil.Process().create_time(), 3)
 
 
 def _engine_class(job: Job) -> Callable[..., Engine]:

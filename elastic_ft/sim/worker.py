@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ft.core.events import (
     Assignment,
+    Bench,
     CollectiveFailed,
     Event,
     FormGeneration,
@@ -126,6 +127,8 @@ class SimWorker:
             self._pause(message)
         elif isinstance(message, FormGeneration):
             self._form(message.assignment)
+        elif isinstance(message, Bench):
+            self._sit_out(message)
         elif isinstance(message, UseKeeper):
             self.keeper = self.node.keeper
         elif isinstance(message, StopAtBoundary):
@@ -154,6 +157,15 @@ class SimWorker:
         self.group = self.world.groups[assignment.generation]
         self.checkpointed = self.group.checkpointed
         self.group.join(self)
+
+    def _sit_out(self, message: Bench) -> None:
+        """What it holds of steps that others train again is gone."""
+        if message.generation < self.fence and self.group is not None:
+            return
+        self.group = None
+        self.drop(after=message.step)
+        if self.live is not None and self.live.step > message.step:
+            self.live = None
 
     def answer(self) -> None:
         """At the safe point: tells what it holds. A straddler first applies its step."""

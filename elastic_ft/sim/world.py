@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ft.core.events import (
+    Bench,
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointRef,
@@ -350,7 +351,7 @@ class World:
                 self.fill()
             case KillWorker(worker=name):
                 self._kill_from_afar(self.workers[name])
-            case ReleaseWorker(worker=name) | UseKeeper(worker=name):
+            case ReleaseWorker(worker=name) | Bench(worker=name) | UseKeeper(worker=name):
                 self.send_down(name, command)
             case DropKept(node=at, worker=name):
                 for node in self.nodes:
