@@ -121,7 +121,9 @@ class Controller:
         self._not_deleted: list[ev.AbandonCheckpoint] = []
         self._tcp_store: Any = None
         self._server: ControlServer | None = None
-        self._accounts = Accounts(time.time())
+        elastic = job.elastic
+        self._started_at_s = time.time()
+        self._accounts = Accounts(self._started_at_s, elastic.workers_per_node, elastic.max_workers)
         self.metrics = Metrics(job.name)
         self._last_metrics: dict[str, Any] = {}
         self._finish: ev.FinishJob | None = None
@@ -142,6 +144,8 @@ class Controller:
         found = self._open()
         try:
             before = last_generation(self.run_folder.path / "events.jsonl")
+            policy = {"type": "Policy", "at_s": self._started_at_s, **asdict(self.policy)}
+            self.run_folder.record_inbox(policy)
             self._handle(ev.JobStarted(time.time(), found, before))
             while self._finish is None:
                 self._turn()
@@ -267,7 +271,8 @@ class Controller:
     def _step(self, event: ev.Event) -> None:
         if self._finish is not None:
             return
-        self._record(event)
+        now_s = time.time()
+        self._record(event, now_s)
         if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
         if isinstance(event, ev.StepApplied):
@@ -276,22 +281,23 @@ class Controller:
         self.state, commands = decide(self.state, event, self.policy)
         for command in commands:
             self._execute(command)
+        self._accounts.on(now_s, event, commands, self.state)
         self._after(before)
 
-    def _record(self, event: ev.Event) -> None:
-        """Journals what the core is told. Steps come by the thousand: without their metrics."""
-        line = {"type": type(event).__name__, **asdict(event)}
+    def _record(self, event: ev.Event, now_s: float) -> None:
+        """Journals what the core is told, so that it can be told again (``observe.replay``).
+
+        Steps come by the thousand: without their metrics, which decide nothing.
+        """
+        line = {"type": type(event).__name__, "told_at_s": now_s, **asdict(event)}
         line.pop("metrics", None)
         self.run_folder.record_inbox(line)
 
     def _after(self, phase_before: str) -> None:
         state = self.state
-        if state.phase != phase_before:
-            cause = state.episode.cause if state.episode else ""
-            self._accounts.enter(state.phase, cause, time.time())
-            if state.phase == "running" and state.assignment is not None:
-                self._marks = {}
-                self.host.formed(state.assignment)
+        if state.phase != phase_before and state.phase == "running" and state.assignment:
+            self._marks = {}
+            self.host.formed(state.assignment)
         self.metrics.show(state)
 
     # ---------------------------------------------------------------- the executor
@@ -313,7 +319,8 @@ class Controller:
 
     def _to_workers(self, command: ev.PauseWorkers | ev.StopAtBoundary) -> None:
         if isinstance(command, ev.PauseWorkers):
-            self._journal("pausing", command.generation, command.reason, {"abort": command.abort})
+            fields = {"abort": command.abort}
+            self._write("pausing", command.generation, command.reason, fields)
         for worker in command.workers:
             self._send(worker, command)
 
@@ -359,12 +366,21 @@ class Controller:
         heapq.heappush(self._timers, (due, self._timer_count, fired))
 
     def _journal_line(self, command: ev.Journal) -> None:
-        self._journal(command.event, command.generation, command.reason, command.fields)
+        self._write(command.event, command.generation, command.reason, command.fields)
 
     def _journal(self, event: str, generation: int, reason: str, fields: dict[str, Any]) -> None:
+        """A line that the core did not ask for: a replay leaves it out."""
+        line = self._write(event, generation, reason, fields)
+        noted = {"type": "Noted", "at_s": line["at_s"], "seq": line["seq"]}
+        self.run_folder.record_inbox(noted)
+
+    def _write(
+        self, event: str, generation: int, reason: str, fields: dict[str, Any]
+    ) -> dict[str, Any]:
         line = self.run_folder.journal(time.time(), event, generation, reason, fields)
         self.metrics.event(event, line)
         log.info("g%d %s: %s", generation, event, reason)
+        return line
 
     def _commit_checkpoint(self, command: ev.CommitCheckpoint) -> None:
         self._pool.submit(self._publish, command)
@@ -492,7 +508,9 @@ class Controller:
     # --------------------------------------------------------------------- the end
 
     def _result(self, finish: ev.FinishJob) -> dict[str, Any]:
-        accounts = self._accounts.close(time.time())
+        ended_at_s = time.time()
+        self.run_folder.record_inbox({"type": "Ended", "at_s": ended_at_s})
+        accounts = self._accounts.totals(ended_at_s)
         result = {
             "status": finish.status,
             "reason": finish.reason,
@@ -503,6 +521,7 @@ class Controller:
             "goodput": accounts.goodput,
             "badput": accounts.badput,
             "wall_s": accounts.wall_s,
+            "worker_seconds": accounts.as_dict(),
             "generations": self.state.generation,
             "recoveries": [asdict(recovery) for recovery in self.state.recoveries],
             "checkpoints": [asdict(ref) for ref in self.state.checkpoints],

@@ -10,6 +10,7 @@ can keep a healthy member from applying the step; who fails before it has not ap
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -97,6 +98,28 @@ class Tools:
     checkpointed_step: int = 0  # the newest step with a checkpoint, committed or begun here
 
 
+class Spent:
+    """What the training thread waited for since the last step was reported, in seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._add(name, time.perf_counter() - began)
+
+    def take(self) -> dict[str, float]:
+        taken, self._seconds = self._seconds, {}
+        return {name: round(seconds, 6) for name, seconds in taken.items()}
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+
 class Loop:
     """Attributes:
     step: the last step applied here: the live state is that of this step.
@@ -116,6 +139,7 @@ class Loop:
         every = None if snapshot.every_steps == "auto" else snapshot.every_steps
         self.cadence = Cadence(every, snapshot.max_cost, snapshot.max_steps)
         self._step_s = 0.0  # of the step before
+        self._spent = Spent()
         # As all members agreed in the running step:
         self._pausing = self._stopping = self._checkpointing = False
 
@@ -137,12 +161,14 @@ class Loop:
 
     def _one_step(self) -> Step:
         began = time.perf_counter()
-        number, points = self.step + 1, self.tools.points
+        number, points, spent = self.step + 1, self.tools.points, self._spent
         points.begin(number)
         points("data")
-        micro_batches = self._load(number)
+        with spent.on("data_s"):
+            micro_batches = self._load(number)
         loss, tokens = self.engine.run_batch(number, micro_batches, points)
-        self.tools.snapshots.wait(self.groups.deadline())
+        with spent.on("save_s"):
+            self.tools.snapshots.wait(self.groups.deadline())
         loss, tokens = self._agree(loss, tokens, self.tools.snapshots.take_cost_s())
         sample_ids = self._audit(number)
         self.tools.snapshots.drop_before(self.tools.snapshots.newest())
@@ -161,8 +187,18 @@ class Loop:
             metrics["skipped"] = True
         if sample_ids is not None:
             metrics["sample_ids"] = sample_ids
-        self._send(StepApplied(time.time(), self.tools.worker, self._generation, number, metrics))
-        checkpointed = self._keep(number)
+        self._send(
+            StepApplied(
+                time.time(),
+                self.tools.worker,
+                self._generation,
+                number,
+                metrics,
+                spent=spent.take(),
+            )
+        )
+        with spent.on("save_s"):
+            checkpointed = self._keep(number)
         eval_loss = self._evaluate_if_due(number)
         self._step_s = time.perf_counter() - began
         return Step(

@@ -1,0 +1,212 @@
+"""Tells the core again what a run's controller told it, from inbox.jsonl, and compares.
+
+The core is pure: told the same, it must decide the same. A difference means that the core has
+changed since, or that the journal is not what happened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from elastic_ft.core import events as ev
+from elastic_ft.core.membership import step as decide
+from elastic_ft.core.state import Policy, State
+from elastic_ft.errors import ConfigError
+from elastic_ft.observe.accounts import Accounts, Totals
+from elastic_ft.observe.run_folder import read_lines
+
+Line = dict[str, Any]
+EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
+SHOWN = ("event", "generation", "reason")
+
+
+# ------------------------------------------------------------------------------ decoding
+
+
+def decode(hint: Any, value: Any) -> Any:
+    """Returns what ``dataclasses.asdict`` and JSON have made ``value`` of, by its type."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        return decode(next(arg for arg in args if arg is not types.NoneType), value)
+    if origin is tuple:
+        if len(args) == 2 and args[1] is ...:
+            return tuple(decode(args[0], item) for item in value)
+        return tuple(decode(arg, item) for arg, item in zip(args, value, strict=True))
+    if origin is dict:
+        return {key: decode(args[1], item) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        known = {name: decode(hints[name], item) for name, item in value.items() if name in hints}
+        return typing.cast(type, hint)(**known)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """One event, and when the controller told the core of it (its own clock)."""
+
+    at_s: float
+    event: ev.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A controller's start. ``at_s``: from here on its time is accounted for."""
+
+    at_s: float
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A controller's end, in good order."""
+
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """``seq``: of a journal line that the core did not ask for."""
+
+    seq: int
+
+
+Item = Begun | Told | Noted | Ended
+
+
+def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
+    """Raises ConfigError where a line is of no kind that this version knows."""
+    for line in lines:
+        kind = line["type"]
+        if kind == "Policy":
+            yield Begun(line["at_s"], decode(Policy, line))
+        elif kind == "Ended":
+            yield Ended(line["at_s"])
+        elif kind == "Noted":
+            yield Noted(line["seq"])
+        elif kind in EVENTS:
+            yield Told(line.get("told_at_s", line["at_s"]), decode(EVENTS[kind], line))
+        else:
+            raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
+
+
+# ------------------------------------------------------------------------------ replaying
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What the core decides, told so.
+
+    Attributes:
+        decisions: the journal lines that it asks for, without at_s and seq.
+        noted: sequence numbers of other journal lines.
+        state: at the end.
+    """
+
+    told: int = 0
+    decisions: list[Line] = field(default_factory=list)
+    noted: set[int] = field(default_factory=set)
+    state: State = field(default_factory=State)
+    finish: ev.FinishJob | None = None
+    until_s: float = 0.0
+
+
+def replay(inbox: Iterable[Item], accounts: Accounts | None = None) -> Replayed:
+    """Raises ConfigError where there is no policy: a run of a version before this."""
+    done, policy = Replayed(), None
+    for item in inbox:
+        if isinstance(item, Begun):
+            policy = item.policy
+            continue
+        if isinstance(item, Ended):
+            done.until_s = item.at_s
+            continue
+        if isinstance(item, Noted):
+            done.noted.add(item.seq)
+            continue
+        if policy is None:
+            raise ConfigError("inbox.jsonl does not begin with the policy: it can't be replayed")
+        if isinstance(item.event, ev.JobStarted):
+            done.state = State()
+        done.told, done.until_s = done.told + 1, item.at_s
+        done.state, commands = decide(done.state, item.event, policy)
+        for command in commands:
+            done.decisions.extend(line_of(command))
+            if isinstance(command, ev.FinishJob):
+                done.finish = command
+        if accounts is not None:
+            accounts.on(item.at_s, item.event, commands, done.state)
+    return done
+
+
+def line_of(command: ev.Command) -> Iterator[Line]:
+    """The journal line that a command becomes, if it becomes one."""
+    if isinstance(command, ev.PauseWorkers):
+        line = {"generation": command.generation, "event": "pausing", "reason": command.reason}
+        yield line | {"abort": command.abort}
+    elif isinstance(command, ev.Journal):
+        line = {"generation": command.generation, "event": command.event}
+        line |= {"reason": command.reason, **command.fields}
+        yield json.loads(json.dumps(line))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """``difference``: in words; empty if every decision is the recorded one."""
+
+    told: int
+    decisions: int
+    difference: str = ""
+
+
+def check(folder: Path) -> Verdict:
+    """Replays a run and compares what is decided with its events.jsonl."""
+    done = replay(parse_inbox(read_lines(folder / "inbox.jsonl")))
+    recorded = [
+        line for line in read_lines(folder / "events.jsonl") if line["seq"] not in done.noted
+    ]
+    same = 0
+    for then, now in zip(recorded, done.decisions, strict=False):
+        if found := _difference(then, now):
+            return Verdict(done.told, same, f"journal line {then['seq']}: {found}")
+        same += 1
+    if alone := recorded[same:]:
+        return Verdict(done.told, same, f"the journal alone has {_shown(alone[0])}")
+    if more := done.decisions[same:]:
+        return Verdict(done.told, same, f"the core alone has {_shown(more[0])}")
+    return Verdict(done.told, same)
+
+
+def _difference(then: Line, now: Line) -> str:
+    then = {name: value for name, value in then.items() if name not in ("at_s", "seq")}
+    if any(then[name] != now[name] for name in SHOWN):
+        return f"recorded {_shown(then)!r}, decided {_shown(now)!r}"
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            what = f"{then['event']}.{name}"
+            return f"{what}: recorded {then.get(name)!r}, decided {now.get(name)!r}"
+    return ""
+
+
+def _shown(line: Line) -> str:
+    return f"g{line['generation']} {line['event']}: {line['reason']}"
+
+
+def account(folder: Path, workers_per_node: int, max_workers: int) -> Totals:
+    """The goodput of a run, from its inbox.jsonl, as of the last thing the core was told."""
+    inbox = list(parse_inbox(read_lines(folder / "inbox.jsonl")))
+    started_s = next((item.at_s for item in inbox if not isinstance(item, Noted)), 0.0)
+    accounts = Accounts(started_s, workers_per_node, max_workers)
+    return accounts.totals(replay(inbox, accounts).until_s)

@@ -1,0 +1,160 @@
+"""Every second of every allocated worker is in one class: in runs on processes, and simulated."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.events import Command, Event
+from elastic_ft.core.layout import Strategy
+from elastic_ft.core.membership import step as core_step
+from elastic_ft.core.state import Policy, State
+from elastic_ft.observe import replay
+from elastic_ft.observe.accounts import CLASSES, PRODUCTIVE, Accounts, Totals
+from elastic_ft.runtime.controller import Controller
+from elastic_ft.runtime.faults import Fault
+from elastic_ft.sim import Scenario, make_scenario
+from elastic_ft.sim.run import Chaos
+from elastic_ft.sim.world import World
+from tests.multiproc.harness import Run, make_job, run_job
+
+TOLERANCE = 0.01
+SIMULATED = 30
+
+
+class Lifetimes:
+    """When worker processes were alive, as their host sees it; polled by the harness."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+
+    def __call__(self, controller: Controller) -> None:
+        host: Any = controller.host
+        for worker in host.alive():
+            self.first.setdefault(worker, time.time())
+            self.last[worker] = time.time()
+
+    def seconds(self) -> float:
+        return sum(self.last[worker] - self.first[worker] for worker in self.first)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Lifetimes]:
+    """A worker is killed, another hangs; both are replaced."""
+    alive = Lifetimes()
+    job = make_job("fsdp", steps=60, workers=3, checkpoint={"every_steps": 20})
+    faults = [Fault("backward", rank=1, step=15), Fault("forward", "stop", rank=0, step=35)]
+    out = tmp_path_factory.mktemp("accounts") / "run"
+    return run_job(job, out, faults=faults, watch=alive).check(), alive
+
+
+def test_classes_sum_to_the_lifetimes_of_the_workers(disturbed: tuple[Run, Lifetimes]) -> None:
+    run, alive = disturbed
+    found = run.result["worker_seconds"]
+    assert found["classes"].keys() == set(CLASSES)
+    total_s = sum(found["classes"].values())
+    assert total_s == pytest.approx(found["allocated_s"], rel=TOLERANCE)
+    # The host's own view; a worker that never got ready is in no class.
+    assert total_s == pytest.approx(alive.seconds(), rel=0.03, abs=0.5), run.story()
+    assert found["available_s"] >= found["allocated_s"] * (1 - TOLERANCE)
+
+
+def test_what_a_kill_and_a_hang_cost_is_in_their_classes(
+    disturbed: tuple[Run, Lifetimes],
+) -> None:
+    run, _ = disturbed
+    classes = run.result["worker_seconds"]["classes"]
+    hung = next(r for r in run.recoveries if r["cause"] == "worker_hung")
+    assert classes["noticing"] > 2 * 0.5 * hung["noticed_s"]  # two survivors waited for it
+    for name in ("fencing", "forming", "resharding", "wasted_progress_from_disruption"):
+        assert classes[name] > 0, name
+    assert classes["program_startup"] > classes["resharding"]
+    assert 0 < classes[PRODUCTIVE] < run.result["worker_seconds"]["allocated_s"]
+
+
+def test_the_wall_clock_is_whole(disturbed: tuple[Run, Lifetimes]) -> None:
+    result = disturbed[0].result
+    badput_s = sum(result["badput"].values())
+    whole_s = result["goodput"] * result["wall_s"] + badput_s
+    assert whole_s == pytest.approx(result["wall_s"], rel=TOLERANCE)
+
+
+def test_goodput_is_computed_again_from_the_run_folder(disturbed: tuple[Run, Lifetimes]) -> None:
+    run, _ = disturbed
+    again = replay.account(run.path, 1, run.job.elastic.max_workers)
+    assert again.as_dict() == run.result["worker_seconds"]
+    assert (again.goodput, again.badput) == (run.result["goodput"], run.result["badput"])
+
+
+def test_a_run_decides_the_same_when_it_is_told_the_same(
+    disturbed: tuple[Run, Lifetimes],
+) -> None:
+    run, _ = disturbed
+    verdict = replay.check(run.path)
+    assert verdict.difference == ""
+    assert verdict.decisions > 10
+    assert verdict.told > 3 * 60
+
+
+# ------------------------------------------------------------------------------- simulated
+
+
+class Ledger:
+    """Accounts beside the simulated core; and, the slow way, how long each worker was ready."""
+
+    def __init__(self, max_workers: int, per_node: int) -> None:
+        self.accounts = Accounts(0.0, per_node, max_workers)
+        self.ready_s = 0.0
+        self.last_s, self.count = 0.0, 0
+        self.phases: Counter[str] = Counter()
+
+    def tell(self, now_s: float, event: Event, commands: tuple[Command, ...], now: State) -> None:
+        self.ready_s += self.count * (now_s - self.last_s)
+        self.last_s, self.count = now_s, len(now.ready)
+        self.accounts.on(now_s, event, commands, now)
+        self.phases[now.phase] += 1
+
+
+def simulate(scenario: Scenario) -> tuple[Totals, Ledger, float]:
+    """Returns the accounts, what the ledger saw, and the virtual time of the job's end."""
+    ledger = Ledger(scenario.max_workers, scenario.workers_per_node)
+
+    def decide(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Command, ...]]:
+        after, commands = core_step(state, event, policy)
+        ledger.tell(world.now_s, event, commands, after)
+        return after, commands
+
+    world = World(scenario, decide, True)
+    chaos = Chaos(world)
+    world.on_turn = chaos.look
+    world.at(scenario.heal_at_s, chaos.heal)
+    world.start_controller()
+    while world.finish is None:
+        assert world.turn()
+    return ledger.accounts.totals(world.now_s), ledger, world.now_s
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp"])
+def test_simulated_classes_sum_to_the_time_of_ready_workers(strategy: Strategy) -> None:
+    phases: Counter[str] = Counter()
+    for seed in range(SIMULATED):
+        scenario = make_scenario(seed, strategy)
+        totals, ledger, ended_s = simulate(scenario)
+        total_s = sum(totals.classes.values())
+        assert total_s == pytest.approx(totals.allocated_s, abs=1e-6), scenario
+        if not restarts(scenario):
+            ready_s = ledger.ready_s + ledger.count * (ended_s - ledger.last_s)
+            assert total_s == pytest.approx(ready_s, abs=1e-6), scenario
+        whole_s = sum(totals.badput.values()) + totals.goodput * totals.wall_s
+        assert whole_s == pytest.approx(totals.wall_s, rel=TOLERANCE)
+        phases += ledger.phases
+    assert phases.keys() >= {"starting", "running", "pausing", "forming", "ended"}
+
+
+def restarts(scenario: Scenario) -> bool:
+    """Its workers leave when the controller does, which no event tells."""
+    return any(fault.kind == "crash_controller" for fault in scenario.faults)
