@@ -108,10 +108,20 @@ class PrecisionConfig(Section):
     loss_scale_growth_steps: int = Field(2000, ge=1)
 
 
+class DeviceConfig(Section):
+    """What strategy ``auto`` is planned by: what a device really reaches, not the datasheet."""
+
+    memory_gb: float | None = Field(None, gt=0)  # 10^9 bytes; none: as the workers find
+    tflops: float = Field(400, gt=0)
+    intra_gb_per_s: float = Field(300, gt=0)  # of a device, one way, within its node
+    inter_gb_per_s: float = Field(40, gt=0)  # to other nodes
+
+
 class ParallelConfig(Section):
     """``tp`` and ``pp`` are kept while they divide the world, see ``core.layout.plan_layout``."""
 
-    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"  # of the data-parallel ranks
+    strategy: Literal["ddp", "fsdp", "hsdp", "auto"] = "ddp"  # of data ranks; auto: of everything
+    devices: DeviceConfig = DeviceConfig()
     shard_size: int | None = Field(None, ge=2)  # hsdp: ranks that share one replica
     tp: int = Field(1, ge=1)  # ranks that share each layer, sequence-parallel between layers
     pp: int = Field(1, ge=1)  # ranks that share the layers out as pipeline stages
@@ -129,11 +139,22 @@ class ParallelConfig(Section):
             raise ValueError("offload to NVMe is not offered, as it can train wrong without a word")
         return value
 
+    @model_validator(mode="after")
+    def auto_decides(self) -> ParallelConfig:
+        given = [k for k in ("shard_size", "tp", "pp") if k in self.model_fields_set]
+        given = [k for k in given if getattr(self, k) not in (None, 1)]
+        if self.strategy == "auto" and given:
+            raise ValueError(f"strategy auto decides on {given[0]}: leave it out")
+        return self
+
     @property
     def data_strategy(self) -> Literal["ddp", "fsdp", "hsdp"]:
-        """How the data-parallel ranks hold the state. ZeRO shards the optimizer's from stage 1."""
+        """How the data-parallel ranks hold the state. ZeRO shards the optimizer's from stage 1.
+
+        Of ``auto``: what the planner has no say in.
+        """
         if self.engine == "native":
-            return self.strategy
+            return "fsdp" if self.strategy == "auto" else self.strategy
         return "fsdp" if self.zero_stage else "ddp"
 
 
@@ -143,6 +164,8 @@ class ElasticConfig(Section):
     min_workers: int = Field(1, ge=1)
     max_workers: int = Field(1, ge=1)
     workers_per_node: int = Field(1, ge=1)
+    multiple_of: int = Field(1, ge=1)  # worlds are multiples of this; the rest stays warm
+    spares: int = Field(0, ge=0)  # kept warm beside max_workers, to take a lost one's place
     start_timeout_s: float = Field(300, gt=0)  # until min_workers are ready
     gather_s: float = Field(10, ge=0)  # at the start: wait so long for more than min_workers
     join_batch_s: float = Field(0.5, ge=0)  # joiners that come together join together
@@ -153,6 +176,25 @@ class ElasticConfig(Section):
     heartbeat_timeout_s: float = Field(10, gt=0)  # nothing at all from a worker
     max_generations_without_progress: int = Field(10, ge=1)
     max_user_failures: int = Field(2, ge=0)  # retries of an exception in user code, per step
+    regrow_repaid_s: float = Field(300, gt=0)  # a joiner must be worth its pause within that
+    regrow_delay_max_s: float = Field(120, ge=0)  # and waits at most so long if it is not
+    evict_stragglers: bool = False
+    straggler_factor: float = Field(1.5, gt=1)  # times the median of all members
+    straggler_window_steps: int = Field(20, ge=2)  # for so long
+
+    @property
+    def workers_wanted(self) -> int:
+        """At most: the world's and the spares."""
+        return self.max_workers + self.spares
+
+    @model_validator(mode="after")
+    def some_world(self) -> ElasticConfig:
+        if self.max_workers // self.multiple_of * self.multiple_of < self.min_workers:
+            raise ValueError(
+                f"no multiple of {self.multiple_of} is between min_workers {self.min_workers} and "
+                f"max_workers {self.max_workers}"
+            )
+        return self
 
     @model_validator(mode="after")
     def ordered(self) -> ElasticConfig:

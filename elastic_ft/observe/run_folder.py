@@ -16,6 +16,8 @@ from typing import Any
 import fsspec
 import yaml
 
+from elastic_ft.observe import requests
+
 MIRROR_EVERY_S = 5.0
 FILES = ("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json")
 
@@ -44,6 +46,7 @@ class RunFolder:
         self._tokens = 0
         self._stop_mirror = threading.Event()
         self._mirrored: dict[str, int] = {}
+        self._request_seen_ns = 0
         self._mirror_thread: threading.Thread | None = None
         if self._remote:
             self._mirror_thread = threading.Thread(target=self._mirror_always, daemon=True)
@@ -139,9 +142,47 @@ class RunFolder:
             if not self.mirror_error:
                 shutil.rmtree(self.path, ignore_errors=True)
 
+    # --------------------------------------------------------------- requests
+
+    def new_request(self) -> requests.Resize | None:
+        """What was asked for since the last look. Raises ValueError if it makes no sense."""
+        path = self.path / requests.NAME
+        try:
+            seen_ns = path.stat().st_mtime_ns
+            if seen_ns == self._request_seen_ns:
+                return None
+            self._request_seen_ns = seen_ns
+            return requests.parse(path.read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def drop_request(self) -> None:
+        """The job has ended: nobody is to obey it any more."""
+        (self.path / requests.NAME).unlink(missing_ok=True)
+        if not self._remote:
+            return
+        try:
+            self._filesystem.rm_file(f"{self._remote_path}/{requests.NAME}")
+        except FileNotFoundError:
+            return
+        except Exception as error:  # any backend's own errors: the next start would obey it
+            self.mirror_error = f"{requests.NAME}: {type(error).__name__}: {error}"
+
+    def _fetch_request(self) -> None:
+        """From a remote folder: there is nothing to be told by."""
+        remote, path = f"{self._remote_path}/{requests.NAME}", self.path / requests.NAME
+        if not self._filesystem.exists(remote):
+            return
+        content = self._filesystem.cat_file(remote)
+        if not path.exists() or path.read_bytes() != content:
+            swap = path.with_suffix(".tmp")
+            swap.write_bytes(content)
+            swap.replace(path)
+
     # --------------------------------------------------------------- mirroring
 
     def _fetch(self) -> None:
+        self._fetch_request()
         for name in FILES:
             remote = f"{self._remote_path}/{name}"
             if self._filesystem.exists(remote):
@@ -154,6 +195,10 @@ class RunFolder:
     def _mirror(self) -> None:
         """Uploads what has grown or changed. A failure is kept for the report and retried."""
         self.mirror_error = ""
+        try:
+            self._fetch_request()
+        except Exception as error:  # any backend's own errors: reported, retried
+            self.mirror_error = f"{requests.NAME}: {type(error).__name__}: {error}"
         for name in FILES:
             path = self.path / name
             try:

@@ -45,6 +45,7 @@ from elastic_ft.runtime.control import (
 )
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
+from elastic_ft.runtime.planning import planning_of
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store, open_store
 
@@ -55,10 +56,20 @@ CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 
 
 def policy_of(job: Job) -> Policy:
+    """Raises UsageError where the planner is to lay out what it can't."""
     elastic, every_s = job.elastic, job.checkpoint.every_s
+    each = elastic.multiple_of
     return Policy(
-        min_workers=elastic.min_workers,
-        max_workers=elastic.max_workers,
+        min_workers=-(-elastic.min_workers // each) * each,
+        max_workers=elastic.max_workers // each * each,
+        multiple_of=each,
+        spares=elastic.spares,
+        planning=planning_of(job) if job.parallel.strategy == "auto" else None,
+        regrow_repaid_s=elastic.regrow_repaid_s,
+        regrow_delay_max_s=elastic.regrow_delay_max_s,
+        evict_stragglers=elastic.evict_stragglers,
+        straggler_factor=elastic.straggler_factor,
+        straggler_window_steps=elastic.straggler_window_steps,
         strategy=job.parallel.data_strategy,
         shard_size=job.parallel.shard_size,
         tp=job.parallel.tp,
@@ -311,7 +322,9 @@ class Controller:
     def _kill_worker(self, command: ev.KillWorker) -> None:
         self.host.kill_worker(command.worker)
 
-    def _to_worker(self, command: ev.ReleaseWorker | ev.UseKeeper | ev.TakeCheckpoint) -> None:
+    def _to_worker(
+        self, command: ev.ReleaseWorker | ev.Bench | ev.UseKeeper | ev.TakeCheckpoint
+    ) -> None:
         self._send(command.worker, command)
 
     def _drop_kept(self, command: ev.DropKept) -> None:
@@ -464,6 +477,7 @@ class Controller:
             return
         self._overlook(now - self._next_watch_s)
         self._next_watch_s = now + WATCH_EVERY_S
+        self._look_for_request()
         state, elastic = self.state, self.job.elastic
         if state.phase not in ("running", "pausing", "forming"):
             return
@@ -473,14 +487,36 @@ class Controller:
         # Between generations only silence tells: pausing and forming have deadlines of their own.
         hang_timeout_s = elastic.hang_timeout_s if state.phase == "running" else math.inf
         hung = find_hung(marks, now, hang_timeout_s, elastic.heartbeat_timeout_s)
+        hung |= self._silent_idlers(now)
         for worker, reason in hung.items():
-            silent_s = round(now - marks[worker].heard_at_s, 4)
+            silent_s = round(now - self._marks[worker].heard_at_s, 4)
             self._step(ev.WorkerHung(time.time(), worker, reason, silent_s))
         if not hung and all_stand_still(marks, now, hang_timeout_s):
             self._marks = {}
             reason = f"nobody moved for {elastic.hang_timeout_s:g} s, all at the same place"
             first, step = min(state.ranks), state.committed
             self._step(ev.CollectiveFailed(time.time(), first, state.generation, step, reason))
+
+    def _silent_idlers(self, now: float) -> dict[ev.WorkerId, str]:
+        """Workers without a rank that are stopped, say: no world is to be formed with them."""
+        ranks, idle = self.state.ranks, {}
+        for worker in self.state.ready:
+            if worker not in ranks:
+                idle[worker] = self._marks.setdefault(worker, Mark(0, 0, 0, now, now))
+        return find_hung(idle, now, math.inf, self.job.elastic.heartbeat_timeout_s)
+
+    def _look_for_request(self) -> None:
+        """Someone outside may ask for another number of workers."""
+        if self.state.phase == "ended":
+            return
+        try:
+            asked = self.run_folder.new_request()
+        except (OSError, ValueError) as error:
+            fields = {"workers": 0, "request": ""}
+            self._journal("resize_refused", self.state.generation, str(error), fields)
+            return
+        if asked is not None:
+            self._step(ev.ResizeRequested(time.time(), asked.workers, asked.request))
 
     def _overlook(self, absent_s: float) -> None:
         """Time in which this process did not look (stopped, starved) says nothing of workers."""
@@ -527,6 +563,7 @@ class Controller:
             "checkpoints": [asdict(ref) for ref in self.state.checkpoints],
             "faults_fired": sorted(self._fired),
         }
+        self.run_folder.drop_request()
         self.run_folder.write_result(result)
         self.run_folder.close()
         return result
@@ -536,6 +573,7 @@ executors: dict[type, Callable[[Controller, Any], None]] = {
     ev.WantWorkers: Controller._want_workers,
     ev.KillWorker: Controller._kill_worker,
     ev.ReleaseWorker: Controller._to_worker,
+    ev.Bench: Controller._to_worker,
     ev.UseKeeper: Controller._to_worker,
     ev.TakeCheckpoint: Controller._to_worker,
     ev.DropKept: Controller._drop_kept,

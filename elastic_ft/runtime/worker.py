@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.context import AuthenticationError
 from typing import Any
 
@@ -53,6 +54,7 @@ from elastic_ft.runtime.groups import FORM_TIMEOUT_S, Groups
 from elastic_ft.runtime.keeper import KeeperClient, KeeperGone
 from elastic_ft.runtime.links import Links
 from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
+from elastic_ft.runtime.planning import device_memory_bytes
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
 
@@ -255,7 +257,9 @@ class Worker:
     def steps(self) -> Iterator[Step]:
         """Yields every step this worker takes part in, until it is released."""
         tools = self._tools = self._prepare()
-        self._send(WorkerReady(time.time(), self.member, _process_started_at_s()))
+        memory_bytes = device_memory_bytes(tools.engine.device, self.job.elastic.workers_per_node)
+        member = replace(self.member, memory_bytes=memory_bytes)
+        self._send(WorkerReady(time.time(), member, _process_started_at_s()))
         while (form := self._next_form()) is not None:
             error: BaseException | None = None
             try:
