@@ -139,6 +139,14 @@ class LocalHost:
 
         self._later(notice_after_s, report)
 
+    def kill_keeper(self, name: str) -> None:
+        """Raises ProcessLookupError if there is none."""
+        with self._lock:
+            keeper = self._nodes[name].keeper
+            if keeper is None:
+                raise ProcessLookupError(f"node {name} has no keeper")
+            _kill(keeper)
+
     def drain_node(self, name: str, deadline_s: float) -> None:
         """A preemption notice: at ``deadline_s`` (unix) the node is killed."""
         with self._lock:
@@ -354,7 +362,7 @@ def run_local(
 
     Args:
         out: the run folder.
-        nodes: name -> slots; by default as many nodes as ``max_workers`` needs.
+        nodes: name -> slots; by default as many nodes as ``max_workers`` and spares need.
         faults: to inject at named points.
         on_step: called with (host, step line) after each committed step, in the controller's
             thread.
@@ -363,7 +371,7 @@ def run_local(
 
     elastic = job.elastic
     if nodes is None:
-        count = -(-elastic.max_workers // elastic.workers_per_node)
+        count = -(-elastic.workers_wanted // elastic.workers_per_node)
         nodes = {f"n{i}": elastic.workers_per_node for i in range(count)}
     host = LocalHost(nodes, WORKER_ENVIRONMENT)
     run = RunFolder(out)
