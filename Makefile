@@ -9,7 +9,8 @@ SOURCES := elastic_ft chaos tests benchmarks examples
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean venv \
-  test-tidy test-core test-sim test-storage test-runtime test-multiproc test-cli test-ray
+  test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
+  test-ray
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -37,6 +38,7 @@ test: lint
 	$(MAKE) --no-print-directory test-storage
 	$(MAKE) --no-print-directory test-runtime
 	$(MAKE) --no-print-directory test-multiproc
+	$(MAKE) --no-print-directory test-observe
 	$(MAKE) --no-print-directory test-cli
 	$(MAKE) --no-print-directory test-ray
 
@@ -48,9 +50,10 @@ lint: $(STAMP)
 # Seconds for one test of the tier: on two cores each takes a small part of it.
 test-tidy test-core: TIMEOUT_S := 60
 test-sim test-storage test-runtime: TIMEOUT_S := 120
-test-multiproc test-cli: TIMEOUT_S := 180
+test-multiproc test-observe test-cli: TIMEOUT_S := 180
 test-ray: TIMEOUT_S := 300
-test-tidy test-core test-sim test-storage test-runtime test-multiproc test-cli test-ray: test-%: $(STAMP)
+test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
+  test-ray: test-%: $(STAMP)
 	$(PYTEST) --timeout=$(TIMEOUT_S) tests/$*
 
 bench: $(STAMP)

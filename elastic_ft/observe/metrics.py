@@ -1,74 +1,83 @@
-"""Prometheus metrics of a job, ``elastic_ft_*``, base units."""
+"""Prometheus metrics of a job: what ``catalogue`` names, kept up to date by the controller."""
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from elastic_ft.core.state import State
+from elastic_ft.core import events as ev
+from elastic_ft.core.state import Policy, State
+from elastic_ft.observe.accounts import Totals
+from elastic_ft.observe.catalogue import COMMON, METRICS, RECOVERY_BUCKETS_S, Metric
 
 PHASES = ("starting", "running", "pausing", "forming", "suspended", "ended")
-NODE_GAUGES = {
-    "keeper_memory": "Snapshots that the node's keeper owns.",
-    "node_memory_free": "Memory that the node, or its container, can still give.",
-    "node_disk_free": "Free space on the node's disk of temporary files.",
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+NODE_GAUGES = ("keeper_memory", "node_memory_free", "node_disk_free")
+OUTCOMES = ("committed", "failed", "abandoned", "refused")
+TARGETS = "prometheus_targets.json"  # in the run folder, for Prometheus' file_sd_configs
+COUNTED = {  # journal event -> (metric, labels)
+    "worker_lost": ("worker_losses_total", {"kind": "lost"}),
+    "worker_hung": ("worker_losses_total", {"kind": "hung"}),
+    "node_lost": ("node_losses_total", {}),
+    "node_draining": ("node_notices_total", {}),
+    "worker_raised": ("user_errors_total", {}),
+    "generation_formed": ("generations_total", {}),
+    "source_refused": ("sources_refused_total", {}),
+    "fault_fired": ("faults_injected_total", {}),
+    "checkpoint_committed": ("checkpoints_total", {"outcome": "committed"}),
+    "checkpoint_failed": ("checkpoints_total", {"outcome": "failed"}),
+    "checkpoint_abandoned": ("checkpoints_total", {"outcome": "abandoned"}),
+    "checkpoint_refused": ("checkpoints_total", {"outcome": "refused"}),
 }
-PAUSE_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.2, 2, 3, 5, 10, 30, 60, 300)
 
 
 class Metrics:
     """One job's metrics in a registry of its own (a process may run several jobs)."""
 
-    def __init__(self, job: str) -> None:
+    def __init__(self, job: str, policy: Policy | None = None) -> None:
         self.registry = CollectorRegistry()
-        label = {"job_name": job}
-
-        def gauge(name: str, help_: str) -> Any:
-            metric = Gauge(f"elastic_ft_{name}", help_, list(label), registry=self.registry)
-            return metric.labels(**label)
-
-        def counter(name: str, help_: str, *labels: str) -> Any:
-            names = [*label, *labels]
-            metric = Counter(f"elastic_ft_{name}", help_, names, registry=self.registry)
-            return metric if labels else metric.labels(**label)
-
         self._job = job
         self._server: Any = None
-        self._world = gauge("world_size", "Workers in the running generation.")
-        self._generation = gauge("generation", "The newest generation opened.")
-        self._step = gauge("committed_step", "The last committed step.")
-        self._loss = gauge("loss", "Training loss of the last committed step.")
-        self._step_time = gauge("step_seconds", "Duration of the last committed step.")
-        self._checkpoint_step = gauge("checkpoint_step", "Step of the newest checkpoint.")
-        self._checkpoint_time = gauge(
-            "checkpoint_timestamp_seconds", "Unix time of the newest checkpoint."
-        )
+        self._metrics = {name: self._make(metric) for name, metric in METRICS.items()}
+        self._counted: dict[tuple[str, str], float] = {}
+        self._ranks: tuple[tuple[str, str, str], ...] = ()
         self._checkpointed_s = time.monotonic()
-        gauge(
-            "checkpoint_age_seconds",
-            "Since the newest checkpoint was committed or, before the first, since the start.",
-        ).set_function(lambda: time.monotonic() - self._checkpointed_s)
-        self._phase = Gauge(
-            "elastic_ft_phase", "1 for the job's phase.", [*label, "phase"], registry=self.registry
+        self._of("checkpoint_age_seconds").set_function(
+            lambda: time.monotonic() - self._checkpointed_s
         )
-        self._tokens = counter("tokens_total", "Tokens in committed steps.")
-        self._steps = counter("steps_total", "Committed steps.")
-        self._steps_lost = counter("steps_lost_total", "Committed steps that were rolled back.")
-        self._recoveries = counter("recoveries_total", "Changes of membership, by cause.", "cause")
-        self._pause = Histogram(
-            "elastic_ft_recovery_seconds",
-            "From notice until every member trains on.",
-            list(label),
-            buckets=PAUSE_BUCKETS_S,
-            registry=self.registry,
-        ).labels(**label)
+        if policy is not None:
+            self._of("world_size_max").set(policy.max_workers)
+            self._of("world_size_min").set(policy.min_workers)
+        for metric in METRICS.values():  # a rate needs the zero before the first
+            if metric.kind != "gauge" and not metric.labels:
+                self._of(metric.name)
+        for name, labels in COUNTED.values():
+            self._of(name, **labels)
+        for outcome in OUTCOMES:
+            self._of("checkpoints_total", outcome=outcome)
 
-        self._node = {
-            name: Gauge(f"elastic_ft_{name}_bytes", help_, [*label, "node"], registry=self.registry)
-            for name, help_ in NODE_GAUGES.items()
-        }
+    def _make(self, metric: Metric) -> Any:
+        labels = [*COMMON, *metric.labels]
+        if metric.kind == "histogram":
+            return Histogram(
+                metric.full_name,
+                metric.meaning,
+                labels,
+                buckets=RECOVERY_BUCKETS_S,
+                registry=self.registry,
+            )
+        kind = Counter if metric.kind == "counter" else Gauge
+        return kind(metric.full_name, metric.meaning, labels, registry=self.registry)
+
+    def _of(self, name: str, **labels: str) -> Any:
+        return self._metrics[name].labels(job_name=self._job, **labels)
+
+    # ----------------------------------------------------------------------- serving
 
     def serve(self, address: str) -> int:
         """Serves /metrics on a free port, which it returns."""
@@ -80,31 +89,134 @@ class Metrics:
             self._server.shutdown()
             self._server.server_close()
 
-    def show(self, state: State) -> None:
-        self._world.set(len(state.ranks) if state.phase == "running" else 0)
-        self._generation.set(state.generation)
-        for phase in PHASES:
-            self._phase.labels(job_name=self._job, phase=phase).set(phase == state.phase)
+    # ------------------------------------------------------------- what the core decides
 
-    def step(self, line: dict[str, Any]) -> None:
-        self._step.set(line["step"])
-        self._steps.inc()
-        self._tokens.inc(line.get("tokens", 0))
-        self._loss.set(line.get("loss", float("nan")))
-        self._step_time.set(line.get("step_time_s", float("nan")))
+    def show(self, state: State) -> None:
+        """After each event."""
+        running = state.phase == "running"
+        self._of("core_events_total").inc()
+        self._of("world_size").set(len(state.ranks) if running else 0)
+        self._of("workers_ready").set(len(state.ready))
+        self._of("nodes_draining").set(len(state.draining))
+        self._of("generation").set(state.generation)
+        self._of("uncommitted_steps").set(len(state.pending))
+        for phase in PHASES:
+            self._of("phase", phase=phase).set(phase == state.phase)
+
+    def formed(self, assignment: ev.Assignment) -> None:
+        """Every member of a new generation trains."""
+        layout = assignment.layout
+        self._metrics["layout_info"].clear()
+        self._of("layout_info", layout=str(layout)).set(1)
+        for dimension in DIMENSIONS:
+            ranks = getattr(layout, dimension)
+            self._of("layout_ranks", dimension=dimension).set(ranks)
+        self._of("state_copies").set(state_copies(assignment))
+        for name in ("pace", "data_wait", "save_wait", "silent"):
+            self._metrics[f"rank_{name}_seconds"].clear()
+        self._ranks = tuple(
+            (str(rank), member.worker, member.node)
+            for rank, member in enumerate(assignment.members)
+        )
+
+    def step(self, line: dict[str, Any], samples: int) -> None:
+        """A step of so many samples is committed."""
+        self._of("committed_step").set(line["step"])
+        self._of("steps_total").inc()
+        self._of("tokens_total").inc(line.get("tokens", 0))
+        self._of("samples_total").inc(samples)
+        self._of("loss").set(line.get("loss", math.nan))
+        self._of("learning_rate").set(line.get("lr", math.nan))
+        self._of("gradient_norm").set(line.get("grad_norm", math.nan))
+        self._of("step_seconds").set(line.get("step_time_s", math.nan))
+
+    def event(self, event: str, line: dict[str, Any]) -> None:
+        """A line of the journal."""
+        self._of("journal_lines_total", event=event).inc()
+        if event in COUNTED:
+            name, labels = COUNTED[event]
+            self._of(name, **labels).inc()
+        if event == "recovered":
+            self._of("recoveries_total", cause=line["cause"]).inc()
+            self._of("recovery_seconds").observe(line["paused_s"])
+            self._of("recovery_last_seconds").set(line["paused_s"])
+            self._of("recovery_moved_bytes_total").inc(line["bytes_moved"])
+            self._of("steps_redone_total").inc(line["steps_redone"])
+        elif event == "checkpoint_committed":
+            self._of("checkpoint_step").set(line["step"])
+            self._of("checkpoint_timestamp_seconds").set(line["at_s"])
+            self._of("checkpoint_size_bytes").set(line["bytes"])
+            self._of("checkpoint_publish_seconds").set(line["seconds"])
+            self._checkpointed_s = time.monotonic()
+        elif event == "rolled_back":
+            self._of("steps_lost_total").inc(line["steps_lost"])
+        elif event == "snapshot_interval":
+            self._of("snapshot_interval_steps").set(line["every_steps"])
+
+    # -------------------------------------------------------------- who stands where
+
+    def rank(self, event: ev.StepApplied, rank: int | None) -> None:
+        """A rank has applied a step."""
+        if rank is not None and rank < len(self._ranks):
+            labels = self._rank_labels(rank)
+            self._of("rank_data_wait_seconds", **labels).set(event.spent.get("data_s", 0.0))
+            self._of("rank_save_wait_seconds", **labels).set(event.spent.get("save_s", 0.0))
+            if event.pace_s:
+                self._of("rank_pace_seconds", **labels).set(event.pace_s)
+
+    def silent(self, silent_s: dict[int, float]) -> None:
+        """By rank, since its training thread last moved."""
+        for rank, seconds in silent_s.items():
+            if rank < len(self._ranks):
+                self._of("rank_silent_seconds", **self._rank_labels(rank)).set(seconds)
+
+    def _rank_labels(self, rank: int) -> dict[str, str]:
+        number, worker, node = self._ranks[rank]
+        return {"rank": number, "worker": worker, "node": node}
+
+    def nodes(self, state: State) -> None:
+        """Nodes come and go with their keepers and workers."""
+        there = {*state.keepers, *(member.node for member in state.ready.values())}
+        self._of("nodes").set(len(there))
 
     def node(self, node: str, values: dict[str, Any]) -> None:
         """What a node's keeper reports."""
-        for name, gauge in self._node.items():
-            gauge.labels(job_name=self._job, node=node).set(values[name])
+        for name in NODE_GAUGES:
+            self._of(f"{name}_bytes", node=node).set(values[name])
 
-    def event(self, event: str, line: dict[str, Any]) -> None:
-        if event == "recovered":
-            self._recoveries.labels(job_name=self._job, cause=line["cause"]).inc()
-            self._pause.observe(line["paused_s"])
-        elif event == "checkpoint_committed":
-            self._checkpoint_step.set(line["step"])
-            self._checkpoint_time.set(line["at_s"])
-            self._checkpointed_s = time.monotonic()
-        elif event == "rolled_back":
-            self._steps_lost.inc(line["steps_lost"])
+    def forget_node(self, node: str) -> None:
+        """Its keeper is gone: what it said last is true no more."""
+        for name in NODE_GAUGES:
+            self._metrics[f"{name}_bytes"].remove_by_labels({"node": node})
+
+    def goodput(self, totals: Totals) -> None:
+        """Counters never fall: what turns out wasted later is taken from what is yet to come."""
+        for kind, seconds in totals.classes.items():
+            self._count_up_to("worker_seconds_total", seconds, kind)
+        self._count_up_to("available_worker_seconds_total", totals.available_s, "")
+
+    def _count_up_to(self, name: str, seconds: float, kind: str) -> None:
+        before = self._counted.get((name, kind), 0.0)
+        counter = self._of(name, **{"class": kind}) if kind else self._of(name)
+        counter.inc(max(0.0, seconds - before))
+        self._counted[name, kind] = max(before, seconds)
+
+
+def state_copies(assignment: ev.Assignment) -> int:
+    """On how many nodes the shard is that the fewest have, replicas and buddies' copies."""
+    layout, members = assignment.layout, assignment.members
+    nodes: dict[str, set[str]] = {}
+    for rank, member in enumerate(members):
+        there = nodes.setdefault(layout.shard_of(rank), set())
+        there.add(member.node)
+        if assignment.snapshots:
+            there.update(members[buddy].node for buddy in assignment.buddies[rank])
+    return min((len(there) for there in nodes.values()), default=0)
+
+
+def write_targets(folder: Path, target: str) -> None:
+    """Tells Prometheus (file_sd_configs) where the job serves its metrics; "" for nowhere."""
+    targets = [{"targets": [target], "labels": {"run": folder.name}}] if target else []
+    swap = folder / f"{TARGETS}.tmp"
+    swap.write_text(json.dumps(targets) + "\n")
+    swap.replace(folder / TARGETS)

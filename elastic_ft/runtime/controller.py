@@ -32,7 +32,7 @@ from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import Policy, State
 from elastic_ft.core.watch import Mark, all_stand_still, find_hung
 from elastic_ft.observe.accounts import Accounts
-from elastic_ft.observe.metrics import Metrics
+from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.run_folder import RunFolder, last_generation, read_lines
 from elastic_ft.runtime.control import (
     ControlServer,
@@ -51,6 +51,7 @@ from elastic_ft.storage.store import Store, open_store
 
 log = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.25
+ACCOUNT_EVERY_S = 1.0
 COMMIT_DEADLINE_S = 120.0
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 
@@ -127,7 +128,7 @@ class Controller:
         self._timers: list[tuple[float, int, ev.TimerFired]] = []
         self._timer_count = 0
         self._marks: dict[ev.WorkerId, Mark] = {}
-        self._next_watch_s = 0.0
+        self._next_watch_s = self._next_account_s = 0.0
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
         self._not_deleted: list[ev.AbandonCheckpoint] = []
         self._tcp_store: Any = None
@@ -135,7 +136,7 @@ class Controller:
         elastic = job.elastic
         self._started_at_s = time.time()
         self._accounts = Accounts(self._started_at_s, elastic.workers_per_node, elastic.max_workers)
-        self.metrics = Metrics(job.name)
+        self.metrics = Metrics(job.name, self.policy)
         self._last_metrics: dict[str, Any] = {}
         self._finish: ev.FinishJob | None = None
         self.on_step: Callable[[dict[str, Any]], None] | None = None
@@ -180,6 +181,7 @@ class Controller:
         )
         self._server.start()
         port = self.metrics.serve(self._address)
+        write_targets(self.run_folder.path, f"{self._address}:{port}")
         self._journal("metrics_served", 0, "Prometheus metrics of this job", {"port": port})
         self._pool.submit(self._sweep)
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
@@ -218,6 +220,7 @@ class Controller:
         if self._server is not None:
             self._server.close()
         self.metrics.close()
+        write_targets(self.run_folder.path, "")
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._tcp_store = None
 
@@ -294,6 +297,7 @@ class Controller:
             self._execute(command)
         self._accounts.on(now_s, event, commands, self.state)
         self._after(before)
+        self._show(event)
 
     def _record(self, event: ev.Event, now_s: float) -> None:
         """Journals what the core is told, so that it can be told again (``observe.replay``).
@@ -309,7 +313,17 @@ class Controller:
         if state.phase != phase_before and state.phase == "running" and state.assignment:
             self._marks = {}
             self.host.formed(state.assignment)
+            self.metrics.formed(state.assignment)
         self.metrics.show(state)
+
+    def _show(self, event: ev.Event) -> None:
+        """In the metrics, whatever an event tells beside what becomes of it."""
+        if isinstance(event, ev.StepApplied):
+            self.metrics.rank(event, self.state.ranks.get(event.worker))
+        elif not isinstance(event, ev.StepHeld):
+            self.metrics.nodes(self.state)
+        if isinstance(event, ev.KeeperLost):
+            self.metrics.forget_node(event.node)
 
     # ---------------------------------------------------------------- the executor
 
@@ -365,7 +379,7 @@ class Controller:
         }
         self.run_folder.record_step(line, sample_ids)
         self._last_metrics = line
-        self.metrics.step(line)
+        self.metrics.step(line, self.job.batch.global_batch_size)
         if self.on_step is not None:
             self.on_step(line)
 
@@ -478,12 +492,16 @@ class Controller:
         self._overlook(now - self._next_watch_s)
         self._next_watch_s = now + WATCH_EVERY_S
         self._look_for_request()
+        if now >= self._next_account_s:
+            self._next_account_s = now + ACCOUNT_EVERY_S
+            self.metrics.goodput(self._accounts.totals(time.time()))
         state, elastic = self.state, self.job.elastic
         if state.phase not in ("running", "pausing", "forming"):
             return
         for worker in state.ranks:
             self._marks.setdefault(worker, Mark(0, 0, 0, now, now))
         marks = {w: m for w, m in self._marks.items() if w in state.ranks and w in state.ready}
+        self.metrics.silent({state.ranks[w]: now - m.moved_at_s for w, m in marks.items()})
         # Between generations only silence tells: pausing and forming have deadlines of their own.
         hang_timeout_s = elastic.hang_timeout_s if state.phase == "running" else math.inf
         hung = find_hung(marks, now, hang_timeout_s, elastic.heartbeat_timeout_s)
