@@ -69,7 +69,7 @@ def make_shard(shapes: Shapes, rank: int, world: int) -> State:
 def as_snapshot(state: State) -> HostShard:
     schema = make_schema(state)
     memory = torch.zeros(schema_bytes(schema) + DIGEST_BYTES, dtype=torch.uint8)
-    shard = HostShard(1, "pp1.s4.tp1", "pp0.s3.tp0", Tier.PEER, schema, Buffer(memory))
+    shard = HostShard(1, "pp1.s4.tp1", "pp0.s3.tp0", Tier.PEER).fill(schema, Buffer(memory))
     for name, tensor in shard.state().items():
         tensor.local.copy_(state[name].local)
     seal(shard.buffer.bytes)

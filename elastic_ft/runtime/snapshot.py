@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -67,17 +68,20 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class HostShard:
-    """One shard of the state after one step, in host memory."""
+    """One shard of the state after one step, in host memory: empty until it is filled."""
 
     step: int
     space: str
     shard: str
     tier: Tier
-    schema: Schema
-    buffer: Buffer
-    partial: bool = False  # only what this rank writes of a checkpoint: no source for others
     users: int = 0  # uploads that still read it
     ready: Future[None] = field(default_factory=Future)
+    schema: Schema = ()
+    buffer: Buffer = field(default_factory=lambda: Buffer(torch.empty(0, dtype=torch.uint8)))
+
+    def fill(self, schema: Schema, buffer: Buffer) -> HostShard:
+        self.schema, self.buffer = schema, buffer
+        return self
 
     def verify(self, holder: str) -> None:
         """Raises StateDamaged when the bytes are not those that were sealed."""
@@ -150,6 +154,7 @@ class Snapshots:
     ) -> HostShard:
         """Starts copying ``state`` and, when ``on_held`` is given, the exchange with buddies.
 
+        All of it happens on a thread of its own: training waits in ``wait`` alone.
         ``partial``: ``state`` is a part of the shard, for an upload alone; ``release`` frees it.
         ``peer_schemas``: of the ranks whose copies this one keeps. ``on_held(step)`` is called
         once own copy, sent copy and received copies are complete.
@@ -158,14 +163,16 @@ class Snapshots:
         assert groups.rank is not None
         began = time.perf_counter()
         layout = groups.assignment.layout
-        shard = self._shard(step, layout.shard_space, layout.shard_of(groups.rank), state)
-        shard.partial = partial
-        copied = _start_copies(shard, state)
+        name = layout.shard_of(groups.rank)
+        shard = HostShard(step, layout.shard_space, name, Tier.HOST)
+        source = _Source(state)
         exchange = _Exchange(step, groups, peer_schemas) if on_held else None
 
         def copy() -> None:
             reach("snapshot_copy", step)
-            copied()
+            schema = make_schema(source.state)
+            shard.fill(schema, self._buffer(schema))
+            source.copy_to(shard)
             seal(shard.buffer.bytes)
 
         def run() -> None:
@@ -194,27 +201,12 @@ class Snapshots:
         cost_s, self._cost_s = self._cost_s, 0.0
         return cost_s
 
-    def _shard(self, step: int, space: str, name: str, state: State) -> HostShard:
-        schema = make_schema(state)
-        return HostShard(step, space, name, Tier.HOST, schema, self._buffer(schema))
-
     def _exchange(self, own: HostShard, exchange: _Exchange) -> None:
         incoming = []
         for rank, schema in sorted(exchange.peer_schemas.items()):
-            layout = exchange.groups.assignment.layout
-            incoming.append(
-                (
-                    rank,
-                    HostShard(
-                        own.step,
-                        own.space,
-                        layout.shard_of(rank),
-                        Tier.PEER,
-                        schema,
-                        self._buffer(schema),
-                    ),
-                )
-            )
+            name = exchange.groups.assignment.layout.shard_of(rank)
+            shard = HostShard(own.step, own.space, name, Tier.PEER)
+            incoming.append((rank, shard.fill(schema, self._buffer(schema))))
         try:
             exchange.run(own.buffer.memory, [(rank, s.buffer.memory) for rank, s in incoming])
             for _, shard in incoming:
@@ -411,35 +403,34 @@ class _Exchange:
             self.groups.wait(work)
 
 
-def _start_copies(shard: HostShard, state: State) -> Callable[[], None]:
-    """Returns a function that completes the copy of ``state`` into ``shard``.
+class _Source:
+    """The live state, as it is when this is made: the next forward and backward may run already.
 
-    On a GPU the copies are queued here, on a stream of their own, and overlap what follows. In
-    host memory they are made by the returned function, on the snapshot thread. Tensors that a
-    forward changes (buffers) are copied at once.
+    Tensors that a forward changes (buffers) are copied at once. On a GPU the others are copied on
+    a stream of their own, which waits for what is queued by now.
     """
-    sources = [tensor for _, tensor in sorted(state.items())]  # as in the schema
-    targets = [tensor.local for tensor in shard.state().values()]
-    pairs = [(target, source.local) for target, source in zip(targets, sources, strict=True)]
-    device = next((source.device for _, source in pairs if source.is_cuda), None)
-    if device is None:
-        later = []
-        for (target, local), source in zip(pairs, sources, strict=True):
-            if source.volatile:
-                target.copy_(local)
-            else:
-                later.append((target, local))
 
-        def copy() -> None:
-            for target, source in later:
+    def __init__(self, state: State) -> None:
+        self.state = {
+            key: replace(tensor, local=tensor.local.clone()) if tensor.volatile else tensor
+            for key, tensor in state.items()
+        }
+        self._device = next((t.local.device for t in state.values() if t.local.is_cuda), None)
+        self._queued: Any = None
+        if self._device is not None:
+            self._queued = torch.cuda.current_stream(self._device).record_event()
+
+    def copy_to(self, shard: HostShard) -> None:
+        """Returns when ``shard`` has it all."""
+        sources = [tensor.local for _, tensor in sorted(self.state.items())]  # as in the schema
+        targets = [tensor.local for tensor in shard.state().values()]
+        if self._device is None:
+            for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
-
-        return copy
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-    done = torch.cuda.Event()
-    done.record(stream)
-    return done.synchronize
+            return
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._queued)
+        with torch.cuda.stream(stream):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        stream.synchronize()

@@ -81,7 +81,8 @@ class NativeEngine:
         self._scale = torch.tensor(job.precision.initial_loss_scale, dtype=torch.float32)
         self._good_steps = torch.tensor(0, dtype=torch.int64)
         self._replicated = False
-        self._state: dict[str, StateTensor] | None = None
+        self._listed: tuple[dict[str, torch.Tensor], State] | None = None
+        self._settled = False  # FSDP2's first forward may move its parameters
         self._groups: Groups | None = None
         self._computed: dict[str, torch.Tensor] = {}
         self.intact = True
@@ -110,7 +111,7 @@ class NativeEngine:
                 compat.set_group_timeout(groups.mesh.get_group(name), groups.operation_timeout_s)
             self._build(groups)
         self._replicated = replicated
-        self._state = None
+        self._listed, self._settled = None, False
         return kept
 
     def detach(self) -> State:
@@ -125,7 +126,7 @@ class NativeEngine:
         if not self._replicated:
             self._parts, self._pipeline, self._optimizer = [], None, None
             self._parameters, self._buffers, self._blocks = {}, {}, []
-        self._state = None
+        self._listed = None
         return state
 
     def _build(self, groups: Groups | None) -> None:
@@ -204,22 +205,29 @@ class NativeEngine:
     # ------------------------------------------------------------------- state
 
     def state(self) -> State:
-        if self._state is None:
-            self._state = dict(self._list_state())
-        return self._state
+        """Listed anew when a tensor has been replaced, as some optimizers do with theirs."""
+        sources = dict(self._sources())
+        if self._listed is None or not _same_objects(sources, self._listed[0]):
+            volatile = {f"model.{name}" for name in self._buffers}
+            listed = {
+                name: replace(_state_tensor(tensor), volatile=name in volatile)
+                for name, tensor in sources.items()
+            }
+            self._listed = sources, listed
+        return self._listed[1]
 
-    def _list_state(self) -> Iterator[tuple[str, StateTensor]]:
+    def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         assert self._optimizer is not None
         for name, parameter in self._parameters.items():
-            yield f"model.{name}", _state_tensor(parameter.detach())
+            yield f"model.{name}", parameter
             for key, value in sorted(self._optimizer.state[parameter].items()):
                 if isinstance(value, torch.Tensor):
-                    yield f"optim.{name}.{key}", _state_tensor(value)
+                    yield f"optim.{name}.{key}", value
         for name, buffer in self._buffers.items():
-            yield f"model.{name}", replace(_state_tensor(buffer), volatile=True)
+            yield f"model.{name}", buffer
         if self.job.precision.dtype == "fp16":
-            yield "engine.loss_scale", _state_tensor(self._scale)
-            yield "engine.loss_scale_good_steps", _state_tensor(self._good_steps)
+            yield "engine.loss_scale", self._scale
+            yield "engine.loss_scale_good_steps", self._good_steps
 
     def initialise(self) -> None:
         state = self.state()
@@ -252,7 +260,7 @@ class NativeEngine:
             target.local.copy_(whole[slices])
 
     def restored(self) -> None:
-        self._state = None
+        self._listed = None
 
     # ---------------------------------------------------------------- training
 
@@ -290,8 +298,6 @@ class NativeEngine:
             if micro_batch.weight:
                 total += loss.detach().double()
                 tokens += int(count)
-        if not self._replicated:
-            self._state = None  # FSDP2's first forward may move its parameters
         return self._counted(float(total), tokens)
 
     def _run_pipeline(
@@ -304,11 +310,12 @@ class NativeEngine:
         reach("forward")
         handle = self._blocks[-1].register_forward_hook(left)
         found = pipeline.run(micro_batches, factor)
-        self._state = None
         return self._counted(*found)
 
     def _counted(self, loss: float, tokens: int) -> tuple[float, int]:
         """Tensor-parallel peers have the same loss: one of them counts it."""
+        if not self._settled:
+            self._listed, self._settled = None, True
         assert self._groups is not None and self._groups.rank is not None
         *_, tp = self._groups.assignment.layout.coordinates(self._groups.rank)
         return (loss, tokens) if tp == 0 else (0.0, 0)
@@ -545,14 +552,18 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _same_objects(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
+
+
 def _state_tensor(tensor: torch.Tensor) -> StateTensor:
-    shape = tuple(tensor.shape)
+    tensor, shape = tensor.detach(), tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return StateTensor(shape, Box.whole(shape), tensor.detach())
+        return StateTensor(shape, Box.whole(shape), tensor)
     sizes, offsets = compat.local_shape_and_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return StateTensor(shape, Box(offsets, sizes), tensor.to_local().detach())
+    return StateTensor(shape, Box(offsets, sizes), tensor.to_local())
 
 
 def seed_for(seed: int, step: int, micro_batch: int) -> None:
