@@ -4,113 +4,86 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import psutil
 
-from chaos.scenario import Add, Drain, External, Kill, Stop
+from chaos.clusters import Cluster
+from chaos.scenario import (
+    Add,
+    Drain,
+    External,
+    Fill,
+    Kill,
+    KillHead,
+    Network,
+    Slow,
+    Stop,
+    Store,
+)
+from chaos.surroundings import Surroundings
+from elastic_ft.observe.run_folder import read_lines
 from elastic_ft.observe.watch import Line, Watch, local_path
 
 POLL_S = 0.02
+LOG = "chaos.jsonl"
+GONE = (psutil.NoSuchProcess, ProcessLookupError, KeyError)
 
 
-class Cluster(Protocol):
-    """What a scenario can do to the machines under a run. ``node``: as the journal names it."""
-
-    def kill_node(self, node: str) -> object: ...
-    def kill_raylet(self, node: str) -> object: ...
-    def kill_worker(self, pid: int) -> object: ...
-    def stop_worker(self, pid: int) -> object: ...
-    def drain_node(self, node: str, deadline_s: float) -> object: ...
-    def add_node(self) -> object: ...
-
-
-class RayNodes:
-    """``Cluster`` on ``ray_train.cluster.LocalCluster``."""
-
-    def __init__(self, cluster: Any) -> None:
-        self._cluster = cluster
-
-    def kill_node(self, node: str) -> None:
-        self._cluster.kill_node(node)
-
-    def kill_raylet(self, node: str) -> None:
-        self._cluster.kill_raylet(node)
-
-    def kill_worker(self, pid: int) -> None:
-        self._signal(pid, signal.SIGKILL)
-
-    def stop_worker(self, pid: int) -> None:
-        self._signal(pid, signal.SIGSTOP)
-
-    def drain_node(self, node: str, deadline_s: float) -> None:
-        self._cluster.drain_node(node, time.time() + deadline_s)
-
-    def add_node(self) -> None:
-        self._cluster.add_node()
-
-    def _signal(self, pid: int, signum: int) -> None:
-        self._cluster.node_of_pid(pid)  # raises unless the process is one of this cluster's
-        os.kill(pid, signum)
-
-
-class ProcessNodes:
-    """``Cluster`` on ``runtime.local.LocalHost``."""
-
-    def __init__(self, host: Any, slots: int) -> None:
-        self._host, self._slots, self._added = host, slots, 0
-
-    def kill_node(self, node: str) -> None:
-        self._host.kill_node(node)
-
-    def kill_raylet(self, node: str) -> None:
-        raise NotImplementedError("plain processes have no raylet")  # preflight refuses this
-
-    def kill_worker(self, pid: int) -> None:
-        self._signal(pid, signal.SIGKILL)
-
-    def stop_worker(self, pid: int) -> None:
-        self._signal(pid, signal.SIGSTOP)
-
-    def drain_node(self, node: str, deadline_s: float) -> None:
-        self._host.drain_node(node, time.time() + deadline_s)
-
-    def add_node(self) -> None:
-        self._added += 1
-        self._host.add_node(f"added{self._added}", self._slots)
-
-    def _signal(self, pid: int, signum: int) -> None:
-        if pid not in {self._host.pid_of(worker) for worker in self._host.alive()}:
-            raise ProcessLookupError(f"process {pid} is no worker of this run")
-        os.kill(pid, signum)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pending:
+    index: int
     fault: External
     seen: bool = False  # its event is in the journal
     error: str = ""
 
 
+@dataclass(slots=True, eq=False)
+class Underway:
+    """A fault that lasts: what ends it, and when."""
+
+    until_s: float
+    end: Callable[[], object] = field(repr=False)
+
+
 class Runner:
     """Use as a context manager around the run. Every fault fires once, or is in ``unfired``.
+
+    Args:
+        resumed: the folder's run goes on: what has fired in it fires no more.
 
     Attributes:
         fired: what was done, in order; also in chaos.jsonl of a local run folder.
     """
 
-    def __init__(self, faults: tuple[External, ...], url: str, cluster: Cluster) -> None:
-        self._pending = [Pending(fault) for fault in faults]
-        self._watch = Watch(url)
-        self._cluster = cluster
+    def __init__(
+        self,
+        faults: tuple[External, ...],
+        url: str,
+        cluster: Cluster,
+        around: Surroundings | None = None,
+        resumed: bool = False,
+    ) -> None:
         folder = local_path(url)
-        self._log = folder / "chaos.jsonl" if folder is not None else None
+        self._log = folder / LOG if folder is not None else None
+        before = fired_in(self._log) if resumed else set()
+        if not resumed and self._log is not None:
+            self._log.unlink(missing_ok=True)
+        self._pending = [Pending(i, fault) for i, fault in enumerate(faults) if i not in before]
+        self._watch = Watch(url)
+        self._cluster, self._around = cluster, around or Surroundings()
         self.fired: list[Line] = []
+        self._underway: list[Underway] = []
+        self._cut_off: list[tuple[psutil.Process, float]] = []  # and since when
+        self._adding: list[tuple[Pending, Future[object]]] = []
+        self._adder = ThreadPoolExecutor(1, thread_name_prefix="chaos-add")
+        self._began_s = 0.0  # when the first generation was seen
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="chaos", daemon=True)
 
@@ -121,6 +94,10 @@ class Runner:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(60)
+        self._adder.shutdown(cancel_futures=True)
+        for each in self._underway:
+            with contextlib.suppress(*GONE):
+                each.end()
 
     @property
     def unfired(self) -> list[str]:
@@ -128,16 +105,25 @@ class Runner:
         return [f"{p.fault}" + (f" ({p.error})" if p.error else "") for p in self._pending]
 
     def _run(self) -> None:
-        while self._pending and not self._over.wait(POLL_S):
+        while not self._over.wait(POLL_S):
             events, _ = self._watch.poll()
             names = {line["event"] for line in events}
-            due = [p for p in self._pending if self._is_due(p, names)]
-            for pending in due:
+            if self._watch.formed and not self._began_s:
+                self._began_s = time.monotonic()
+            for each in [u for u in self._underway if u.until_s <= time.monotonic()]:
+                self._underway.remove(each)
+                with contextlib.suppress(*GONE):
+                    each.end()
+            for pending in [p for p in self._pending if self._is_due(p, names)]:
                 self._fire(pending)
+            self._settle_adds()
+            self._see_who_ended()
 
     def _is_due(self, pending: Pending, names: set[str]) -> bool:
         """An event counts from the moment that the faults listed before have fired."""
         fault = pending.fault
+        if fault.at_s is not None:
+            return bool(self._began_s) and time.monotonic() - self._began_s >= fault.at_s
         if fault.at_step is not None:
             return self._watch.step >= fault.at_step
         first = pending is self._pending[0]
@@ -146,40 +132,174 @@ class Runner:
 
     def _fire(self, pending: Pending) -> None:
         fault, watch = pending.fault, self._watch
+        if any(pending is other for other, _ in self._adding):
+            return
         rank = getattr(fault, "of_rank", None)
         member = watch.member(rank) if rank is not None else {}
         if member is None:
-            pending.error = f"there is no rank {rank} in generation {watch.formed['generation']}"
+            generation = watch.formed.get("generation", 0)
+            pending.error = f"there is no rank {rank} in generation {generation}"
             return  # a later generation may have it
+        if isinstance(fault, Add):  # takes seconds, in which others fire
+            self._adding.append((pending, self._adder.submit(self._cluster.add_node)))
+            return
+        last = isinstance(fault, KillHead) and fault.kill == "controller"  # perhaps of this process
+        if last:
+            self._done(pending, member)
         try:
             self._act(fault, member)
-        except (psutil.NoSuchProcess, ProcessLookupError, KeyError) as error:
+        except GONE as error:
             pending.error = f"{type(error).__name__}: {error}"
             return  # it is gone already, and the journal will say so: the next one in its rank
+        except Exception as error:  # this fault can't be; the others can
+            pending.error = f"{type(error).__name__}: {error}"
+            self._pending.remove(pending)
+            self._pending.append(Pending(pending.index, Never.of(fault), error=pending.error))
+            return
+        if not last:
+            self._done(pending, member)
+
+    def _settle_adds(self) -> None:
+        for pending, future in [pair for pair in self._adding if pair[1].done()]:
+            self._adding = [pair for pair in self._adding if pair[0] is not pending]
+            error = future.exception()
+            if error is None:
+                self._done(pending, {})
+            else:
+                pending.error = f"{type(error).__name__}: {error}"
+
+    def _done(self, pending: Pending, member: Line) -> None:
         self._pending.remove(pending)
         line = {
             "at_s": round(time.time(), 6),
-            "fault": str(fault),
-            "at_step": watch.step,
+            "fault": str(pending.fault),
+            "index": pending.index,
+            "at_step": self._watch.step,
             **{key: member[key] for key in ("worker", "pid", "node") if key in member},
         }
         self.fired.append(line)
+        self._note(line)
+
+    def _note(self, line: Line) -> None:
         if self._log is not None:
             with contextlib.suppress(OSError), self._log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
+    def _see_who_ended(self) -> None:
+        for process, since_s in [c for c in self._cut_off if not alive(c[0])]:
+            self._cut_off.remove((process, since_s))
+            after_s = round(time.monotonic() - since_s, 3)
+            self._note({"at_s": round(time.time(), 6), "ended": process.pid, "after_s": after_s})
+
+    # ------------------------------------------------------------------- what is done
+
     def _act(self, fault: External, member: Line) -> None:
-        cluster = self._cluster
-        if isinstance(fault, Add):
-            cluster.add_node()
-        elif isinstance(fault, Drain):
-            cluster.drain_node(member["node"], fault.deadline_s)
-        elif isinstance(fault, Stop):
-            cluster.stop_worker(member["pid"])
-        elif isinstance(fault, Kill):
-            if fault.kill == "worker":
-                cluster.kill_worker(member["pid"])
-            elif fault.kill == "raylet":
-                cluster.kill_raylet(member["node"])
-            else:
-                cluster.kill_node(member["node"])
+        acts[type(fault)](self, fault, member)
+
+    def _then(self, after_s: float, end: Callable[[], object]) -> None:
+        self._underway.append(Underway(time.monotonic() + after_s, end))
+
+    def _kill(self, fault: Kill, member: Line) -> None:
+        if fault.kill == "worker":
+            self._cluster.signal_worker(member["pid"], fault.signal)
+        else:
+            getattr(self._cluster, f"kill_{fault.kill}")(member["node"])
+
+    def _kill_head(self, fault: KillHead, member: Line) -> None:
+        if fault.kill == "controller":
+            self._cluster.kill_controller()
+        else:
+            self._then(fault.lasts_s, self._cluster.kill_gcs())
+
+    def _stop(self, fault: Stop, member: Line) -> None:
+        pid = member["pid"]
+        self._cluster.signal_worker(pid, "STOP")
+        if fault.lasts_s is not None:
+            self._then(fault.lasts_s, lambda: self._cluster.signal_worker(pid, "CONT"))
+
+    def _slow(self, fault: Slow, member: Line) -> None:
+        pid, over = member["pid"], threading.Event()
+        self._cluster.signal_worker(pid, "STOP")  # raises if it is gone
+
+        def slow_down() -> None:
+            with contextlib.suppress(*GONE):
+                while not over.wait(SLICE_S * fault.share):
+                    self._cluster.signal_worker(pid, "CONT")
+                    over.wait(SLICE_S * (1 - fault.share))
+                    self._cluster.signal_worker(pid, "STOP")
+                self._cluster.signal_worker(pid, "CONT")
+
+        thread = threading.Thread(target=slow_down, name="chaos-slow", daemon=True)
+        thread.start()
+
+        def end() -> None:
+            over.set()
+            thread.join()
+
+        self._then(fault.lasts_s, end)
+
+    def _drain(self, fault: Drain, member: Line) -> None:
+        self._cluster.drain_node(member["node"], fault.deadline_s)
+
+    def _store(self, fault: Store, member: Line) -> None:
+        self._then(fault.lasts_s, self._around.break_store(fault))
+
+    def _fill(self, fault: Fill, member: Line) -> None:
+        self._then(fault.lasts_s, self._around.fill())
+
+    def _network(self, fault: Network, member: Line) -> None:
+        node = member["node"]
+        if fault.network == "cut":
+            behind = [m["pid"] for m in self._watch.formed["members"] if m["node"] == node]
+            self._cut_off += [(psutil.Process(pid), time.monotonic()) for pid in behind]
+        rounds = 2 * fault.times - 1 if fault.network == "flap" else 1
+
+        def turn(left: int) -> None:
+            """Broken, healed, broken ..., healed."""
+            if left % 2:
+                heal = self._cluster.break_link(node, fault)
+                self._then(fault.lasts_s, lambda: (heal(), turn(left - 1)))
+            elif left:
+                self._then(fault.lasts_s, lambda: turn(left - 1))
+
+        turn(rounds)
+
+
+SLICE_S = 0.1
+acts: dict[type, Callable[[Runner, Any, Line], None]] = {
+    Kill: Runner._kill,
+    KillHead: Runner._kill_head,
+    Stop: Runner._stop,
+    Slow: Runner._slow,
+    Drain: Runner._drain,
+    Store: Runner._store,
+    Fill: Runner._fill,
+    Network: Runner._network,
+}
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Never(External):
+    """A fault that could not be injected: kept for its name."""
+
+    name: str
+
+    @classmethod
+    def of(cls, fault: External) -> Never:
+        return cls(at_event="never", name=str(fault))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def fired_in(log: Path | None) -> set[int]:
+    """Indices of the external faults that a run folder's log says have fired."""
+    if log is None or not log.exists():
+        return set()
+    return {line["index"] for line in read_lines(log) if "index" in line}

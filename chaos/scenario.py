@@ -1,13 +1,14 @@
-"""Scenarios: which faults a run meets, as data. Keyed by progress, never by time.
+"""Scenarios: which faults a run meets, and what must come of it, as data.
 
+description: A node of four dies without a word, and another one comes back later.
 faults:
   - {at_step: 35, kill: node, of_rank: 3}          # SIGKILL: nobody there reports anything
-  - {at_step: 40, kill: raylet, of_rank: 0}        # Ray only: its workers end by themselves
-  - {at_step: 45, stop: worker, of_rank: 1}        # SIGSTOP: it hangs
-  - {at_step: 50, drain: node, of_rank: 2, deadline_s: 20}   # notice of preemption
-  - {at_step: 60, add: node}
   - {at_event: suspended, add: node}               # the first such line of the journal
   - {point: backward, rank: 1, step: 12, action: kill}       # inside a worker
+expect: {steps_lost_max: 0, world_end: 4}
+
+A fault is keyed by progress (a step, a line of the journal, a named point), never by time. How long
+one lasts is its own property, ``lasts_s``. docs/chaos.md has the table of all of them.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic import model_validator as check_model
 
+from chaos.object_store_proxy import FaultKind
 from elastic_ft.errors import ConfigError
 
 if TYPE_CHECKING:
     from elastic_ft.runtime.faults import Fault
 
 SCENARIOS = Path(__file__).parent / "scenarios"
+
+Tier = Literal["sim", "processes", "ray", "network"]
+TIERS: tuple[Tier, ...] = get_args(Tier)  # the highest last
+EVERYWHERE = frozenset(TIERS)
+REAL = EVERYWHERE - {"sim"}
+ON_RAY = frozenset[Tier]({"ray", "network"})
 
 
 class Part(BaseModel):
@@ -38,10 +46,12 @@ class External(Part):
 
     at_step: int | None = Field(None, ge=0)
     at_event: str | None = None  # a name in the journal; counted after the faults before it
+    at_s: float | None = Field(None, ge=0)  # since the first generation: of a recorded trace alone
 
     @check_model(mode="after")
     def one_moment(self) -> External:
-        if (self.at_step is None) == (self.at_event is None):
+        given = [at for at in (self.at_step, self.at_event, self.at_s) if at is not None]
+        if len(given) != 1:
             raise ValueError("expected exactly one of at_step and at_event")
         return self
 
@@ -49,29 +59,77 @@ class External(Part):
     def when(self) -> str:
         if self.at_event is not None:
             return f"at event {self.at_event}"
-        return f"at step {self.at_step}"
+        return f"at step {self.at_step}" if self.at_s is None else f"at {self.at_s:.1f} s"
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        """Where this can be done."""
+        return REAL
 
 
-class Kill(External):
-    kill: Literal["node", "raylet", "worker"]
+class OfRank(External):
     of_rank: int = Field(ge=0)  # in the generation at that moment
 
+
+class Kill(OfRank):
+    kill: Literal["node", "raylet", "worker", "keeper"]
+    signal: Literal["KILL", "ABRT"] = "KILL"  # to a worker
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return ON_RAY if self.kill == "raylet" else EVERYWHERE
+
     def __str__(self) -> str:
-        return f"kill {self.kill} of rank {self.of_rank} {self.when}"
+        how = "" if self.signal == "KILL" else f" by SIG{self.signal}"
+        return f"kill {self.kill} of rank {self.of_rank}{how} {self.when}"
 
 
-class Stop(External):
+class KillHead(External):
+    """What a run, or a cluster, has once."""
+
+    kill: Literal["controller", "gcs"]
+    lasts_s: float = Field(5, gt=0)  # gcs: until it is started again, and reads its own disk
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return ON_RAY if self.kill == "gcs" else EVERYWHERE
+
+    def __str__(self) -> str:
+        lasts = f" for {self.lasts_s:g} s" if self.kill == "gcs" else ""
+        return f"kill {self.kill} {self.when}{lasts}"
+
+
+class Stop(OfRank):
     stop: Literal["worker"]
-    of_rank: int = Field(ge=0)
+    lasts_s: float | None = Field(None, gt=0)  # then it goes on, as if nothing had been
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return EVERYWHERE
 
     def __str__(self) -> str:
-        return f"stop {self.stop} of rank {self.of_rank} {self.when}"
+        lasts = "" if self.lasts_s is None else f" for {self.lasts_s:g} s"
+        return f"stop {self.stop} of rank {self.of_rank} {self.when}{lasts}"
 
 
-class Drain(External):
+class Slow(OfRank):
+    """The worker stands still for ``share`` of the time, in slices of a tenth of a second."""
+
+    slow: Literal["worker"]
+    share: float = Field(0.8, gt=0, lt=1)
+    lasts_s: float = Field(gt=0)
+
+    def __str__(self) -> str:
+        return f"slow worker of rank {self.of_rank} by {self.share:.0%} {self.when}"
+
+
+class Drain(OfRank):
     drain: Literal["node"]
-    of_rank: int = Field(ge=0)
     deadline_s: float = Field(gt=0)  # from the notice
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return EVERYWHERE
 
     def __str__(self) -> str:
         return f"drain {self.drain} of rank {self.of_rank} {self.when}, {self.deadline_s:g} s"
@@ -80,51 +138,172 @@ class Drain(External):
 class Add(External):
     add: Literal["node"]
 
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return EVERYWHERE
+
     def __str__(self) -> str:
         return f"add {self.add} {self.when}"
+
+
+class Store(External):
+    """What the object store does to requests, see chaos/object_store_proxy.py."""
+
+    store: FaultKind
+    probability: float = Field(1.0, gt=0, le=1)
+    methods: tuple[str, ...] = ()
+    path: str = ""
+    lasts_s: float = Field(gt=0)
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return frozenset(("sim", "processes", "ray"))
+
+    def __str__(self) -> str:
+        return f"store {self.store} {self.when} for {self.lasts_s:g} s"
+
+
+class Fill(External):
+    """The disk is full (ENOSPC), until what filled it is removed."""
+
+    fill: Literal["run_folder", "checkpoints"]
+    lasts_s: float = Field(gt=0)
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return frozenset(("processes", "ray"))
+
+    def __str__(self) -> str:
+        return f"fill the disk of {self.fill} {self.when} for {self.lasts_s:g} s"
+
+
+class Network(OfRank):
+    """Of the link of a rank's node, seen from the node: what it sends goes ``out``.
+
+    cut: nothing passes, and nobody is told. flap: cut and healed, ``times``, ``lasts_s`` each.
+    loss: of a ``share`` of the packets. reset: every packet of a connection is answered by one.
+    """
+
+    network: Literal["cut", "flap", "loss", "reset"]
+    way: Literal["both", "in", "out"] = "both"
+    lasts_s: float = Field(gt=0)
+    share: float = Field(0.2, gt=0, le=1)
+    times: int = Field(3, ge=1)
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        two_way = self.network == "cut" and self.way == "both"
+        return frozenset(("sim", "network")) if two_way else frozenset(("network",))
+
+    def __str__(self) -> str:
+        what = f"{self.network} ({self.way})" if self.network == "cut" else self.network
+        return f"network {what} of rank {self.of_rank} {self.when} for {self.lasts_s:g} s"
 
 
 class AtPoint(Part):
     """A fault inside a worker, at a named point of a step: see runtime/faults.py."""
 
     point: str
-    action: Literal["kill", "stop", "raise", "hang", "corrupt"] = "kill"
+    action: Literal[
+        "kill",
+        "abort",
+        "oom",
+        "stop",
+        "hang",
+        "slow",
+        "raise",
+        "raise_usage",
+        "nan",
+        "corrupt",
+        "corrupt_own",
+    ] = "kill"
     rank: int | None = Field(None, ge=0)
     worker: str | None = None
     step: int | None = Field(None, ge=0)
     generation: int | None = Field(None, ge=0)
     world: int | None = Field(None, ge=1)
     after: int | None = Field(None, ge=0)  # index of an earlier one, among those at points
+    lasts_s: float = Field(0.0, ge=0)  # slow
+
+    IN_SIM: ClassVar = ("kill", "abort", "oom", "stop", "hang", "raise", "corrupt", "corrupt_own")
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return EVERYWHERE if self.action in self.IN_SIM else REAL
 
     def __str__(self) -> str:
-        where = {k: v for k, v in self if k not in ("point", "action") and v is not None}
+        where = {k: v for k, v in self if k not in ("point", "action", "lasts_s") and v is not None}
         details = ", ".join(f"{key} {value}" for key, value in where.items())
         return f"{self.action} at {self.point}" + (f" of {details}" if details else "")
 
 
+TAGS = ("kill", "stop", "slow", "drain", "add", "store", "fill", "network", "point")
+
+
 def _kind(value: Any) -> str:
-    keys = value if isinstance(value, dict) else {}
-    kinds = [kind for kind in ("kill", "stop", "drain", "add", "point") if kind in keys]
+    keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
+    kinds = [kind for kind in TAGS if kind in keys]
+    if kinds == ["kill"]:
+        what = keys["kill"] if isinstance(value, dict) else value.kill
+        return "kill_head" if what in ("controller", "gcs") else "kill"
     return kinds[0] if len(kinds) == 1 else "unknown"
 
 
 AnyFault = Annotated[
     Annotated[Kill, Tag("kill")]
+    | Annotated[KillHead, Tag("kill_head")]
     | Annotated[Stop, Tag("stop")]
+    | Annotated[Slow, Tag("slow")]
     | Annotated[Drain, Tag("drain")]
     | Annotated[Add, Tag("add")]
+    | Annotated[Store, Tag("store")]
+    | Annotated[Fill, Tag("fill")]
+    | Annotated[Network, Tag("network")]
     | Annotated[AtPoint, Tag("point")],
     Discriminator(
         _kind,
         custom_error_type="unknown_fault",
-        custom_error_message="expected exactly one of kill, stop, drain, add and point",
+        custom_error_message=f"expected exactly one of {', '.join(TAGS[:-1])} and {TAGS[-1]}",
     ),
 ]
 
 
+class Cluster(Part):
+    nodes: int = Field(3, ge=1)
+    workers_per_node: int = Field(1, ge=1)
+    disk_mb: int = Field(24, ge=4)  # of the file system that a fault fills
+
+
+class Expect(Part):
+    """What must come of the run, beside I1 to I8 and that every fault fired."""
+
+    status: tuple[str, ...] = ("completed", "stopped")
+    reason: str = ""  # a regular expression that is found in the result's
+    steps_lost_max: int | None = Field(0, ge=0)  # committed ones, in all
+    causes: tuple[str, ...] = ()  # recoveries with each of these
+    sources: tuple[str, ...] = ()  # recoveries from nothing but these
+    events: tuple[str, ...] = ()  # the journal has each of these
+    no_events: tuple[str, ...] = ()  # and none of these
+    recoveries_max: int | None = Field(None, ge=0)
+    world_min: int | None = Field(None, ge=1)  # no step by fewer
+    world_end: int | None = Field(None, ge=1)  # the last steps are by so many
+    cut_off_ends_s: float | None = Field(None, gt=0)  # workers behind a cut, each of them
+    same_losses: bool = True  # as the same job undisturbed
+
+
 class Scenario(Part):
+    """``job``: sections of the job file to merge over chaos/jobs.py's; ``tiers``: a narrower choice
+    than the faults allow; ``timeout_s``: for the run as a whole."""
+
     description: str = ""
+    seed: int = Field(0, ge=0)
+    tiers: tuple[Tier, ...] = ()
+    cluster: Cluster = Cluster()
+    job: dict[str, Any] = Field(default_factory=dict)
     faults: tuple[AnyFault, ...] = Field(min_length=1)
+    expect: Expect = Expect()
+    settle_steps: int = Field(5, ge=1)  # trained on after the last fault and recovery
+    timeout_s: float = Field(300, gt=0)
 
     @property
     def external(self) -> tuple[External, ...]:
@@ -133,6 +312,30 @@ class Scenario(Part):
     @property
     def at_points(self) -> tuple[AtPoint, ...]:
         return tuple(fault for fault in self.faults if isinstance(fault, AtPoint))
+
+    @property
+    def runs_on(self) -> tuple[Tier, ...]:
+        """The tiers on which every fault can happen, the highest last."""
+        possible = frozenset.intersection(EVERYWHERE, *(fault.tiers for fault in self.faults))
+        if not any(isinstance(fault, Network) for fault in self.faults):
+            possible -= {"network"}  # nothing that a plain Ray cluster would not show
+        return tuple(tier for tier in TIERS if tier in possible and tier in (self.tiers or TIERS))
+
+    @property
+    def needs_network(self) -> bool:
+        return any(isinstance(fault, Network) for fault in self.faults)
+
+    @property
+    def needs_durable_head(self) -> bool:
+        return any(isinstance(fault, KillHead) and fault.kill == "gcs" for fault in self.faults)
+
+    @property
+    def needs_store(self) -> bool:
+        return any(isinstance(fault, Store) for fault in self.faults)
+
+    @property
+    def needs_disk(self) -> Literal["", "run_folder", "checkpoints"]:
+        return next((fault.fill for fault in self.faults if isinstance(fault, Fill)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +363,7 @@ def load_scenario(name: str) -> Scenario:
         raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         first, *others = error.errors()
-        tags = ("kill", "stop", "drain", "add", "point")
-        key = _key_of(first["loc"], tags)
+        key = _key_of(first["loc"], (*TAGS, "kill_head"))
         message = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
             first["type"], first["msg"].removeprefix("Value error, ")
         )

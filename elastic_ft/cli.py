@@ -25,12 +25,13 @@ import typer
 import yaml
 from rich.console import Console
 
-from elastic_ft import checkpoint_cli, plan_cli
+from chaos import cli as chaos_cli
+from elastic_ft import checkpoint_cli, plan_cli, resize_cli
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 
 if TYPE_CHECKING:
-    from chaos.runner import Runner
+    from chaos.disturbance import Disturbance
     from elastic_ft.preflight import Checked, Place
 
 COMPLETED, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -46,6 +47,8 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_cli.app, name="checkpoint")
 app.command("plan")(plan_cli.plan)
+app.command("resize")(resize_cli.resize)
+app.add_typer(chaos_cli.app, name="chaos")
 
 
 def main() -> None:
@@ -123,7 +126,8 @@ def resume(
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
     job = parse_job(yaml.safe_load(_read(run_folder, "job.yaml")), f"{run_folder}/job.yaml")
-    return _train(job, run_folder, _where(job, address, local_nodes, processes), chaos)
+    where = _where(job, address, local_nodes, processes)
+    return _train(job, run_folder, where, chaos, resumed=True)
 
 
 @app.command()
@@ -197,7 +201,7 @@ def _where(job: Job, address: str | None, local_nodes: int | None, processes: bo
     if len(named) > 1:
         raise ConfigError(f"{' and '.join(named)}: expected at most one of them")
     elastic = job.elastic
-    needed = -(-elastic.max_workers // elastic.workers_per_node)
+    needed = -(-elastic.workers_wanted // elastic.workers_per_node)
     if processes:
         return Where(nodes=needed, processes=True, cpus_per_node=elastic.workers_per_node)
     if not named:
@@ -210,10 +214,10 @@ def _where(job: Job, address: str | None, local_nodes: int | None, processes: bo
 # ------------------------------------------------------------------------------ running
 
 
-def _train(job: Job, out: str, where: Where, chaos: str | None) -> int:
+def _train(job: Job, out: str, where: Where, chaos: str | None, resumed: bool = False) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
     checked = _check(job, out, where, chaos)
-    ended = _run(job, out, where, checked)
+    ended = _run(job, out, where, checked, resumed)
     return _conclude(ended, out)
 
 
@@ -236,12 +240,13 @@ class Ended:
     unfired: list[str] = field(default_factory=list)
 
 
-def _run(job: Job, out: str, where: Where, checked: Checked) -> Ended:
+def _run(job: Job, out: str, where: Where, checked: Checked, resumed: bool = False) -> Ended:
+    from chaos.disturbance import disturbed
+
     _forget_result(out)
-    with Progress(job, out):
-        if where.processes:
-            return _run_on_processes(job, out, where, checked)
-        return _run_on_ray(job, out, where, checked)
+    with Progress(job, out), disturbed(checked.faults, out, checked.checkpoint_url, resumed) as by:
+        run = _run_on_processes if where.processes else _run_on_ray
+        return run(job, out, where, checked, by)
 
 
 def _conclude(ended: Ended, out: str) -> int:
@@ -260,42 +265,37 @@ def _conclude(ended: Ended, out: str) -> int:
     return COMPLETED
 
 
-def _run_on_processes(job: Job, out: str, where: Where, checked: Checked) -> Ended:
+def _run_on_processes(job: Job, out: str, where: Where, checked: Checked, by: Disturbance) -> Ended:
     """As ``runtime.local.run_local``, with a controller that signals can stop."""
-    from chaos.runner import ProcessNodes
+    from chaos.clusters import ProcessNodes
     from elastic_ft.observe.run_folder import RunFolder
     from elastic_ft.runtime.controller import Controller
     from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
 
     slots = where.cpus_per_node
     host = LocalHost({f"n{i}": slots for i in range(where.nodes)}, WORKER_ENVIRONMENT)
-    with _chaos(checked, out, ProcessNodes(host, slots)) as runner:
-        inside = checked.faults.inside if checked.faults else ()
+    with by.injected(ProcessNodes(host, slots)):
         folder = RunFolder(out)
-        controller = Controller(job, host, folder, checked.checkpoint_url, faults=inside)
+        controller = Controller(job, host, folder, checked.checkpoint_url, faults=by.inside)
         with _stopping(lambda: controller.stop("interrupted")):
             result = controller.run()
-    return Ended(result, unfired=_unfired(checked, result, runner))
+    return Ended(result, unfired=by.unfired(result))
 
 
-def _run_on_ray(job: Job, out: str, where: Where, checked: Checked) -> Ended:
+def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Disturbance) -> Ended:
     with contextlib.ExitStack() as stack:
-        nodes = None
+        cluster = None
         if where.address is not None:
             stack.enter_context(_connected(where.address))
         else:
-            from chaos.runner import RayNodes
-            from elastic_ft.ray_train.cluster import LocalCluster
-
             say(f"starting a Ray cluster of {where.nodes} nodes on this machine")
-            cluster = stack.enter_context(LocalCluster(where.nodes, where.cpus_per_node))
+            cluster = stack.enter_context(by.local_cluster(where.nodes, where.cpus_per_node))
             cluster.connect()
-            nodes = RayNodes(cluster)
         _quieten_ray()
-        runner = stack.enter_context(_chaos(checked, out, nodes))
+        stack.enter_context(by.injected(cluster))
         error = _fit(job, out, checked)
         result = _result_of(out)
-        return Ended(result, error, _unfired(checked, result, runner))
+        return Ended(result, error, by.unfired(result))
 
 
 def _fit(job: Job, out: str, checked: Checked) -> str:
@@ -361,30 +361,6 @@ def _stopping(stop: Callable[[], object]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# ------------------------------------------------------------------------------- faults
-
-
-@contextlib.contextmanager
-def _chaos(checked: Checked, out: str, cluster: Any) -> Iterator[Runner | None]:
-    external = checked.faults.scenario.external if checked.faults else ()
-    if not external:
-        yield None
-        return
-    from chaos.runner import Runner
-
-    with Runner(external, out, cluster) as runner:
-        yield runner
-
-
-def _unfired(checked: Checked, result: dict[str, Any], runner: Runner | None) -> list[str]:
-    if checked.faults is None:
-        return []
-    fired = set(result.get("faults_fired", ()))
-    inside = enumerate(checked.faults.scenario.at_points)
-    missed = [str(fault) for index, fault in inside if index not in fired]
-    return missed + (runner.unfired if runner is not None else [])
 
 
 def _forget_result(out: str) -> None:

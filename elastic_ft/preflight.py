@@ -166,7 +166,7 @@ def _load_scenario(job: Job, place: Place, chaos: str | None) -> Scenario | None
     name = chaos if chaos is not None else job.faults.scenario
     if name is None:
         return None
-    from chaos.scenario import Kill, load_scenario
+    from chaos.scenario import load_scenario
 
     try:
         scenario = load_scenario(name)
@@ -175,8 +175,14 @@ def _load_scenario(job: Job, place: Place, chaos: str | None) -> Scenario | None
     for fault in scenario.external:
         if not place.can_add:
             raise ConfigError(f"{key}: {name}: cannot {fault}: {place.name} is not ours to break")
-        if isinstance(fault, Kill) and fault.kill == "raylet" and not place.has_raylets:
-            raise ConfigError(f"{key}: {name}: cannot {fault}: {place.name} has no raylets")
+        if not place.has_raylets and "processes" not in fault.tiers:
+            lacks = "network" if scenario.needs_network else "raylets"
+            raise ConfigError(f"{key}: {name}: cannot {fault}: {place.name} has no {lacks}")
+    if scenario.needs_network and place.has_raylets:
+        from chaos.network import network_lacks
+
+        if missing := network_lacks():
+            raise ConfigError(f"{key}: {name}: {missing}")
     return scenario
 
 

@@ -56,6 +56,7 @@ class LocalCluster:
         dashboard: bool = False,
         object_store_mb: int = 80,
         system_config: dict[str, Any] | None = None,
+        durable_head: bool = False,
     ) -> None:
         self._cpus_per_node = cpus_per_node
         self._object_store_bytes = object_store_mb * MB
@@ -63,6 +64,9 @@ class LocalCluster:
         self._folder = tempfile.mkdtemp(prefix="eft-", dir="/tmp")
         # The kernel kills a node when the *thread* that started it ends; this one ends in close().
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="local-cluster")
+        if durable_head:  # what the GCS knows is on disk, and outlives it
+            path = {"gcs_storage": "rocksdb", "gcs_storage_path": f"{self._folder}/gcs"}
+            system_config = path | (system_config or {})
         self._nodes: dict[NodeId, Any] = {}
         self._killed: list[Any] = []
         self._connected = False
@@ -124,6 +128,19 @@ class LocalCluster:
         raylet = psutil.Process(self.raylet_pid(node))
         return [raylet, *raylet.children(recursive=True)]
 
+    def head_processes(self) -> list[psutil.Process]:
+        """What the head node's raylet started: the controller among them."""
+        raylet = self._head.all_processes["raylet"][0].process
+        return psutil.Process(raylet.pid).children(recursive=True)
+
+    def kill_gcs(self) -> None:
+        """SIGKILLs the GCS, the part of a head that a cluster has once."""
+        self._head.kill_gcs_server(check_alive=False)
+
+    def restart_gcs(self) -> None:
+        """At the same address. It knows what it knew, where the head is durable."""
+        self._starter.submit(self._head.start_gcs_server).result()
+
     def node_of_pid(self, pid: int) -> NodeId:
         """Returns the node whose raylet started ``pid``. Raises KeyError if none did."""
         ancestors = {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
@@ -170,7 +187,9 @@ class LocalCluster:
         self._starter.shutdown()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, *, head: bool, **params: Any) -> Any:
+    def _start(
+        self, *, head: bool, starter: ThreadPoolExecutor | None = None, **params: Any
+    ) -> Any:
         def start() -> Any:
             return compat.start_node(
                 head=head,
@@ -181,7 +200,7 @@ class LocalCluster:
                 **params,
             )
 
-        return self._starter.submit(start).result()
+        return (starter or self._starter).submit(start).result()
 
     def _raylet(self, node: NodeId) -> Any:
         return self._nodes[node].all_processes["raylet"][0].process

@@ -27,6 +27,7 @@ __all__ = [
     "pin",
     "reset_group_names",
     "set_group_timeout",
+    "spoil_next_output",
     "unpin",
 ]
 
@@ -46,6 +47,16 @@ class after_operations(TorchDispatchMode):
         if self._left == 0:
             self._then()
         return result
+
+
+def spoil_next_output(factor: float) -> None:
+    """Multiplies the output of the next module that runs in this process."""
+
+    def spoil(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        handle.remove()
+        return output * factor if isinstance(output, torch.Tensor) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(spoil)
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

@@ -14,7 +14,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from elastic_ft.errors import UsageError
 
 POINTS = (
     "data",
@@ -41,24 +44,48 @@ class InjectedFault(RuntimeError):
     """Raised in a worker by a fault whose action is "raise"."""
 
 
+class InjectedUsageError(UsageError):
+    """Raised by "raise_usage": what no retry can cure."""
+
+
+Action = Literal[
+    "kill",
+    "abort",
+    "oom",
+    "stop",
+    "hang",
+    "slow",
+    "raise",
+    "raise_usage",
+    "nan",
+    "corrupt",
+    "corrupt_own",
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault: who, where, what. It fires once in a run.
 
     ``rank`` or ``worker`` selects the victim; ``step``, ``generation``, the ``world`` size and
     ``after`` (the index of a fault that fired in an earlier generation) narrow the moment.
-    "corrupt" flips a byte in every copy that the victim keeps for a peer, "corrupt_own" in every
-    snapshot of its own; both let it go on.
+
+    kill, abort, oom: the process ends, by SIGKILL, by SIGABRT, by the kernel as memory runs out.
+    stop, hang: it stands still, whole or in this thread. slow: it waits ``lasts_s`` here.
+    raise, raise_usage: as user code's exceptions; the second is one that no retry can cure.
+    nan: the next forward pass yields NaN. corrupt flips a byte in every copy that the victim keeps
+    for a peer, corrupt_own in every snapshot of its own. After slow, nan and these it goes on.
     """
 
     point: str
-    action: Literal["kill", "stop", "raise", "hang", "corrupt", "corrupt_own"] = "kill"
+    action: Action = "kill"
     rank: int | None = None
     worker: str | None = None
     step: int | None = None
     generation: int | None = None
     world: int | None = None
     after: int | None = None
+    lasts_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
@@ -116,19 +143,43 @@ class Points:
         fault = self._faults[index]
         self._spent.add(index)
         self._fired(index)  # told before it happens: a dead worker tells nothing
-        if fault.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.2)  # it takes a moment to reach this thread; then this goes on if let
+        act = getattr(self, f"_{fault.action}", None)
+        if act is not None:
+            act(fault)
             return
-        elif fault.action == "hang":
-            while True:
-                time.sleep(3600)
-        elif fault.action in ("corrupt", "corrupt_own"):
-            self.corrupt(fault.action == "corrupt_own")
-            return
-        raise InjectedFault(f"injected at {fault.point} of step {self.step}")
+        error = InjectedUsageError if fault.action == "raise_usage" else InjectedFault
+        raise error(f"injected at {fault.point} of step {self.step}")
+
+    def _kill(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _abort(self, fault: Fault) -> None:
+        os.abort()
+
+    def _oom(self, fault: Fault) -> None:
+        run_out_of_memory()
+
+    def _stop(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.2)  # it takes a moment to reach this thread; then this goes on if let
+
+    def _hang(self, fault: Fault) -> None:
+        while True:
+            time.sleep(3600)
+
+    def _slow(self, fault: Fault) -> None:
+        time.sleep(fault.lasts_s)
+
+    def _nan(self, fault: Fault) -> None:
+        from elastic_ft.runtime.compat import spoil_next_output
+
+        spoil_next_output(float("nan"))
+
+    def _corrupt(self, fault: Fault) -> None:
+        self.corrupt(False)
+
+    def _corrupt_own(self, fault: Fault) -> None:
+        self.corrupt(True)
 
     @property
     def interrupt_operations(self) -> Interrupt | None:
@@ -142,3 +193,47 @@ class Points:
 
         with after_operations(OPERATIONS_BEFORE_INTERRUPT, lambda: self(point)):
             yield
+
+
+# ------------------------------------------------------------------------ out of memory
+
+MEMORY_CGROUPS = Path("/sys/fs/cgroup/memory")  # of cgroup v1, writable for root
+OOM_CGROUP = "elastic_ft_oom_"  # and the process's id; whoever ran the job may remove it
+OOM_LIMIT_BYTES = 256 << 20  # what is allocated at most, on top of what there is
+
+
+def oom_cgroup() -> Path | None:
+    """Where this process may make a memory cgroup of its own; None if nowhere."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    own = next((line.split(":")[2] for line in lines if ":memory:" in line), None)
+    if own is None:
+        return None
+    parent = MEMORY_CGROUPS / own.strip("/")
+    return parent if os.access(parent, os.W_OK) else None
+
+
+def run_out_of_memory() -> None:
+    """Allocates for real until the kernel kills this process, and only this one.
+
+    In a memory cgroup of its own. Raises MemoryError where there can't be one: an address-space
+    limit is all that is left, and what it does to a process is just that.
+    """
+    parent = oom_cgroup()
+    if parent is not None:
+        group = parent / f"{OOM_CGROUP}{os.getpid()}"
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(OOM_LIMIT_BYTES))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    else:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + OOM_LIMIT_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    hoard = []
+    for _ in range(2 * OOM_LIMIT_BYTES >> 20):
+        hoard.append(bytearray(os.urandom(1 << 10)) * (1 << 10))
+    raise MemoryError(f"{len(hoard)} MiB were to be had: no limit applies")

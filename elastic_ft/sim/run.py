@@ -151,6 +151,9 @@ class Chaos:
         self.world.after(fault.lasts_s, self.world.bring_node)
         return None
 
+    def _add_node(self, fault: Fault) -> None:
+        self.world.bring_node()
+
     def _hang_worker(self, fault: Fault) -> bool | None:
         running = [w for w in self.world.alive() if not w.hung]
         if not running:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from chaos.clusters import Cluster
 from chaos.runner import Runner
 from chaos.scenario import SCENARIOS, arm, load_scenario
 from elastic_ft.observe.watch import Tail, Watch
@@ -17,7 +18,7 @@ from elastic_ft.observe.watch import Tail, Watch
 DEADLINE_S = 20.0
 
 
-class Recorder:
+class Recorder(Cluster):
     """A cluster that takes notes. ``gone``: pids that are no more."""
 
     def __init__(self, gone: tuple[int, ...] = ()) -> None:
@@ -33,13 +34,10 @@ class Recorder:
     def kill_raylet(self, node: str) -> None:
         self._note("kill_raylet", node)
 
-    def kill_worker(self, pid: int) -> None:
+    def signal_worker(self, pid: int, name: str) -> None:
         if pid in self._gone:
             raise ProcessLookupError(pid)
-        self._note("kill_worker", pid)
-
-    def stop_worker(self, pid: int) -> None:
-        self._note("stop_worker", pid)
+        self._note(name, pid)
 
     def drain_node(self, node: str, deadline_s: float) -> None:
         self._note("drain_node", node, deadline_s)
@@ -123,9 +121,9 @@ def test_faults_fire_once_each_at_their_step(run: Written, tmp_path: Path) -> No
     assert cluster.done == [
         ("kill_node", "n11"),
         ("kill_raylet", "n10"),
-        ("stop_worker", 10),
+        ("STOP", 10),
         ("drain_node", "n10", 9.0),
-        ("kill_worker", 11),
+        ("KILL", 11),
         ("add_node",),
     ]
     assert runner.unfired == ["add node at step 99"]
@@ -160,7 +158,7 @@ def test_a_victim_that_is_gone_is_sought_again(run: Written, tmp_path: Path) -> 
         until(lambda: "ProcessLookupError" in "".join(runner.unfired))
         run.formed(2, 1, [12])
         until(lambda: runner.fired)
-    assert cluster.done == [("kill_worker", 12)]
+    assert cluster.done == [("KILL", 12)]
 
 
 def test_an_earlier_run_in_the_folder_triggers_nothing(run: Written, tmp_path: Path) -> None:

@@ -1,0 +1,165 @@
+"""``elastic-ft chaos``: scenarios against real runs, and checks of finished ones."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from chaos.scenario import SCENARIOS, TIERS, Scenario, Tier, load_scenario
+from elastic_ft.errors import ConfigError
+
+PASSED, FAILED = 0, 1
+app = typer.Typer(no_args_is_help=True, help="Break runs on purpose, and check what came of it.")
+console = Console(highlight=False, soft_wrap=True)
+
+On = Annotated[
+    str | None, typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} [highest].")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run folders are put.")]
+OUT = Path("runs/chaos")
+
+
+@app.command("list")
+def list_scenarios() -> int:
+    """Print the scenarios that come with elastic_ft, and where each can run here."""
+    from chaos.trial import highest_tier
+
+    table = Table("scenario", "faults", "highest tier here", box=None, pad_edge=False)
+    for path in sorted(SCENARIOS.glob("*.yaml")):
+        scenario = load_scenario(path.stem)
+        tier, why = highest_tier(scenario)
+        table.add_row(path.stem, "\n".join(map(str, scenario.faults)), tier or f"none: {why}")
+    console.print(table)
+    return PASSED
+
+
+@app.command("run")
+def run(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="SCENARIO...", help="Files, or names; none: all that come with it."),
+    ] = None,
+    on: On = None,
+    out: Out = OUT,
+) -> int:
+    """Run scenarios, each on its highest tier; a fault that never fires fails.
+
+    Exit code 0: all that can run here have passed; 1: one failed, or none can run here.
+    """
+    names = names or [path.stem for path in sorted(SCENARIOS.glob("*.yaml"))]
+    scenarios = [(Path(name).stem, load_scenario(name)) for name in names]
+    return run_all(scenarios, tier_of(on), out)
+
+
+def tier_of(name: str | None) -> Tier | None:
+    if name is None:
+        return None
+    for tier in TIERS:
+        if tier == name:
+            return tier
+    raise ConfigError(f"--on: expected one of {', '.join(TIERS)}, found {name!r}")
+
+
+def run_all(scenarios: list[tuple[str, Scenario]], on: Tier | None, out: Path) -> int:
+    from chaos.trial import Outcome, Stage, highest_tier, lacks, run_trial
+
+    outcomes: list[Outcome] = []
+    began_s = time.monotonic()
+    with Stage(out) as stage:
+        for name, scenario in scenarios:
+            tier, why = highest_tier(scenario) if on is None else (on, lacks(scenario, on))
+            if why or tier is None:
+                outcomes.append(Outcome(name, tier or "none", skipped=why))
+            else:
+                outcomes.append(run_trial(name, scenario, tier, stage))
+            console.print(line_of(outcomes[-1]))
+            for verdict in outcomes[-1].failures:
+                console.print(f"      {verdict.claim}: {verdict.found}", markup=False)
+    passed = sum(outcome.passed for outcome in outcomes)
+    failed = [outcome for outcome in outcomes if not outcome.passed and not outcome.skipped]
+    skipped = len(outcomes) - passed - len(failed)
+    took_s = time.monotonic() - began_s
+    console.print(f"{passed} passed, {len(failed)} failed, {skipped} skipped in {took_s:.0f} s")
+    if failed:
+        console.print(f"run folders: {out}", markup=False)
+    return FAILED if failed or not passed else PASSED
+
+
+def line_of(outcome: Any) -> str:
+    word = "SKIP" if outcome.skipped else "PASS" if outcome.passed else "FAIL"
+    text = outcome.skipped or outcome.summary
+    return f"{word}  {outcome.name:32} {outcome.tier:9} {outcome.seconds:6.1f} s  {text}"
+
+
+@app.command("check")
+def check(
+    run_folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")
+    ],
+) -> int:
+    """Check what invariants I1-I8 leave in the folder of any finished run."""
+    from chaos.check import Folder
+    from elastic_ft.config import parse_job
+    from elastic_ft.core.invariants import CHECKS, Expected, check_run
+
+    if not (run_folder / "events.jsonl").is_file() or not (run_folder / "job.yaml").is_file():
+        raise ConfigError(f"{run_folder}: not a run folder: no events.jsonl or no job.yaml")
+    job = parse_job(yaml.safe_load((run_folder / "job.yaml").read_text()), f"{run_folder}/job.yaml")
+    found = Folder.of(run_folder)
+    first = found.steps[0]["step"] if found.steps else 1
+    expected = Expected(
+        seed=job.seed,
+        global_batch_size=job.batch.global_batch_size,
+        steps=job.steps,
+        first_step=first,
+    )
+    violations = check_run(found.events, found.steps, found.ledger, found.result, expected)
+    by_invariant: dict[str, list[str]] = {invariant: [] for invariant in CHECKS}
+    for violation in violations:
+        by_invariant.setdefault(violation.invariant, []).append(violation.message)
+    for invariant, messages in sorted(by_invariant.items()):
+        what = (CHECKS[invariant].__doc__ or "").split(": ", 1)[-1].splitlines()[0]
+        console.print(f"{'FAIL' if messages else 'PASS'}  {invariant}  {what}", markup=False)
+        for message in messages:
+            console.print(f"      {message}", markup=False)
+    return FAILED if violations else PASSED
+
+
+@app.command("soak")
+def soak(
+    minutes: Annotated[float, typer.Option(min=0, help="Begin no round after so long.")] = 10,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first round's faults.")] = 0,
+    rounds: Annotated[int | None, typer.Option(min=1, help="At most so many rounds.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    out: Out = Path("runs/soak"),
+) -> int:
+    """Random faults from all injectors, then all heals: the job must converge. Round by round."""
+    from chaos.soak import soak as run_rounds
+
+    return run_rounds(minutes, seed, rounds, local, out, console)
+
+
+@app.command("replay")
+def replay(
+    trace: Annotated[
+        str, typer.Argument(metavar="TRACE", help="A CSV file, bamboo-aws-p3, or a generated one.")
+    ] = "bamboo-aws-p3",
+    minutes: Annotated[float, typer.Option(min=0.1, help="The whole trace takes so long.")] = 5,
+    workers: Annotated[int, typer.Option(min=2, help="As many as the trace has at most.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of a generated trace.")] = 0,
+    local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    out: Out = Path("runs/replay"),
+) -> int:
+    """Replay a trace of nodes that come and go, in compressed time; print the goodput.
+
+    Generated: poisson, racks (correlated loss), llama3 (its published rates).
+    """
+    from chaos.replay import replay_trace
+
+    return replay_trace(trace, minutes, workers, seed, local, out, console)

@@ -1,0 +1,123 @@
+"""What a scenario can do to the machines under a run: plain processes, Ray nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from chaos.scenario import Network
+
+Heal = Callable[[], object]
+
+
+class Unsupported(Exception):
+    """This cluster can't do that; preflight refuses such a scenario."""
+
+
+class Cluster:
+    """``node``: as the journal names it. What has gone already raises KeyError or
+    ProcessLookupError."""
+
+    def kill_node(self, node: str) -> None:
+        raise Unsupported("kill node")
+
+    def kill_raylet(self, node: str) -> None:
+        raise Unsupported("kill raylet")
+
+    def kill_keeper(self, node: str) -> None:
+        raise Unsupported("kill keeper")
+
+    def kill_controller(self) -> None:
+        raise Unsupported("kill controller")
+
+    def kill_gcs(self) -> Heal:
+        """Returns what starts it again."""
+        raise Unsupported("kill gcs")
+
+    def signal_worker(self, pid: int, name: str) -> None:
+        """``name``: KILL, ABRT, STOP or CONT."""
+        raise Unsupported("signal worker")
+
+    def drain_node(self, node: str, deadline_s: float) -> None:
+        raise Unsupported("drain node")
+
+    def add_node(self) -> None:
+        raise Unsupported("add node")
+
+    def break_link(self, node: str, fault: Network) -> Heal:
+        raise Unsupported(f"network {fault.network}")
+
+
+class ProcessNodes(Cluster):
+    """On ``runtime.local.LocalHost``: nodes are names, the controller is this very process."""
+
+    def __init__(self, host: Any, slots: int) -> None:
+        self._host, self._slots, self._added = host, slots, 0
+
+    def kill_node(self, node: str) -> None:
+        self._host.kill_node(node)
+
+    def kill_keeper(self, node: str) -> None:
+        self._host.kill_keeper(node)
+
+    def kill_controller(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def signal_worker(self, pid: int, name: str) -> None:
+        if pid not in {self._host.pid_of(worker) for worker in self._host.alive()}:
+            raise ProcessLookupError(f"process {pid} is no worker of this run")
+        os.kill(pid, signal.Signals[f"SIG{name}"])
+
+    def drain_node(self, node: str, deadline_s: float) -> None:
+        self._host.drain_node(node, time.time() + deadline_s)
+
+    def add_node(self) -> None:
+        self._added += 1
+        self._host.add_node(f"added{self._added}", self._slots)
+
+
+class RayNodes(Cluster):
+    """On ``ray_train.cluster.LocalCluster``."""
+
+    def __init__(self, cluster: Any) -> None:
+        self._cluster = cluster
+
+    def kill_node(self, node: str) -> None:
+        self._cluster.kill_node(node)
+
+    def kill_raylet(self, node: str) -> None:
+        self._cluster.kill_raylet(node)
+
+    def kill_keeper(self, node: str) -> None:
+        self._kill_actor(self._cluster.processes(node), "KeeperActor")
+
+    def kill_controller(self) -> None:
+        self._kill_actor(self._cluster.head_processes(), "ElasticController")
+
+    def kill_gcs(self) -> Heal:
+        self._cluster.kill_gcs()
+        restart: Heal = self._cluster.restart_gcs
+        return restart
+
+    def signal_worker(self, pid: int, name: str) -> None:
+        self._cluster.node_of_pid(pid)  # raises unless the process is one of this cluster's
+        os.kill(pid, signal.Signals[f"SIG{name}"])
+
+    def drain_node(self, node: str, deadline_s: float) -> None:
+        self._cluster.drain_node(node, time.time() + deadline_s)
+
+    def add_node(self) -> None:
+        self._cluster.add_node()
+
+    def break_link(self, node: str, fault: Network) -> Heal:
+        broken: Heal = self._cluster.break_link(node, fault)
+        return broken
+
+    def _kill_actor(self, processes: list[Any], name: str) -> None:
+        found = [p for p in processes if any(name in part for part in p.cmdline())]
+        if not found:
+            raise ProcessLookupError(f"no {name} is running")
+        found[0].send_signal(signal.SIGKILL)

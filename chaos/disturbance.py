@@ -1,0 +1,80 @@
+"""A scenario around one run: surroundings, the cluster it needs, the runner, what never fired."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from chaos.clusters import Cluster, RayNodes
+from chaos.runner import Runner
+from chaos.scenario import Armed, Scenario
+from chaos.surroundings import Surroundings, surroundings
+from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.watch import local_path
+
+
+class Disturbance:
+    """Made by ``disturbed``. With no scenario, nothing happens."""
+
+    def __init__(self, faults: Armed | None, out: str, around: Surroundings, resumed: bool) -> None:
+        self._faults, self._out, self._around, self._resumed = faults, out, around, resumed
+        self._runner: Runner | None = None
+
+    @property
+    def scenario(self) -> Scenario | None:
+        return self._faults.scenario if self._faults is not None else None
+
+    @property
+    def inside(self) -> tuple[Any, ...]:
+        """For the workers."""
+        return self._faults.inside if self._faults is not None else ()
+
+    def local_cluster(self, nodes: int, cpus_per_node: int) -> Any:
+        """A Ray cluster on this machine to which the scenario can happen; a context manager."""
+        if self.scenario is not None and self.scenario.needs_network:
+            from chaos.network import NetworkCluster
+
+            return NetworkCluster(nodes, cpus_per_node)
+        from elastic_ft.ray_train.cluster import LocalCluster
+
+        durable = self.scenario is not None and self.scenario.needs_durable_head
+        return LocalCluster(nodes, cpus_per_node, durable_head=durable)
+
+    @contextlib.contextmanager
+    def injected(self, cluster: Any) -> Iterator[None]:
+        """``cluster``: chaos.clusters.Cluster, or a LocalCluster; None if it is not ours."""
+        external = self.scenario.external if self.scenario is not None else ()
+        if not external:
+            yield
+            return
+        nodes = cluster if isinstance(cluster, Cluster) else RayNodes(cluster)
+        with Runner(external, self._out, nodes, self._around, self._resumed) as self._runner:
+            yield
+
+    def unfired(self, result: dict[str, Any]) -> list[str]:
+        if self.scenario is None:
+            return []
+        fired = set(result.get("faults_fired", ()))
+        if self._resumed and (folder := local_path(self._out)) is not None:
+            fired |= fired_inside(folder)
+        inside = enumerate(self.scenario.at_points)
+        missed = [str(fault) for index, fault in inside if index not in fired]
+        return missed + (self._runner.unfired if self._runner is not None else [])
+
+
+@contextlib.contextmanager
+def disturbed(
+    faults: Armed | None, out: str, checkpoint_url: str, resumed: bool = False
+) -> Iterator[Disturbance]:
+    """To be entered before anything of the run is started. Raises ConfigError."""
+    scenario = faults.scenario if faults is not None else None
+    with surroundings(scenario, out, checkpoint_url) as around:
+        yield Disturbance(faults, out, around, resumed)
+
+
+def fired_inside(folder: Path) -> set[int]:
+    """Indices of the faults at points that a run folder's journal has."""
+    lines = read_lines(folder / "events.jsonl")
+    return {line["index"] for line in lines if line["event"] == "fault_fired"}

