@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -q --durations=5
 STAMP := .venv/.installed
-SOURCES := elastic_ft chaos tests benchmarks examples
+SOURCES := elastic_ft chaos tests benchmarks examples deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench clean venv \
