@@ -70,6 +70,11 @@ class Box:
             sizes.append(size)
         return Box(tuple(offsets), tuple(sizes))
 
+    def contains(self, other: Box) -> bool:
+        """Whether ``other`` is inside this box. ValueError if dimensions differ."""
+        pairs = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(a <= b and b + b_size <= a + a_size for a, a_size, b, b_size in pairs)
+
     def minus(self, other: Box) -> tuple[Box, ...]:
         """Disjoint boxes that together are this one without ``other``; at most two a dimension."""
         cut = self.intersect(other)

@@ -185,7 +185,7 @@ def _copy_locally(copy: Copy, held: Held, needs: Held) -> None:
 
 def _find(held: Held, copy: Copy) -> StateTensor:
     for tensor in held.get(copy.tensor, ()):
-        if tensor.box.intersect(copy.box) == copy.box:
+        if tensor.box.contains(copy.box):
             return tensor
     raise GroupBroken(f"the plan wants {copy.tensor} {copy.box}, which is not held here")
 
