@@ -23,7 +23,7 @@ from multiprocessing.connection import (
     deliver_challenge,
 )
 from multiprocessing.context import AuthenticationError
-from typing import Any
+from typing import Any, Literal
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import Assignment, Member, WorkerId
@@ -86,6 +86,34 @@ class Note:
     event: str
     reason: str
     fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """To a worker that seems to hang, and to its node's keeper: where does it stand?"""
+
+    worker: WorkerId
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """Where a worker's training thread stood. Empty: that is not known.
+
+    Attributes:
+        by: who says so.
+        frames: of its stack, innermost first.
+        process: what the kernel says of the process.
+        last: nothing more will be said.
+    """
+
+    worker: WorkerId
+    by: Literal["worker", "keeper"]
+    step: int = 0
+    point: str = ""
+    frames: tuple[str, ...] = ()
+    process: dict[str, Any] = field(default_factory=dict)
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,10 +41,12 @@ from elastic_ft.runtime.control import (
     Heartbeat,
     NodeHealth,
     Note,
+    Stood,
     Welcome,
 )
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
+from elastic_ft.runtime.inquiry import Inquiries
 from elastic_ft.runtime.planning import planning_of
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store, open_store
@@ -138,6 +140,7 @@ class Controller:
         self._accounts = Accounts(self._started_at_s, elastic.workers_per_node, elastic.max_workers)
         self.metrics = Metrics(job.name, self.policy)
         self._last_metrics: dict[str, Any] = {}
+        self._inquiries = Inquiries(self._send, host.kill_worker, self._journal)
         self._finish: ev.FinishJob | None = None
         self.on_step: Callable[[dict[str, Any]], None] | None = None
 
@@ -253,13 +256,17 @@ class Controller:
         now = time.monotonic()
         due = self._timers[0][0] if self._timers else now + WATCH_EVERY_S
         patience = max(0.0, min(due, max(self._next_watch_s, now)) - now)
+        if (inquiry_due_s := self._inquiries.due_s) is not None:
+            patience = max(0.0, min(patience, inquiry_due_s - now))
         try:
             message = self._inbox.get(timeout=patience)
         except queue.Empty:
+            self._inquiries.look()
             self._fire_timers()
             self._watch()
             return
         self._handle(message)
+        self._inquiries.look()
         if time.monotonic() >= due:
             for _ in range(self._inbox.qsize()):  # what came before the deadline counts
                 self._handle(self._inbox.get_nowait())
@@ -277,6 +284,8 @@ class Controller:
             self._journal(message.event, message.generation, message.reason, message.fields)
         elif isinstance(message, FaultFired):
             self._fault_fired(message)
+        elif isinstance(message, Stood):
+            self._inquiries.answer(message)
         elif isinstance(message, NodeHealth):
             self.metrics.node(message.node, asdict(message))
         else:
@@ -291,12 +300,17 @@ class Controller:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
         if isinstance(event, ev.StepApplied):
             self._note_step(event)
-        before = self.state.phase
-        self.state, commands = decide(self.state, event, self.policy)
+        before = self.state
+        self.state, commands = decide(before, event, self.policy)
+        if isinstance(event, ev.TimerFired):  # who reached no safe point in time
+            late = [c.worker for c in commands if isinstance(c, ev.KillWorker)]
+            self._inquiries.ask(before.ready[worker] for worker in late if worker in before.ready)
         for command in commands:
             self._execute(command)
+        if self.state.abort and self.state.generation > before.generation and before.ranks:
+            self._inquiries.broke(before, self.state, event, self._marks)
         self._accounts.on(now_s, event, commands, self.state)
-        self._after(before)
+        self._after(before.phase)
         self._show(event)
 
     def _record(self, event: ev.Event, now_s: float) -> None:
@@ -334,7 +348,7 @@ class Controller:
         self.host.want_workers(command.total)
 
     def _kill_worker(self, command: ev.KillWorker) -> None:
-        self.host.kill_worker(command.worker)
+        self._inquiries.kill(command.worker)
 
     def _to_worker(
         self, command: ev.ReleaseWorker | ev.Bench | ev.UseKeeper | ev.TakeCheckpoint
@@ -360,10 +374,10 @@ class Controller:
             extra = extras.get(member.worker)
             self._send(member.worker, Form(assignment, extra, frozenset(self._fired), checkpointed))
 
-    def _send(self, worker: ev.WorkerId, message: Any) -> None:
+    def _send(self, worker: ev.WorkerId, message: Any) -> bool:
         """A worker that can't be reached is lost; the connection's end says so."""
         assert self._server is not None
-        self._server.send(worker, message)
+        return self._server.send(worker, message)
 
     def _record_step(self, command: ev.RecordStep) -> None:
         metrics = dict(command.metrics)
@@ -475,6 +489,7 @@ class Controller:
     # ------------------------------------------------------------------- the watch
 
     def _note_progress(self, beat: Heartbeat) -> None:
+        self._inquiries.reached(beat.worker, beat.point)
         now, old = time.monotonic(), self._marks.get(beat.worker)
         still = old and (old.step, old.place, old.points) == (beat.step, beat.place, beat.points)
         moved_at_s = old.moved_at_s if old and still else now
@@ -506,8 +521,9 @@ class Controller:
         hang_timeout_s = elastic.hang_timeout_s if state.phase == "running" else math.inf
         hung = find_hung(marks, now, hang_timeout_s, elastic.heartbeat_timeout_s)
         hung |= self._silent_idlers(now)
+        self._inquiries.ask(state.ready[worker] for worker in hung)
         for worker, reason in hung.items():
-            silent_s = round(now - self._marks[worker].heard_at_s, 4)
+            silent_s = round(now - since(self._marks[worker], now, elastic.heartbeat_timeout_s), 4)
             self._step(ev.WorkerHung(time.time(), worker, reason, silent_s))
         if not hung and all_stand_still(marks, now, hang_timeout_s):
             self._marks = {}
@@ -606,6 +622,12 @@ executors: dict[type, Callable[[Controller, Any], None]] = {
     ev.Journal: Controller._journal_line,
     ev.FinishJob: Controller._finish_job,
 }
+
+
+def since(mark: Mark, now_s: float, heartbeat_timeout_s: float) -> float:
+    """When it was last well: last heard of, if it is silent, else last seen to move."""
+    silent = now_s - mark.heard_at_s > heartbeat_timeout_s
+    return mark.heard_at_s if silent else mark.moved_at_s
 
 
 def own_address() -> str:

@@ -42,7 +42,8 @@ from elastic_ft.core.events import (
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StateDamaged
 from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole
-from elastic_ft.runtime.control import Channel, NodeHealth, connect
+from elastic_ft.runtime.control import Channel, Inspect, NodeHealth, connect
+from elastic_ft.runtime.diagnosis import inspect
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
@@ -187,6 +188,8 @@ class NodeKeeper:
                 return
             if isinstance(message, DropKept):
                 self._drop(message.worker)
+            elif isinstance(message, Inspect):
+                inspect(self._controller, message.worker, message.pid)
 
     # ------------------------------------------------------------------ connections
 

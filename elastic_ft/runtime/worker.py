@@ -45,8 +45,19 @@ from elastic_ft.errors import DataError, GroupBroken, StateDamaged, UsageError
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime import restore
 from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
-from elastic_ft.runtime.control import Channel, FaultFired, Form, Heartbeat, Note, Welcome, connect
+from elastic_ft.runtime.control import (
+    Channel,
+    FaultFired,
+    Form,
+    Heartbeat,
+    Inspect,
+    Note,
+    Stood,
+    Welcome,
+    connect,
+)
 from elastic_ft.runtime.data import open_dataset
+from elastic_ft.runtime.diagnosis import stack_of
 from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.faults import Points
@@ -136,6 +147,7 @@ class Worker:
         self.job: Job = self._welcome.job
         self._links = Links(self._welcome.store, FORM_TIMEOUT_S)
         self._links.prepare()
+        self._training_thread = threading.get_ident()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
         self._news = threading.Condition()
         self._fence = 0  # the newest generation heard of: older ones are over (I1)
@@ -179,10 +191,13 @@ class Worker:
                 self._flags.checkpoint = True
             elif isinstance(message, StopAtBoundary):
                 self._flags.stop = True
+            elif isinstance(message, Inspect):
+                self._tell_where(stack_of(self._training_thread))
             elif isinstance(message, ReleaseWorker):
                 self._on_release(message.reason)
 
     def _on_pause_workers(self, message: PauseWorkers) -> None:
+        frames = stack_of(self._training_thread) if message.abort else ()
         with self._news:
             self._fence = max(self._fence, message.generation)
             groups = self._groups
@@ -191,8 +206,14 @@ class Worker:
             else:
                 self._flags.pause = True
             self._news.notify_all()
-        if message.abort and self._on_pause is not None:
-            self._on_pause()
+        if message.abort:
+            if self._on_pause is not None:
+                self._on_pause()
+            self._tell_where(frames)
+
+    def _tell_where(self, frames: tuple[str, ...]) -> None:
+        step, point = self._points.step, self._points.last
+        self._send(Stood(self.member.worker, "worker", step, point, frames))
 
     def _on_form(self, message: Form) -> None:
         with self._news:

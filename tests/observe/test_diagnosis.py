@@ -1,0 +1,198 @@
+"""Who stood where is in the journal before anything is killed, and nobody waits long for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from elastic_ft.core import events as ev
+from elastic_ft.observe import replay
+from elastic_ft.runtime.control import Inspect, Stood
+from elastic_ft.runtime.diagnosis import collective_in, frame_line, process_facts, spy, stack_of
+from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.inquiry import KILL_WAIT_S, Inquiries
+from tests.multiproc.harness import Gate, Run, run_job
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """One after the other: a worker is stopped, one is killed, one's training thread sleeps."""
+    faults = (
+        Fault("backward", "stop", rank=1, step=8, world=3),
+        Fault("forward", "kill", rank=2, world=3, after=0),
+        Fault("before_optimizer", "hang", rank=0, world=3, after=1),
+    )
+    out = tmp_path_factory.mktemp("diagnosis")
+    gate = Gate(out / "gate")
+    elastic = {"hang_timeout_s": 3, "join_batch_s": 0.1}
+    job = gate.job("ddp", steps=24, workers=3, elastic=elastic)
+    return run_job(job, out / "run", faults=faults, watch=gate).check()
+
+
+def diagnosis_of(run: Run, fault: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The line about a fault, and what it says of the worker that the fault befell."""
+    fired = next(line for line in run.all("fault_fired") if line["index"] == fault)
+    for line in run.after(fired, "diagnosis"):
+        for entry in line["workers"]:
+            if entry["worker"] == fired["worker"]:
+                return line, entry
+    raise AssertionError(f"no diagnosis of {fired['worker']}\n{run.story()}")
+
+
+def frames_of(line: dict[str, Any], entry: dict[str, Any]) -> list[str]:
+    return list(line["stacks"][entry["stack"]])
+
+
+def test_a_stopped_worker_is_looked_at_by_its_keeper(run: Run) -> None:
+    line, entry = diagnosis_of(run, 0)
+    assert entry["suspect"], run.story()
+    assert entry["process"]["State"].startswith("T"), entry  # stopped, not yet killed
+    assert entry["process"]["wchan"]
+    assert "process T" in line["reason"]
+
+
+def test_a_hung_training_thread_is_shown_by_its_control_thread(run: Run) -> None:
+    line, entry = diagnosis_of(run, 2)
+    assert entry["suspect"], run.story()
+    assert entry["point"] == "before_optimizer"
+    frames = frames_of(line, entry)
+    assert any("faults.py" in frame for frame in frames), frames
+    assert any(frame.endswith("run_worker") for frame in frames), frames
+    hung = next(r for r in run.recoveries if r["cause"] == "worker_hung" and r["noticed_s"] > 2.5)
+    assert hung["noticed_s"] < 30
+
+
+def test_the_others_stood_in_their_collectives(run: Run) -> None:
+    """Whoever the fault spared waited for the one it befell."""
+    for fault in (0, 1, 2):
+        line, entry = diagnosis_of(run, fault)
+        others = [e for e in line["workers"] if e["worker"] != entry["worker"]]
+        assert len(others) == 2
+        waiting = [e for e in others if e.get("stack")]
+        assert waiting, line
+        assert all(frames_of(line, e) for e in waiting)
+    line, _ = diagnosis_of(run, 2)
+    assert any(e.get("collective") for e in line["workers"]), line
+
+
+def test_a_killed_worker_is_placed_by_its_last_word(run: Run) -> None:
+    _, entry = diagnosis_of(run, 1)
+    assert entry["step"] >= 7
+    assert entry["still_s"] >= 0
+
+
+def test_a_diagnosis_decides_nothing(run: Run) -> None:
+    assert replay.check(run.path).difference == ""
+
+
+# ------------------------------------------------------------------------- each by itself
+
+
+class Wires:
+    """What inquiries send, kill and write."""
+
+    def __init__(self, reachable: bool = True) -> None:
+        self.sent: list[Any] = []
+        self.killed: list[str] = []
+        self.lines: list[tuple[Any, ...]] = []
+        self.reachable = reachable
+        self.inquiries = Inquiries(self._send, self.killed.append, self._write)
+
+    def _send(self, to: str, message: Any) -> bool:
+        self.sent.append((to, message))
+        return self.reachable
+
+    def _write(self, *line: Any) -> None:
+        self.lines.append(line)
+
+
+MEMBER = ev.Member("w1", "n1", "host", 77)
+
+
+def test_killing_waits_for_an_answer() -> None:
+    wires = Wires()
+    wires.inquiries.ask([MEMBER])
+    assert wires.sent == [("w1", Inspect("w1", 77)), ("keeper:n1", Inspect("w1", 77))]
+    wires.inquiries.kill("w1")
+    assert wires.killed == []
+    due_s = wires.inquiries.due_s
+    assert due_s is not None and 0 < due_s - time.monotonic() <= KILL_WAIT_S
+
+
+def test_killing_does_not_wait_past_its_deadline() -> None:
+    wires = Wires()
+    wires.inquiries.ask([MEMBER])
+    wires.inquiries.kill("w1")
+    pause = threading.Event()
+    began_s = time.monotonic()
+    while not wires.killed:
+        assert time.monotonic() < began_s + 10
+        wires.inquiries.look()
+        pause.wait(0.005)
+    assert time.monotonic() - began_s >= KILL_WAIT_S * 0.9
+    assert wires.inquiries.due_s is None
+
+
+def test_whom_nobody_can_ask_is_killed_at_once() -> None:
+    wires = Wires(reachable=False)
+    wires.inquiries.ask([MEMBER])
+    wires.inquiries.kill("w1")
+    wires.inquiries.kill("w2")  # never asked
+    assert wires.killed == ["w1", "w2"]
+
+
+def test_a_stopped_process_tells_its_state_and_its_python_stack() -> None:
+    program = (
+        "import sys, time\ndef stuck():\n    print('here', flush=True)\n    time.sleep(60)\nstuck()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert process_facts(process.pid)["State"].startswith("T")
+        frames = spy(process.pid)
+        assert not frames or "stuck" in frames[0]  # py-spy may not be allowed to look
+    finally:
+        process.kill()
+        process.wait()
+    assert process_facts(process.pid) == {}
+    assert spy(process.pid) == ()
+
+
+def test_a_stack_is_innermost_first_and_without_where_things_are_installed() -> None:
+    frames = stack_of(threading.get_ident())
+    assert frames[0].startswith("elastic_ft/runtime/diagnosis.py:")
+    assert frames[1].endswith(
+        " test_a_stack_is_innermost_first_and_without_where_things_are_installed"
+    )
+    assert stack_of(-1) == ()
+    line = frame_line("/some/venv/site-packages/torch/nn/functional.py", 3, "relu")
+    assert line == "torch/nn/functional.py:3 relu"
+
+
+def test_the_collective_is_the_one_that_was_called() -> None:
+    frames = (
+        "torch/distributed/distributed_c10d.py:3009 all_reduce",
+        "torch/distributed/c10d_logger.py:83 wrapper",
+        "elastic_ft/runtime/loop.py:300 _agree",
+        "torch/distributed/other.py:1 outer",
+    )
+    assert collective_in(frames) == "all_reduce"
+    backward = ("torch/autograd/graph.py:5 _engine_run_backward", "elastic_ft/runtime/x.py:1 f")
+    assert collective_in(backward) == "backward"
+    assert collective_in(("elastic_ft/runtime/loop.py:1 _one_step",)) == ""
+
+
+def test_an_answer_before_the_inquiry_is_kept() -> None:
+    wires = Wires()
+    wires.inquiries.answer(Stood("w1", "worker", 5, "reduce", ("a.py:1 f",)))
+    assert wires.lines == []
