@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ft.core.events import Member, NodeId, ResizeRequested
 from elastic_ft.core.layout import Layout, plan_layout
-from elastic_ft.core.planner import NoLayout, Planning, Previous, best
+from elastic_ft.core.planner import Limits, NoLayout, Planning, Previous, best
 from elastic_ft.core.state import Policy, Turn
 
 WINDOW_S = 600.0  # in which changes of membership are counted
@@ -88,17 +88,21 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     if (old := turn.state.assignment) is not None:
         ranks = tuple(turn.state.ranks.get(member.worker) for member in placed)
         previous = Previous(old.layout, ranks)
-    limits = replace(
-        planning.limits, world_min=turn.policy.min_workers, multiple_of=turn.policy.multiple_of
-    )
     try:
-        plan = best(planning.work, devices, limits, previous)
+        plan = best(planning.work, devices, _limits(turn.policy), previous)
     except NoLayout as error:
         return str(error)
     chosen = tuple(placed[device] for device in plan.devices)
     idle = tuple(member for member in placed if member not in chosen)
     why = f"planned {plan.layout}: {'; '.join(plan.why)}"
     return World(chosen, plan.layout, why, idle, "the planner has no use for them" * bool(idle))
+
+
+def _limits(policy: Policy) -> Limits:
+    assert policy.planning is not None
+    return replace(
+        policy.planning.limits, world_min=policy.min_workers, multiple_of=policy.multiple_of
+    )
 
 
 def _memory_bytes(planning: Planning, members: Iterable[Member]) -> float:
@@ -155,6 +159,14 @@ def refuses(turn: Turn, event: ResizeRequested) -> str:
         )
     if event.workers % policy.multiple_of:
         return f"{event.workers} workers: worlds are multiples of {policy.multiple_of}"
+    if policy.planning is None:
+        return ""
+    memory_bytes = _memory_bytes(policy.planning, turn.state.ready.values())
+    devices = replace(policy.planning.devices, nodes=(event.workers,), memory_bytes=memory_bytes)
+    try:
+        best(policy.planning.work, devices, _limits(policy))
+    except NoLayout as error:
+        return str(error)
     return ""
 
 

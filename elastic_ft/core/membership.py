@@ -704,8 +704,10 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         _pause(turn, "form_timeout", reason, abort=True)
     elif key == ("suspend", "suspended"):
         reason = f"{usable} workers after {policy.suspend_timeout_s:g} s suspended"
-        reason = f"{reason}, min_workers is {policy.min_workers}"
-        finish(turn, "suspended", f"{reason}; {turn.last_good()}")
+        why = choose_world(turn)
+        if usable < policy.min_workers or not isinstance(why, str):
+            why = f"min_workers is {policy.min_workers}"
+        finish(turn, "suspended", f"{reason}, {why}; {turn.last_good()}")
 
 
 def _late(turn: Turn) -> list[WorkerId]:

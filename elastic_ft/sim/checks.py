@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from elastic_ft.core.events import CommitCheckpoint, RecordStep, RollBack, Tier
+from elastic_ft.core.events import Assignment, CommitCheckpoint, RecordStep, RollBack, Tier
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.recovery import Refused
 from elastic_ft.sim.places import Lineage
@@ -25,6 +25,23 @@ class Violation(AssertionError):
 def require(truth: bool, invariant: str, what: str) -> None:
     if not truth:
         raise Violation(f"{invariant}: {what}")
+
+
+def world_is_allowed(world: World, assignment: Assignment) -> None:
+    """Policy: as many workers as may be and are there, no more than were asked for."""
+    core, policy = world.core, world.policy
+    count, most = len(assignment.members), core.target or policy.max_workers
+    where = f"generation {assignment.generation} of {count} workers"
+    require(policy.min_workers <= count <= most, "policy", f"{where}, {most} asked for")
+    require(count % policy.multiple_of == 0, "policy", f"{where}, not {policy.multiple_of}n")
+    require(count == assignment.layout.world_size, "policy", f"{where}: {assignment.layout}")
+    there = {w.worker for w in core.ready.values() if w.node not in core.draining}
+    there -= core.leaving.keys()
+    able = min(len(there), most) // policy.multiple_of * policy.multiple_of
+    require(policy.planning is not None or count >= able, "policy", f"{where}, {able} are there")
+    named = core.ready.keys() & core.idle.keys()
+    idle = there - {member.worker for member in assignment.members}
+    require(idle <= named, "I8", f"{where}: {sorted(idle - named)} idle without a reason")
 
 
 def applied(world: World, worker: SimWorker, group: Group, step: int) -> None:

@@ -221,7 +221,10 @@ class Group:
         worker.live = Live(step, live.space, live.shard, lineage)
         worker.unapplied = None
         metrics = {"loss": round(1.0 / step, 6)}
-        worker.send(StepApplied(world.now_s, worker.id, self.generation, step, metrics))
+        pace_s = worker.pace_s
+        worker.send(
+            StepApplied(world.now_s, worker.id, self.generation, step, metrics, pace_s=pace_s)
+        )
         final = stop or step == scenario.steps
         if final or (scenario.checkpoint_every and step % scenario.checkpoint_every == 0):
             worker.upload(self.generation)

@@ -247,5 +247,21 @@ class Chaos:
         world.stop_requested = True
         world.tell(StopRequested(world.now_s, "someone asked"), world.controller)
 
+    def _resize(self, fault: Fault) -> bool | None:
+        world, policy = self.world, self.world.policy
+        worlds = range(policy.min_workers, policy.max_workers + 1, policy.multiple_of)
+        workers = worlds[fault.target % len(worlds)]
+        if workers == (world.core.target or policy.max_workers):
+            return False
+        world.ask_for(workers)
+        return None
+
+    def _slow_worker(self, fault: Fault) -> bool | None:
+        members = self.world.members()
+        if not self.world.policy.evict_stragglers or not members:
+            return False
+        members[fault.target % len(members)].pace_s = 5.0
+        return None
+
     def _crash_controller(self, fault: Fault) -> None:
         self.world.crash_controller()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from elastic_ft.core.costs import Devices, ModelShape, Work
 from elastic_ft.core.layout import Strategy
+from elastic_ft.core.planner import Limits, Planning
 from elastic_ft.core.state import Policy
 
 KINDS = {  # kind of fault -> how often it is drawn
@@ -24,8 +26,30 @@ KINDS = {  # kind of fault -> how often it is drawn
     "slow_network": 2,
     "crash_controller": 1,
     "request_stop": 1,
+    "resize": 5,
+    "slow_worker": 2,
 }
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
+
+
+# A model that fits a device hardly: the planner cuts it up, and into stages where it must.
+SHAPE = ModelShape(
+    layers=4,
+    dim=1024,
+    heads=4,
+    kv_heads=4,
+    ffn_dim=4096,
+    vocabulary=8000,
+    sequence_length=512,
+    block_parameters=17_000_000,
+    embedding_parameters=8_000_000,
+    output_parameters=8_000_000,
+)
+PLANNING = Planning(
+    Work(SHAPE, 12),
+    Devices((1,), 1.2e9, inter_bytes_per_s=2e9),
+    Limits(micro_batches=(1,), recompute=(True,)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +78,10 @@ class Scenario:
     keepers: bool = True
     snapshot_every: int = 1
     checkpoint_every: int = 5
+    multiple_of: int = 1
+    spares: int = 0
+    evict_stragglers: bool = False
+    planned: bool = False  # the planner lays out
     faults: tuple[Fault, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0  # share of messages that arrive twice
@@ -63,9 +91,16 @@ class Scenario:
     events_max: int = 20_000
 
     def policy(self) -> Policy:
+        each = self.multiple_of
         return Policy(
-            min_workers=self.min_workers,
-            max_workers=self.max_workers,
+            min_workers=-(-self.min_workers // each) * each,
+            max_workers=self.max_workers // each * each,
+            multiple_of=each,
+            spares=self.spares,
+            planning=PLANNING if self.planned else None,
+            evict_stragglers=self.evict_stragglers,
+            straggler_window_steps=2,
+            regrow_delay_max_s=20.0,
             strategy=self.strategy,
             shard_size=self.shard_size,
             copies=self.copies,
@@ -88,12 +123,18 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
     steps = rng.randint(8, 16)
     strategies: tuple[Strategy, ...] = ("ddp", "fsdp", "hsdp")
     drawn = rng.choice(strategies)
+    more = random.Random(f"policy {seed}")
+    each = more.choice((1, 1, 1, 2)) if workers > 1 else 1
+    spares = more.choice((0, 0, 1, 2))
     return Scenario(
         seed=seed,
         strategy=strategy or drawn,
-        min_workers=rng.randint(1, workers),
+        min_workers=min(rng.randint(1, workers), workers // each * each),
         max_workers=workers,
-        nodes=nodes,
+        multiple_of=each,
+        spares=spares,
+        evict_stragglers=more.random() < 0.3,
+        nodes=nodes + -(-spares // per_node),
         workers_per_node=per_node,
         steps=steps,
         shard_size=rng.choice((None, 2, 3)),

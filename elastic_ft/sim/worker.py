@@ -73,6 +73,7 @@ class SimWorker:
         self.keeper: SimKeeper | None = None
         self.uploads = 0
         self.checkpointed = 0
+        self.pace_s = 1.0
         self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
         self.cut_off = False  # what was on its way is lost
 

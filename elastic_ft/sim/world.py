@@ -27,6 +27,7 @@ from elastic_ft.core.events import (
     PauseWorkers,
     RecordStep,
     ReleaseWorker,
+    ResizeRequested,
     RollBack,
     StartTimer,
     StopAtBoundary,
@@ -90,6 +91,7 @@ class World:
         self.want = 0
         self.publishing: list[CommitCheckpoint] = []
         self.stop_requested = False
+        self.asked: int | None = None  # how many workers, until the job has ended
         self.finish: FinishJob | None = None
         self.on_turn: Callable[[], None] = lambda: None
 
@@ -314,6 +316,12 @@ class World:
         for node in self.nodes:
             self.start_keeper(node)
         self.tell(JobStarted(self.now_s, refs, generation), self.controller)
+        if self.asked is not None:
+            self.ask_for(self.asked)
+
+    def ask_for(self, workers: int) -> None:
+        self.asked = workers
+        self.tell(ResizeRequested(self.now_s, workers, f"r{self.events}"), self.controller)
 
     def crash_controller(self) -> None:
         """Workers leave when their controller does. The last line may be torn, a PUT half done."""
@@ -363,6 +371,7 @@ class World:
                     self.send_down(name, command)
             case FormGeneration(assignment=new):
                 checks.require(bool(new.reason), "I8", f"no reason: {command}")
+                checks.world_is_allowed(self, new)
                 self.groups[new.generation] = Group(self, new)
                 for member in (*new.members, *new.donors):
                     self.send_down(member.worker, command)

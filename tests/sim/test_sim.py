@@ -57,12 +57,13 @@ def history_of(scenario: Scenario) -> str:
 # --------------------------------------------------------------------- safety, then liveness
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: f"schedules-{s}")
-def test_every_schedule_is_safe_and_completes(strategy: layout.Strategy) -> None:
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"], ids=lambda s: f"schedules-{s}")
+def test_every_schedule_is_safe_and_completes(strategy: str) -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + COUNT)
     fired: Counter[str] = Counter()
     for seed in seeds:
-        scenario = make_scenario(seed, strategy)
+        scenario = make_scenario(seed, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
+        scenario = replace(scenario, planned=strategy == "auto")
         try:
             fired += simulate(scenario).fired
         except Violation:
@@ -141,6 +142,46 @@ def test_what_was_left_of_void_steps_is_never_mixed_with_those_trained_again(
     assert not failures(trained_again(seed) for seed in range(60))
     monkeypatch.setattr(restoring, "_of_this_history", lambda held, until: held)
     assert failures(trained_again(seed) for seed in range(60))
+
+
+def left_over(seed: int) -> Scenario:
+    """Worlds of two or four: one of four goes, and another has no rank. Then two more go."""
+    phase = ("running", "forming")[seed // 3 % 2]
+    two = (Fault("crash_worker", 5, phase, 0.0, 0, 1.0),) * 2
+    return Scenario(
+        seed=seed,
+        strategy=STRATEGIES[seed % 3],
+        min_workers=2,
+        max_workers=4,
+        multiple_of=2,
+        nodes=4,
+        workers_per_node=1,
+        steps=14,
+        shard_size=2,
+        copies=2 + seed % 2,
+        keepers=seed // 2 % 2 == 1,
+        checkpoint_every=4,
+        faults=(Fault("crash_node", 3, "running", seed % 7 / 7, seed % 4, 25.0), *two),
+        spread_s=1.0,
+    )
+
+
+def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenarios = [left_over(seed) for seed in range(240)]
+    assert not failures(scenarios)
+    bench = membership._bench
+
+    def not_told(turn: state.Turn, keep: set[str], step: int) -> dict[str, int]:
+        asked = len(turn.commands)
+        benched = bench(turn, keep, step)
+        del turn.commands[asked:]
+        return benched
+
+    for broken in (not_told, lambda turn, keep, step: {}):
+        monkeypatch.setattr(membership, "_bench", broken)
+        assert failures(scenarios)
 
 
 # ------------------------------------------------------------------------------- determinism

@@ -1,0 +1,445 @@
+"""Who makes the next world: multiples, spares, what was asked for, the planner, stragglers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ft.core.costs import Devices, ModelShape, Work
+from elastic_ft.core.elasticity import WINDOW_S, find_straggler
+from elastic_ft.core.events import (
+    Bench,
+    Command,
+    FormGeneration,
+    NodeDraining,
+    NodeLost,
+    PauseWorkers,
+    ReleaseWorker,
+    ResizeRequested,
+    StartTimer,
+    StepApplied,
+    Tier,
+    WantWorkers,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic_ft.core.layout import Layout
+from elastic_ft.core.planner import Limits, Planning
+from elastic_ft.core.state import Policy
+from elastic_ft.sim.script import Script, formed, member
+
+FOUR = {"a": "n1", "b": "n2", "c": "n3", "d": "n4"}
+
+
+def script_of(min_workers: int, max_workers: int, **more: Any) -> Script:
+    return Script(Policy(min_workers, max_workers, **more))
+
+
+def pause_all(script: Script, step: int) -> list[Command]:
+    """Every living member answers with its live state of ``step``."""
+    commands: list[Command] = []
+    before = {m.worker: rank for rank, m in enumerate(script.assignment.members)}
+    for worker in script.state.ready:
+        if worker in before:
+            commands += script.paused(worker, script.live(worker, step))
+        elif worker in script.state.benched:
+            commands += script.paused(worker)
+    return commands
+
+
+def lose(script: Script, worker: str, step: int) -> list[Command]:
+    script.tell(WorkerLost, worker, "killed")
+    return pause_all(script, step)
+
+
+def of(kind: type[Any], commands: list[Command]) -> list[Any]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+# --------------------------------------------------------------------------- multiples
+
+
+def test_a_worker_too_many_stays_warm_and_comes_in_when_it_fits() -> None:
+    script = script_of(2, 4, multiple_of=2).run(**FOUR)
+    script.train(1)
+    commands = lose(script, "d", 1)
+    assert script.ranks == ("a", "b")
+    assert of(Bench, commands) == [Bench("c", 2, 1)]
+    assert of(ReleaseWorker, commands) == []
+    script.resume()
+    (_, reason) = [line for line in script.journal if line[0] == "generation_formed"][-1]
+    assert "idle: c (worlds are multiples of 2)" in reason
+    script.train(2)
+    assert PauseWorkers(3, ("a", "b", "c"), False, "c, e joins") in script.ready("e", "n5")
+    pause_all(script, 2)
+    assert script.ranks == ("a", "b", "c", "e")
+
+
+def test_what_a_benched_worker_holds_still_counts() -> None:
+    """Both members of the small world die: the one left over has all that there is."""
+    script = script_of(2, 4, multiple_of=2).run(**FOUR)
+    script.train(1)
+    lose(script, "d", 1)
+    script.resume()
+    held = Layout(dp_replicate=4)
+    assert held.shard_space == script.assignment.layout.shard_space
+    script.tell(WorkerLost, "a", "killed")
+    script.tell(WorkerLost, "b", "killed")
+    assert script.state.phase == "pausing"
+    script.paused("c", script.copies("a", 1)[0])
+    assert script.state.phase == "suspended"
+    commands = script.ready("e", "n5")
+    assert formed(commands).source.step == 1
+    assert formed(commands).source.holders == {"pp0.s0.tp0": (("c", Tier.HOST),)}
+
+
+def test_a_worker_left_over_gives_its_shard_first_and_then_idles() -> None:
+    script = script_of(2, 4, multiple_of=2, strategy="fsdp", copies=2).run(**FOUR)
+    script.train(1)
+    script.tell(WorkerLost, "d", "killed")
+    for worker in ("a", "b", "c"):
+        commands = script.paused(worker, script.live(worker, 1), *script.copies(worker, 1))
+    assert [m.worker for m in formed(commands).donors] == ["c"]
+    assert of(Bench, commands) == []
+    commands = script.resume()
+    assert of(Bench, commands) == [Bench("c", 2, 1)]
+    assert of(ReleaseWorker, commands) == []
+    assert script.tell(WorkerLost, "c", "killed") == []  # nobody waits for it
+
+
+def test_tensor_parallel_groups_share_a_node_where_they_can() -> None:
+    nodes = {"a": "n1", "b": "n2", "c": "n1", "d": "n2", "e": "n1", "f": "n2"}
+    script = script_of(2, 6, strategy="fsdp", tp=2, multiple_of=2).run(**nodes)
+    assert script.ranks == ("a", "c", "b", "d", "e", "f")
+    lose(script, "c", 0)
+    assert script.ranks == ("a", "e", "b", "d")
+    assert script.assignment.layout == Layout(dp_shard=2, tp=2)
+    assert script.state.idle == {"f": "worlds are multiples of 2"}
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.integers(0, 3))
+def test_the_largest_allowed_world_is_formed(each: int, low: int, span: int, spares: int) -> None:
+    least, most = low * each, (low + span - 1) * each
+    script = script_of(least, most, multiple_of=each, spares=spares)
+    for number in range(low * each + span):
+        script.ready(f"w{number}", f"n{number}")
+    if script.state.phase == "starting":
+        script.fire("gather")
+    if script.state.phase == "forming":
+        able = min(low * each + span, most) // each * each
+        assert len(script.ranks) <= able
+        assert len(script.ranks) % each == 0
+
+
+# ------------------------------------------------------------------------------- spares
+
+
+def test_a_spare_takes_a_lost_members_place_in_the_same_generation() -> None:
+    script = script_of(2, 3, spares=1)
+    assert script.state.phase == "starting"
+    script.ready("a", "n1")
+    script.ready("b", "n2")
+    formed(script.ready("c", "n3"))  # it does not wait for the spare
+    script.resume()
+    assert script.ready("s", "n4") == []
+    script.train(1)
+    lose(script, "b", 1)
+    assert script.ranks == ("a", "c", "s")
+    script.resume()
+    assert script.journalled("spare_used") == ["s was warm and takes the place of b"]
+    assert script.ready("t", "n2") == []  # the next spare
+
+
+def test_the_spare_on_a_node_without_a_member_goes_first() -> None:
+    script = script_of(2, 3, spares=2).run(a="n1", b="n2", c="n3")
+    script.ready("s", "n1")
+    script.ready("t", "n4")
+    lose(script, "b", 0)
+    assert script.ranks == ("a", "c", "t")
+
+
+def test_a_draining_member_is_replaced_before_it_is_dropped() -> None:
+    script = script_of(3, 3, spares=1).run(a="n1", b="n2", c="n3")
+    script.ready("s", "n4")
+    script.tell(NodeDraining, "n2", script.now_s + 60, "spot")
+    pause_all(script, 0)
+    assert script.ranks == ("a", "c", "s")
+
+
+def test_the_host_is_asked_for_the_spares_too() -> None:
+    script = script_of(1, 3, spares=2).run(a="n1", b="n2", c="n3")
+    assert WantWorkers(4, "resize") in script.tell(ResizeRequested, 2, "r1")
+
+
+# -------------------------------------------------------------------------------- resize
+
+
+def test_shrinking_releases_the_last_ranks_at_a_boundary() -> None:
+    script = script_of(1, 4).run(**FOUR)
+    script.train(1)
+    commands = script.tell(ResizeRequested, 2, "r1")
+    assert commands == [
+        WantWorkers(2, "resize"),
+        PauseWorkers(2, ("a", "b", "c", "d"), False, "2 workers were asked for, not 4"),
+        StartTimer("boundary", 2, 70),
+    ]
+    commands = pause_all(script, 1)
+    assert script.ranks == ("a", "b")
+    assert of(ReleaseWorker, commands) == [
+        ReleaseWorker("c", "2 workers are wanted"),
+        ReleaseWorker("d", "2 workers are wanted"),
+    ]
+    script.resume()
+    (recovery,) = script.state.recoveries
+    assert (recovery.cause, recovery.steps_lost, recovery.world_after) == ("resized", 0, 2)
+    assert script.ready("e", "n5") == []  # nobody asked for it
+
+
+def test_who_has_the_only_copy_gives_it_before_it_is_released() -> None:
+    script = script_of(1, 3, strategy="fsdp", copies=1).run(a="n1", b="n2", c="n3")
+    script.train(1)
+    script.tell(ResizeRequested, 1, "r1")
+    commands = pause_all(script, 1)
+    assert [m.worker for m in formed(commands).donors] == ["b", "c"]
+    assert of(ReleaseWorker, commands) == []
+    released = of(ReleaseWorker, script.resume())
+    assert [command.worker for command in released] == ["b", "c"]
+
+
+def test_growing_again_asks_for_workers_and_takes_them_at_once() -> None:
+    script = script_of(1, 4).run(**FOUR)
+    script.tell(ResizeRequested, 2, "r1")
+    pause_all(script, 0)
+    script.resume()
+    assert script.tell(ResizeRequested, 3, "r2") == [WantWorkers(3, "resize")]
+    assert of(PauseWorkers, script.ready("e", "n5"))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 5, 8])
+def test_what_can_not_be_is_refused(workers: int) -> None:
+    script = script_of(2, 6, multiple_of=2).run(a="n1", b="n2")
+    assert script.tell(ResizeRequested, workers, "r1") == []
+    assert len(script.journalled("resize_refused")) == 1
+    assert script.state.target is None
+
+
+def test_a_spare_outlives_a_shrink_and_a_released_member_does_not() -> None:
+    script = script_of(1, 3, spares=1).run(a="n1", b="n2", c="n3")
+    script.ready("s", "n4")
+    script.tell(ResizeRequested, 2, "r1")
+    commands = pause_all(script, 0)
+    assert script.ranks == ("a", "b")
+    assert of(ReleaseWorker, commands) == [ReleaseWorker("c", "3 workers are wanted")]
+    assert script.state.idle == {"s": "a spare"}
+
+
+# ------------------------------------------------------------------------------ regrowth
+
+
+def flapping(script: Script, losses: int, paused_s: float) -> None:
+    """As if so many losses had been seen of late, each a pause."""
+    script.tell(WorkerLost, "d", "killed")
+    pause_all(script, 0)
+    script.resume()
+    (recovery,) = script.state.recoveries
+    recovery = replace(recovery, paused_s=paused_s, noticed_at_s=script.now_s)
+    script.state = replace(script.state, recoveries=(recovery,) * losses)
+
+
+def test_in_calm_a_joiner_is_let_in_at_once() -> None:
+    script = script_of(1, 4).run(**FOUR)
+    flapping(script, 1, 2.0)
+    assert of(PauseWorkers, script.ready("e", "n5"))
+    assert script.journalled("join_deferred") == []
+
+
+def test_where_losses_come_faster_than_a_pause_is_repaid_joiners_wait_a_little() -> None:
+    script = script_of(1, 4).run(**FOUR)
+    flapping(script, 60, 10.0)
+    assert script.ready("e", "n5") == [StartTimer("regrow", 2, 120)]
+    (why,) = script.journalled("join_deferred")
+    assert "from 3 to 4 workers pauses for about 10.0 s" in why
+    assert "30 s to repay; it should within 10 s: 60 losses in the last 600 s" in why
+    script.now_s += 119
+    assert of(PauseWorkers, script.fire("regrow"))
+
+
+def test_a_failure_in_between_takes_those_that_wait_along() -> None:
+    script = script_of(1, 4).run(**FOUR)
+    flapping(script, 60, 10.0)
+    script.ready("e", "n5")
+    lose(script, "a", 0)
+    assert script.ranks == ("b", "c", "e")
+    assert script.state.deferred_at_s is None
+
+
+def test_old_losses_are_forgotten() -> None:
+    script = script_of(1, 4).run(**FOUR)
+    flapping(script, 60, 10.0)
+    script.now_s += WINDOW_S
+    assert of(PauseWorkers, script.ready("e", "n5"))
+
+
+# ---------------------------------------------------------------------------- stragglers
+
+
+def test_only_who_is_consistently_slow_is_a_straggler() -> None:
+    usual = (1.0,) * 12
+    assert find_straggler({"a": usual, "b": usual, "c": (2.0,) * 12}, 1.5, 10) is not None
+    assert find_straggler({"a": usual, "b": usual, "c": (1.4,) * 12}, 1.5, 10) is None
+    spiky = (1.0, 1.0, *(9.0, 1.0) * 5)
+    assert find_straggler({"a": usual, "b": usual, "c": spiky}, 1.5, 10) is None
+    assert find_straggler({"a": usual[:11], "b": usual, "c": (2.0,) * 12}, 1.5, 10) is None
+    assert find_straggler({"c": (2.0,) * 12}, 1.5, 10) is None
+    found = find_straggler({"a": usual, "c": (3.0,) * 12}, 1.5, 10)
+    assert found is not None
+    assert (found.worker, found.pace_s, found.typical_s) == ("c", 3.0, 1.0)
+
+
+@given(st.lists(st.floats(0.9, 1.1), min_size=12, max_size=12))
+def test_noise_evicts_nobody(noise: list[float]) -> None:
+    paces = {name: tuple(noise[i:] + noise[:i]) for i, name in enumerate("abcd")}
+    assert find_straggler(paces, 1.5, 10) is None
+
+
+def step_with(script: Script, number: int, **slow: float) -> list[Command]:
+    commands: list[Command] = []
+    for worker in script.ranks:
+        generation = script.assignment.generation
+        metrics = {"loss": 1.0}
+        pace_s = slow.get(worker, 0.01)
+        commands += script.tell(StepApplied, worker, generation, number, metrics, pace_s=pace_s)
+    return commands
+
+
+def slow_down(script: Script, steps: range, **slow: float) -> list[Command]:
+    commands: list[Command] = []
+    for number in steps:
+        if script.state.phase == "running":
+            commands += step_with(script, number, **slow)
+    return commands
+
+
+def evicting(**more: Any) -> Script:
+    policy = {"evict_stragglers": True, "straggler_window_steps": 4} | more
+    return script_of(2, 4, **policy).run(a="n1", b="n2", c="n3")
+
+
+def test_a_straggler_is_left_out_and_released() -> None:
+    script = evicting()
+    slow_down(script, range(1, 8), b=0.05)
+    assert script.state.phase == "pausing"
+    (why,) = script.journalled("straggler_evicted")
+    assert why == "b takes 50.00 ms for what takes the others 10.00 ms, in 4 of 4 steps"
+    commands = pause_all(script, 6)
+    assert script.ranks == ("a", "c")
+    assert of(ReleaseWorker, commands) == [ReleaseWorker("b", why)]
+
+
+def test_a_straggler_is_replaced_by_who_is_there() -> None:
+    script = evicting(spares=1)
+    script.state = replace(script.state, target=3)
+    script.ready("s", "n4")
+    slow_down(script, range(1, 8), b=0.05)
+    pause_all(script, 6)
+    assert script.ranks == ("a", "c", "s")
+
+
+def test_where_there_is_nobody_else_it_is_kept_and_said() -> None:
+    script = script_of(2, 2, evict_stragglers=True, straggler_window_steps=4)
+    script.run(a="n1", b="n2")
+    assert of(FormGeneration, slow_down(script, range(1, 8), b=0.05)) == []
+    assert script.state.phase == "running"
+    (why,) = script.journalled("straggler_kept")
+    assert why.endswith("leaving it out would fall below min_workers")
+    assert script.state.leaving == {}
+
+
+def test_off_by_default() -> None:
+    script = script_of(2, 4).run(a="n1", b="n2", c="n3")
+    slow_down(script, range(1, 60), b=5.0)
+    assert script.state.phase == "running"
+
+
+# --------------------------------------------------------------------------- the planner
+
+SHAPE = ModelShape(
+    layers=8,
+    dim=2048,
+    heads=16,
+    kv_heads=16,
+    ffn_dim=8192,
+    vocabulary=32_000,
+    sequence_length=1024,
+    block_parameters=67_000_000,
+    embedding_parameters=65_000_000,
+    output_parameters=65_000_000,
+)
+
+
+def planned(memory_bytes: float, min_workers: int = 1, max_workers: int = 8) -> Script:
+    planning = Planning(
+        Work(SHAPE, 48),
+        Devices((1,), memory_bytes),
+        Limits(micro_batches=(1,), recompute=(False,)),
+        memory_bytes,
+    )
+    return script_of(min_workers, max_workers, planning=planning)
+
+
+def eight(script: Script) -> Script:
+    return script.run(**{f"w{i}": f"n{i // 4}" for i in range(8)})
+
+
+def test_the_planner_shards_what_does_not_fit_whole() -> None:
+    assert eight(planned(80e9)).assignment.layout == Layout(dp_replicate=8)
+    tight = eight(planned(9e9)).assignment
+    assert len(tight.layout.shards()) > 1
+    assert "fits: " in tight.reason
+
+
+def test_after_a_loss_the_rest_is_laid_out_anew() -> None:
+    script = eight(planned(9e9))
+    script.train(1)
+    script.tell(NodeLost, "n1", "power")
+    pause_all(script, 1)
+    for worker in ("w0", "w1", "w2", "w3"):
+        if script.state.phase == "pausing":
+            script.paused(worker)
+    assert {m.node for m in script.assignment.members} == {"n0"}
+    assert script.assignment.layout.world_size == len(script.ranks) <= 4
+
+
+def test_a_world_that_can_not_hold_the_model_waits_for_more() -> None:
+    script = planned(9e9)
+    script.ready("a", "n1")
+    script.fire("gather")
+    assert script.state.phase == "suspended"
+    (why,) = script.journalled("suspended")
+    assert why.startswith("nothing fits on 1 devices: the least need is")
+    while script.state.phase == "suspended":
+        script.ready(f"x{len(script.state.ready)}", "n1")
+        assert len(script.state.ready) < 5
+    assert script.state.phase == "forming"
+
+
+def test_a_size_that_can_not_hold_the_model_is_refused() -> None:
+    script = eight(planned(9e9))
+    script.tell(ResizeRequested, 1, "r1")
+    assert script.journalled("resize_refused")[0].startswith("nothing fits on 1 devices")
+    assert script.state.target is None
+
+
+def test_workers_say_how_much_memory_they_have() -> None:
+    planning = planned(80e9).policy.planning
+    assert planning is not None
+    for memory_bytes, whole in ((80 * 10**9, True), (9 * 10**9, False)):
+        script = script_of(1, 8, planning=replace(planning, memory_bytes=None))
+        for number in range(8):
+            there = replace(member(f"w{number}", "n0"), memory_bytes=memory_bytes)
+            script.tell(WorkerReady, there)
+        assert (len(script.assignment.layout.shards()) == 1) == whole
