@@ -246,6 +246,10 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
             job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
         )
     check_parallel(job, model, bundle.sequence_length)
+    if job.parallel.strategy == "auto":
+        from elastic_ft.runtime.planning import planning_of
+
+        planning_of(job)
     if job.parallel.engine == "deepspeed":
         from elastic_ft.runtime.engines.deepspeed import check_parameters
 

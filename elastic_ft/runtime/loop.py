@@ -32,6 +32,7 @@ from elastic_ft.runtime.digest import state_digest
 from elastic_ft.runtime.engines.base import Engine, MicroBatch
 from elastic_ft.runtime.faults import Points
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.pace import Pace
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Schema, Snapshots
 from elastic_ft.runtime.transfer import Boxes
@@ -140,18 +141,29 @@ class Loop:
         self.cadence = Cadence(every, snapshot.max_cost, snapshot.max_steps)
         self._step_s = 0.0  # of the step before
         self._spent = Spent()
+        self._pace: Pace | None = None
+        if self.job.elastic.evict_stragglers and layout.tp == 1:
+            self._pace = Pace(self.engine.blocks, self.engine.device)
         # As all members agreed in the running step:
         self._pausing = self._stopping = self._checkpointing = False
 
     def steps(self) -> Iterator[Step]:
         """Runs until the last step, a pause or a stop. Raises GroupBroken and user errors."""
+        try:
+            yield from self._steps()
+        finally:
+            if self._pace is not None:
+                self._pace.close()
+
+    def _steps(self) -> Iterator[Step]:
         if self.holds and 0 < self.step < self.job.steps:
             self._snapshot(hold=True)  # the restored state has no second copy yet
         self._request(self.step + 1)
         while self.step < self.job.steps:
             result = self._one_step()
             yield result
-            if self._pausing:
+            if self._pausing:  # with the second copies: they are a source, and survive a loss
+                self.tools.snapshots.wait(self.groups.deadline())
                 return
             if self._stopping:
                 break
@@ -163,6 +175,8 @@ class Loop:
         began = time.perf_counter()
         number, points, spent = self.step + 1, self.tools.points, self._spent
         points.begin(number)
+        if self._pace is not None:
+            self._pace.begin()
         points("data")
         with spent.on("data_s"):
             micro_batches = self._load(number)
@@ -194,6 +208,7 @@ class Loop:
                 self._generation,
                 number,
                 metrics,
+                pace_s=self._pace.take() if self._pace is not None else 0.0,
                 spent=spent.take(),
             )
         )

@@ -109,6 +109,10 @@ class Engine(Protocol):
     def restored(self) -> None:
         """The state was filled from outside: refresh what is derived from it."""
 
+    @property
+    def blocks(self) -> Sequence[torch.nn.Module]:
+        """The repeated layers that this rank runs, once attached; none if nothing repeats."""
+
     def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
         """How many micro-batches each rank must run, given how many each was dealt."""
 

@@ -231,6 +231,10 @@ class DeepSpeedEngine:
 
     # ---------------------------------------------------------------- training
 
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return self._blocks
+
     def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
         """Its collectives are part of backward: all ranks run as many, padded if need be."""
         return max(dealt)
