@@ -8,13 +8,13 @@ STAMP := .venv/.installed
 SOURCES := elastic_ft chaos tests benchmarks examples deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean venv \
+.PHONY: help demo test lint bench chaos soak clean venv \
   test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
-  test-ray
+  test-ray test-chaos
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make lint | bench | clean | test-<tier>"
+	@echo "also: make lint | bench | chaos | soak | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -41,6 +41,7 @@ test: lint
 	$(MAKE) --no-print-directory test-observe
 	$(MAKE) --no-print-directory test-cli
 	$(MAKE) --no-print-directory test-ray
+	$(MAKE) --no-print-directory test-chaos
 
 lint: $(STAMP)
 	$(BIN)/ruff check --no-cache $(SOURCES)
@@ -51,9 +52,9 @@ lint: $(STAMP)
 test-tidy test-core: TIMEOUT_S := 60
 test-sim test-storage test-runtime: TIMEOUT_S := 120
 test-multiproc test-observe test-cli: TIMEOUT_S := 180
-test-ray: TIMEOUT_S := 300
+test-ray test-chaos: TIMEOUT_S := 300
 test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
-  test-ray: test-%: $(STAMP)
+  test-ray test-chaos: test-%: $(STAMP)
 	$(PYTEST) --timeout=$(TIMEOUT_S) tests/$*
 
 bench: $(STAMP)
@@ -64,6 +65,16 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/pause.py --strategy ddp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill raylet
+
+# Every fault there is, each on the highest tier that it can run on here.
+chaos: $(STAMP)
+	$(BIN)/elastic-ft chaos run
+
+# Random faults in real clusters, round after round, from three seeds.
+SOAK_MINUTES ?= 10
+soak: $(STAMP)
+	for seed in 1000 2000 3000; do \
+	  $(BIN)/elastic-ft chaos soak --minutes $(SOAK_MINUTES) --seed $$seed || exit 1; done
 
 # What the targets above made; runs/ is yours.
 clean:

@@ -21,6 +21,10 @@ class Cluster:
     """``node``: as the journal names it. What has gone already raises KeyError or
     ProcessLookupError."""
 
+    def nodes(self) -> list[str]:
+        """Those alive that host workers, oldest first."""
+        raise Unsupported("nodes")
+
     def kill_node(self, node: str) -> None:
         raise Unsupported("kill node")
 
@@ -57,6 +61,9 @@ class ProcessNodes(Cluster):
     def __init__(self, host: Any, slots: int) -> None:
         self._host, self._slots, self._added = host, slots, 0
 
+    def nodes(self) -> list[str]:
+        return list(self._host.nodes())
+
     def kill_node(self, node: str) -> None:
         self._host.kill_node(node)
 
@@ -84,6 +91,9 @@ class RayNodes(Cluster):
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
+
+    def nodes(self) -> list[str]:
+        return list(self._cluster.node_ids)
 
     def kill_node(self, node: str) -> None:
         self._cluster.kill_node(node)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import psutil
 from chaos.clusters import Cluster
 from chaos.scenario import (
     Add,
+    Capacity,
     Drain,
     External,
     Fill,
@@ -82,6 +84,9 @@ class Runner:
         self._underway: list[Underway] = []
         self._cut_off: list[tuple[psutil.Process, float]] = []  # and since when
         self._adding: list[tuple[Pending, Future[object]]] = []
+        self._capacity: int | None = None
+        self._filling: list[Future[object]] = []
+        self._choice = random.Random("capacity")
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="chaos-add")
         self._began_s = 0.0  # when the first generation was seen
         self._over = threading.Event()
@@ -117,6 +122,7 @@ class Runner:
             for pending in [p for p in self._pending if self._is_due(p, names)]:
                 self._fire(pending)
             self._settle_adds()
+            self._follow_capacity()
             self._see_who_ended()
 
     def _is_due(self, pending: Pending, names: set[str]) -> bool:
@@ -185,6 +191,18 @@ class Runner:
             with contextlib.suppress(OSError), self._log.open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
+    def _follow_capacity(self) -> None:
+        """Kills and adds until there are as many nodes as there should be."""
+        if self._capacity is None:
+            return
+        self._filling = [future for future in self._filling if not future.done()]
+        nodes = self._cluster.nodes()
+        for node in self._choice.sample(nodes, max(0, len(nodes) - self._capacity)):
+            with contextlib.suppress(*GONE):
+                self._cluster.kill_node(node)
+        if not self._filling and len(nodes) < self._capacity:
+            self._filling.append(self._adder.submit(self._cluster.add_node))
+
     def _see_who_ended(self) -> None:
         for process, since_s in [c for c in self._cut_off if not alive(c[0])]:
             self._cut_off.remove((process, since_s))
@@ -241,6 +259,9 @@ class Runner:
     def _drain(self, fault: Drain, member: Line) -> None:
         self._cluster.drain_node(member["node"], fault.deadline_s)
 
+    def _set_capacity(self, fault: Capacity, member: Line) -> None:
+        self._capacity = fault.capacity
+
     def _store(self, fault: Store, member: Line) -> None:
         self._then(fault.lasts_s, self._around.break_store(fault))
 
@@ -272,6 +293,7 @@ acts: dict[type, Callable[[Runner, Any, Line], None]] = {
     Stop: Runner._stop,
     Slow: Runner._slow,
     Drain: Runner._drain,
+    Capacity: Runner._set_capacity,
     Store: Runner._store,
     Fill: Runner._fill,
     Network: Runner._network,

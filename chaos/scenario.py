@@ -146,6 +146,19 @@ class Add(External):
         return f"add {self.add} {self.when}"
 
 
+class Capacity(External):
+    """From now on there are so many nodes: others are killed, or added. Of traces."""
+
+    capacity: int = Field(ge=1)
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return frozenset(("processes", "ray"))
+
+    def __str__(self) -> str:
+        return f"{self.capacity} nodes {self.when}"
+
+
 class Store(External):
     """What the object store does to requests, see chaos/object_store_proxy.py."""
 
@@ -237,7 +250,7 @@ class AtPoint(Part):
         return f"{self.action} at {self.point}" + (f" of {details}" if details else "")
 
 
-TAGS = ("kill", "stop", "slow", "drain", "add", "store", "fill", "network", "point")
+TAGS = ("kill", "stop", "slow", "drain", "add", "capacity", "store", "fill", "network", "point")
 
 
 def _kind(value: Any) -> str:
@@ -256,6 +269,7 @@ AnyFault = Annotated[
     | Annotated[Slow, Tag("slow")]
     | Annotated[Drain, Tag("drain")]
     | Annotated[Add, Tag("add")]
+    | Annotated[Capacity, Tag("capacity")]
     | Annotated[Store, Tag("store")]
     | Annotated[Fill, Tag("fill")]
     | Annotated[Network, Tag("network")]

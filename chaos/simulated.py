@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 FOREVER_S = 1e6
 STEPS_AFTER = 8  # the last fault
+STEPS_TO_NEXT = 3  # from a fault to one that is keyed by an event after it
 KINDS_OF_KILL = {
     "node": "crash_node",
     "worker": "crash_worker",
@@ -76,7 +77,9 @@ def translated(scenario: Scenario) -> sim.Scenario:
     workers = cluster.nodes * cluster.workers_per_node
     faults, step = [], 0
     for fault in scenario.faults:
-        step = max(step, _step_of(fault) or step)
+        own = _step_of(fault)
+        later = 0 if isinstance(fault, AtPoint) else STEPS_TO_NEXT
+        step = step + later if own is None else max(step, own)
         faults.append(_fault(fault, step))
     return sim.Scenario(
         seed=scenario.seed,

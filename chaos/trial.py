@@ -34,6 +34,7 @@ from elastic_ft.observe.watch import Watch
 from elastic_ft.runtime.faults import OOM_CGROUP, oom_cgroup
 
 POLL_S = 0.05
+REFERENCE_STEPS = 100  # undisturbed ones are trained by the hundred
 CONTROLLERS_MAX = 4
 END_TIMEOUT_S = 60.0  # of a run that was asked to stop
 LEFT_TIMEOUT_S = 30.0  # for processes to end after their run
@@ -85,11 +86,16 @@ class Stage:
             self._s3 = self._stack.enter_context(s3_server(self._temporary / "s3"))
         return self._s3
 
-    def reference(self, values: dict[str, Any]) -> dict[int, float]:
-        """step -> loss of the same job undisturbed; run once for all that train the same."""
+    def reference(self, values: dict[str, Any], steps: int) -> dict[int, float]:
+        """step -> loss of the same job undisturbed; run once for all that train the same.
+
+        Of as many steps as are asked for, and some: the schedule does not depend on how many.
+        """
         calm = undisturbed(values)
         key = hashlib.sha256(json.dumps(calm, sort_keys=True).encode()).hexdigest()[:12]
-        if key not in self._references:
+        if len(self._references.get(key, ())) < steps:
+            if calm["optimizer"].get("schedule") == "constant":
+                calm["steps"] = min(calm["steps"], -(-steps // REFERENCE_STEPS) * REFERENCE_STEPS)
             folder = fresh(self.out / f"undisturbed-{key}")
             (folder / "job.yaml").write_text(yaml.safe_dump(calm, sort_keys=False))
             command = Command(folder, ["run", "job.yaml", "--out", "run", "--processes"], {})
@@ -164,7 +170,8 @@ def _really(name: str, scenario: Scenario, tier: Tier, stage: Stage) -> Outcome:
         (folder / "scenario.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False))
         trouble = Trial(scenario, tier, folder, environment).run()
     samples = len(Paced(0)) if values["data"].get("path") == JOB["data"]["path"] else None
-    reference = stage.reference(values) if scenario.expect.same_losses else {}
+    steps = max((line["step"] for line in read_lines(run / "steps.jsonl")), default=0)
+    reference = stage.reference(values, steps) if scenario.expect.same_losses else {}
     outcome.verdicts = judge(scenario, run, job, samples, reference)
     if trouble:
         outcome.verdicts.append(Verdict("the run ended by itself, nothing is left", False, trouble))
@@ -207,11 +214,16 @@ class Trial:
             except BaseException:
                 command.end(expect_left=True, patience_s=0)
                 raise
-            killed = command.killed
-            left = command.end(expect_left=killed or bool(trouble))
-            if trouble or not killed:
+            ended_early = command.killed or self._could_not_write(command)
+            left = command.end(expect_left=command.killed or bool(trouble))
+            if trouble or not ended_early:
                 return trouble or left
-        return f"{CONTROLLERS_MAX} controllers were killed"
+        return f"{CONTROLLERS_MAX} controllers have ended early"
+
+    def _could_not_write(self, command: Command) -> bool:
+        """A run whose folder's disk was full ends with one line, and is to be resumed."""
+        full = self._scenario.needs_disk == "run_folder" and command.failed
+        return full and not (self._run_folder / "result.json").exists()
 
     def _follow(self, command: Command, deadline_s: float) -> str:
         asked = False
@@ -289,6 +301,10 @@ class Command:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def failed(self) -> bool:
+        return self._process.poll() == 1
 
     @property
     def killed(self) -> bool:

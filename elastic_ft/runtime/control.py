@@ -152,6 +152,17 @@ class Channel:
         except (OSError, TypeError) as error:  # closed under our hands
             raise EOFError(str(error)) from None
 
+    def end_when_unheard(self, timeout_s: float) -> None:
+        """The kernel ends the connection once something sent has not arrived for so long.
+
+        So whoever sends heartbeats and is cut off, in either direction, knows it in time (I1). A
+        controller that is stopped, or slow, is no cut: its kernel still acknowledges.
+        """
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
+                timeout_ms = int(timeout_s * 1000)
+                copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
     def close(self) -> None:
         """Ends the connection; whoever blocks in ``receive`` is woken."""
         with self._closing:
@@ -171,6 +182,7 @@ def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Chann
     channel.send(Hello(member))
     welcome = channel.receive()
     assert isinstance(welcome, Welcome)
+    channel.end_when_unheard(welcome.job.elastic.heartbeat_timeout_s)
     return channel, welcome
 
 

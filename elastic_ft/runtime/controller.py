@@ -11,6 +11,7 @@ One thread. Slow work (publishing a checkpoint) runs on a pool and answers with 
 from __future__ import annotations
 
 import contextlib
+import errno
 import heapq
 import logging
 import math
@@ -29,8 +30,9 @@ from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.membership import step as decide
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.state import Policy, State, Turn
 from elastic_ft.core.watch import Mark, all_stand_still, find_hung
+from elastic_ft.errors import JobFailed
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.run_folder import RunFolder, last_generation, read_lines
@@ -55,6 +57,7 @@ log = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.25
 ACCOUNT_EVERY_S = 1.0
 COMMIT_DEADLINE_S = 120.0
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 
 
@@ -165,6 +168,12 @@ class Controller:
             while self._finish is None:
                 self._turn()
             self._drain_releases()
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            what = f"the run folder can't be written: {error.strerror}: {self.run_folder.path}"
+            last = Turn(self.state, self.policy, time.time()).last_good()
+            raise JobFailed(f"{what}; {last}") from error
         finally:
             self._close()
         return self._result(self._finish)
@@ -223,7 +232,8 @@ class Controller:
         if self._server is not None:
             self._server.close()
         self.metrics.close()
-        write_targets(self.run_folder.path, "")
+        with contextlib.suppress(OSError):  # a disk that is full has said so before
+            write_targets(self.run_folder.path, "")
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._tcp_store = None
 

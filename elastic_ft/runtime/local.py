@@ -163,6 +163,11 @@ class LocalHost:
         process = self._processes.get(worker)
         return process.pid if process else None
 
+    def nodes(self) -> list[str]:
+        """Names of those alive, oldest first."""
+        with self._lock:
+            return [name for name, node in self._nodes.items() if node.alive]
+
     def alive(self) -> list[WorkerId]:
         with self._lock:
             return [w for w, p in self._processes.items() if p.is_alive()]

@@ -1,0 +1,49 @@
+"""A small selection of scenarios for real; on the simulator all that it can run."""
+
+from __future__ import annotations
+
+import pytest
+
+from chaos.scenario import SCENARIOS, Scenario, load_scenario
+from chaos.soak import make_round
+from chaos.trial import Outcome, Stage, lacks, run_trial
+
+ALL = {path.stem: load_scenario(path.stem) for path in sorted(SCENARIOS.glob("*.yaml"))}
+
+
+def assert_passed(outcome: Outcome) -> None:
+    assert outcome.failures == [], outcome.summary
+
+
+@pytest.mark.parametrize("name", [name for name, each in ALL.items() if "sim" in each.runs_on])
+def test_on_the_simulator(name: str, stage: Stage) -> None:
+    assert_passed(run_trial(name, ALL[name], "sim", stage))
+
+
+@pytest.mark.parametrize("name", ["worker-killed", "controller-killed"])
+def test_on_plain_processes(name: str, stage: Stage) -> None:
+    assert_passed(run_trial(name, ALL[name], "processes", stage))
+
+
+def test_who_is_cut_off_in_one_direction_stops(stage: Stage) -> None:
+    scenario = ALL["network-cut-in"]
+    if why := lacks(scenario, "network"):
+        pytest.skip(why)
+    assert_passed(run_trial("network-cut-in", scenario, "network", stage))
+
+
+def test_a_fault_that_never_fires_fails(stage: Stage) -> None:
+    fault = {"at_step": 10_000, "kill": "worker", "of_rank": 0}
+    values = {"job": {"steps": 5}, "faults": [fault], "expect": {"same_losses": False}}
+    scenario = Scenario.model_validate(values)
+    outcome = run_trial("never", scenario, "processes", stage)
+    assert [verdict.claim for verdict in outcome.failures] == ["every fault fired"]
+    assert "kill worker of rank 0 at step 10000" in outcome.failures[0].found
+
+
+@pytest.mark.parametrize("tier", ["processes", "ray"])
+def test_every_round_of_a_soak_can_run_on_its_tier(tier: str) -> None:
+    for seed in range(300):
+        scenario = make_round(seed, tier)  # type: ignore[arg-type]
+        assert tier in scenario.runs_on
+        assert scenario == make_round(seed, tier)  # type: ignore[arg-type]
