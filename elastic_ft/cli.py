@@ -26,7 +26,7 @@ import yaml
 from rich.console import Console
 
 from chaos import cli as chaos_cli
-from elastic_ft import checkpoint_cli, plan_cli, resize_cli
+from elastic_ft import checkpoint_cli, events_cli, plan_cli, resize_cli
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 
@@ -47,6 +47,8 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_cli.app, name="checkpoint")
 app.command("plan")(plan_cli.plan)
+app.command("events")(events_cli.events)
+app.command("replay")(events_cli.replay)
 app.command("resize")(resize_cli.resize)
 app.add_typer(chaos_cli.app, name="chaos")
 
@@ -125,29 +127,11 @@ def resume(
     chaos: Chaos = None,
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
-    job = parse_job(yaml.safe_load(_read(run_folder, "job.yaml")), f"{run_folder}/job.yaml")
+    job = parse_job(
+        yaml.safe_load(events_cli.read(run_folder, "job.yaml")), f"{run_folder}/job.yaml"
+    )
     where = _where(job, address, local_nodes, processes)
     return _train(job, run_folder, where, chaos, resumed=True)
-
-
-@app.command()
-def events(
-    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
-) -> int:
-    """Print a run's journal: every decision with its reason."""
-    from elastic_ft.observe.watch import Tail
-
-    _read(run_folder, "events.jsonl")
-    tail, first_s = Tail(run_folder, "events.jsonl"), 0.0
-    while True:
-        for line in tail.read():
-            first_s = first_s or line["at_s"]
-            print(_event_line(line, line["at_s"] - first_s), flush=True)
-            follow = follow and line["event"] != "finished"
-        if not follow:
-            return COMPLETED
-        time.sleep(WATCH_EVERY_S)
 
 
 @app.command()
@@ -157,18 +141,6 @@ def demo(out: Out = None) -> int:
     if not job_file.is_file():
         raise ConfigError(f"{job_file} is missing: the demo runs from a checkout of the repository")
     return _demo(load_job(job_file), out or "runs/demo")
-
-
-def _read(run_folder: str, name: str) -> str:
-    """Returns the text of a file of a run folder. Raises ConfigError if there is none."""
-    import fsspec
-
-    try:
-        with fsspec.open(f"{run_folder.rstrip('/')}/{name}", "r") as file:
-            return str(file.read())
-    except Exception as error:  # any filesystem may raise anything
-        kind = type(error).__name__
-        raise ConfigError(f"{run_folder}: not a run folder: no {name} ({kind})") from None
 
 
 # ------------------------------------------------------------------------ where it runs
@@ -392,68 +364,15 @@ def say(text: str) -> None:
     console.print(text, markup=False)
 
 
-def _lost(line: dict[str, Any]) -> str:
-    rank = "" if line.get("rank") is None else f" (rank {line['rank']})"
-    return f"lost {line['worker']}{rank}: {line['reason']}"
-
-
-def _formed(line: dict[str, Any]) -> str:
-    pids = ", ".join(str(member["pid"]) for member in line["members"])
-    return (
-        f"generation {line['generation']}: {line['layout']} from step {line['step']}, "
-        f"state from {line['source']}, pids {pids}"
-    )
-
-
-def _recovered(line: dict[str, Any]) -> str:
-    return (
-        f"recovered from {line['cause']} at step {line['at_step']}: "
-        f"{line['world_before']} -> {line['world_after']} workers, "
-        f"paused {line['paused_s']:.2f} s, {line['steps_lost']} steps lost"
-    )
-
-
-# What a person who waits wants to know; `elastic-ft events` shows the rest.
-SPOKEN: dict[str, Callable[[dict[str, Any]], str]] = {
-    "job_started": lambda line: line["reason"],
-    "generation_formed": _formed,
-    "worker_lost": _lost,
-    "worker_hung": _lost,
-    "node_lost": lambda line: f"lost node {line['node'][:12]}: {line['reason']}",
-    "node_draining": lambda line: f"node {line['node'][:12]} is draining: {line['reason']}",
-    "drain_deferred": lambda line: line["reason"],
-    "suspended": lambda line: f"suspended: {line['reason']}",
-    "resize_requested": lambda line: f"resize: {line['reason']}",
-    "resize_refused": lambda line: f"resize refused: {line['reason']}",
-    "spare_used": lambda line: f"spare: {line['reason']}",
-    "join_deferred": lambda line: line["reason"],
-    "straggler_evicted": lambda line: f"straggler: {line['reason']}",
-    "straggler_kept": lambda line: f"straggler: {line['reason']}",
-    "recovered": _recovered,
-    "rolled_back": lambda line: f"rolled back to step {line['step']}: {line['reason']}",
-    "worker_raised": lambda line: f"{line['worker']} raised: {line['reason']}",
-    "source_refused": lambda line: f"refused: {line['reason']}",
-    "checkpoint_refused": lambda line: f"checkpoint refused: {line['reason']}",
-    "checkpoint_failed": lambda line: f"checkpoint failed: {line['reason']}",
-    "checkpoint_warning": lambda line: f"checkpoint: {line['reason']}",
-    "checkpoint_committed": lambda line: f"checkpoint of step {line['step']}: {line['url']}",
-    "evaluated": lambda line: f"step {line['step']}: held-out loss {line['loss']:.4f}",
-    "fault_fired": lambda line: f"fault injected: {line['reason']}, {line['worker']}",
-    "stop_requested": lambda line: "stopping after this step and a checkpoint; again: at once",
-}
-
-
-def _event_line(line: dict[str, Any], elapsed_s: float) -> str:
-    return f"{elapsed_s:8.1f} s  g{line['generation']}  {line['event']}: {line['reason']}"
-
-
 class Progress:
     """Says what a run does, from its folder: lines, and on a terminal a status below them."""
 
     def __init__(self, job: Job, out: str) -> None:
+        from elastic_ft.observe.story import SPOKEN
         from elastic_ft.observe.watch import Watch
 
         self._job = job
+        self._spoken = SPOKEN
         self._watch = Watch(out)
         self._recent: deque[dict[str, Any]] = deque(maxlen=RATE_STEPS)
         self._began_s = time.monotonic()
@@ -480,8 +399,8 @@ class Progress:
             last = self._over.wait(WATCH_EVERY_S)
             news, steps = self._watch.poll()
             for line in news:
-                if line["event"] in SPOKEN:
-                    self._say(SPOKEN[line["event"]](line))
+                if line["event"] in self._spoken:
+                    self._say(self._spoken[line["event"]](line))
             self._recent.extend(steps)
             if steps:
                 self._show_step(steps[-1], last)

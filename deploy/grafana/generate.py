@@ -253,7 +253,7 @@ NODES: dict[str, tuple[Panel, ...]] = {
         lines(
             "Pace",
             "s",
-            "What each rank alone computes for a step: who stands out is a straggler.",
+            "A layer's forward on each rank, waiting for nobody: who stands out is a straggler.",
             Query(metric("_rank_pace_seconds"), "rank {{rank}} on {{node}}"),
         ),
         lines(

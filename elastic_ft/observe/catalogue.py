@@ -113,7 +113,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "rank_pace_seconds",
             "seconds",
-            "What the rank alone computed for its last step, waiting for nobody.",
+            "Mean forward of one layer in its last step: a wait for nobody. Not where tp > 1.",
             *RANK,
         ),
         _gauge("rank_data_wait_seconds", "seconds", "Its wait for data in its last step.", *RANK),

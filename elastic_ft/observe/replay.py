@@ -171,15 +171,18 @@ class Verdict:
     difference: str = ""
 
 
-def check(folder: Path) -> Verdict:
-    """Replays a run and compares what is decided with its events.jsonl."""
+def check(folder: Path, *, exact: bool = True) -> Verdict:
+    """Replays a run and compares what is decided with its events.jsonl.
+
+    Not ``exact``: another wording of a reason, and fields that are new, are no difference.
+    """
     done = replay(parse_inbox(read_lines(folder / "inbox.jsonl")))
     recorded = [
         line for line in read_lines(folder / "events.jsonl") if line["seq"] not in done.noted
     ]
     same = 0
     for then, now in zip(recorded, done.decisions, strict=False):
-        if found := _difference(then, now):
+        if found := _difference(then, now, exact):
             return Verdict(done.told, same, f"journal line {then['seq']}: {found}")
         same += 1
     if alone := recorded[same:]:
@@ -189,8 +192,11 @@ def check(folder: Path) -> Verdict:
     return Verdict(done.told, same)
 
 
-def _difference(then: Line, now: Line) -> str:
+def _difference(then: Line, now: Line, exact: bool) -> str:
     then = {name: value for name, value in then.items() if name not in ("at_s", "seq")}
+    if not exact:
+        now = {name: value for name, value in now.items() if name in then}
+        then["reason"] = now["reason"]
     if any(then[name] != now[name] for name in SHOWN):
         return f"recorded {_shown(then)!r}, decided {_shown(now)!r}"
     for name in sorted(then.keys() | now.keys()):

@@ -57,7 +57,7 @@ def collective_in(frames: tuple[str, ...]) -> str:
         if OURS in frame:
             break
         function = frame.rpartition(" ")[2]
-        if function == "wrapper":  # the logging decorator that all of them have
+        if function.endswith("wrapper"):  # decorators that all of them have
             continue
         if any(mark in frame for mark in COLLECTIVES):
             inside = function

@@ -97,7 +97,7 @@ class Inquiries:
             entries[worker] |= {"step": before.committed, "point": ""}
             if mark := marks.get(worker):
                 entries[worker] |= {
-                    "step": mark.step,
+                    "step": mark.step or before.committed,  # 0: nothing heard since it formed
                     "point": self._points.get(worker, ""),
                     "still_s": round(now_s - mark.moved_at_s, 3),
                 }

@@ -142,7 +142,7 @@ class Loop:
         self._step_s = 0.0  # of the step before
         self._spent = Spent()
         self._pace: Pace | None = None
-        if self.job.elastic.evict_stragglers and layout.tp == 1:
+        if layout.tp == 1:
             self._pace = Pace(self.engine.blocks, self.engine.device)
         # As all members agreed in the running step:
         self._pausing = self._stopping = self._checkpointing = False

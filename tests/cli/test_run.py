@@ -92,7 +92,9 @@ def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     resumed = check(folder / "runs/tiny", starts=2, seed=0, global_batch_size=4, steps=last + 4)
     assert resumed.steps[: len(stopped.steps)] == stopped.steps
 
-    assert _main(["events", "runs/tiny"]) == COMPLETED
+    assert _main(["replay", "runs/tiny"]) == COMPLETED
+    assert "each as recorded" in capfd.readouterr().out
+    assert _main(["events", "runs/tiny", "--raw"]) == COMPLETED
     journal = capfd.readouterr().out
     assert len(journal.splitlines()) == len(resumed.events)
     assert "finished: all" in journal

@@ -85,7 +85,7 @@ def test_the_others_stood_in_their_collectives(run: Run) -> None:
 def test_a_killed_worker_is_placed_by_its_last_word(run: Run) -> None:
     _, entry = diagnosis_of(run, 1)
     assert entry["step"] >= 7
-    assert entry["still_s"] >= 0
+    assert entry["point"] in ("", "resharding", "after_optimizer", "reduce", "forward"), entry
 
 
 def test_a_diagnosis_decides_nothing(run: Run) -> None:

@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from elastic_ft.observe.metrics import TARGETS
-from elastic_ft.observe.run_folder import RunFolder, read_lines
+from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
@@ -218,12 +218,6 @@ def questions() -> dict[str, str]:
     return asked
 
 
-def measures_pace(run: Path) -> bool:
-    """Whether this engine tells what a rank alone computes."""
-    steps = (line for line in read_lines(run / "inbox.jsonl") if line["type"] == "StepApplied")
-    return any(line["pace_s"] for line in steps)
-
-
 def test_an_operator_sees_everything_and_hears_of_a_lost_node(tmp_path: Path) -> None:
     prometheus, alertmanager = tool("prometheus"), tool("prometheus-alertmanager")
     ports = free_port(), free_port()
@@ -262,8 +256,6 @@ def test_an_operator_sees_everything_and_hears_of_a_lost_node(tmp_path: Path) ->
         job.lose_a_node()
         job.host.add_node("n9", 1)
         missing = questions()
-        if not measures_pace(job.path):
-            missing = {name: query for name, query in missing.items() if "rank_pace" not in query}
 
         def all_answered() -> bool:
             for name, query in list(missing.items()):

@@ -264,6 +264,10 @@ class NativeEngine:
 
     # ---------------------------------------------------------------- training
 
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return self._blocks
+
     def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
         """FSDP2 gathers parameters in every forward: all ranks run as many, padded if need be."""
         if self._pipeline is not None:

@@ -1,0 +1,112 @@
+"""``elastic-ft events``: the story of a run. ``elastic-ft replay``: its decisions, made again."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from elastic_ft.errors import ConfigError
+
+FOLLOW_EVERY_S = 0.2
+RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+
+
+def events(
+    run_folder: RunFolder,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Every line of the journal.")] = False,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="Where every second of every worker went.")
+    ] = False,
+) -> int:
+    """Tell the story of a run: what happened, who stood where, what it cost."""
+    from elastic_ft.observe import story
+    from elastic_ft.observe.watch import Tail
+
+    read(run_folder, "events.jsonl")
+    tail, first_s = Tail(run_folder, "events.jsonl"), 0.0
+    while True:
+        for line in tail.read():
+            first_s = first_s or line["at_s"]
+            elapsed_s = line["at_s"] - first_s
+            told = [story.raw(line, elapsed_s)] if raw else story.story(line, elapsed_s)
+            for text in told:
+                print(text, flush=True)
+            follow = follow and line["event"] != "finished"
+        if not follow:
+            break
+        time.sleep(FOLLOW_EVERY_S)
+    result = _result(run_folder)
+    if result and not raw:
+        print()
+        print("\n".join(story.summary(result)))
+    if goodput:
+        print()
+        print("\n".join(story.goodput(_worker_seconds(run_folder, result))))
+    return 0
+
+
+def replay(
+    journal: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or its events.jsonl.")
+    ],
+) -> int:
+    """Tell the core again what a run's controller told it: it must decide the same."""
+    from elastic_ft.observe.replay import check
+
+    folder = journal.parent if journal.name == "events.jsonl" else journal
+    for name in ("events.jsonl", "inbox.jsonl"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder}: not a run folder: no {name}")
+    verdict = check(folder)
+    if verdict.difference:
+        print(
+            f"elastic-ft: after {verdict.decisions} equal decisions: {verdict.difference}",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"{verdict.told} events, {verdict.decisions} decisions: each as recorded")
+    return 0
+
+
+def read(run_folder: str, name: str) -> str:
+    """Returns the text of a file of a run folder. Raises ConfigError if there is none."""
+    import fsspec
+
+    try:
+        with fsspec.open(f"{run_folder.rstrip('/')}/{name}", "r") as file:
+            return str(file.read())
+    except Exception as error:  # any filesystem may raise anything
+        kind = type(error).__name__
+        raise ConfigError(f"{run_folder}: not a run folder: no {name} ({kind})") from None
+
+
+def _result(run_folder: str) -> dict[str, Any]:
+    """{} while the run goes on."""
+    try:
+        found = json.loads(read(run_folder, "result.json"))
+    except (ConfigError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _worker_seconds(run_folder: str, result: dict[str, Any]) -> dict[str, Any]:
+    """As the run itself has found; of one that goes on, or broke off, from its inbox.jsonl."""
+    if "worker_seconds" in result:
+        found: dict[str, Any] = result["worker_seconds"]
+        return found
+    from elastic_ft.config import parse_job
+    from elastic_ft.observe.replay import account
+    from elastic_ft.observe.watch import local_path
+
+    folder = local_path(run_folder)
+    if folder is None:
+        raise ConfigError("--goodput of a run that has not ended needs its local folder")
+    elastic = parse_job(yaml.safe_load(read(run_folder, "job.yaml")), "job.yaml").elastic
+    return account(folder, elastic.workers_per_node, elastic.max_workers).as_dict()
