@@ -50,6 +50,7 @@ from elastic_ft.ray_train.compat import (
 )
 from elastic_ft.ray_train.group import ElasticWorkerGroup
 from elastic_ft.ray_train.host import Launch, RayHost
+from elastic_ft.ray_train.metrics import RayMetrics
 from elastic_ft.ray_train.placement import Placements
 from elastic_ft.ray_train.reports import Barrier, Rounds
 from elastic_ft.runtime.controller import Controller
@@ -125,7 +126,8 @@ class ControllerThread(threading.Thread):
     def run(self) -> None:
         try:
             self.controller = self._make()
-            self.result = self.controller.run()
+            with RayMetrics(self.controller.metrics.registry):
+                self.result = self.controller.run()
         except BaseException as error:  # told to Ray Train's loop, which ends the run with it
             log.exception("elastic_ft's controller failed")
             self.error = error

@@ -126,3 +126,31 @@ def test_targets_are_replaced_whole(tmp_path: Path) -> None:
     assert group == {"targets": ["127.0.0.1:1234"], "labels": {"run": tmp_path.name}}
     write_targets(tmp_path, "")
     assert json.loads((tmp_path / TARGETS).read_text()) == []
+
+
+def test_ray_is_told_each_sample_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray's agent makes of it is Ray's; with ray[default] it serves them as ray_*."""
+    from elastic_ft.ray_train import metrics as ray_metrics
+
+    told: dict[tuple[str, str], float] = {}
+
+    class Recorder(ray_metrics.Gauge):
+        def set(self, value: float | None, tags: dict[str, str] | None = None) -> None:
+            assert value is not None and tags is not None
+            told[self.info["name"], ",".join(f"{k}={v}" for k, v in sorted(tags.items()))] = value
+            super().set(value, tags)  # its own checks of names and tags
+
+    monkeypatch.setattr(ray_metrics, "Gauge", Recorder)
+    metrics = Metrics("job")
+    metrics.event("recovered", {"cause": "x", "paused_s": 0.3, "bytes_moved": 9, "steps_redone": 1})
+    before, after = (assignment(Layout(dp_replicate=n), "abc"[:n]) for n in (3, 2))
+    mirror = ray_metrics.RayMetrics(metrics.registry)
+    metrics.formed(before)
+    mirror.mirror()
+    metrics.formed(after)
+    mirror.mirror()
+    assert told["elastic_ft_recoveries_total", "cause=x,job_name=job"] == 1
+    assert told["elastic_ft_recovery_seconds_bucket", "job_name=job,le=0.4"] == 1
+    assert told["elastic_ft_layout_info", "job_name=job,layout=ddp2"] == 1
+    gone = told["elastic_ft_layout_info", "job_name=job,layout=ddp3"]
+    assert gone != gone  # NaN: Ray forgets no series
