@@ -124,6 +124,7 @@ class ParallelConfig(Section):
     devices: DeviceConfig = DeviceConfig()
     shard_size: int | None = Field(None, ge=2)  # hsdp: ranks that share one replica
     tp: int = Field(1, ge=1)  # ranks that share each layer, sequence-parallel between layers
+    tp_plan: str | None = None  # "package.module:name", how tp cuts a model of your own
     pp: int = Field(1, ge=1)  # ranks that share the layers out as pipeline stages
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"
     engine: Literal["native", "deepspeed"] = "native"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 IGNORED_LABEL = -100
 
@@ -51,13 +54,56 @@ def _next_token_loss(
 
 
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The float32 scalar sum over all targets but the ignored ones."""
+    """The float32 scalar sum over all targets but the ignored ones.
+
+    Of a DTensor, logits whose vocabulary is cut over a mesh of one dimension: nothing of their size
+    is gathered, and the sum is the same on every rank.
+    """
+    if isinstance(logits_BTV, DTensor):
+        local, mesh = logits_BTV.to_local(), logits_BTV.device_mesh
+        per_rank = -(-logits_BTV.shape[-1] // mesh.size())
+        first = min(per_rank * mesh.get_local_rank(), logits_BTV.shape[-1])
+        rows, targets = local.flatten(0, 1), targets_BT.flatten()
+        return _VocabularyParallel.apply(rows, targets, first, mesh.get_group())
     return F.cross_entropy(
         logits_BTV.float().flatten(0, 1),
         targets_BT.flatten(),
         ignore_index=IGNORED_LABEL,
         reduction="sum",
     )
+
+
+class _VocabularyParallel(torch.autograd.Function):
+    """Cross-entropy of logits [N, V / ranks]: three numbers per row go between ranks.
+
+    Shoeybi et al., 2019, section 3.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, first: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.dtype, logits_NV = logits_NV.dtype, logits_NV.float()
+        most_N = logits_NV.amax(dim=-1)
+        dist.all_reduce(most_N, dist.ReduceOp.MAX, group)
+        shifted_NV = logits_NV - most_N[:, None]
+        is_here_N = (targets_N >= first) & (targets_N < first + logits_NV.shape[1])
+        index_N = (targets_N - first).clamp(0, logits_NV.shape[1] - 1)
+        own_N = shifted_NV.gather(1, index_N[:, None]).squeeze(1) * is_here_N
+        exps_NV = shifted_NV.exp_()
+        sums_2N = torch.stack([exps_NV.sum(dim=-1), own_N])
+        dist.all_reduce(sums_2N, group=group)
+        counts_N = targets_N != IGNORED_LABEL
+        ctx.save_for_backward(exps_NV.div_(sums_2N[0, :, None]), index_N, is_here_N, counts_N)
+        return ((sums_2N[0].log() - sums_2N[1]) * counts_N).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax_NV, index_N, is_here_N, counts_N = ctx.saved_tensors
+        softmax_NV = softmax_NV * counts_N[:, None]
+        wanted_N = (is_here_N & counts_N).to(softmax_NV.dtype)
+        softmax_NV.scatter_add_(1, index_N[:, None], -wanted_N[:, None])
+        return (softmax_NV * gradients[0]).to(ctx.dtype), None, None, None
 
 
 def _checked_pair(output: Any) -> tuple[Tensor, int]:

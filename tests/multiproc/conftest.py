@@ -18,7 +18,7 @@ if str(ROOT) not in sys.path:  # plain `pytest`, where `python -m pytest` would 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.multiproc import harness  # noqa: E402
+from tests.multiproc import harness, pool  # noqa: E402
 
 LEAK_DEADLINE_S = 10.0
 SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they stay
@@ -48,7 +48,8 @@ def _processes() -> list[str]:
         try:
             line = " ".join(process.cmdline())
             is_server = any(name in line for name in SERVERS) and _is_direct(process)
-            if process.status() != psutil.STATUS_ZOMBIE and not is_server:
+            stays = is_server or process.pid in pool.KEPT
+            if process.status() != psutil.STATUS_ZOMBIE and not stays:
                 found.append(f"process {process.pid}: {line[:80]}")
         except psutil.NoSuchProcess:
             continue

@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from elastic_ft.config import DataConfig
 from elastic_ft.models.decoder import Decoder, DecoderConfig
@@ -49,7 +54,7 @@ def gated(seed: int, gate: str, **corpus: Any) -> Any:
 class Counted:
     """Samples that are a function of their index alone: what golden losses are made of."""
 
-    vocab_size, sequence_length = 101, 16
+    vocab_size, sequence_length = 101, 12
 
     def __len__(self) -> int:
         return 173
@@ -72,6 +77,37 @@ def counted(gate: str | None = None) -> Any:
         samples = Gated(samples, Path(gate))
         samples.vocab_size, samples.sequence_length = Counted.vocab_size, Counted.sequence_length
     return samples
+
+
+class Mixer(torch.nn.Module):
+    """A language model that is no decoder: each position sees the mean of those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(Counted.vocab_size, 16)
+        self.norm = torch.nn.LayerNorm(16)
+        self.up = torch.nn.Linear(16, 36)
+        self.down = torch.nn.Linear(36, 16)
+        self.head = torch.nn.Linear(16, Counted.vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        positions = torch.arange(1, tokens.shape[1] + 1, device=tokens.device)
+        x = x.cumsum(dim=1) / positions[:, None]
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return self.head(x)
+
+
+def mixer() -> torch.nn.Module:
+    return Mixer()
+
+
+MIXER_PLAN = {"up": "colwise", "down": "rowwise", "hea*": "colwise_rep"}
+
+
+def cut_mixer(model: torch.nn.Module, mesh: torch.distributed.DeviceMesh) -> None:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
 
 
 class Raising(torch.nn.Module):

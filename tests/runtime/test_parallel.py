@@ -14,6 +14,8 @@ from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.runtime.engines.pipeline import check_pipeline, cut, micro_batches_to_run
 from elastic_ft.runtime.engines.tensor_parallel import check_tensor_parallel
 
+GIVEN: dict[str, str] = {}
+NO_PLAN = 3
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
     "n_layers": 5,
@@ -62,16 +64,33 @@ def test_tensor_parallelism_refuses(
     check_tensor_parallel(decoder(**changes), 1, length)
 
 
+PLANS = {
+    "unknown style": ({"0": "diagonal"}, "the plan has 0 diagonal; expected one of colwise"),
+    "no module": ({"layers.*": "colwise"}, r"names layers\.\*, which matches no module"),
+    "odd size": ({"0": "rowwise"}, "2 does not divide the model's 0 3"),
+}
+
+
+@pytest.mark.parametrize(("plan", "problem"), PLANS.values(), ids=PLANS)
+def test_plans_that_do_not_fit_are_refused(
+    plan: dict[str, str], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.GIVEN", plan)
+    model = nn.Sequential(nn.Linear(3, 4))
+    with pytest.raises(ConfigError, match=problem):
+        check_tensor_parallel(model, 2, 8, f"{__name__}:GIVEN")
+    with pytest.raises(ConfigError, match=r"parallel.tp_plan: .* is int; expected a mapping"):
+        check_tensor_parallel(model, 2, 8, f"{__name__}:NO_PLAN")
+
+
 def test_pipelines_refuse() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.pp: .* tied embeddings"):
-        check_pipeline(decoder(tie_embeddings=True), 2, "1f1b")
     with pytest.raises(ConfigError, match="need 6 stages, the model has 5 layers"):
         check_pipeline(decoder(), 3, "zero_bubble")
     check_pipeline(decoder(), 3, "gpipe")
 
 
 def test_other_models_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"parallel.tp: .* found Linear"):
+    with pytest.raises(ConfigError, match=r"parallel.tp: Linear has no plan"):
         check_tensor_parallel(nn.Linear(2, 2), 2, 8)
     with pytest.raises(ConfigError, match=r"parallel.pp: .* found Linear"):
         check_pipeline(nn.Linear(2, 2), 2, "1f1b")
@@ -85,3 +104,10 @@ def test_pipelines_run_as_many_micro_batches_as_they_need(
     schedule: str, dealt: int, run: int
 ) -> None:
     assert micro_batches_to_run(dealt, 2, schedule) == run
+
+
+def test_stages_of_a_tied_model_share_its_embedding() -> None:
+    whole = decoder(tie_embeddings=True)
+    first, last = (cut(whole, rank, 2, "1f1b")[rank] for rank in range(2))
+    assert first.embedding.weight is last.output.weight  # until each is given memory of its own
+    assert "embedding.weight" not in dict(last.named_parameters())

@@ -39,6 +39,7 @@ from elastic_ft.runtime.compat import CheckpointImpl, checkpoint_wrapper
 from elastic_ft.runtime.engines.base import MicroBatch, Reach, State, StateTensor, Update
 from elastic_ft.runtime.engines.pipeline import (
     Pipeline,
+    TiedWeight,
     check_pipeline,
     cut,
     micro_batches_to_run,
@@ -73,6 +74,7 @@ class NativeEngine:
         self._parts: list[nn.Module] = []  # the bare model, or this rank's stages of it
         self._runner: nn.Module | None = None  # what forward goes through
         self._pipeline: Pipeline | None = None  # or this
+        self._tied: TiedWeight | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._blocks: list[nn.Module] = []
@@ -124,7 +126,7 @@ class NativeEngine:
             runner.reducer = None
             runner.logger = None
         if not self._replicated:
-            self._parts, self._pipeline, self._optimizer = [], None, None
+            self._parts, self._pipeline, self._tied, self._optimizer = [], None, None, None
             self._parameters, self._buffers, self._blocks = {}, {}, []
         self._listed = None
         return state
@@ -139,7 +141,7 @@ class NativeEngine:
         named = dict(_chain(part.named_buffers() for part in self._parts))
         for name, value in self._computed.items():
             named[name].copy_(value)
-        self._parameters = dict(_chain(part.named_parameters() for part in self._parts))
+        self._parameters = _parameters(self._parts)
         persistent = {_plain(name) for part in self._parts for name in part.state_dict()}
         self._buffers = {name: buffer for name, buffer in named.items() if name in persistent}
         self._optimizer = make_optimizer(self.job.optimizer, self._parameters)
@@ -147,10 +149,13 @@ class NativeEngine:
         self._runner = self._parts[0]
         if groups is not None and groups.assignment.layout.pp > 1:
             assert groups.mesh is not None
+            group, schedule = groups.mesh.get_group("pp"), self.job.parallel.schedule
+            if cast("Decoder", module).config.tie_embeddings:
+                self._tied = TiedWeight(stages, group, schedule)
             self._pipeline = Pipeline(
                 cast("dict[int, DecoderStage]", stages),
-                groups.mesh.get_group("pp"),
-                self.job.parallel.schedule,
+                group,
+                schedule,
                 groups.assignment.layout.tp,
                 self._compute_dtype,
                 self.device,
@@ -160,7 +165,7 @@ class NativeEngine:
         """Shares out a part of the model on meta, and allocates it. Returns its blocks."""
         if groups is not None and groups.assignment.layout.tp > 1:
             assert groups.mesh is not None
-            parallelize(cast("Decoder", part), groups.mesh["tp"])
+            parallelize(part, groups.mesh["tp"], self.job.parallel.tp_plan)
         blocks = [*part.layers.values()] if isinstance(part, DecoderStage) else block_modules(part)
         if self.job.parallel.activation_checkpointing:
             blocks = _checkpoint_activations(part, blocks)
@@ -261,6 +266,8 @@ class NativeEngine:
 
     def restored(self) -> None:
         self._listed = None
+        if self._tied is not None:
+            self._tied.refresh()
 
     # ---------------------------------------------------------------- training
 
@@ -375,6 +382,8 @@ class NativeEngine:
             self.intact = False
             with _inside(reach):
                 self._optimizer.step()
+                if self._tied is not None:
+                    self._tied.refresh()
             self.intact = True
             self._grow_scale()
         elif self.job.precision.dtype == "fp16":
@@ -392,16 +401,31 @@ class NativeEngine:
             grad = parameter.grad
             if isinstance(grad, DTensor) and grad.placements != parameter.placements:
                 parameter.grad = grad.redistribute(placements=parameter.placements)
+        if self._tied is not None:
+            self._tied.sum_gradients()
         return [p.grad for p in self._parameters.values() if p.grad is not None]
 
     def _global_norm(self, gradients: list[torch.Tensor]) -> float:
         if self._replicated:
             return float(torch.nn.utils.get_total_norm(gradients))
         norms = torch._foreach_norm([_local(g) for g in gradients])
-        replicas = torch.tensor([_replicas(g) for g in gradients], device=self.device)
+        replicas = torch.tensor([self._replicas(g) for g in gradients], device=self.device)
         squares = (torch.stack(norms).double() ** 2 / replicas).sum()
         dist.all_reduce(squares)
         return float(squares.sqrt())
+
+    def _replicas(self, gradient: torch.Tensor) -> int:
+        """How many ranks have the same part of it: all that no dimension of a mesh cuts it over."""
+        assert self._groups is not None
+        layout = self._groups.assignment.layout
+        ranks = layout.data_parallel_size * layout.tp
+        if self._tied is not None:
+            ranks *= self._tied.copies(gradient)
+        if not isinstance(gradient, DTensor):
+            return ranks
+        mesh, placed = gradient.device_mesh, enumerate(gradient.placements)
+        cuts = (mesh.size(dim) for dim, placement in placed if not placement.is_replicate())
+        return ranks // math.prod(cuts)
 
     def _scale_gradients(self, gradients: list[torch.Tensor], norm: float, ratio: float) -> None:
         clip = self.job.optimizer.grad_clip
@@ -442,7 +466,8 @@ class NativeEngine:
 
 def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> None:
     """Raises ConfigError for a model that can't be laid out as asked. ``model``: may be on meta."""
-    check_tensor_parallel(model, job.parallel.tp, sequence_length)
+    parallel = job.parallel
+    check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
     check_pipeline(model, job.parallel.pp, job.parallel.schedule)
 
 
@@ -456,18 +481,20 @@ def _cut(job: Job, module: nn.Module, groups: Groups | None) -> Mapping[int, nn.
     return cut(cast("Decoder", module), pp_rank, layout.pp, job.parallel.schedule)
 
 
+def _parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """By the name that the whole model has for each; of a tied weight in two stages, one."""
+    found: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for name, parameter in _chain([part.named_parameters()]):
+            tied = isinstance(part, DecoderStage) and part.config.tie_embeddings
+            name = "embedding.weight" if tied and name == "output.weight" else name
+            found.setdefault(name, parameter)
+    return found
+
+
 def _chain(named: Iterable[Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
     """With names as in the bare model."""
     return ((_plain(name), value) for part in named for name, value in part)
-
-
-def _replicas(gradient: torch.Tensor) -> int:
-    """How many ranks have the same part of it."""
-    if not isinstance(gradient, DTensor):
-        return 1
-    mesh = gradient.device_mesh
-    placed = enumerate(gradient.placements)
-    return math.prod(mesh.size(dim) for dim, placement in placed if placement.is_replicate())
 
 
 def make_optimizer(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from elastic_ft.core.layout import count_stages, split_layers, stages_of
 from elastic_ft.errors import ConfigError
@@ -42,11 +43,6 @@ def check_pipeline(model: nn.Module, pp: int, schedule: str) -> None:
             f"parallel.pp: {pp} ranks share out a built-in decoder (model.preset) only, "
             f"found {type(model).__name__}"
         )
-    if model.config.tie_embeddings:
-        raise ConfigError(
-            f"parallel.pp: with {pp} ranks the tied embeddings would lie in the first and in the "
-            "last stage; set tie_embeddings to false, or pp to 1"
-        )
     _pipelining()  # before anyone waits for it
     stages = count_stages(pp, schedule)
     if model.config.n_layers < stages:
@@ -60,6 +56,63 @@ def cut(model: Decoder, pp_rank: int, pp: int, schedule: str) -> dict[int, Decod
     """Returns this rank's stages by number; stages cost alike."""
     parts = split_layers(model.stage_costs(), count_stages(pp, schedule))
     return {number: model.stage(parts[number]) for number in stages_of(pp_rank, pp, schedule)}
+
+
+class TiedWeight:
+    """The embedding of a pipeline whose last stage projects with it, as this rank has it.
+
+    Both stages hold it and sum their gradients, so that both apply the same update. Where one rank
+    has both stages (zero_bubble), one of the two is trained, and the other is its copy.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup, schedule: str
+    ) -> None:
+        pp = dist.get_world_size(group)
+        last = count_stages(pp, schedule) - 1
+        owners = {n: rank for rank in range(pp) for n in stages_of(rank, pp, schedule)}
+        first, final = (cast("DecoderStage | None", stages.get(n)) for n in (0, last))
+        ends = [end for end in (first and first.embedding, final and final.output) if end]
+        self._group = group
+        self._weight: nn.Parameter | None = ends[0].weight if ends else None
+        self._copy: nn.Parameter | None = ends[1].weight if len(ends) == 2 else None
+        self._peer = owners[last if first is not None else 0]
+
+    def copies(self, gradient: Tensor) -> int:
+        """How many stages on different ranks have ``gradient``."""
+        shared = self._weight is not None and self._copy is None
+        return 2 if shared and self._weight.grad is gradient else 1  # type: ignore[union-attr]
+
+    def sum_gradients(self) -> None:
+        """After gradients are reduced over data ranks, and before they are used."""
+        if self._weight is None:
+            return
+        own = _local(self._weight.grad)
+        if self._copy is not None:
+            own.add_(_local(self._copy.grad))
+            self._copy.grad = None
+            return
+        other = torch.empty_like(own)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=self._peer),
+                dist.P2POp(dist.irecv, other, group=self._group, group_peer=self._peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        own.add_(other)  # a + b is b + a, bit by bit: both stages go on with the same
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After the weight has changed."""
+        if self._copy is not None:
+            _local(self._copy.detach()).copy_(_local(cast("Tensor", self._weight).detach()))
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def micro_batches_to_run(most_dealt: int, pp: int, schedule: str) -> int:

@@ -1,0 +1,110 @@
+"""The small model, data and layouts that tests of layouts share. Workers import this module.
+
+Heads and positions divide by 2 and 3, the vocabulary by neither; micro-batches do not divide
+evenly over data ranks; gradients are clipped in most steps. Tensor parallelism, which sends many
+messages for each layer and micro-batch, has fewer of both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_ft.config import Job
+from elastic_ft.core.layout import plan_layout
+from tests.multiproc import pool
+from tests.multiproc.harness import make_job
+
+STEPS = 20
+MODEL: dict[str, Any] = {
+    "preset": "decoder-1m",
+    "kwargs": {
+        "dim": 24,
+        "n_layers": 4,
+        "n_heads": 12,
+        "n_kv_heads": 6,
+        "ffn_dim": 36,
+        "vocab_size": 101,
+    },
+}
+COMMON: dict[str, Any] = {
+    "steps": STEPS,
+    "model": MODEL,
+    "batch": {"global_batch_size": 10, "micro_batch_size": 2},
+    "data": {"path": "tests.multiproc.tiny:counted", "kwargs": {}},
+    "optimizer": {"lr": 3e-3, "grad_clip": 0.5},
+}
+
+# name -> (data-parallel strategy, workers, parallel section)
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "ddp4": ("ddp", 4, {}),
+    "fsdp4": ("fsdp", 4, {}),
+    "hsdp2x2": ("hsdp", 4, {}),
+    "ddp1-tp2": ("ddp", 2, {"tp": 2}),
+    "ddp1-tp3": ("ddp", 3, {"tp": 3}),
+    "ddp2-tp2": ("ddp", 4, {"tp": 2}),
+    "fsdp2-tp2": ("fsdp", 4, {"tp": 2}),
+    "hsdp2x2-tp2": ("hsdp", 8, {"tp": 2}),
+    "pp2-ddp1 gpipe": ("ddp", 2, {"pp": 2, "schedule": "gpipe"}),
+    "pp2-ddp1 1f1b": ("ddp", 2, {"pp": 2}),
+    "pp2-ddp1 interleaved1f1b": ("ddp", 2, {"pp": 2, "schedule": "interleaved1f1b"}),
+    "pp2-ddp1 zero_bubble": ("ddp", 2, {"pp": 2, "schedule": "zero_bubble"}),
+    "pp3-ddp1 1f1b": ("ddp", 3, {"pp": 3}),
+    "pp4-ddp1 gpipe": ("ddp", 4, {"pp": 4, "schedule": "gpipe"}),
+    "pp2-ddp2 1f1b": ("ddp", 4, {"pp": 2}),
+    "pp2-fsdp2 1f1b": ("fsdp", 4, {"pp": 2}),
+    "pp2-fsdp2 interleaved1f1b": ("fsdp", 4, {"pp": 2, "schedule": "interleaved1f1b"}),
+    "pp2-fsdp2 zero_bubble": ("fsdp", 4, {"pp": 2, "schedule": "zero_bubble"}),
+    "pp2-ddp1-tp2 1f1b": ("ddp", 4, {"pp": 2, "tp": 2}),
+    "pp2-ddp2-tp2 1f1b": ("ddp", 8, {"pp": 2, "tp": 2}),
+    "pp2-fsdp2-tp2 1f1b": ("fsdp", 8, {"pp": 2, "tp": 2}),
+    "ddp3 zero0": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 0}),
+    "fsdp3 zero1": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 1}),
+    "fsdp3 zero2": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 2}),
+    "fsdp3 zero3": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 3}),
+}
+
+
+# What a layout is trained with: golden losses are kept of each.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "deep": {},
+    "shallow": {
+        "model": MODEL | {"kwargs": MODEL["kwargs"] | {"n_layers": 2}},
+        "batch": {"global_batch_size": 6, "micro_batch_size": 2},
+    },
+}
+VARIANTS["wide"] = VARIANTS["shallow"] | {"batch": COMMON["batch"]}
+
+
+def variant_of(name: str) -> str:
+    parallel = LAYOUTS[name][2]
+    if "tp" not in parallel:
+        return "deep"
+    return "wide" if name == "hsdp2x2-tp2" else "shallow"
+
+
+def job_of(name: str, **sections: Any) -> Job:
+    strategy, _, parallel = LAYOUTS[name]
+    sections = VARIANTS[variant_of(name)] | sections
+    parallel = parallel | {"shard_size": 2} if strategy == "hsdp" else parallel
+    return make_job(strategy, workers=1, parallel=parallel, **(COMMON | sections))
+
+
+def train_from_the_start(
+    port: int, generation: int, rank: int, world: int, job: Job, steps: int
+) -> tuple[str, list[dict[str, float]]]:
+    """For ``pool.Pool``. Returns the layout, and each step's loss and gradient norm."""
+    parallel = job.parallel
+    layout, _ = plan_layout(
+        parallel.data_strategy, world, parallel.shard_size, parallel.tp, parallel.pp
+    )
+    engine, data = pool.make_engine(job)
+    groups = pool.form(port, generation, rank, layout)
+    try:
+        engine.attach(groups)
+        engine.initialise()
+        engine.restored()
+        return str(layout), pool.train(job, engine, data, groups, range(1, steps + 1))
+    finally:
+        groups.abort("the end")
+        engine.detach()
+        groups.teardown()

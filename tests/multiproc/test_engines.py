@@ -1,0 +1,140 @@
+"""What engines can do besides laying out the built-in decoder in fp32: against one process.
+
+One set of processes runs all cases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from elastic_ft.config import Job
+from tests.multiproc.harness import make_job
+from tests.multiproc.layouts import COMMON, MODEL, VARIANTS, train_from_the_start
+from tests.multiproc.pool import Pool
+
+STEPS = 6
+EXACT = 1e-5  # relative, of fp32 losses and gradient norms
+pytestmark = pytest.mark.timeout(300)
+
+SHALLOW = VARIANTS["shallow"]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 36,
+    "vocab_size": 102,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model": {"transformers": LLAMA}},
+    "llama tied": {"model": {"transformers": LLAMA | {"tie_word_embeddings": True}}},
+    "qwen3": {"model": {"transformers": LLAMA | {"model_type": "qwen3", "head_dim": 4}}},
+    "own": {"model": {"path": "tests.multiproc.tiny:mixer", "kwargs": {}}},
+    "decoder": {},
+    "decoder tied": {"model": MODEL | {"kwargs": MODEL["kwargs"] | {"tie_embeddings": True}}},
+}
+Train = Callable[..., list[dict[str, float]]]
+
+
+def job_of(model: str, strategy: str = "ddp", **sections: Any) -> Job:
+    return make_job(strategy, workers=1, **(COMMON | SHALLOW | MODELS[model] | sections))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def train(pool: Pool) -> Train:
+    """Losses and gradient norms of a job, equal on all ranks; each job is run once."""
+    found: dict[str, list[dict[str, float]]] = {}
+
+    def run(job: Job, world: int) -> list[dict[str, float]]:
+        key = f"{world} {job.model_dump_json()}"
+        if key not in found:
+            (_, first), *others = pool(train_from_the_start, job, STEPS, world=world)
+            assert all(str(steps) == str(first) for _, steps in others)  # nan is not nan
+            found[key] = first
+        return found[key]
+
+    return run
+
+
+def assert_close(
+    found: list[dict[str, float]], expected: list[dict[str, float]], tolerance: float
+) -> None:
+    for key in ("loss", "grad_norm"):
+        mine, others = ([step[key] for step in steps] for steps in (found, expected))
+        assert mine == pytest.approx(others, rel=tolerance, abs=0), key
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "world", "parallel"),
+    [
+        ("llama", "ddp", 2, {"tp": 2}),
+        ("llama", "fsdp", 4, {"tp": 2}),
+        ("llama tied", "ddp", 2, {"tp": 2}),
+        ("qwen3", "ddp", 4, {"tp": 2}),
+        ("own", "ddp", 2, {"tp": 2, "tp_plan": "tests.multiproc.tiny:MIXER_PLAN"}),
+        ("own", "fsdp", 4, {"tp": 2, "tp_plan": "tests.multiproc.tiny:cut_mixer"}),
+    ],
+)
+def test_plans_of_tensor_parallelism(
+    train: Train, model: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    alone = train(job_of(model), 1)
+    assert_close(train(job_of(model, strategy, parallel=parallel), world), alone, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "parallel"),
+    [
+        ("ddp", 2, {"pp": 2}),
+        ("ddp", 2, {"pp": 2, "schedule": "zero_bubble"}),
+        ("fsdp", 4, {"pp": 2}),
+        ("fsdp", 4, {"pp": 2, "schedule": "zero_bubble"}),
+        ("ddp", 4, {"pp": 2, "tp": 2}),
+    ],
+)
+def test_tied_embeddings_in_two_stages(
+    train: Train, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    alone = train(job_of("decoder tied"), 1)
+    assert_close(train(job_of("decoder tied", strategy, parallel=parallel), world), alone, EXACT)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("strategy", "world", "parallel"),
+    [
+        ("ddp", 2, {"tp": 2}),
+        ("fsdp", 4, {"tp": 2}),
+        ("ddp", 2, {"pp": 2}),
+        ("fsdp", 4, {"pp": 2}),
+        ("ddp", 4, {"pp": 2, "tp": 2}),
+    ],
+)
+def test_low_precision(
+    train: Train, dtype: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    """As one process in fp32, within what its rounding explains."""
+    alone = train(job_of("decoder"), 1)
+    precision = {"dtype": dtype, "initial_loss_scale": 2.0**10}
+    found = train(job_of("decoder", strategy, parallel=parallel, precision=precision), world)
+    assert_close(found, alone, 0.03 if dtype == "bf16" else 0.005)
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}])
+def test_all_ranks_skip_what_overflows(train: Train, parallel: dict[str, Any]) -> None:
+    precision = {"dtype": "fp16", "initial_loss_scale": 2.0**40}
+    found = train(job_of("decoder", parallel=parallel, precision=precision), 2)
+    assert not any(math.isfinite(step["grad_norm"]) for step in found)
+    alone = train(job_of("decoder"), 1)
+    assert found[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-3)
