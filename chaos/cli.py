@@ -22,6 +22,9 @@ On = Annotated[
     str | None, typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} [highest].")
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run folders are put.")]
+Patience = Annotated[
+    float, typer.Option("--patience", min=1, help="Times each time limit: for a busy machine.")
+]
 OUT = Path("runs/chaos")
 
 
@@ -46,6 +49,7 @@ def run(
         typer.Argument(metavar="SCENARIO...", help="Files, or names; none: all that come with it."),
     ] = None,
     on: On = None,
+    patience: Patience = 1,
     out: Out = OUT,
 ) -> int:
     """Run scenarios, each on its highest tier; a fault that never fires fails.
@@ -54,7 +58,7 @@ def run(
     """
     names = names or [path.stem for path in sorted(SCENARIOS.glob("*.yaml"))]
     scenarios = [(Path(name).stem, load_scenario(name)) for name in names]
-    return run_all(scenarios, tier_of(on), out)
+    return run_all(scenarios, tier_of(on), out, patience)
 
 
 def tier_of(name: str | None) -> Tier | None:
@@ -66,12 +70,14 @@ def tier_of(name: str | None) -> Tier | None:
     raise ConfigError(f"--on: expected one of {', '.join(TIERS)}, found {name!r}")
 
 
-def run_all(scenarios: list[tuple[str, Scenario]], on: Tier | None, out: Path) -> int:
+def run_all(
+    scenarios: list[tuple[str, Scenario]], on: Tier | None, out: Path, patience: float
+) -> int:
     from chaos.trial import Outcome, Stage, highest_tier, lacks, run_trial
 
     outcomes: list[Outcome] = []
     began_s = time.monotonic()
-    with Stage(out) as stage:
+    with Stage(out, patience) as stage:
         for name, scenario in scenarios:
             tier, why = highest_tier(scenario) if on is None else (on, lacks(scenario, on))
             if why or tier is None:
@@ -137,12 +143,13 @@ def soak(
     seed: Annotated[int, typer.Option(min=0, help="Of the first round's faults.")] = 0,
     rounds: Annotated[int | None, typer.Option(min=1, help="At most so many rounds.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    patience: Patience = 1,
     out: Out = Path("runs/soak"),
 ) -> int:
     """Random faults from all injectors, then all heals: the job must converge. Round by round."""
     from chaos.soak import soak as run_rounds
 
-    return run_rounds(minutes, seed, rounds, local, out, console)
+    return run_rounds(minutes, seed, rounds, local, out, patience, console)
 
 
 @app.command("replay")

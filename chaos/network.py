@@ -22,6 +22,7 @@ from elastic_ft.ray_train.cluster import LocalCluster
 
 CLONE_NEWNET = 0x40000000  # from linux/sched.h
 NAMESPACES = Path("/run/netns")
+INTERFACES = Path("/sys/class/net")
 SUBNETS = [f"10.213.{number}" for number in range(1, 255)]
 FIRST_HOST, LAST_HOST = 11, 250
 COMMAND_TIMEOUT_S = 20.0
@@ -70,7 +71,7 @@ class Bridge:
     """A bridge and its namespaces. ``address``: of this side."""
 
     def __init__(self) -> None:
-        self._name = f"eft{os.getpid()}"  # interface names have at most 15 characters
+        self._name = bridge_of(os.getpid())
         taken = run("ip", "-o", "address")
         subnet = next(subnet for subnet in SUBNETS if f" {subnet}." not in taken)
         self._subnet, self.address = subnet, f"{subnet}.1"
@@ -111,6 +112,20 @@ class Bridge:
         errors += attempt("ip", "link", "delete", self._name)
         if errors:
             raise OSError("; ".join(errors))
+
+
+def bridge_of(pid: int) -> str:
+    return f"eft{pid}"  # names of interfaces have at most 15 characters
+
+
+def sweep(pid: int) -> None:
+    """Removes what a process left that was killed before it could."""
+    name = bridge_of(pid)
+    left = NAMESPACES.glob(f"{name}n*") if NAMESPACES.is_dir() else ()
+    for namespace in left:
+        run("ip", "netns", "delete", namespace.name)
+    if (INTERFACES / name).exists():
+        run("ip", "link", "delete", name)
 
 
 def attempt(*command: str) -> list[str]:

@@ -149,7 +149,10 @@ class Runner:
         if isinstance(fault, Add):  # takes seconds, in which others fire
             self._adding.append((pending, self._adder.submit(self._cluster.add_node)))
             return
-        last = isinstance(fault, KillHead) and fault.kill == "controller"  # perhaps of this process
+        # After these nothing may be written: by this process, or on this disk.
+        last = isinstance(fault, Fill) or (
+            isinstance(fault, KillHead) and fault.kill == "controller"
+        )
         if last:
             self._done(pending, member)
         try:

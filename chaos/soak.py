@@ -134,7 +134,13 @@ def make_round(seed: int, tier: Tier) -> Scenario:
 
 
 def soak(
-    minutes: float, seed: int, rounds: int | None, local: bool, out: Path, console: Console
+    minutes: float,
+    seed: int,
+    rounds: int | None,
+    local: bool,
+    out: Path,
+    patience: float,
+    console: Console,
 ) -> int:
     """Returns 0 if every round passed. The first that fails ends it, and can be run again."""
     from chaos.cli import FAILED, PASSED, line_of
@@ -142,7 +148,7 @@ def soak(
 
     tier: Tier = "processes" if local else "ray"
     until_s, number = time.monotonic() + 60 * minutes, 0
-    with Stage(out) as stage:
+    with Stage(out, patience) as stage:
         while (number < rounds) if rounds is not None else (time.monotonic() < until_s):
             scenario = make_round(seed + number, tier)
             outcome = run_trial(f"round-{seed + number}", scenario, tier, stage)

@@ -34,6 +34,7 @@ from elastic_ft.observe.watch import Watch
 from elastic_ft.runtime.faults import OOM_CGROUP, oom_cgroup
 
 POLL_S = 0.05
+REFERENCE_TIMEOUT_S = 300.0
 REFERENCE_STEPS = 100  # undisturbed ones are trained by the hundred
 CONTROLLERS_MAX = 4
 END_TIMEOUT_S = 60.0  # of a run that was asked to stop
@@ -62,10 +63,13 @@ class Outcome:
 
 
 class Stage:
-    """What trials share: a folder, an S3 server, the runs to compare with. A context manager."""
+    """What trials share: a folder, an S3 server, the runs to compare with. A context manager.
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    ``patience``: times each time limit of a run as a whole.
+    """
+
+    def __init__(self, out: Path, patience: float = 1.0) -> None:
+        self.out, self.patience = out, patience
         self._stack = contextlib.ExitStack()
         self._s3: Any = None
         self._references: dict[str, dict[int, float]] = {}
@@ -99,7 +103,7 @@ class Stage:
             folder = fresh(self.out / f"undisturbed-{key}")
             (folder / "job.yaml").write_text(yaml.safe_dump(calm, sort_keys=False))
             command = Command(folder, ["run", "job.yaml", "--out", "run", "--processes"], {})
-            command.wait(600)
+            command.wait(REFERENCE_TIMEOUT_S * self.patience)
             lines = read_lines(folder / "run" / "steps.jsonl")
             if not (folder / "run" / "result.json").exists():
                 raise RuntimeError(f"the undisturbed run failed: see {folder}/log.txt")
@@ -168,7 +172,8 @@ def _really(name: str, scenario: Scenario, tier: Tier, stage: Stage) -> Outcome:
         (folder / "job.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         dumped = scenario.model_dump(mode="json", exclude_defaults=True)
         (folder / "scenario.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False))
-        trouble = Trial(scenario, tier, folder, environment).run()
+        trial = Trial(scenario, tier, folder, environment, scenario.timeout_s * stage.patience)
+        trouble = trial.run()
     samples = len(Paced(0)) if values["data"].get("path") == JOB["data"]["path"] else None
     steps = max((line["step"] for line in read_lines(run / "steps.jsonl")), default=0)
     reference = stage.reference(values, steps) if scenario.expect.same_losses else {}
@@ -191,8 +196,14 @@ def job_of(name: str, scenario: Scenario) -> dict[str, Any]:
 
 class Trial:
     def __init__(
-        self, scenario: Scenario, tier: Tier, folder: Path, environment: dict[str, str]
+        self,
+        scenario: Scenario,
+        tier: Tier,
+        folder: Path,
+        environment: dict[str, str],
+        timeout_s: float,
     ) -> None:
+        self._tier, self._timeout_s = tier, timeout_s
         self._scenario, self._folder, self._environment = scenario, folder, environment
         self._run_folder = folder / "run"
         nodes = ["--local-nodes", str(scenario.cluster.nodes)]
@@ -203,19 +214,22 @@ class Trial:
 
     def run(self) -> str:
         """Returns what went wrong with the processes, empty if nothing did."""
-        deadline_s = time.monotonic() + self._scenario.timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         first = ["run", "job.yaml", "--out", "run"]
         again = ["resume", "run"]
         for start in range(CONTROLLERS_MAX):
             arguments = (again if start else first) + self._arguments
             command = Command(self._folder, arguments, self._environment)
+            ended_early, trouble = False, ""
             try:
                 trouble = self._follow(command, deadline_s)
-            except BaseException:
-                command.end(expect_left=True, patience_s=0)
-                raise
-            ended_early = command.killed or self._could_not_write(command)
-            left = command.end(expect_left=command.killed or bool(trouble))
+                ended_early = command.killed or self._could_not_write(command)
+            finally:
+                left = command.end(expect_left=command.killed or command.running)
+                if self._tier == "network":
+                    from chaos.network import sweep
+
+                    sweep(command.pid)
             if trouble or not ended_early:
                 return trouble or left
         return f"{CONTROLLERS_MAX} controllers have ended early"
@@ -229,7 +243,7 @@ class Trial:
         asked = False
         while command.running:
             if time.monotonic() > deadline_s:
-                return f"not at its end after {self._scenario.timeout_s:g} s"
+                return f"not at its end after {self._timeout_s:g} s"
             if not asked and self._has_settled():
                 asked = True
                 command.interrupt()
@@ -301,6 +315,10 @@ class Command:
     @property
     def running(self) -> bool:
         return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def failed(self) -> bool:

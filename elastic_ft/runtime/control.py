@@ -152,6 +152,12 @@ class Channel:
         except (OSError, TypeError) as error:  # closed under our hands
             raise EOFError(str(error)) from None
 
+    @property
+    def own_address(self) -> str:
+        """This machine's, as the other end sees it."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
+            return str(copy.getsockname()[0])
+
     def end_when_unheard(self, timeout_s: float) -> None:
         """The kernel ends the connection once something sent has not arrived for so long.
 

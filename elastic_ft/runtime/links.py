@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import psutil
 import torch.distributed as dist
 
 SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
@@ -20,6 +21,17 @@ class Socket:
     inode: int
     local_port: int
     peer_port: int | None  # None: listening
+
+
+def use_interface_of(address: str) -> None:
+    """Gloo listens on the interface that has ``address``, unless the user has named another.
+
+    By itself it takes the address that the machine's name resolves to: of a machine with several,
+    or with none of its own in /etc/hosts, peers can't reach it there.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == address for each in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def inet_sockets() -> Iterator[Socket]:

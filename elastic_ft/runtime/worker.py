@@ -63,7 +63,7 @@ from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.faults import Points
 from elastic_ft.runtime.groups import FORM_TIMEOUT_S, Groups
 from elastic_ft.runtime.keeper import KeeperClient, KeeperGone
-from elastic_ft.runtime.links import Links
+from elastic_ft.runtime.links import Links, use_interface_of
 from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.planning import device_memory_bytes
 from elastic_ft.runtime.prefetch import Prefetcher
@@ -147,6 +147,7 @@ class Worker:
         self.job: Job = self._welcome.job
         self._links = Links(self._welcome.store, FORM_TIMEOUT_S)
         self._links.prepare()
+        use_interface_of(self._channel.own_address)
         self._training_thread = threading.get_ident()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
         self._news = threading.Condition()
