@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ft.core.costs import Devices, ModelShape, Work
 from elastic_ft.core.layout import Strategy
@@ -26,9 +26,8 @@ KINDS = {  # kind of fault -> how often it is drawn
     "slow_network": 2,
     "crash_controller": 1,
     "request_stop": 1,
-    "resize": 5,
-    "slow_worker": 2,
 }
+CHANGES = ("resize", "resize", "slow_worker")  # drawn apart: what no fault is
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
 
 
@@ -123,18 +122,12 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
     steps = rng.randint(8, 16)
     strategies: tuple[Strategy, ...] = ("ddp", "fsdp", "hsdp")
     drawn = rng.choice(strategies)
-    more = random.Random(f"policy {seed}")
-    each = more.choice((1, 1, 1, 2)) if workers > 1 else 1
-    spares = more.choice((0, 0, 1, 2))
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         strategy=strategy or drawn,
-        min_workers=min(rng.randint(1, workers), workers // each * each),
+        min_workers=rng.randint(1, workers),
         max_workers=workers,
-        multiple_of=each,
-        spares=spares,
-        evict_stragglers=more.random() < 0.3,
-        nodes=nodes + -(-spares // per_node),
+        nodes=nodes,
         workers_per_node=per_node,
         steps=steps,
         shard_size=rng.choice((None, 2, 3)),
@@ -147,12 +140,31 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         spread_s=rng.choice((0.0, 0.3, 1.0)),
     )
+    return _with_policy(scenario, random.Random(f"policy {seed}"))
 
 
-def _fault(rng: random.Random, steps: int) -> Fault:
-    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+def _with_policy(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Every other job has spares, worlds in multiples, or changes that someone asks for."""
+    if rng.random() < 0.5:
+        return scenario
+    each = rng.choice((1, 1, 2))
+    spares = rng.choice((0, 0, 1, 2))
+    changes = [_fault(rng, scenario.steps, rng.choice(CHANGES)) for _ in range(rng.randint(0, 2))]
+    return replace(
+        scenario,
+        min_workers=min(scenario.min_workers, scenario.max_workers // each * each),
+        multiple_of=each,
+        spares=spares,
+        nodes=scenario.nodes + -(-spares // scenario.workers_per_node),
+        evict_stragglers=rng.random() < 0.5,
+        faults=(*scenario.faults, *changes),
+    )
+
+
+def _fault(rng: random.Random, steps: int, kind: str | None = None) -> Fault:
+    drawn = rng.choices(list(KINDS), list(KINDS.values()))[0]
     return Fault(
-        kind=kind,
+        kind=kind or drawn,
         at_step=rng.randint(0, steps - 1),
         phase=rng.choice(PHASES),
         after_s=round(rng.choice((0.0, rng.uniform(0, 0.2), rng.uniform(0, 3.0))), 3),

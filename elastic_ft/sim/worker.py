@@ -163,6 +163,8 @@ class SimWorker:
         """What it holds of steps that others train again is gone."""
         if message.generation < self.fence and self.group is not None:
             return
+        if self.group is not None:  # a donor: the others go on without it
+            self.group.all.pop(self.id, None)
         self.group = None
         self.drop(after=message.step)
         if self.live is not None and self.live.step > message.step:

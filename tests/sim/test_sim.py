@@ -18,7 +18,16 @@ from typing import Any
 import pytest
 
 from elastic_ft.core import commits, events, layout, membership, recovery, restoring, state
-from elastic_ft.sim import KINDS, Fault, Scenario, Violation, bearable, make_scenario, simulate
+from elastic_ft.sim import (
+    CHANGES,
+    KINDS,
+    Fault,
+    Scenario,
+    Violation,
+    bearable,
+    make_scenario,
+    simulate,
+)
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "500"))
@@ -48,7 +57,7 @@ def history_of(scenario: Scenario) -> str:
         lines = str(error).splitlines()
         again = (
             f"ELASTIC_FT_SIM_SEED={scenario.seed} ELASTIC_FT_SIM_COUNT=1 "
-            f"pytest tests/sim -k schedules-{scenario.strategy}"
+            f"pytest tests/sim -k schedules-{'auto' if scenario.planned else scenario.strategy}"
         )
         return "\n".join([str(scenario), *lines[-TAIL:], f"repeat with: {again}"])
     return "it did not fail again: the simulation is not deterministic"
@@ -69,7 +78,7 @@ def test_every_schedule_is_safe_and_completes(strategy: str) -> None:
         except Violation:
             pytest.fail(history_of(scenario))
     if COUNT >= 500:  # a fault that never fires tests nothing
-        wanted = KINDS.keys() - ({"damage_memory"} if strategy == "ddp" else set())
+        wanted = {*KINDS, *CHANGES} - ({"damage_memory"} if strategy == "ddp" else set())
         assert wanted <= fired.keys(), wanted - fired.keys()
 
 
