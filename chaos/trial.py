@@ -33,7 +33,7 @@ from elastic_ft.observe.run_folder import read_lines
 from elastic_ft.observe.watch import Watch
 from elastic_ft.runtime.faults import OOM_CGROUP, oom_cgroup
 
-POLL_S = 0.05
+POLL_S = 0.1
 REFERENCE_TIMEOUT_S = 300.0
 REFERENCE_STEPS = 100  # undisturbed ones are trained by the hundred
 CONTROLLERS_MAX = 4

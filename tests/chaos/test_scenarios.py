@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from chaos.scenario import SCENARIOS, Scenario, load_scenario
 from chaos.soak import make_round
 from chaos.trial import Outcome, Stage, lacks, run_trial
+from elastic_ft.cli import _main
 
 ALL = {path.stem: load_scenario(path.stem) for path in sorted(SCENARIOS.glob("*.yaml"))}
 
@@ -20,9 +23,24 @@ def test_on_the_simulator(name: str, stage: Stage) -> None:
     assert_passed(run_trial(name, ALL[name], "sim", stage))
 
 
-@pytest.mark.parametrize("name", ["worker-killed", "controller-killed"])
-def test_on_plain_processes(name: str, stage: Stage) -> None:
-    assert_passed(run_trial(name, ALL[name], "processes", stage))
+def test_on_plain_processes(stage: Stage, capfd: pytest.CaptureFixture[str]) -> None:
+    """Then ``chaos check`` is content with its folder, until somebody loses a sample of it."""
+    assert_passed(run_trial("worker-killed", ALL["worker-killed"], "processes", stage))
+    folder = stage.out / "worker-killed-processes" / "run"
+    assert _main(["chaos", "check", str(folder)]) == 0
+    ledger = folder / "ledger.jsonl"
+    lines = [json.loads(line) for line in ledger.read_text().splitlines()]
+    lines[3]["samples"][0] = lines[2]["samples"][0]
+    ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capfd.readouterr()
+    assert _main(["chaos", "check", str(folder)]) == 1
+    found = capfd.readouterr().out.splitlines()
+    assert [line[:8] for line in found if line.startswith("FAIL")] == ["FAIL  I2"]
+
+
+def test_a_controller_that_is_killed_is_followed_by_another(stage: Stage) -> None:
+    outcome = run_trial("controller-killed", ALL["controller-killed"], "processes", stage)
+    assert_passed(outcome)
 
 
 def test_who_is_cut_off_in_one_direction_stops(stage: Stage) -> None:
