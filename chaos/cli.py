@@ -105,12 +105,14 @@ def line_of(outcome: Any) -> str:
 
 @app.command("check")
 def check(
-    run_folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a finished run.")
-    ],
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    beside: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="The same job undisturbed: for I3.")
+    ] = None,
 ) -> int:
     """Check what invariants I1-I8 leave in the folder of any finished run."""
     from chaos.check import Folder
+    from chaos.expect import same_losses
     from elastic_ft.config import parse_job
     from elastic_ft.core.invariants import CHECKS, Expected, check_run
 
@@ -134,7 +136,12 @@ def check(
         console.print(f"{'FAIL' if messages else 'PASS'}  {invariant}  {what}", markup=False)
         for message in messages:
             console.print(f"      {message}", markup=False)
-    return FAILED if violations else PASSED
+    if beside is None:
+        return FAILED if violations else PASSED
+    reference = {line["step"]: line["loss"] for line in Folder.of(beside).steps}
+    verdict = same_losses(found, reference)
+    console.print(f"{'PASS' if verdict.passed else 'FAIL'}  I3  {verdict.claim}: {verdict.found}")
+    return PASSED if verdict.passed and not violations else FAILED
 
 
 @app.command("soak")

@@ -31,7 +31,7 @@ def judge(
     verdicts += _worlds(run, expect)
     verdicts += _cut_off(scenario, folder)
     if expect.same_losses:
-        verdicts.append(_same_losses(run, reference))
+        verdicts.append(same_losses(run, reference))
     return verdicts
 
 
@@ -122,7 +122,7 @@ def _cut_off(scenario: Scenario, folder: Path) -> Iterator[Verdict]:
     yield Verdict(claim, passed, found)
 
 
-def _same_losses(run: Folder, reference: dict[int, float]) -> Verdict:
+def same_losses(run: Folder, reference: dict[int, float]) -> Verdict:
     losses = {line["step"]: line["loss"] for line in run.steps}
     claim = f"each loss is that of the undisturbed run, within {LOSS_DIFFERENCE_MAX:g}"
     if not losses or not losses.keys() <= reference.keys():
