@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ft.core.events import Member, NodeId, ResizeRequested
+from elastic_ft.core.calibration import STEPS_MAX, calibrate
+from elastic_ft.core.events import Member, NodeId, ResizeRequested, StepApplied
 from elastic_ft.core.layout import Layout, plan_layout
 from elastic_ft.core.planner import Limits, NoLayout, Planning, Previous, best
-from elastic_ft.core.state import Policy, Turn
+from elastic_ft.core.state import Policy, Turn, is_current
 
 WINDOW_S = 600.0  # in which changes of membership are counted
 ASSUMED_PAUSE_S = 5.0  # of a planned change, before one was measured
@@ -83,6 +84,7 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
         planning.devices,
         nodes=tuple(map(len, nodes.values())),
         memory_bytes=_memory_bytes(planning, placed),
+        flops_per_s=turn.state.flops_per_s or planning.devices.flops_per_s,
     )
     previous = None
     if (old := turn.state.assignment) is not None:
@@ -96,6 +98,29 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     idle = tuple(member for member in placed if member not in chosen)
     why = f"planned {plan.layout}: {'; '.join(plan.why)}"
     return World(chosen, plan.layout, why, idle, "the planner has no use for them" * bool(idle))
+
+
+def learn_rate(turn: Turn) -> None:
+    """What the generation that ends has shown of its devices: the next layout is planned by it."""
+    planning, old, steps_s = turn.policy.planning, turn.state.assignment, turn.state.steps_s
+    turn.set(steps_s=())
+    if planning is None or old is None:
+        return
+    counts = tuple(map(len, by_node(old.members).values()))
+    known = turn.state.flops_per_s or planning.devices.flops_per_s
+    devices = replace(planning.devices, nodes=counts, flops_per_s=known)
+    found = calibrate(planning.work, devices, planning.limits, old.layout, steps_s)
+    if found is None:
+        return
+    turn.set(flops_per_s=found.flops_per_s or turn.state.flops_per_s)
+    turn.journal(
+        "calibrated",
+        str(found),
+        layout=str(found.layout),
+        measured_s=found.measured_s,
+        predicted_s=found.predicted_s,
+        flops_per_s=found.flops_per_s,
+    )
 
 
 def _limits(policy: Policy) -> Limits:
@@ -201,6 +226,25 @@ def why_wait(turn: Turn, after: int) -> str:
         f"{repaid_s:.0f} s to repay; it should within {within_s:.0f} s: {losses} losses in the "
         f"last {WINDOW_S:.0f} s"
     )
+
+
+# ------------------------------------------------------------------------ what was measured
+
+
+def note_step(turn: Turn, event: StepApplied) -> None:
+    """What a member of the running generation says of a step's time, where it decides something."""
+    policy, state = turn.policy, turn.state
+    rank = state.ranks.get(event.worker)
+    if state.phase != "running" or rank is None:
+        return
+    if not is_current(turn, event.worker, event.generation):
+        return
+    if policy.planning is not None and rank == 0 and event.took_s:
+        turn.set(steps_s=(*state.steps_s, event.took_s)[-STEPS_MAX:])
+    if policy.evict_stragglers and event.pace_s:
+        kept = policy.straggler_window_steps * 2
+        paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]
+        turn.set(paces={**state.paces, event.worker: paces})
 
 
 # --------------------------------------------------------------------------- stragglers

@@ -270,6 +270,7 @@ class StepApplied:
     step: int
     metrics: dict[str, Any] = field(default_factory=dict)
     pace_s: float = 0.0  # computing alone, the same work on every rank; 0: not measured
+    took_s: float = 0.0  # all of the step
     # Since the step before: data_s waiting for data, save_s for snapshots and uploads.
     spent: dict[str, float] = field(default_factory=dict)
 

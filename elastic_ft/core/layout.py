@@ -78,6 +78,17 @@ class Layout:
         pp, shard, tp = map(int, match.groups())
         return Layout(pp=pp, dp_shard=shard, tp=tp)
 
+    @staticmethod
+    def parse(name: str) -> Layout:
+        """What ``str`` makes of a layout. Raises ValueError."""
+        match = re.fullmatch(
+            r"(?:pp(\d+)-)?(?:ddp(\d+)|fsdp(\d+)|hsdp(\d+)x(\d+))(?:-tp(\d+))?", name
+        )
+        if match is None:
+            raise ValueError(f"not a layout: {name!r}")
+        pp, ddp, fsdp, replicas, shards, tp = (int(group or 1) for group in match.groups())
+        return Layout(dp_replicate=ddp * replicas, dp_shard=fsdp * shards, pp=pp, tp=tp)
+
     def __str__(self) -> str:
         if self.dp_shard == 1:
             data = f"ddp{self.dp_replicate}"

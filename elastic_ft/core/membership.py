@@ -38,6 +38,8 @@ from elastic_ft.core.elasticity import (
     choose_world,
     find_straggler,
     joiners,
+    learn_rate,
+    note_step,
     refuses,
     surplus,
     wanted,
@@ -162,6 +164,7 @@ def _form_if_paused(turn: Turn) -> None:
 
 def _form(turn: Turn) -> None:
     """Everyone alive is paused: lay out the next world, or wait for more workers."""
+    learn_rate(turn)
     world = choose_world(turn)
     if isinstance(world, str):
         _suspend(turn, world)
@@ -610,21 +613,18 @@ def _dismiss_donors(turn: Turn, assignment: Assignment) -> None:
 
 def _step_applied(turn: Turn, event: StepApplied) -> None:
     step_applied(turn, event)
-    state, policy = turn.state, turn.policy
-    if not policy.evict_stragglers or not event.pace_s or state.phase != "running":
-        return
-    if not is_current(turn, event.worker, event.generation) or event.worker not in state.ranks:
-        return
-    kept = policy.straggler_window_steps * 2
-    paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]
-    turn.set(paces={**state.paces, event.worker: paces})
-    if len(turn.state.paces) == len(state.ranks) and not state.stopping:
+    note_step(turn, event)
+    state = turn.state
+    first = state.ranks.get(event.worker) == 0  # once a step is often enough
+    if state.phase == "running" and first and event.pace_s and not state.stopping:
         _evict_straggler(turn)
 
 
 def _evict_straggler(turn: Turn) -> None:
     """Replaces who holds all others up, or goes on without it. The evidence is journalled."""
     policy, state = turn.policy, turn.state
+    if state.paces.keys() != state.ranks.keys():
+        return
     found = find_straggler(state.paces, policy.straggler_factor, policy.straggler_window_steps)
     if found is None:
         return

@@ -139,6 +139,8 @@ class State:
     deferred_at_s: float | None = None  # since when joiners wait for better times
     paces: dict[WorkerId, tuple[float, ...]] = field(default_factory=dict)  # newest last
     evicted: tuple[NodeId, ...] = ()  # nodes of evicted stragglers
+    steps_s: tuple[float, ...] = ()  # of this generation, where the planner lays out
+    flops_per_s: float | None = None  # that devices reach, as far as that was measured
     gone: frozenset[WorkerId] = frozenset()  # lost or released: an id is never used again
     abort: bool = False  # pausing: collectives are broken off
     paused: dict[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)

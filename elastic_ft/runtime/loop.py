@@ -209,6 +209,7 @@ class Loop:
                 number,
                 metrics,
                 pace_s=self._pace.take() if self._pace is not None else 0.0,
+                took_s=metrics["step_time_s"],
                 spent=spent.take(),
             )
         )

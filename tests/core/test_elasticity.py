@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ft.core.costs import Devices, ModelShape, Work
+from elastic_ft.core.costs import Choice, Devices, Links, ModelShape, Work, step_time
 from elastic_ft.core.elasticity import WINDOW_S, find_straggler
 from elastic_ft.core.events import (
     Bench,
@@ -432,6 +432,32 @@ def test_a_size_that_can_not_hold_the_model_is_refused() -> None:
     script.tell(ResizeRequested, 1, "r1")
     assert script.journalled("resize_refused")[0].startswith("nothing fits on 1 devices")
     assert script.state.target is None
+
+
+def test_a_running_jobs_steps_say_what_its_devices_reach() -> None:
+    """The model explains what was measured, and the next layout is planned by that."""
+    script = eight(planned(80e9))
+    planning = script.policy.planning
+    assert planning is not None
+    choice = Choice(script.assignment.layout, 1)
+    slow = replace(planning.devices, nodes=(4, 4), flops_per_s=5e12)
+    took_s = step_time(planning.work, choice, Links.of(slow, slow.nodes)).total
+    for number in range(1, 12):
+        for worker in script.ranks:
+            script.tell(StepApplied, worker, 1, number, {"loss": 1.0}, took_s=took_s)
+    lose(script, "w7", 11)
+    assert script.state.flops_per_s == pytest.approx(5e12, rel=1e-3)
+    (found,) = script.journalled("calibrated")
+    assert found.startswith(f"ddp8 takes {took_s:.4g} s a step")
+    assert found.endswith("devices reach 5 TFLOP/s")
+
+
+def test_too_few_steps_say_nothing() -> None:
+    script = eight(planned(80e9))
+    for worker in script.ranks:
+        script.tell(StepApplied, worker, 1, 1, {"loss": 1.0}, took_s=1.0)
+    lose(script, "w7", 1)
+    assert script.journalled("calibrated") == []
 
 
 def test_workers_say_how_much_memory_they_have() -> None:

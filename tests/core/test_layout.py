@@ -65,6 +65,11 @@ def test_names(layout: Layout, name: str) -> None:
     assert str(layout) == name
 
 
+@given(layouts)
+def test_a_layout_is_found_again_by_its_name(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
 @pytest.mark.parametrize(
     ("world_size", "shard_size", "wanted"),
     [
@@ -155,5 +160,7 @@ def test_nonsense_is_refused() -> None:
         Layout(dp_shard=2).coordinates(2)
     with pytest.raises(ValueError, match="at least one rank"):
         plan_layout("ddp", 0, None)
+    with pytest.raises(ValueError, match="not a layout"):
+        Layout.parse("fsdp2-pp2")
     with pytest.raises(ValueError, match="not a shard space"):
         Layout.of_shard_space("s3")
