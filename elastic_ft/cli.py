@@ -26,7 +26,7 @@ import yaml
 from rich.console import Console
 
 from chaos import cli as chaos_cli
-from elastic_ft import checkpoint_cli, events_cli, plan_cli, resize_cli
+from elastic_ft import checkpoint_cli, events_cli, plan_cli, resize_cli, simulate_cli
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 
@@ -50,6 +50,7 @@ app.command("plan")(plan_cli.plan)
 app.command("events")(events_cli.events)
 app.command("replay")(events_cli.replay)
 app.command("resize")(resize_cli.resize)
+app.command("simulate")(simulate_cli.simulate)
 app.add_typer(chaos_cli.app, name="chaos")
 
 
