@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from collections import Counter
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_ft.config import Job, load_job
+from elastic_ft.core.calibration import STEPS_MIN, Calibration, calibrate
 from elastic_ft.core.costs import Devices, Work
+from elastic_ft.core.layout import Layout
 from elastic_ft.core.planner import Limits, NoLayout, Plan, Previous, best, gb, plans
 from elastic_ft.errors import ConfigError
 
@@ -42,6 +45,10 @@ def plan(
     ] = 40e9,
     max_tp: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most.")] = None,
     max_pp: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run of this job on such devices: its steps say FLOPS."),
+    ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the table.")] = 10,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> int:
@@ -49,6 +56,9 @@ def plan(
     job = load_job(job_file)
     there = parse_devices(devices, flops, intra, inter)
     work = _describe(job)
+    measured = None if run is None else measure(job, work, there, run)
+    if measured is not None and measured.flops_per_s is not None:
+        there = replace(there, flops_per_s=measured.flops_per_s)
     limits = Limits(schedules=(job.parallel.schedule,), tp_max=max_tp, pp_max=max_pp)
     try:
         ranked = plans(work, there, limits, top=top)
@@ -61,8 +71,11 @@ def plan(
     after = {n: _after(work, there, limits, ranked[0], n) for n in LOST if n < there.count}
     if as_json:
         losses = [{"lost": n} | _loss_as_json(found) for n, found in after.items()]
-        _dump({"plans": [_as_json(p) for p in ranked], "losses": losses})
+        found = None if measured is None else asdict(measured) | {"layout": str(measured.layout)}
+        _dump({"plans": [_as_json(p) for p in ranked], "losses": losses, "measured": found})
         return 0
+    if measured is not None:
+        console.print(f"measured: {measured}", markup=False)
     _show(work, there, ranked)
     _show_losses(ranked[0], after)
     return 0
@@ -91,6 +104,41 @@ def _describe(job: Job) -> Work:
     from elastic_ft.models.describe import describe_job
 
     return describe_job(job)
+
+
+def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:
+    """What the last generation of a run says of its devices. Raises ConfigError."""
+    formed = [line for line in _lines(run, "events.jsonl") if line["event"] == "generation_formed"]
+    steps = _lines(run, "steps.jsonl")
+    counts: Counter[str] = Counter()
+    steps_s: list[float] = []
+    for line in reversed(formed):  # the last one that has trained for a while
+        steps_s = [s["step_time_s"] for s in steps if s["generation"] == line["generation"]]
+        if len(steps_s) >= STEPS_MIN:
+            counts = Counter(member["node"] for member in line["members"])
+            break
+    else:
+        raise ConfigError(f"--run: {run}: no generation has trained for {STEPS_MIN} steps")
+    limits = Limits(
+        micro_batches=(job.batch.micro_batch_size,),
+        recompute=(job.parallel.activation_checkpointing,),
+        schedules=(job.parallel.schedule,),
+    )
+    devices = replace(there, nodes=tuple(counts.values()))
+    layout = Layout.parse(line["layout"])
+    found = calibrate(work, devices, limits, layout, steps_s)
+    assert found is not None
+    return found
+
+
+def _lines(run: str, name: str) -> list[dict[str, Any]]:
+    """Of a file of a run folder. Raises ConfigError."""
+    from elastic_ft.observe.watch import Tail
+
+    found = Tail(run, name).read()
+    if not found:
+        raise ConfigError(f"--run: {run}: not a run folder: no {name}, or nothing in it")
+    return found
 
 
 def lose(there: Devices, count: int) -> tuple[Devices, tuple[int, ...]]:

@@ -260,7 +260,8 @@ class RayHost:
             ray.kill(hosted.actor)
         usable = hosted.node and hosted.node not in self._nodes.draining
         waiting = any(other.handle is None for other in self._hosted.values())
-        keep = bool(usable and not waiting and not self._closed)
+        short = len(self._hosted) < self._wanted  # fewer may have been asked for meanwhile
+        keep = bool(usable and short and not waiting and not self._closed)
         self._placements.give_back(hosted.placement, keep=keep)
 
     def _cancel(self, hosted: Hosted) -> None:

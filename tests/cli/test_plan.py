@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -103,3 +104,28 @@ def test_a_transformers_model_by_its_sizes(
     job = write_job({"model": {"transformers": llama}})
     assert _main(["plan", job, "--devices", "1x2:8GB"]) == BAD_USAGE
     assert "model.transformers.hidden_size: the planner needs it" in capfd.readouterr().err
+
+
+def test_a_runs_steps_say_what_its_devices_reach(
+    write_job: Callable[..., str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job({"batch.global_batch_size": 64})
+    run = folder / "run"
+    run.mkdir()
+    members = [{"worker": f"w{i}", "node": f"n{i // 2}"} for i in range(4)]
+    formed = {"event": "generation_formed", "generation": 1, "layout": "ddp4", "members": members}
+    (run / "events.jsonl").write_text(json.dumps(formed) + "\n")
+    step = {"generation": 1, "step_time_s": 1.5}
+    (run / "steps.jsonl").write_text((json.dumps(step) + "\n") * 8)
+    asked = ["plan", job, "--devices", "2x2:16GB", "--run", str(run)]
+    assert _main(asked) == COMPLETED
+    assert "measured: ddp4 takes 1.5 s a step, " in capfd.readouterr().out
+    assert _main([*asked, "--json"]) == COMPLETED
+    found = json.loads(capfd.readouterr().out)
+    assert found["measured"]["measured_s"] == 1.5
+    assert found["plans"][0]["step_s"]["total"] > 0.1  # at that rate, not the default's
+    (run / "steps.jsonl").write_text((json.dumps(step) + "\n") * 3)
+    assert _main(asked) == BAD_USAGE
+    assert "no generation has trained for 8 steps" in capfd.readouterr().err
+    assert _main(["plan", job, "--devices", "2x2:16GB", "--run", "nowhere"]) == BAD_USAGE
+    assert "not a run folder" in capfd.readouterr().err
