@@ -340,11 +340,16 @@ def class_of(worker: ev.WorkerId, state: State, kind: str, same_phase: bool) -> 
 
 
 class Nodes:
-    """Which nodes are there: from the first word of a keeper or worker until both are gone."""
+    """Which nodes are there: from the first word of a keeper or worker until both are gone.
+
+    Those heard of before the first generation forms were there from the start; one that a worker
+    is the first to tell of, from that worker's start.
+    """
 
     def __init__(self, started_at_s: float, workers_per_node: int, max_workers: int) -> None:
         self._per_node, self._max = workers_per_node, max_workers
-        self._since_s, self._worker_s, self._slots = started_at_s, 0.0, 0
+        self._started_s = self._since_s = started_at_s
+        self._worker_s, self._slots = 0.0, 0
 
     def on(self, now_s: float, event: ev.Event, state: State, allocated: int) -> None:
         if isinstance(event, (ev.StepApplied, ev.StepHeld, ev.Paused, ev.Resumed)):
@@ -352,7 +357,15 @@ class Nodes:
         self._worker_s = self.available_s(now_s)
         self._since_s = max(now_s, self._since_s)
         nodes = {*state.keepers, *(member.node for member in state.ready.values())}
-        self._slots = min(self._max, max(allocated, self._per_node * len(nodes)))
+        slots = min(self._max, max(allocated, self._per_node * len(nodes)))
+        if slots > self._slots:
+            began_s = self._since_s
+            if state.phase == "starting":
+                began_s = self._started_s
+            elif isinstance(event, ev.WorkerReady) and event.started_at_s:
+                began_s = min(began_s, max(event.started_at_s, self._started_s))
+            self._worker_s += (slots - self._slots) * (self._since_s - began_s)
+        self._slots = slots
 
     def available_s(self, now_s: float) -> float:
         return self._worker_s + self._slots * max(0.0, now_s - self._since_s)

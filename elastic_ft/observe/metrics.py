@@ -44,6 +44,8 @@ class Metrics:
         self._job = job
         self._server: Any = None
         self._metrics = {name: self._make(metric) for name, metric in METRICS.items()}
+        self._series: dict[str, Any] = {}
+        self._phase = ""
         self._counted: dict[tuple[str, str], float] = {}
         self._ranks: tuple[tuple[str, str, str], ...] = ()
         self._checkpointed_s = time.monotonic()
@@ -75,7 +77,13 @@ class Metrics:
         return kind(metric.full_name, metric.meaning, labels, registry=self.registry)
 
     def _of(self, name: str, **labels: str) -> Any:
-        return self._metrics[name].labels(job_name=self._job, **labels)
+        """The series. Those without labels of their own are asked for at every event."""
+        if labels:
+            return self._metrics[name].labels(job_name=self._job, **labels)
+        series = self._series.get(name)
+        if series is None:
+            series = self._series[name] = self._metrics[name].labels(job_name=self._job)
+        return series
 
     # ----------------------------------------------------------------------- serving
 
@@ -100,8 +108,10 @@ class Metrics:
         self._of("nodes_draining").set(len(state.draining))
         self._of("generation").set(state.generation)
         self._of("uncommitted_steps").set(len(state.pending))
-        for phase in PHASES:
-            self._of("phase", phase=phase).set(phase == state.phase)
+        if state.phase != self._phase:
+            self._phase = state.phase
+            for phase in PHASES:
+                self._of("phase", phase=phase).set(phase == state.phase)
 
     def formed(self, assignment: ev.Assignment) -> None:
         """Every member of a new generation trains."""

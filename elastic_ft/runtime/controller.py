@@ -139,7 +139,7 @@ class Controller:
         self._tcp_store: Any = None
         self._server: ControlServer | None = None
         elastic = job.elastic
-        self._started_at_s = time.time()
+        self._started_at_s = self._ended_at_s = time.time()
         self._accounts = Accounts(self._started_at_s, elastic.workers_per_node, elastic.max_workers)
         self.metrics = Metrics(job.name, self.policy)
         self._last_metrics: dict[str, Any] = {}
@@ -168,6 +168,7 @@ class Controller:
             while self._finish is None:
                 self._turn()
             self._drain_releases()
+            self._ended_at_s = time.time()
         except OSError as error:
             if error.errno not in UNWRITABLE:
                 raise
@@ -588,9 +589,8 @@ class Controller:
     # --------------------------------------------------------------------- the end
 
     def _result(self, finish: ev.FinishJob) -> dict[str, Any]:
-        ended_at_s = time.time()
-        self.run_folder.record_inbox({"type": "Ended", "at_s": ended_at_s})
-        accounts = self._accounts.totals(ended_at_s)
+        self.run_folder.record_inbox({"type": "Ended", "at_s": self._ended_at_s})
+        accounts = self._accounts.totals(self._ended_at_s)
         result = {
             "status": finish.status,
             "reason": finish.reason,

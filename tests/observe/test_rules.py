@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_ft.core.commits import PLANNED
 from elastic_ft.observe.catalogue import METRICS
 from tests.observe.conftest import tool
 
@@ -42,6 +43,13 @@ def run(*command: str) -> str:
 def test_rules_pass_their_unit_tests() -> None:
     assert "SUCCESS" in run("promtool", "check", "rules", "rules.yml")
     assert "SUCCESS" in run("promtool", "test", "rules", "rules_test.yml")
+
+
+def test_failures_are_all_that_nobody_planned() -> None:
+    (rule,) = [rule for rule in RULES if rule.get("record") == "elastic_ft:failures:increase1h"]
+    match = re.search(r'cause!~"([^"]*)"', rule["expr"])
+    assert match is not None
+    assert set(match[1].split("|")) == set(PLANNED)
 
 
 @pytest.mark.parametrize("name", ["prometheus.yml", "prometheus-ray.yml"])
