@@ -97,7 +97,8 @@ def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
         elif kind == "Noted":
             yield Noted(line["seq"])
         elif kind in EVENTS:
-            yield Told(line.get("told_at_s", line["at_s"]), decode(EVENTS[kind], line))
+            told_at_s = line["told_at_s"] if "told_at_s" in line else line["at_s"]
+            yield Told(told_at_s, decode(EVENTS[kind], line))
         else:
             raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
 

@@ -320,6 +320,8 @@ class Controller:
             self._execute(command)
         if self.state.abort and self.state.generation > before.generation and before.ranks:
             self._inquiries.broke(before, self.state, event, self._marks)
+        elif isinstance(event, ev.WorkerLost):
+            self._inquiries.lost(event.worker)
         self._accounts.on(now_s, event, commands, self.state)
         self._after(before.phase)
         self._show(event)

@@ -83,7 +83,8 @@ def inspect(channel: Channel, worker: WorkerId, pid: int) -> None:
 
 def process_facts(pid: int) -> dict[str, Any]:
     """State, where in the kernel, memory; {} if there is no such process."""
-    root, facts = Path("/proc") / str(pid), {}
+    root = Path("/proc") / str(pid)
+    facts: dict[str, Any] = {}
     with contextlib.suppress(OSError):
         for line in (root / "status").read_text().splitlines():
             name, _, value = line.partition(":")

@@ -86,7 +86,7 @@ class Inquiries:
         """A generation is fenced because of ``event``."""
         self._close()
         now_s = time.monotonic()
-        suspects = {*self._asked, *([event.worker] if _is_loss(event) else [])}
+        suspects = {*self._asked, *_lost(event, before)}
         entries: dict[ev.WorkerId, dict[str, Any]] = {}
         for worker, rank in sorted(before.ranks.items(), key=lambda pair: pair[1]):
             member = before.ready.get(worker)
@@ -107,6 +107,15 @@ class Inquiries:
         for early in self._early:
             self.answer(early)
         self._early.clear()
+
+    def lost(self, worker: ev.WorkerId) -> None:
+        """Its peers may have told of the broken group before its own end was known."""
+        inquiry = self._open
+        if inquiry is not None and worker in inquiry.entries:
+            inquiry.entries[worker]["suspect"] = True
+            inquiry.awaited.discard(worker)
+            if not inquiry.awaited:
+                self._close()
 
     # ----------------------------------------------------------------------- answers
 
@@ -164,8 +173,13 @@ class Inquiries:
         self._write("diagnosis", inquiry.generation, in_words(entries), fields)
 
 
-def _is_loss(event: ev.Event) -> bool:
-    return isinstance(event, (ev.WorkerLost, ev.WorkerHung, ev.WorkerRaised))
+def _lost(event: ev.Event, before: State) -> set[ev.WorkerId]:
+    """Whom an event accuses."""
+    if isinstance(event, (ev.WorkerLost, ev.WorkerHung, ev.WorkerRaised)):
+        return {event.worker}
+    if isinstance(event, ev.NodeLost):
+        return {m.worker for m in before.ready.values() if m.node == event.node}
+    return set()
 
 
 def in_words(entries: list[dict[str, Any]]) -> str:

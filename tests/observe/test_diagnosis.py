@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from elastic_ft.core import events as ev
+from elastic_ft.core.state import State
 from elastic_ft.observe import replay
 from elastic_ft.runtime.control import Inspect, Stood
 from elastic_ft.runtime.diagnosis import collective_in, frame_line, process_facts, spy, stack_of
@@ -192,7 +194,39 @@ def test_the_collective_is_the_one_that_was_called() -> None:
     assert collective_in(("elastic_ft/runtime/loop.py:1 _one_step",)) == ""
 
 
+PEER = ev.Member("w2", "n2", "host", 78)
+TWO = State("running", 3, ranks={"w1": 0, "w2": 1}, ready={"w1": MEMBER, "w2": PEER}, committed=4)
+
+
+def broken(wires: Wires, event: ev.Event, alive: set[str]) -> None:
+    after = replace(TWO, ready={w: m for w, m in TWO.ready.items() if w in alive})
+    wires.inquiries.broke(TWO, after, event, {})
+
+
 def test_an_answer_before_the_inquiry_is_kept() -> None:
     wires = Wires()
     wires.inquiries.answer(Stood("w1", "worker", 5, "reduce", ("a.py:1 f",)))
     assert wires.lines == []
+    broken(wires, ev.WorkerLost(1.0, "w2", "killed"), {"w1"})
+    ((event, generation, reason, fields),) = wires.lines
+    assert (event, generation) == ("diagnosis", 3)
+    assert reason == "w2 (rank 1, n2) at the beginning of step 4; rank 0 at reduce of step 5"
+    assert fields["stacks"] == {"s0": ["a.py:1 f"]}
+
+
+def test_peers_that_tell_of_a_broken_group_before_the_loss_is_known() -> None:
+    wires = Wires()
+    broken(wires, ev.CollectiveFailed(1.0, "w1", 3, 5, "closed"), {"w1", "w2"})
+    wires.inquiries.answer(Stood("w1", "worker", 5, "reduce", ("a.py:1 f",)))
+    assert wires.lines == []  # w2 has not told
+    wires.inquiries.lost("w2")
+    ((_, _, reason, fields),) = wires.lines
+    assert reason.startswith("w2 (rank 1, n2)")
+    assert [entry["suspect"] for entry in fields["workers"]] == [False, True]
+
+
+def test_a_lost_node_accuses_its_workers() -> None:
+    wires = Wires()
+    broken(wires, ev.NodeLost(1.0, "n2", "gone"), {"w1"})
+    wires.inquiries.answer(Stood("w1", "worker", 5, "reduce", ("a.py:1 f",)))
+    assert [entry["suspect"] for entry in wires.lines[0][3]["workers"]] == [False, True]
