@@ -127,28 +127,41 @@ class FaultFired:
 # ------------------------------------------------------------------------------- both ends
 
 
+class CutOff(EOFError):
+    """What was sent to the other end has not arrived there for too long."""
+
+
 class Channel:
     """One end of a connection; ``send`` may be called from any thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock, self._closing = threading.Lock(), threading.Lock()
+        self._unheard = False
 
     def send(self, message: Any) -> bool:
         """Returns False if the other end is gone: that has been or will be noticed by reading."""
         with self._lock:
             try:
                 self._connection.send(message)
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                self._unheard = self._unheard or isinstance(error, TimeoutError)
                 return False
         return True
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """Blocks. Raises EOFError when the other end is gone, or silent for ``timeout_s``."""
+        """Blocks. Raises EOFError when the other end is gone, or silent for ``timeout_s``; CutOff
+        when it can't be reached (``end_when_unheard``)."""
         try:
             if timeout_s is not None and not self._connection.poll(timeout_s):
                 raise EOFError(f"nothing heard for {timeout_s:g} s")
             return self._connection.recv()
+        except TimeoutError as error:
+            raise CutOff(str(error)) from None
+        except EOFError as error:
+            if self._unheard:  # a sender was told so, and the kernel tells once
+                raise CutOff(str(error)) from None
+            raise
         except (OSError, TypeError) as error:  # closed under our hands
             raise EOFError(str(error)) from None
 

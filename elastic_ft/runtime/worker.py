@@ -47,6 +47,7 @@ from elastic_ft.runtime import restore
 from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
 from elastic_ft.runtime.control import (
     Channel,
+    CutOff,
     FaultFired,
     Form,
     Heartbeat,
@@ -70,6 +71,7 @@ from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
 
 HEARTBEATS_PER_TIMEOUT = 8
+CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
 RELEASE_TIMEOUT_S = 3600.0  # with nothing heard: the connection's end is the usual way out
 
@@ -106,6 +108,8 @@ def run_worker(
         else:
             train_loop()
     except ControllerLost:
+        if worker.cut_off:  # a host would keep the process, which nobody can reach to end it (I1)
+            os._exit(CUT_OFF)
         return
     except GeneratorExit:
         raise
@@ -157,6 +161,7 @@ class Worker:
         self._released = ""
         self._bench: Bench | None = None
         self._controller_lost = False
+        self.cut_off = False  # it is there, perhaps, and can't be reached
         self._groups: Groups | None = None
         self._flags = Flags()
         self._live: tuple[Holding, State] | None = None
@@ -175,7 +180,8 @@ class Worker:
         while True:
             try:
                 message = self._channel.receive()
-            except EOFError:
+            except EOFError as error:
+                self.cut_off = isinstance(error, CutOff)
                 self._on_controller_lost()
                 return
             if isinstance(message, PauseWorkers):

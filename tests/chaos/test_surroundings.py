@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from chaos.network import Bridge, iptables, network_lacks, rules_of, run, sweep
 from chaos.scenario import Network, Scenario
 from chaos.surroundings import ENDPOINT, surroundings
 from elastic_ft.errors import ConfigError
+from elastic_ft.runtime.control import Channel, CutOff
 
 
 def scenario(**fault: object) -> Scenario:
@@ -108,3 +111,36 @@ def test_what_a_killed_process_left_is_swept() -> None:
     sweep(os.getpid())
     assert node.name not in run("ip", "netns", "list")
     assert f"eft{os.getpid()}" not in run("ip", "link")
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_who_is_cut_off_knows_it_in_time(way: str) -> None:
+    """In either direction, from its own heartbeats: nobody else can tell it."""
+    if why := network_lacks():
+        pytest.skip(why)
+    bridge = Bridge()
+    over = threading.Event()
+    try:
+        node = bridge.add()
+        with Listener((bridge.address, 0)) as listener:
+            connecting = node.starter.submit(Client, listener.address)
+            other, channel = listener.accept(), Channel(connecting.result(10))
+            channel.end_when_unheard(2.0)
+            cut = Network(at_step=1, network="cut", of_rank=0, way=way, lasts_s=1)  # type: ignore[arg-type]
+            iptables(node.name, "-A", rules_of(cut)[0])
+
+            def beat() -> None:
+                while not over.wait(0.25):
+                    channel.send("still here")
+
+            heart = threading.Thread(target=beat, daemon=True)
+            heart.start()
+            with pytest.raises(CutOff):
+                channel.receive(timeout_s=30)
+            over.set()
+            heart.join()
+            other.close()
+            channel.close()
+    finally:
+        over.set()
+        bridge.close()
