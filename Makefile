@@ -8,13 +8,13 @@ STAMP := .venv/.installed
 SOURCES := elastic_ft chaos tests benchmarks examples deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench chaos soak clean venv \
+.PHONY: help demo test lint bench bench-peers chaos soak clean venv \
   test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
-  test-ray test-chaos
+  test-ray test-chaos test-bench
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make lint | bench | chaos | soak | clean | test-<tier>"
+	@echo "also: make lint | bench | bench-peers | chaos | soak | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -40,6 +40,7 @@ test: lint
 	$(MAKE) --no-print-directory test-multiproc
 	$(MAKE) --no-print-directory test-observe
 	$(MAKE) --no-print-directory test-cli
+	$(MAKE) --no-print-directory test-bench
 	$(MAKE) --no-print-directory test-ray
 	$(MAKE) --no-print-directory test-chaos
 
@@ -51,15 +52,16 @@ lint: $(STAMP)
 # Seconds for one test of the tier: on two cores each takes a small part of it.
 test-tidy test-core: TIMEOUT_S := 60
 test-sim test-storage test-runtime: TIMEOUT_S := 120
-test-multiproc test-observe test-cli: TIMEOUT_S := 180
+test-multiproc test-observe test-cli test-bench: TIMEOUT_S := 180
 test-ray test-chaos: TIMEOUT_S := 300
 test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
-  test-ray test-chaos: test-%: $(STAMP)
+  test-ray test-chaos test-bench: test-%: $(STAMP)
 	$(PYTEST) --timeout=$(TIMEOUT_S) tests/$*
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/store.py
+	$(BIN)/python benchmarks/core_scale.py
 	for what in reshard stall steps restart memory; do $(BIN)/python benchmarks/state.py $$what || exit 1; done
 	-$(BIN)/python benchmarks/gpu_snapshot.py
 	$(BIN)/python benchmarks/pause.py --strategy ddp --kill worker
@@ -75,6 +77,12 @@ SOAK_MINUTES ?= 10
 soak: $(STAMP)
 	for seed in 1000 2000 3000; do \
 	  $(BIN)/elastic-ft chaos soak --minutes $(SOAK_MINUTES) --seed $$seed || exit 1; done
+
+# Beside Ray Train, torchft and torchrun; it goes on where it was interrupted. Then the table in
+# docs/benchmarks.md is made anew.
+bench-peers: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/peers/run.py --repeats 3
 
 # What the targets above made; runs/ is yours.
 clean:

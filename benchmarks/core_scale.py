@@ -1,0 +1,317 @@
+"""The controller's core at thousands of workers: events per second, bytes, seconds to decide.
+
+    python benchmarks/core_scale.py --workers 1000 3000 10000
+
+The real core handles what as many workers would send through one life: all come up, form, train
+some steps; one is lost, the others reach their safe point, a smaller world forms and trains on.
+Each event comes pickled, as on the wire, and each command is pickled as it would be sent. A phase
+that takes longer than ``--phase-s`` is cut short, a single event after twice that: its rate is
+that of what was handled. Where the
+time goes is kept as a profile of each phase at the largest size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import gc
+import json
+import os
+import pickle
+import platform
+import pstats
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.document import put, table
+from elastic_ft.core import events as ev
+from elastic_ft.core.layout import Strategy
+from elastic_ft.core.membership import step as core_step
+from elastic_ft.core.state import Policy, State
+
+STEPS = 2
+PHASES = ("come up", "form", "train", "lose one", "pause", "form again", "train on")
+
+
+@dataclass(slots=True)
+class Controller:
+    """The core and its wire, with nobody at the other end."""
+
+    policy: Policy
+    state: State = field(default_factory=State)
+    pauses: list[ev.PauseWorkers] = field(default_factory=list)
+    formed: list[ev.FormGeneration] = field(default_factory=list)
+    committed: int = 0
+    sent_bytes: int = 0
+
+    def tell(self, message: bytes) -> None:
+        self.state, commands = core_step(self.state, pickle.loads(message), self.policy)
+        for command in commands:
+            self.sent_bytes += len(pickle.dumps(command))
+            if isinstance(command, ev.PauseWorkers):
+                self.pauses.append(command)
+            elif isinstance(command, ev.FormGeneration):
+                self.formed.append(command)
+            elif isinstance(command, ev.RecordStep):
+                self.committed = command.step
+
+
+def member(index: int) -> ev.Member:
+    return ev.Member(f"w{index}", f"n{index // 8}", f"host{index // 8}", index, index // 8)
+
+
+def names(count: int) -> list[str]:
+    return [f"w{index}" for index in range(count)]
+
+
+def ready(count: int) -> Iterator[ev.Event]:
+    return (ev.WorkerReady(0.0, member(index)) for index in range(count))
+
+
+def resumed(controller: Controller) -> Iterator[ev.Event]:
+    assignment = controller.formed[-1].assignment
+    for one in assignment.members:
+        yield ev.Resumed(0.0, one.worker, assignment.generation, assignment.source.step, 10**6, 0.1)
+
+
+def steps(controller: Controller) -> Iterator[ev.Event]:
+    """Applied and, where that is what commits them, held, by every member."""
+    assignment = controller.formed[-1].assignment
+    first = controller.state.committed + 1
+    for number in range(first, first + STEPS):
+        for one in assignment.members:
+            metrics = {"loss": 2.0, "tokens": 1000, "lr": 1e-3, "grad_norm": 1.0}
+            common = (0.0, one.worker, assignment.generation, number)
+            yield ev.StepApplied(*common, metrics, 0.5, {"data_s": 0.01})
+            if assignment.snapshots:
+                yield ev.StepHeld(*common)
+
+
+def paused(controller: Controller) -> Iterator[ev.Event]:
+    """Everyone alive holds its shard of the newest step, and a copy of its buddy's."""
+    old = controller.formed[-1].assignment
+    layout, newest = old.layout, controller.committed
+    kept: dict[int, int] = {}
+    for rank, buddies in enumerate(old.buddies):
+        for buddy in buddies:
+            kept[buddy] = rank
+    for worker in controller.pauses[-1].workers:
+        rank = old.rank_of(worker)
+        assert rank is not None
+        held = [_holding(layout, rank, newest, ev.Tier.LIVE)]
+        if rank in kept:
+            held.append(_holding(layout, kept[rank], newest, ev.Tier.PEER))
+        yield ev.Paused(0.0, worker, controller.state.generation, tuple(held))
+
+
+def _holding(layout: Any, rank: int, step: int, tier: ev.Tier) -> ev.Holding:
+    return ev.Holding(step, layout.shard_space, layout.shard_of(rank), tier)
+
+
+def handle(
+    controller: Controller, events: Iterable[ev.Event], phase_s: float, profile: bool
+) -> dict[str, Any]:
+    """Tells them one by one; the time that pickling takes at the workers' end is not counted."""
+    messages = [pickle.dumps(event) for event in events]
+    profiler = cProfile.Profile() if profile else None
+    before, slowest_s, done = controller.sent_bytes, 0.0, 0
+    began_s = last_s = time.perf_counter()
+    if profiler is not None:
+        profiler.enable()
+    with _at_most(2 * phase_s):  # of one event
+        for message in messages:
+            controller.tell(message)
+            now_s = time.perf_counter()
+            slowest_s, last_s, done = max(slowest_s, now_s - last_s), now_s, done + 1
+            if now_s - began_s > phase_s:
+                break
+    slowest_s = max(slowest_s, time.perf_counter() - last_s)
+    if profiler is not None:
+        profiler.disable()
+    seconds = time.perf_counter() - began_s
+    found: dict[str, Any] = {
+        "events": done,
+        "of": len(messages),
+        "seconds": seconds,
+        "events_per_s": done / seconds,
+        "slowest_ms": slowest_s * 1e3,
+        "received_bytes_per_event": sum(map(len, messages)) / max(1, len(messages)),
+        "sent_bytes": controller.sent_bytes - before,
+    }
+    return found | ({"profile": _top(profiler)} if profiler is not None else {})
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Breaks off what is inside after so long."""
+
+    def late(signum: int, frame: object) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        with contextlib.suppress(TimeoutError):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _top(profiler: cProfile.Profile, count: int = 8) -> list[dict[str, Any]]:
+    """Where the time itself went, not what was called from there."""
+    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    rows = [
+        {"where": f"{Path(file).name}:{line} {name}", "calls": calls, "own_s": round(own_s, 3)}
+        for (file, line, name), (_, calls, own_s, _, _) in stats.items()
+    ]
+    return sorted(rows, key=lambda row: -row["own_s"])[:count]
+
+
+def size_of(thing: object) -> int:
+    """Bytes of all that can be reached from ``thing``, classes and modules aside."""
+    seen, todo, total = {id(thing)}, [thing], 0
+    while todo:
+        one = todo.pop()
+        total += sys.getsizeof(one)
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, type):
+                seen.add(id(other))
+                todo.append(other)
+    return total
+
+
+def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[str, Any]:
+    policy = Policy(min_workers=1, max_workers=count, strategy=strategy)
+    controller = Controller(policy)
+    phases: dict[str, Any] = {}
+
+    def phase(name: str, events: Callable[[], Iterable[ev.Event]]) -> bool:
+        phases[name] = handle(controller, events(), phase_s, profile)
+        return bool(phases[name]["events"] == phases[name]["of"])
+
+    controller.tell(pickle.dumps(ev.JobStarted(0.0)))
+    whole = phase("come up", lambda: ready(count))
+    whole = whole and phase("form", lambda: resumed(controller))
+    whole = whole and phase("train", lambda: steps(controller))
+    memory_bytes = size_of(controller.state)
+    found: dict[str, Any] = {"workers": count, "strategy": strategy, "phases": phases}
+    if whole:
+        lost = lambda: [ev.WorkerLost(0.0, f"w{count // 2}", "killed", 0.01)]  # noqa: E731
+        whole = (
+            phase("lose one", lost)
+            and phase("pause", lambda: paused(controller))
+            and phase("form again", lambda: resumed(controller))
+            and phase("train on", lambda: steps(controller))
+        )
+        form = len(pickle.dumps(controller.formed[-1].assignment))
+        found |= {"assignment_bytes": form, "bytes_per_worker": memory_bytes / count}
+    if whole:
+        # Everything the core does between the loss and the new assignment.
+        decide_s = sum(phases[name]["seconds"] for name in ("lose one", "pause"))
+        found |= {"shrink_decided_s": decide_s, "committed": controller.committed}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, nargs="+", default=[1000, 3000, 10_000])
+    parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
+    parser.add_argument("--phase-s", type=float, default=60)
+    parser.add_argument("--out", default="benchmarks/results/core-scale.json")
+    parser.add_argument("--document", default="docs/benchmarks.md", help="'' leaves it alone")
+    arguments = parser.parse_args()
+    lives = []
+    for strategy in arguments.strategies:
+        for count in arguments.workers:
+            lives.append(found := life(count, strategy, arguments.phase_s, profile=False))
+            _show(found)
+    largest = max(arguments.workers)
+    profiles = {s: life(largest, s, arguments.phase_s, profile=True) for s in arguments.strategies}
+    record = {
+        "arguments": vars(arguments),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "lives": lives,
+        "profiles": {
+            strategy: {name: phase["profile"] for name, phase in found["phases"].items()}
+            for strategy, found in profiles.items()
+        },
+    }
+    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(arguments.out).write_text(json.dumps(record, indent=1) + "\n")
+    if arguments.document:
+        put(Path(arguments.document), "core-scale", markdown(record, arguments.out))
+
+
+def markdown(record: dict[str, Any], raw: str) -> str:
+    """Per life: seconds and events/s of each phase; then where the time goes."""
+    rows = []
+    for found in record["lives"]:
+        phases = found["phases"]
+        rows.append(
+            [
+                f"{found['workers']:,}, {found['strategy']}",
+                *(_cell(phases.get(name)) for name in PHASES),
+                _number(found, "shrink_decided_s", "{:.2f}"),
+                _number(found, "bytes_per_worker", "{:,.0f}"),
+                _number(found, "assignment_bytes", "{:,}"),
+            ]
+        )
+    titles = ["workers", *(f"{name}, s (events/s)" for name in PHASES)]
+    titles += ["a shrink is decided, s", "state, bytes per worker", "assignment, bytes"]
+    lines = []
+    for strategy, phases in record["profiles"].items():
+        for name, top in phases.items():
+            worst = ", ".join(f"`{row['where']}` {row['own_s']:g} s" for row in top[:3])
+            lines.append(f"- {strategy}, {name}: {worst}")
+    return "\n\n".join(
+        [
+            f"Load average {record['load']}, Python {record['python']}; from `{raw}`. A > marks "
+            "a phase that was cut short.",
+            table(titles, rows),
+            f"Where the time goes at {max(record['arguments']['workers']):,} workers (profiled, "
+            "which takes longer):",
+            "\n".join(lines),
+        ]
+    )
+
+
+def _cell(phase: dict[str, Any] | None) -> str:
+    if phase is None:
+        return "-"
+    cut = "> " * (phase["events"] < phase["of"])
+    return f"{cut}{phase['seconds']:.2f} ({phase['events_per_s']:,.0f})"
+
+
+def _number(found: dict[str, Any], key: str, pattern: str) -> str:
+    return pattern.format(found[key]) if key in found else "-"
+
+
+def _show(found: dict[str, Any]) -> None:
+    print(f"{found['workers']} workers, {found['strategy']}:", flush=True)
+    for name, phase in found["phases"].items():
+        cut = "" if phase["events"] == phase["of"] else f" (cut short, of {phase['of']})"
+        print(
+            f"  {name}: {phase['events']} events{cut} in {phase['seconds']:.2f} s, "
+            f"{phase['events_per_s']:,.0f}/s, slowest {phase['slowest_ms']:.1f} ms",
+            flush=True,
+        )
+    if "shrink_decided_s" in found:
+        print(
+            f"  a shrink is decided in {found['shrink_decided_s']:.2f} s of computing; "
+            f"{found['bytes_per_worker']:,.0f} bytes per worker, "
+            f"assignment {found['assignment_bytes']:,} bytes",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A slice of a recorded spot-instance trace, made small: who comes and goes when.
+
+From ``bamboo-aws-p3.csv`` (uclasystem/bamboo, MIT licence, copyright (c) 2022 UCLASystem): the
+number of nodes over three hours, scaled from its largest to ``WORKERS`` and rounded, the hours to
+seconds. ``python benchmarks/peers/replay.py TRACE`` prints what stands here.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from benchmarks.peers.settings import WORKERS, WORKERS_MIN
+
+LENGTH_S = 60.0
+BEGIN_H, HOURS = 2.0, 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    at_s: float  # since the replay's start
+    nodes: int  # from then on
+
+
+CHANGES: tuple[Change, ...] = (
+    Change(7.0, 3),
+    Change(11.0, 4),
+    Change(19.3, 3),
+    Change(26.3, 4),
+    Change(38.7, 3),
+    Change(49.7, 2),
+    Change(52.3, 3),
+    Change(52.7, 4),
+    Change(54.3, 3),
+    Change(58.0, 4),
+)
+
+
+def described() -> dict[str, Any]:
+    return {"length_s": LENGTH_S, "changes": [asdict(change) for change in CHANGES]}
+
+
+def changes_of(
+    rows: list[tuple[float, int]], begin_h: float, hours: float, nodes: int, at_least: int
+) -> list[Change]:
+    """``rows``: (hour, +1 or -1), in order. Scaled to ``nodes`` at the slice's largest."""
+    count, curve = 0, []
+    for hour, change in rows:
+        count += change
+        curve.append((hour, count))
+    inside = [(hour, count) for hour, count in curve if begin_h <= hour < begin_h + hours]
+    largest = max(count for _, count in inside)
+    found: list[Change] = []
+    now = nodes
+    for hour, count in inside:
+        scaled = max(at_least, round(nodes * count / largest))
+        at_s = round((hour - begin_h) / hours * LENGTH_S, 1)
+        if scaled != now:
+            if found and found[-1].at_s == at_s:
+                found.pop()
+            found.append(Change(at_s, scaled))
+            now = scaled
+    return found
+
+
+def main() -> None:
+    with Path(sys.argv[1]).open(newline="") as file:
+        rows = [(int(ms) / 3.6e6, 1 if what == "add" else -1) for ms, what, _ in csv.reader(file)]
+    for change in changes_of(rows, BEGIN_H, HOURS, WORKERS, WORKERS_MIN):
+        print(f"    Change({change.at_s}, {change.nodes}),")
+
+
+if __name__ == "__main__":
+    main()
