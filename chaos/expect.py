@@ -9,7 +9,7 @@ from pathlib import Path
 from chaos.check import LOSS_DIFFERENCE_MAX, Folder, Verdict
 from chaos.disturbance import fired_inside
 from chaos.runner import LOG, fired_in
-from chaos.scenario import Expect, Network, Scenario
+from chaos.scenario import Expect, External, Network, Scenario
 from elastic_ft.config import Job
 from elastic_ft.core.invariants import Expected, check_run
 from elastic_ft.observe.run_folder import read_lines
@@ -29,7 +29,7 @@ def judge(
     verdicts += _recoveries(run, expect)
     verdicts += _journal(run, expect)
     verdicts += _worlds(run, expect)
-    verdicts += _cut_off(scenario, folder)
+    verdicts += _cut_off(run, scenario, folder)
     if expect.same_losses:
         verdicts.append(same_losses(run, reference))
     return verdicts
@@ -106,7 +106,7 @@ def _worlds(run: Folder, expect: Expect) -> Iterator[Verdict]:
         )
 
 
-def _cut_off(scenario: Scenario, folder: Path) -> Iterator[Verdict]:
+def _cut_off(run: Folder, scenario: Scenario, folder: Path) -> Iterator[Verdict]:
     """I1: who can't be reached stops by itself, before the link heals."""
     if scenario.expect.cut_off_ends_s is None:
         return
@@ -114,12 +114,21 @@ def _cut_off(scenario: Scenario, folder: Path) -> Iterator[Verdict]:
     claim = f"who is cut off ends within {limit_s:g} s"
     lines = read_lines(folder / LOG) if (folder / LOG).exists() else []
     ended = [line["after_s"] for line in lines if "after_s" in line]
-    wanted = sum(
-        isinstance(fault, Network) and fault.network == "cut" for fault in scenario.external
-    )
-    passed = len(ended) >= wanted and all(after_s <= limit_s for after_s in ended)
-    found = ", ".join(f"{after_s:.1f} s" for after_s in ended) or "it did not end"
+    external = scenario.external
+    cuts = [line for line in lines if "index" in line and is_cut(external[line["index"]])]
+    formed = [line for line in run.events if line["event"] == "generation_formed"]
+    behind = 0
+    for cut in cuts:
+        last = [line for line in formed if line["at_s"] <= cut["at_s"]][-1]
+        behind += sum(member["node"] == cut["node"] for member in last["members"])
+    passed = 0 < behind == len(ended) and all(after_s <= limit_s for after_s in ended)
+    found = ", ".join(f"{after_s:.1f} s" for after_s in ended) or "nobody ended"
+    found = f"{behind} workers: {found}"
     yield Verdict(claim, passed, found)
+
+
+def is_cut(fault: External) -> bool:
+    return isinstance(fault, Network) and fault.network == "cut"
 
 
 def same_losses(run: Folder, reference: dict[int, float]) -> Verdict:

@@ -19,6 +19,7 @@ from elastic_ft.runtime.faults import POINTS
 NODES = 4
 FAULTS_MAX = 5
 FIRST_STEP, STEPS_BETWEEN = 5, 12
+STEPS_OF_GCS = 60  # while it is away no node can come or be drained
 STRATEGIES: list[dict[str, Any]] = [
     {"strategy": "ddp"},
     {"strategy": "fsdp"},
@@ -33,7 +34,7 @@ Draw = Callable[[random.Random, int], dict[str, Any]]
 
 
 def _of_rank(rng: random.Random) -> int:
-    return rng.randrange(2)  # there are two at least, whatever happened before
+    return rng.randrange(2)  # where the second is gone, its successor is waited for
 
 
 def _kill(what: str) -> Draw:
@@ -47,7 +48,7 @@ def _head(what: str) -> Draw:
 def _point(action: str) -> Draw:
     def draw(rng: random.Random, step: int) -> dict[str, Any]:
         point = "forward" if action == "nan" else rng.choice(TRAINING)
-        return {"point": point, "action": action, "rank": _of_rank(rng), "step": step}
+        return {"point": point, "action": action, "rank": 0, "step": step}  # it is always there
 
     return draw
 
@@ -111,9 +112,9 @@ def make_round(seed: int, tier: Tier) -> Scenario:
             faults.append({"at_step": step, "add": "node"})
         else:
             lost += gone
-        step += rng.choice((0, 1, STEPS_BETWEEN))
+        step += STEPS_OF_GCS if name == "gcs" else rng.choice((0, 1, STEPS_BETWEEN))
     if rng.random() < 0.3:  # one more, in the middle of a recovery
-        faults.append({"point": rng.choice(TRAINING), "rank": 1, "step": step})
+        faults.append({"point": rng.choice(TRAINING), "rank": 0, "step": step})
         after = sum("point" in fault for fault in faults) - 1
         faults.append({"point": rng.choice(MENDING), "rank": 0, "after": after})
     faults += [{"at_step": step + STEPS_BETWEEN, "add": "node"}] * lost
@@ -124,7 +125,7 @@ def make_round(seed: int, tier: Tier) -> Scenario:
             "description": f"Round {seed} of the soak.",
             "seed": seed,
             "cluster": {"nodes": NODES},
-            "job": {"parallel": rng.choice(STRATEGIES)},
+            "job": {"parallel": rng.choice(STRATEGIES), "elastic": {"max_user_failures": 5}},
             "faults": faults,
             # Several faults at a time may take every copy of a shard: then a checkpoint is read.
             "expect": {"steps_lost_max": None, "world_end": NODES},
