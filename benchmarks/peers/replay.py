@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.settings import WORKERS, WORKERS_MIN
 
-LENGTH_S = 60.0
+LENGTH_S = 45.0
 BEGIN_H, HOURS = 2.0, 3.0
 
 
@@ -28,16 +28,16 @@ class Change:
 
 
 CHANGES: tuple[Change, ...] = (
-    Change(7.0, 3),
-    Change(11.0, 4),
-    Change(19.3, 3),
-    Change(26.3, 4),
-    Change(38.7, 3),
-    Change(49.7, 2),
-    Change(52.3, 3),
-    Change(52.7, 4),
-    Change(54.3, 3),
-    Change(58.0, 4),
+    Change(5.3, 3),
+    Change(8.2, 4),
+    Change(14.5, 3),
+    Change(19.8, 4),
+    Change(29.0, 3),
+    Change(37.2, 2),
+    Change(39.2, 3),
+    Change(39.5, 4),
+    Change(40.8, 3),
+    Change(43.5, 4),
 )
 
 

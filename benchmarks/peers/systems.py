@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ class StepLogs:
         self._tails: dict[str, Tail] = {}
         self.lines: list[Line] = []
         self.noticed: list[tuple[float, str]] = []
+        self.unlogged: list[tuple[float, int]] = []  # steps redone without a line: none here
 
     def read(self) -> None:
         for path in sorted(self._folder.glob("*.jsonl")):
@@ -67,11 +69,14 @@ class RunFolderLogs:
         self._unrecorded: list[dict[str, Any]] = []
         self.lines: list[Line] = []
         self.noticed: list[tuple[float, str]] = []
+        self.unlogged: list[tuple[float, int]] = []  # (when, steps) redone that were not recorded
 
     def read(self) -> None:
         for line in self._tails["events.jsonl"].read():
             if line["event"] == "generation_formed":
                 self._members = {m["rank"]: m["pid"] for m in line["members"]}
+            elif line["event"] == "recovered" and line["steps_redone"]:
+                self.unlogged.append((line["at_s"], line["steps_redone"]))
         for line in self._tails["inbox.jsonl"].read():
             if line["type"] in NOTICES:
                 self.noticed.append((line["at_s"], line["type"]))
@@ -208,19 +213,21 @@ class OnRay(System):
 
     def start(self) -> None:
         self._cluster = self._stack.enter_context(_ray_cluster())
+        self._gone: set[str] = set()  # drained nodes that have ended by themselves
 
     def node_of(self, pid: int) -> str:
         return str(self._cluster.node_of_pid(pid))
 
     def nodes(self) -> list[str]:
-        return list(self._cluster.node_ids)
+        return [node for node in self._cluster.node_ids if node not in self._gone]
 
     def kill_node(self, node: str) -> None:
-        self._cluster.kill_node(node)
+        try:
+            self._cluster.kill_node(node)
+        except psutil.NoSuchProcess:
+            self._gone.add(node)
 
     def drain_node(self, node: str, seconds: float) -> None:
-        import time
-
         self._cluster.drain_node(node, time.time() + seconds)
 
     def add_node(self) -> None:
@@ -413,6 +420,13 @@ SYSTEMS: dict[str, tuple[type[System], int]] = {
     "torchft": (Torchft, CHECKPOINT_EVERY_STEPS),
     "torchrun": (Torchrun, CHECKPOINT_EVERY_STEPS),
     "torchrun, every 5": (Torchrun, 5),
+}
+
+
+# A checkpoint's interval changes what is redone, and nothing else.
+CASES: dict[str, tuple[str, ...]] = {
+    "Ray Train, every 5": ("steady", "worker", "replay"),
+    "torchrun, every 5": ("steady", "worker", "replay"),
 }
 
 

@@ -84,7 +84,8 @@ def test_the_replay_is_a_slice_of_a_trace() -> None:
     found = replay.changes_of(rows, 0.5, 2.0, nodes=4, at_least=1)
     scale = replay.LENGTH_S / 2.0
     # The slice has 3 nodes at most, which stand for all four.
-    assert [(c.at_s, c.nodes) for c in found] == [(1.0 * scale, 3), (1.5 * scale, 4)]
+    assert [c.nodes for c in found] == [3, 4]
+    assert [c.at_s for c in found] == pytest.approx([1.0 * scale, 1.5 * scale], abs=0.1)
     assert all(1 <= change.nodes <= 4 for change in replay.CHANGES)
     times = [change.at_s for change in replay.CHANGES]
     assert times == sorted(times) and times[-1] < replay.LENGTH_S
