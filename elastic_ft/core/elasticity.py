@@ -6,7 +6,7 @@ multiples where it says so. Workers that do not fit stay warm, and are named wit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from elastic_ft.core.calibration import STEPS_MAX, calibrate
@@ -158,15 +158,20 @@ def why_idle(turn: Turn, world: World) -> dict[str, str]:
     }
 
 
-def surplus(turn: Turn, world: World) -> list[Member]:
+def surplus(turn: Turn, inside: Set[str]) -> list[Member]:
     """Workers that are more than was asked for; those that never had a rank stay as spares."""
     if turn.state.target is None:
         return []
-    ranks, inside = turn.state.ranks, {member.worker for member in world.members}
+    ranks = turn.state.ranks if turn.state.episode is None else _ranks_before(turn)
     idle = [m for m in turn.state.ready.values() if m.worker not in inside]
     idle = [m for m in idle if not turn.is_leaving(m)]
     idle.sort(key=lambda m: ranks.get(m.worker, -1))
-    return idle[max(0, wanted(turn) - len(world.members)) :]
+    return idle[max(0, wanted(turn) - len(inside)) :]
+
+
+def _ranks_before(turn: Turn) -> dict[str, int]:
+    assert turn.state.episode is not None
+    return {m.worker: rank for rank, m in enumerate(turn.state.episode.before.members)}
 
 
 def wanted(turn: Turn) -> int:

@@ -61,7 +61,6 @@ from elastic_ft.core.events import (
     KeeperLost,
     KeeperReady,
     KillWorker,
-    Member,
     NodeDraining,
     NodeLost,
     Paused,
@@ -188,9 +187,9 @@ def _form(turn: Turn) -> None:
         reason=f"{world.why}; {why}",
         keepers=tuple(keeper for _, keeper in sorted(state.keepers.items())),
     )
-    more = {m.worker: f"{wanted(turn)} workers are wanted" for m in surplus(turn, world)}
-    turn.set(leaving={**state.leaving, **more})
-    _release_leaving(turn, keep)
+    for member in state.ready.values():
+        if member.worker not in keep and member.node in state.draining:
+            _release(turn, member.worker, "its node is draining")
     writers = recent_writers(turn, assignment)
     abandon_void_attempts(turn, writers)
     turn.set(
@@ -210,16 +209,6 @@ def _form(turn: Turn) -> None:
     forget_later_steps(turn, source.step)
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
-
-
-def _release_leaving(turn: Turn, keep: set[WorkerId]) -> None:
-    for member in tuple(turn.state.ready.values()):
-        if member.worker not in keep and turn.is_leaving(member):
-            _release(turn, member.worker, _why_leaving(turn, member))
-
-
-def _why_leaving(turn: Turn, member: Member) -> str:
-    return turn.state.leaving.get(member.worker, "its node is draining")
 
 
 def _bench(turn: Turn, keep: set[WorkerId], step: int) -> dict[WorkerId, int]:
@@ -448,8 +437,12 @@ def _leave_draining(turn: Turn) -> bool:
     leaving = [m for m in turn.members if m.node in turn.state.draining]
     if not leaving:
         return False
+    reason = ""
     if len(turn.staying()) < turn.policy.min_workers:
         reason = "leaving now would fall below min_workers: training on until the node goes"
+    elif isinstance(world := choose_world(turn), str):
+        reason = f"{world}: training on until the node goes"
+    if reason:
         turn.journal("drain_deferred", reason, workers=[m.worker for m in leaving])
         return False
     names = ", ".join(m.worker for m in leaving)
@@ -559,24 +552,25 @@ def _formed(turn: Turn) -> None:
     # A worker drops what it finds damaged: what it holds of the same step from now on is new.
     refused = frozenset(entry for entry in state.refused if entry[0] not in state.ready)
     turn.set(phase="running", refused=refused)
+    _dismiss(turn, assignment)
     members = [
         {"worker": m.worker, "rank": rank, "pid": m.pid, "node": m.node, "host": m.host}
         | {"raylet_pid": m.raylet_pid, "domain": m.domain}
         for rank, m in enumerate(assignment.members)
     ]
+    idle = {worker: why for worker, why in state.idle.items() if worker in turn.state.ready}
     turn.journal(
         "generation_formed",
-        assignment.reason + _idle_in_words(state.idle),
+        assignment.reason + _idle_in_words(idle),
         step=assignment.source.step,
         layout=str(assignment.layout),
         world_size=len(members),
         wanted=turn.workers_max,
-        idle=[{"worker": worker, "reason": why} for worker, why in state.idle.items()],
+        idle=[{"worker": worker, "reason": why} for worker, why in idle.items()],
         source=str(assignment.source.tier),
         members=members,
         buddies=list(assignment.buddies),
     )
-    _dismiss_donors(turn, assignment)
     close_episode(turn, assignment)
     await_checkpoint(turn)
     commit_steps(turn)
@@ -595,16 +589,22 @@ def _idle_in_words(idle: dict[WorkerId, str]) -> str:
     return "".join(f"; idle: {', '.join(some)} ({why})" for why, some in whose.items())
 
 
-def _dismiss_donors(turn: Turn, assignment: Assignment) -> None:
-    """They have handed over their state: they go, or idle until they are needed again."""
-    step, benched = assignment.source.step, dict(turn.state.benched)
-    for donor in assignment.donors:
-        if turn.is_leaving(donor):
-            why = _why_leaving(turn, donor)
-            _release(turn, donor.worker, f"it has handed over its state; {why}")
-        elif donor.worker in turn.state.ready:
-            turn.do(Bench(donor.worker, assignment.generation, step))
-            benched[donor.worker] = min(step, benched.get(donor.worker, step))
+def _dismiss(turn: Turn, assignment: Assignment) -> None:
+    """The state is with the members: the others go where they are to, or idle until needed."""
+    state, inside = turn.state, {m.worker for m in assignment.members}
+    donors = {m.worker for m in assignment.donors}
+    going = {m.worker: f"{wanted(turn)} workers are wanted" for m in surplus(turn, inside)}
+    for member in state.ready.values():
+        if member.worker not in inside and turn.is_leaving(member):
+            going[member.worker] = state.leaving.get(member.worker, "its node is draining")
+    for worker, why in going.items():
+        given = "it has handed over its state; " if worker in donors else ""
+        _release(turn, worker, given + why)
+    benched = dict(turn.state.benched)
+    for donor in sorted(donors & turn.state.ready.keys()):
+        turn.do(Bench(donor, assignment.generation, assignment.source.step))
+        step = assignment.source.step
+        benched[donor] = min(step, benched.get(donor, step))
     turn.set(assignment=replace(assignment, donors=()), benched=benched)
 
 

@@ -187,13 +187,12 @@ def test_shrinking_releases_the_last_ranks_at_a_boundary() -> None:
         PauseWorkers(2, ("a", "b", "c", "d"), False, "2 workers were asked for, not 4"),
         StartTimer("boundary", 2, 70),
     ]
-    commands = pause_all(script, 1)
+    assert of(ReleaseWorker, pause_all(script, 1)) == []  # what they hold is not safe yet
     assert script.ranks == ("a", "b")
-    assert of(ReleaseWorker, commands) == [
+    assert of(ReleaseWorker, script.resume()) == [
         ReleaseWorker("c", "2 workers are wanted"),
         ReleaseWorker("d", "2 workers are wanted"),
     ]
-    script.resume()
     (recovery,) = script.state.recoveries
     assert (recovery.cause, recovery.steps_lost, recovery.world_after) == ("resized", 0, 2)
     assert script.ready("e", "n5") == []  # nobody asked for it
@@ -231,10 +230,11 @@ def test_a_spare_outlives_a_shrink_and_a_released_member_does_not() -> None:
     script = script_of(1, 3, spares=1).run(a="n1", b="n2", c="n3")
     script.ready("s", "n4")
     script.tell(ResizeRequested, 2, "r1")
-    commands = pause_all(script, 0)
+    pause_all(script, 0)
     assert script.ranks == ("a", "b")
-    assert of(ReleaseWorker, commands) == [ReleaseWorker("c", "3 workers are wanted")]
-    assert script.state.idle == {"s": "a spare"}
+    assert of(ReleaseWorker, script.resume()) == [ReleaseWorker("c", "3 workers are wanted")]
+    (reason,) = [why for event, why in script.journal if event == "generation_formed"][1:]
+    assert reason.endswith("; idle: s (a spare)")
 
 
 # ------------------------------------------------------------------------------ regrowth
@@ -335,9 +335,9 @@ def test_a_straggler_is_left_out_and_released() -> None:
     assert script.state.phase == "pausing"
     (why,) = script.journalled("straggler_evicted")
     assert why == "b takes 50.00 ms for what takes the others 10.00 ms, in 4 of 4 steps"
-    commands = pause_all(script, 6)
+    pause_all(script, 6)
     assert script.ranks == ("a", "c")
-    assert of(ReleaseWorker, commands) == [ReleaseWorker("b", why)]
+    assert of(ReleaseWorker, script.resume()) == [ReleaseWorker("b", why)]
 
 
 def test_a_straggler_is_replaced_by_who_is_there() -> None:
