@@ -159,6 +159,8 @@ def run_job(
     watch: Callable[[Controller], None] | None = None,
     deadline_s: float = RUN_DEADLINE_S,
     environment: dict[str, str] | None = None,
+    controller: Callable[..., Controller] = Controller,
+    keepers: bool = True,
 ) -> Run:
     """Runs ``job`` in folder ``out`` to its end.
 
@@ -167,31 +169,36 @@ def run_job(
         on_step: called after each committed step, in the controller's thread.
         watch: called again and again in a thread of its own while the job runs.
         environment: the workers', beside the usual.
+        controller: what makes it.
+        keepers: whether nodes have one.
     """
     nodes = nodes or {f"n{i}": 1 for i in range(job.elastic.max_workers)}
     host = LocalHost(nodes, WORKER_ENVIRONMENT | (environment or {}))
     folder = RunFolder(str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
-    controller = Controller(job, host, folder, url, faults=tuple(faults))
+    if not keepers:
+        for node in host._nodes.values():
+            node.keepers_left = 0
+    running = controller(job, host, folder, url, faults=tuple(faults))
     if on_step is not None:
-        controller.on_step = lambda line: on_step(controller, line)
+        running.on_step = lambda line: on_step(running, line)
     ended = threading.Event()
 
     def poll() -> None:
         deadline = time.monotonic() + deadline_s
         while not ended.wait(POLL_S):
             if watch is not None:
-                watch(controller)
+                watch(running)
             if time.monotonic() > deadline:
-                controller.stop(f"the test's deadline of {deadline_s:g} s has passed")
-                controller.stop("at once")
+                running.stop(f"the test's deadline of {deadline_s:g} s has passed")
+                running.stop("at once")
                 return
 
     poller = threading.Thread(target=poll, name="test-watch", daemon=True)
     poller.start()
     began = time.monotonic()
     try:
-        result = controller.run()
+        result = running.run()
     finally:
         ended.set()
         poller.join()

@@ -1,0 +1,224 @@
+"""Between any two layouts, in place and exactly: after a kill at a named point, and growing back.
+
+A chain of moves is one job; each move is a test that reads it. Golden losses are one process's;
+``python -m tests.multiproc.test_moves`` makes them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiproc.layouts import train_from_the_start
+from tests.multiproc.moves import (
+    STEPS,
+    Chain,
+    Move,
+    assemble,
+    job_of_moves,
+    minimal_bytes,
+    moves_through,
+    run_moves,
+)
+from tests.multiproc.pool import Pool
+
+GOLDEN = Path(__file__).parent / "golden" / "moves.json"
+TOLERANCE = 1e-4  # relative, of losses
+BYTES_TOLERANCE = 1.1  # of what has to be moved
+pytestmark = pytest.mark.timeout(600)  # a chain's first test includes the run
+
+
+def deepspeed(stage: int) -> dict[str, Any]:
+    return {"engine": "deepspeed", "zero_stage": stage}
+
+
+# name -> (moves, what else the run takes)
+CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
+    # Shards of the dead are at their nodes' keepers.
+    "keepers": (
+        moves_through(
+            *("ddp4", "fsdp3"),
+            *("fsdp4", "ddp3"),
+            *("hsdp2x2", "pp3-ddp1"),
+            *("fsdp4", "fsdp3"),
+            *("pp2-fsdp2", "ddp1-tp3"),
+            *("pp4-ddp1", "ddp3"),
+            *("ddp2-tp2", "fsdp3"),
+            *("pp2-ddp2", "ddp3"),
+            "ddp4",
+            faults=[
+                ("backward", 0),
+                ("inside_optimizer", 1),
+                ("forward", 3),
+                ("reduce", 2),
+                ("backward", 1),
+                ("forward", 3),
+                ("inside_optimizer", 2),
+                ("before_optimizer", 0),
+            ],
+        ),
+        {},
+    ),
+    # Nodes have no keeper: what the dead had comes from their buddies.
+    "buddies": (
+        moves_through(
+            *("pp4-ddp1", "pp3-ddp1"),
+            *("pp2-ddp2", "fsdp3"),
+            *("fsdp2-tp2", "pp3-ddp1"),
+            *("pp2-ddp1-tp2", "ddp3"),
+            *("ddp2-tp2", "ddp1-tp3"),
+            *("hsdp2x2", "fsdp3"),
+            *("pp4-ddp1", "fsdp3"),
+            *("pp2-fsdp2", "pp3-ddp1"),
+            "fsdp4",
+            faults=[
+                ("backward", 1),
+                ("inside_optimizer", 3),
+                ("forward", 0),
+                ("backward", 2),
+                ("inside_optimizer", 1),
+                ("after_optimizer", 2),
+                ("inside_optimizer", 0),
+                ("forward", 2),
+            ],
+        ),
+        {"keepers": False},
+    ),
+    # Half the world goes at once, keeper included: stages, replicas and tensor-parallel groups.
+    "nodes": (
+        moves_through(
+            *("pp2-ddp2", "ddp2"),
+            *("ddp2-tp2", "pp2-ddp1"),
+            *("hsdp2x2", "fsdp2"),
+            *("pp2-fsdp2", "ddp1-tp2"),
+            "fsdp4",
+            faults=[("node", 0), ("node", 3), ("node", 1), ("node", 2)],
+        ),
+        {
+            "nodes": {"n0": 2, "n1": 2},
+            "elastic": {"workers_per_node": 2, "heartbeat_timeout_s": 12},
+            "parallel": {"schedule": "zero_bubble"},
+        },
+    ),
+    **{
+        f"zero{stage}": (
+            moves_through(
+                *(f"{kind}3", f"{kind}2") * 2,
+                f"{kind}3",
+                faults=points,
+            ),
+            {"workers": 3, "parallel": deepspeed(stage)},
+        )
+        for stage, kind, points in (
+            (0, "ddp", [("backward", 1), ("inside_optimizer", 2)]),
+            (1, "fsdp", [("backward", 0), ("inside_optimizer", 1)]),
+            (2, "fsdp", [("forward", 2), ("inside_optimizer", 0)]),
+            (3, "fsdp", [("backward", 1), ("inside_optimizer", 2)]),
+        )
+    },
+}
+MOVES = [(name, number) for name, (moves, _) in CHAINS.items() for number in range(len(moves))]
+
+
+@pytest.fixture(scope="module")
+def chain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chain]:
+    @functools.cache
+    def run(name: str) -> Chain | Exception:
+        moves, options = CHAINS[name]
+        try:
+            return run_moves(moves, tmp_path_factory.mktemp(name), **options)
+        except Exception as error:  # kept: the next move need not wait for it again
+            return error
+
+    def get(name: str) -> Chain:
+        found = run(name)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return get
+
+
+@functools.cache
+def golden() -> list[float]:
+    return json.loads(GOLDEN.read_text())
+
+
+def title(pair: tuple[str, int]) -> str:
+    name, number = pair
+    return f"{name} {number} {CHAINS[name][0][number]}"
+
+
+@pytest.mark.parametrize("pair", MOVES, ids=title)
+def test_moves_in_place_and_exactly(
+    chain_of: Callable[[str], Chain], pair: tuple[str, int]
+) -> None:
+    name, number = pair
+    chain, move = chain_of(name), CHAINS[name][0][number]
+    before, after = chain.formed()[number : number + 2]
+    recovery = chain.run.recoveries[number]
+    story = chain.run.story()
+    assert (before["layout"], after["layout"]) == (move.before, move.after), story
+    assert_it_was_lost(chain, move, number)
+    assert (recovery["layout_before"], recovery["layout_after"]) == (move.before, move.after)
+    assert recovery["steps_lost"] == 0 and recovery["survivors_kept_pid"], story
+    old, new = (assemble(state) for state in chain.states(number))
+    assert old.keys() == new.keys(), story
+    differing = [tensor for tensor in old if old[tensor].tobytes() != new[tensor].tobytes()]
+    assert not differing, story
+    step = after["step"]
+    older_cut = chain.source_of(number) < number or f"step {step} lacks" in after["reason"]
+    if not older_cut:  # lost before what it had was copied: what it had before it moved there
+        most = BYTES_TOLERANCE * minimal_bytes(chain, number)
+        assert recovery["bytes_moved"] <= most, story
+    assert_losses(chain, {before["generation"], after["generation"]})
+
+
+def assert_it_was_lost(chain: Chain, move: Move, number: int) -> None:
+    before, after = (
+        {member["worker"]: member for member in line["members"]}
+        for line in chain.formed()[number : number + 2]
+    )
+    lost = {before[who]["rank"] for who in before.keys() - after.keys()}
+    stayed = {(who, before[who]["pid"]) for who in before.keys() & after.keys()}
+    assert stayed <= {(who, member["pid"]) for who, member in after.items()}
+    if not move.point:
+        assert not lost and len(after) > len(before)
+    elif move.point == "node":
+        assert move.rank in lost and len(lost) == 2
+    else:
+        assert lost == {move.rank}
+        generation = chain.formed()[number]["generation"]
+        fired = [e for e in chain.run.all("fault_fired") if e["generation"] == generation]
+        assert [move.point in event["reason"] for event in fired] == [True], chain.run.story()
+
+
+def assert_losses(chain: Chain, generations: set[int]) -> None:
+    lines = [line for line in chain.run.steps if line["generation"] in generations]
+    assert lines
+    for line in lines:
+        expected = golden()[line["step"] - 1]
+        assert line["loss"] == pytest.approx(expected, rel=TOLERANCE, abs=0), line
+
+
+def test_a_stage_without_a_replica_comes_from_its_buddy(chain_of: Callable[[str], Chain]) -> None:
+    """And tensor-parallel ranks, and shards: wherever the dead alone had something."""
+    chain = chain_of("buddies")
+    assert chain.formed()[1]["source"] == "peer", chain.run.story()
+    sources = [line["source"] for line in chain.formed()[1::2]]
+    assert sources.count("peer") > 1 and "keeper" not in sources, chain.run.story()
+
+
+def make_golden() -> None:
+    with Pool(1) as pool:
+        ((_, steps),) = pool(train_from_the_start, job_of_moves(), STEPS, world=1)
+    GOLDEN.write_text(json.dumps([step["loss"] for step in steps], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    make_golden()
