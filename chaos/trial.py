@@ -23,7 +23,7 @@ import yaml
 
 from chaos.check import Verdict
 from chaos.disturbance import fired_inside
-from chaos.expect import judge
+from chaos.expect import is_cut, judge
 from chaos.jobs import JOB, Paced, merged, undisturbed
 from chaos.runner import LOG, alive, fired_in
 from chaos.scenario import Scenario, Tier
@@ -272,7 +272,10 @@ class Trial:
         external = self._scenario.external
         if len(fired_in(log)) < len(external):
             return False
-        lines = [line for line in read_lines(log) if "index" in line] if external else []
+        noted = read_lines(log) if external else []
+        lines = [line for line in noted if "index" in line]
+        if any("after_s" in line for line in noted):  # who was cut off has ended: no need to heal
+            lines = [line for line in lines if not is_cut(external[line["index"]])]
         if lines and self._watch.step < lines[-1]["at_step"] + self._scenario.settle_steps:
             return False
         return all(

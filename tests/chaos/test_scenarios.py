@@ -38,11 +38,6 @@ def test_on_plain_processes(stage: Stage, capfd: pytest.CaptureFixture[str]) -> 
     assert [line[:8] for line in found if line.startswith("FAIL")] == ["FAIL  I2"]
 
 
-def test_a_controller_that_is_killed_is_followed_by_another(stage: Stage) -> None:
-    outcome = run_trial("controller-killed", ALL["controller-killed"], "processes", stage)
-    assert_passed(outcome)
-
-
 def test_who_is_cut_off_in_one_direction_stops(stage: Stage) -> None:
     scenario = ALL["network-cut-in"]
     if why := lacks(scenario, "network"):
