@@ -189,19 +189,19 @@ class ElasticConfig(Section):
         return self.max_workers + self.spares
 
     @model_validator(mode="after")
+    def ordered(self) -> ElasticConfig:
+        if self.min_workers > self.max_workers:
+            raise ValueError(
+                f"min_workers {self.min_workers} is greater than max_workers {self.max_workers}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def some_world(self) -> ElasticConfig:
         if self.max_workers // self.multiple_of * self.multiple_of < self.min_workers:
             raise ValueError(
                 f"no multiple of {self.multiple_of} is between min_workers {self.min_workers} and "
                 f"max_workers {self.max_workers}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def ordered(self) -> ElasticConfig:
-        if self.min_workers > self.max_workers:
-            raise ValueError(
-                f"min_workers {self.min_workers} is greater than max_workers {self.max_workers}"
             )
         return self
 

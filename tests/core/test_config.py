@@ -95,6 +95,30 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(changed("checkpoint.keep_last", 0), "checkpoint.keep_last: ", id="keep-none"),
         pytest.param(None, "job: expected a mapping of sections, found NoneType", id="empty"),
         pytest.param([GOOD], "job: expected a mapping of sections, found list", id="a-list"),
+        pytest.param(
+            changed("elastic.multiple_of", 5),
+            "elastic: no multiple of 5 is between min_workers 2 and max_workers 4",
+            id="no-world",
+        ),
+        pytest.param(
+            changed("parallel", {"strategy": "auto", "tp": 2}),
+            "parallel: strategy auto decides on tp: leave it out",
+            id="auto-tp",
+        ),
+        pytest.param(
+            changed("parallel", {"strategy": "auto", "shard_size": 2}),
+            "parallel: strategy auto decides on shard_size: leave it out",
+            id="auto-shards",
+        ),
+        pytest.param(changed("elastic.spares", -1), "elastic.spares: ", id="spares"),
+        pytest.param(
+            changed("elastic.straggler_factor", 1.0), "elastic.straggler_factor: ", id="straggler"
+        ),
+        pytest.param(
+            changed("parallel.devices", {"memory_gb": 0}),
+            "parallel.devices.memory_gb: ",
+            id="no-memory",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_naming_the_key(values: Any, expected: str) -> None:
