@@ -259,7 +259,7 @@ class Bench:
         history = analysis.history(self.log.lines, restarts=self.system.restarts)
         last = max(history, default=1) - 1
         found = [history.get(step) for step in range(1, last + 1)]
-        return [None if line is None else line.mean_loss for line in found]
+        return [None if line is None else round(line.mean_loss, 7) for line in found]
 
 
 _order: list[Any] = []
@@ -335,8 +335,19 @@ class Results:
     def save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         swap = self._path.with_suffix(".tmp")
-        swap.write_text(json.dumps(self.values, indent=1) + "\n")
+        swap.write_text(_one_record_a_line(self.values))
         swap.replace(self._path)
+
+
+def _one_record_a_line(values: dict[str, Any]) -> str:
+    """JSON that can be read, and compared, line by line."""
+    parts = []
+    for key, value in values.items():
+        text = json.dumps(value)
+        if key in ("cases", "runs"):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        parts.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def one_run(
