@@ -26,6 +26,7 @@ INTERFACES = Path("/sys/class/net")
 SUBNETS = [f"10.213.{number}" for number in range(1, 255)]
 FIRST_HOST, LAST_HOST = 11, 250
 COMMAND_TIMEOUT_S = 20.0
+STARTS_MAX = 3  # of one node
 DEVICE = "eth0"  # inside each namespace
 
 
@@ -183,12 +184,20 @@ class NetworkCluster(LocalCluster):
     def _start(self, *, head: bool, starter: Any = None, **params: Any) -> Any:
         if head:
             return super()._start(head=True, node_ip_address=self._bridge.address, **params)
-        made = self._bridge.add()
-        node = super()._start(
-            head=False, starter=made.starter, node_ip_address=made.address, **params
-        )
-        self._links[node.node_id] = made
-        return node
+        for left in reversed(range(STARTS_MAX)):
+            made = self._bridge.add()
+            try:
+                node = super()._start(
+                    head=False, starter=made.starter, node_ip_address=made.address, **params
+                )
+            except Exception:  # Ray gives a node 30 s to start; a busy machine may need more
+                made.starter.shutdown()  # and with the thread goes what it started
+                if not left:
+                    raise
+            else:
+                self._links[node.node_id] = made
+                return node
+        raise AssertionError("not reached")
 
 
 def iptables(namespace: str, action: str, rule: tuple[str, ...]) -> None:
