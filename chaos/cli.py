@@ -168,6 +168,7 @@ def replay(
     workers: Annotated[int, typer.Option(min=2, help="As many as the trace has at most.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of a generated trace.")] = 0,
     local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    patience: Patience = 1,
     out: Out = Path("runs/replay"),
 ) -> int:
     """Replay a trace of nodes that come and go, in compressed time; print the goodput.
@@ -176,4 +177,4 @@ def replay(
     """
     from chaos.replay import replay_trace
 
-    return replay_trace(trace, minutes, workers, seed, local, out, console)
+    return replay_trace(trace, minutes, workers, seed, local, out, patience, console)

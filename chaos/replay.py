@@ -157,6 +157,7 @@ def replay_trace(
     seed: int,
     local: bool,
     out: Path,
+    patience: float,
     console: Console,
 ) -> int:
     """Returns 0 if the run came through and I1 to I8 hold. Prints what it cost."""
@@ -172,7 +173,7 @@ def replay_trace(
         f"gained, between {min(c.nodes for c in changes)} and {workers}"
     )
     tier: Tier = "processes" if local else "ray"
-    with Stage(out) as stage:
+    with Stage(out, patience) as stage:
         outcome = run_trial(Path(name).stem, scenario, tier, stage)
     console.print(line_of(outcome), markup=False)
     for verdict in outcome.verdicts:
