@@ -94,6 +94,11 @@ class Accounts:
         self._workers.on(now_s, event, commands, state)
         self._nodes.on(now_s, event, state, self._workers.count)
 
+    @property
+    def nodes(self) -> int:
+        """With a worker or a keeper that is alive."""
+        return len(self._nodes.there)
+
     def totals(self, now_s: float) -> Totals:
         """As of ``now_s``; nothing is changed."""
         wall_s, goodput, badput = self._wall.totals(now_s)
@@ -176,6 +181,7 @@ class WorkerSeconds:
     _committed: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _broken: list[float] = field(default_factory=list)
     _shape: tuple[Any, ...] = ()
+    _ready: dict[ev.WorkerId, ev.Member] | None = None
     _now_s: float = 0.0
 
     @property
@@ -248,20 +254,32 @@ class WorkerSeconds:
         seat.since_s = max(seat.since_s, self._now_s)
 
     def _follow(self, event: ev.Event, state: State) -> None:
-        """Puts every worker where the state says; cheap while only steps are applied."""
+        """Puts every worker where the state says; only those that an event can have moved."""
         shape = (state.phase, state.generation, state.abort, state.assignment is None)
-        alone = isinstance(event, (ev.StepApplied, ev.StepHeld, ev.Resumed))
-        if shape == self._shape and alone:
+        moved: Iterable[ev.WorkerId] = ()
+        if shape != self._shape:
+            moved = list(self._seats)
+        elif isinstance(event, ev.WorkerReady):
+            moved = [event.member.worker]
+        elif isinstance(event, ev.Paused):
+            moved = [event.worker]
+        elif state.ready is not self._ready:
+            moved = [worker for worker in self._seats if worker not in state.ready]
+        for worker in moved:
+            self._move(worker, state, shape[:2] == self._shape[:2])
+        self._shape, self._ready = shape, state.ready
+
+    def _move(self, worker: ev.WorkerId, state: State, same_phase: bool) -> None:
+        seat = self._seats.get(worker)
+        if seat is None:
             return
-        for worker in [w for w in self._seats if w not in state.ready]:
-            if state.phase != "ended":
-                self._leave(worker, self._now_s)
-        for worker, seat in self._seats.items():
-            kind = class_of(worker, state, seat.kind, shape[:2] == self._shape[:2])
-            if kind != seat.kind:
-                self._close(seat, boundary=not state.abort and state.phase == "pausing")
-                seat.kind = kind
-        self._shape = shape
+        if worker not in state.ready and state.phase != "ended":
+            self._leave(worker, self._now_s)
+            return
+        kind = class_of(worker, state, seat.kind, same_phase)
+        if kind != seat.kind:
+            self._close(seat, boundary=not state.abort and state.phase == "pausing")
+            seat.kind = kind
 
     def _close(self, seat: Seat, boundary: bool = False) -> None:
         """Its time in ``kind`` is over."""
@@ -350,14 +368,21 @@ class Nodes:
         self._per_node, self._max = workers_per_node, max_workers
         self._started_s = self._since_s = started_at_s
         self._worker_s, self._slots = 0.0, 0
+        self.there: set[ev.NodeId] = set()
+        self._ready: dict[ev.WorkerId, ev.Member] | None = None
+        self._keepers: dict[ev.NodeId, ev.Keeper] | None = None
 
     def on(self, now_s: float, event: ev.Event, state: State, allocated: int) -> None:
-        if isinstance(event, (ev.StepApplied, ev.StepHeld, ev.Paused, ev.Resumed)):
+        if state.ready is self._ready and state.keepers is self._keepers:
             return
+        self._ready, self._keepers = state.ready, state.keepers
         self._worker_s = self.available_s(now_s)
         self._since_s = max(now_s, self._since_s)
-        nodes = {*state.keepers, *(member.node for member in state.ready.values())}
-        slots = min(self._max, max(allocated, self._per_node * len(nodes)))
+        if isinstance(event, ev.WorkerReady) and event.member.worker in state.ready:
+            self.there.add(event.member.node)
+        else:
+            self.there = {*state.keepers, *(member.node for member in state.ready.values())}
+        slots = min(self._max, max(allocated, self._per_node * len(self.there)))
         if slots > self._slots:
             began_s = self._since_s
             if state.phase == "starting":

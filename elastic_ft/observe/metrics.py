@@ -48,6 +48,7 @@ class Metrics:
         self._phase = ""
         self._counted: dict[tuple[str, str], float] = {}
         self._ranks: tuple[tuple[str, str, str], ...] = ()
+        self._rank_series: dict[tuple[str, int], Any] = {}
         self._checkpointed_s = time.monotonic()
         self._of("checkpoint_age_seconds").set_function(
             lambda: time.monotonic() - self._checkpointed_s
@@ -124,6 +125,7 @@ class Metrics:
         self._of("state_copies").set(state_copies(assignment))
         for name in ("pace", "data_wait", "save_wait", "silent"):
             self._metrics[f"rank_{name}_seconds"].clear()
+        self._rank_series.clear()
         self._ranks = tuple(
             (str(rank), member.worker, member.node)
             for rank, member in enumerate(assignment.members)
@@ -168,26 +170,29 @@ class Metrics:
     def rank(self, event: ev.StepApplied, rank: int | None) -> None:
         """A rank has applied a step."""
         if rank is not None and rank < len(self._ranks):
-            labels = self._rank_labels(rank)
-            self._of("rank_data_wait_seconds", **labels).set(event.spent.get("data_s", 0.0))
-            self._of("rank_save_wait_seconds", **labels).set(event.spent.get("save_s", 0.0))
+            self._of_rank("data_wait", rank).set(event.spent.get("data_s", 0.0))
+            self._of_rank("save_wait", rank).set(event.spent.get("save_s", 0.0))
             if event.pace_s:
-                self._of("rank_pace_seconds", **labels).set(event.pace_s)
+                self._of_rank("pace", rank).set(event.pace_s)
 
     def silent(self, silent_s: dict[int, float]) -> None:
         """By rank, since its training thread last moved."""
         for rank, seconds in silent_s.items():
             if rank < len(self._ranks):
-                self._of("rank_silent_seconds", **self._rank_labels(rank)).set(seconds)
+                self._of_rank("silent", rank).set(seconds)
 
-    def _rank_labels(self, rank: int) -> dict[str, str]:
-        number, worker, node = self._ranks[rank]
-        return {"rank": number, "worker": worker, "node": node}
+    def _of_rank(self, name: str, rank: int) -> Any:
+        """Kept for the generation: labels are dear where ranks are many."""
+        series = self._rank_series.get((name, rank))
+        if series is None:
+            number, worker, node = self._ranks[rank]
+            labels = {"rank": number, "worker": worker, "node": node}
+            series = self._rank_series[name, rank] = self._of(f"rank_{name}_seconds", **labels)
+        return series
 
-    def nodes(self, state: State) -> None:
+    def nodes(self, count: int) -> None:
         """Nodes come and go with their keepers and workers."""
-        there = {*state.keepers, *(member.node for member in state.ready.values())}
-        self._of("nodes").set(len(there))
+        self._of("nodes").set(count)
 
     def node(self, node: str, values: dict[str, Any]) -> None:
         """What a node's keeper reports."""

@@ -348,7 +348,7 @@ class Controller:
         if isinstance(event, ev.StepApplied):
             self.metrics.rank(event, self.state.ranks.get(event.worker))
         elif not isinstance(event, ev.StepHeld):
-            self.metrics.nodes(self.state)
+            self.metrics.nodes(self._accounts.nodes)
         if isinstance(event, ev.KeeperLost):
             self.metrics.forget_node(event.node)
 
