@@ -18,9 +18,6 @@ from elastic_ft.core.state import Policy, Turn, is_current
 WINDOW_S = 600.0  # in which changes of membership are counted
 ASSUMED_PAUSE_S = 5.0  # of a planned change, before one was measured
 PAUSES = 5  # the last ones measured count
-EVICTIONS_MAX = 2  # of stragglers, per node: its successor there was no better
-WARM_UP_STEPS = 2  # of a generation, that say nothing of a worker's pace
-CONSISTENT = 0.9  # share of the window's steps in which a straggler is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,42 +247,3 @@ def note_step(turn: Turn, event: StepApplied) -> None:
         kept = policy.straggler_window_steps * 2
         paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]
         turn.set(paces={**state.paces, event.worker: paces})
-
-
-# --------------------------------------------------------------------------- stragglers
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """``pace_s``, ``typical_s``: its own and the world's, medians over the window."""
-
-    worker: str
-    pace_s: float
-    typical_s: float
-    slow_steps: int
-    steps: int
-
-
-def find_straggler(
-    paces: dict[str, tuple[float, ...]], factor: float, window: int
-) -> Straggler | None:
-    """Who is consistently slower than the median by ``factor``; the slowest, if there are several.
-
-    ``paces``: seconds of the same computation on each member, step by step, newest last.
-    """
-    steps = min(map(len, paces.values()), default=0) - WARM_UP_STEPS
-    if len(paces) < 2 or steps < window:
-        return None
-    recent = {worker: some[-window:] for worker, some in paces.items()}
-    typical = [_median([some[i] for some in recent.values()]) for i in range(window)]
-    found = []
-    for worker, some in sorted(recent.items()):
-        slow = sum(pace > factor * usual for pace, usual in zip(some, typical, strict=True))
-        if slow >= CONSISTENT * window:
-            found.append(Straggler(worker, _median(some), _median(typical), slow, window))
-    return max(found, key=lambda straggler: straggler.pace_s, default=None)
-
-
-def _median(values: Sequence[float]) -> float:
-    """The lower one of two: of two workers, the faster is the measure."""
-    return sorted(values)[(len(values) - 1) // 2]

@@ -33,15 +33,13 @@ from elastic_ft.core.commits import (
     step_held,
     worker_done,
 )
+from elastic_ft.core.departures import bench, dismiss, idle_in_words, release
 from elastic_ft.core.elasticity import (
-    EVICTIONS_MAX,
     choose_world,
-    find_straggler,
     joiners,
     learn_rate,
     note_step,
     refuses,
-    surplus,
     wanted,
     why_idle,
     why_wait,
@@ -49,7 +47,6 @@ from elastic_ft.core.elasticity import (
 from elastic_ft.core.episodes import blame_node, close_episode, note_lost
 from elastic_ft.core.events import (
     Assignment,
-    Bench,
     CheckpointCommitted,
     CheckpointFailed,
     CollectiveFailed,
@@ -65,7 +62,6 @@ from elastic_ft.core.events import (
     NodeLost,
     Paused,
     PauseWorkers,
-    ReleaseWorker,
     ResizeRequested,
     Resumed,
     ShardsFailed,
@@ -109,6 +105,7 @@ from elastic_ft.core.state import (
     Turn,
     is_current,
 )
+from elastic_ft.core.stragglers import judge
 
 
 def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Command, ...]]:
@@ -189,7 +186,7 @@ def _form(turn: Turn) -> None:
     )
     for member in state.ready.values():
         if member.worker not in keep and member.node in state.draining:
-            _release(turn, member.worker, "its node is draining")
+            release(turn, member.worker, "its node is draining")
     writers = recent_writers(turn, assignment)
     abandon_void_attempts(turn, writers)
     turn.set(
@@ -199,7 +196,7 @@ def _form(turn: Turn) -> None:
         resumed=0,
         done=0,
         idle=why_idle(turn, world),
-        benched=_bench(turn, keep, source.step),
+        benched=bench(turn, keep, source.step),
         paces={},
         deferred_at_s=None,
         bytes_moved=0,
@@ -209,17 +206,6 @@ def _form(turn: Turn) -> None:
     forget_later_steps(turn, source.step)
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
-
-
-def _bench(turn: Turn, keep: set[WorkerId], step: int) -> dict[WorkerId, int]:
-    """Members of before that have no rank now, and those benched already: none is of later steps
-    than the one restored. Donors are told once they have given."""
-    state = turn.state
-    before = [w for w in state.ranks if w in state.ready]
-    idle = [w for w in (*before, *state.benched) if w not in keep]
-    for worker in idle:
-        turn.do(Bench(worker, state.generation, step))
-    return {worker: min(step, state.benched.get(worker, step)) for worker in idle}
 
 
 def _checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
@@ -272,7 +258,7 @@ def _worker_ready(turn: Turn, event: WorkerReady) -> None:
     if keeper := state.keepers.get(member.node):
         turn.do(UseKeeper(member.worker, keeper))
     if member.node in state.draining:
-        _release(turn, member.worker, "its node is draining")
+        release(turn, member.worker, "its node is draining")
     elif state.phase == "starting":
         count = len(turn.usable())
         if count == turn.workers_max:
@@ -427,7 +413,7 @@ def _node_draining(turn: Turn, event: NodeDraining) -> None:
             else state.benched.get(member.worker, -1)
         )
         if member.node == event.node and newest < state.committed:
-            _release(turn, member.worker, "its node is draining")
+            release(turn, member.worker, "its node is draining")
     if state.phase == "running":
         _leave_draining(turn)
 
@@ -448,12 +434,6 @@ def _leave_draining(turn: Turn) -> bool:
     names = ", ".join(m.worker for m in leaving)
     _pause(turn, "node_draining", f"{names} leaves a draining node", abort=False)
     return True
-
-
-def _release(turn: Turn, worker: WorkerId, reason: str) -> None:
-    turn.do(ReleaseWorker(worker, reason))
-    turn.forget([worker])
-    abandon_attempts_of(turn, [worker])
 
 
 # ---------------------------------------------------------------------- what the dead left
@@ -552,7 +532,7 @@ def _formed(turn: Turn) -> None:
     # A worker drops what it finds damaged: what it holds of the same step from now on is new.
     refused = frozenset(entry for entry in state.refused if entry[0] not in state.ready)
     turn.set(phase="running", refused=refused)
-    _dismiss(turn, assignment)
+    dismiss(turn, assignment)
     members = [
         {"worker": m.worker, "rank": rank, "pid": m.pid, "node": m.node, "host": m.host}
         | {"raylet_pid": m.raylet_pid, "domain": m.domain}
@@ -561,7 +541,7 @@ def _formed(turn: Turn) -> None:
     idle = {worker: why for worker, why in state.idle.items() if worker in turn.state.ready}
     turn.journal(
         "generation_formed",
-        assignment.reason + _idle_in_words(idle),
+        assignment.reason + idle_in_words(idle),
         step=assignment.source.step,
         layout=str(assignment.layout),
         world_size=len(members),
@@ -582,32 +562,6 @@ def _formed(turn: Turn) -> None:
         _await_joiners(turn)
 
 
-def _idle_in_words(idle: dict[WorkerId, str]) -> str:
-    whose: dict[str, list[WorkerId]] = {}
-    for worker, why in idle.items():
-        whose.setdefault(why, []).append(worker)
-    return "".join(f"; idle: {', '.join(some)} ({why})" for why, some in whose.items())
-
-
-def _dismiss(turn: Turn, assignment: Assignment) -> None:
-    """The state is with the members: the others go where they are to, or idle until needed."""
-    state, inside = turn.state, {m.worker for m in assignment.members}
-    donors = {m.worker for m in assignment.donors}
-    going = {m.worker: f"{wanted(turn)} workers are wanted" for m in surplus(turn, inside)}
-    for member in state.ready.values():
-        if member.worker not in inside and turn.is_leaving(member):
-            going[member.worker] = state.leaving.get(member.worker, "its node is draining")
-    for worker, why in going.items():
-        given = "it has handed over its state; " if worker in donors else ""
-        _release(turn, worker, given + why)
-    benched = dict(turn.state.benched)
-    for donor in sorted(donors & turn.state.ready.keys()):
-        turn.do(Bench(donor, assignment.generation, assignment.source.step))
-        step = assignment.source.step
-        benched[donor] = min(step, benched.get(donor, step))
-    turn.set(assignment=replace(assignment, donors=()), benched=benched)
-
-
 # ------------------------------------------------------------------------- stragglers
 
 
@@ -616,40 +570,10 @@ def _step_applied(turn: Turn, event: StepApplied) -> None:
     note_step(turn, event)
     state = turn.state
     first = state.ranks.get(event.worker) == 0  # once a step is often enough
-    if state.phase == "running" and first and event.pace_s and not state.stopping:
-        _evict_straggler(turn)
-
-
-def _evict_straggler(turn: Turn) -> None:
-    """Replaces who holds all others up, or goes on without it. The evidence is journalled."""
-    policy, state = turn.policy, turn.state
-    if state.paces.keys() != state.ranks.keys():
+    if state.phase != "running" or not first or not event.pace_s or state.stopping:
         return
-    found = find_straggler(state.paces, policy.straggler_factor, policy.straggler_window_steps)
-    if found is None:
-        return
-    node = state.ready[found.worker].node
-    why = (
-        f"{found.worker} takes {found.pace_s * 1e3:.2f} ms for what takes the others "
-        f"{found.typical_s * 1e3:.2f} ms, in {found.slow_steps} of {found.steps} steps"
-    )
-    fields = {"worker": found.worker, "node": node, "rank": state.ranks[found.worker]}
-    fields |= {"pace_s": found.pace_s, "typical_s": found.typical_s}
-    turn.set(paces={}, leaving={**state.leaving, found.worker: why})
-    kept = ""
-    if state.evicted.count(node) >= EVICTIONS_MAX:
-        kept = f"{EVICTIONS_MAX} workers of {node} were evicted before"
-    elif isinstance(world := choose_world(turn), str):
-        kept = world
-    elif found.worker in {m.worker for m in world.members}:
-        kept = "leaving it out would fall below min_workers"
-    if kept:
-        turn.set(leaving=state.leaving)
-        turn.journal("straggler_kept", f"{why}; {kept}", **fields)
-        return
-    turn.journal("straggler_evicted", why, **fields)
-    turn.set(evicted=(*state.evicted, node))
-    _pause(turn, "straggler_evicted", why, abort=False)
+    if why := judge(turn):
+        _pause(turn, "straggler_evicted", why, abort=False)
 
 
 def _stop_requested(turn: Turn, event: StopRequested) -> None:

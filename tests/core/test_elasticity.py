@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ft.core.costs import Choice, Devices, Links, ModelShape, Work, step_time
-from elastic_ft.core.elasticity import WINDOW_S, find_straggler
+from elastic_ft.core.elasticity import WINDOW_S
 from elastic_ft.core.events import (
     Bench,
     Command,
@@ -30,6 +30,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.planner import Limits, Planning
 from elastic_ft.core.state import Policy
+from elastic_ft.core.stragglers import find_straggler
 from elastic_ft.sim.script import Script, formed, member
 
 FOUR = {"a": "n1", "b": "n2", "c": "n3", "d": "n4"}

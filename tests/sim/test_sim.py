@@ -180,7 +180,7 @@ def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
 ) -> None:
     scenarios = [left_over(seed) for seed in range(240)]
     assert not failures(scenarios)
-    bench = membership._bench
+    bench = membership.bench
 
     def not_told(turn: state.Turn, keep: set[str], step: int) -> dict[str, int]:
         asked = len(turn.commands)
@@ -189,7 +189,7 @@ def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
         return benched
 
     for broken in (not_told, lambda turn, keep, step: {}):
-        monkeypatch.setattr(membership, "_bench", broken)
+        monkeypatch.setattr(membership, "bench", broken)
         assert failures(scenarios)
 
 

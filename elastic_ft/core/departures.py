@@ -1,0 +1,53 @@
+"""Workers without a rank: who idles and keeps what it holds, and who leaves, when. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_ft.core.commits import abandon_attempts_of
+from elastic_ft.core.elasticity import surplus, wanted
+from elastic_ft.core.events import Assignment, Bench, ReleaseWorker, WorkerId
+from elastic_ft.core.state import Turn
+
+
+def release(turn: Turn, worker: WorkerId, reason: str) -> None:
+    turn.do(ReleaseWorker(worker, reason))
+    turn.forget([worker])
+    abandon_attempts_of(turn, [worker])
+
+
+def bench(turn: Turn, keep: set[WorkerId], step: int) -> dict[WorkerId, int]:
+    """Members of before that have no rank now, and those benched already: none is of later steps
+    than the one restored. Donors are told once they have given."""
+    state = turn.state
+    before = [w for w in state.ranks if w in state.ready]
+    idle = [w for w in (*before, *state.benched) if w not in keep]
+    for worker in idle:
+        turn.do(Bench(worker, state.generation, step))
+    return {worker: min(step, state.benched.get(worker, step)) for worker in idle}
+
+
+def dismiss(turn: Turn, assignment: Assignment) -> None:
+    """The state is with the members: the others go where they are to, or idle until needed."""
+    state, inside = turn.state, {m.worker for m in assignment.members}
+    donors = {m.worker for m in assignment.donors}
+    going = {m.worker: f"{wanted(turn)} workers are wanted" for m in surplus(turn, inside)}
+    for member in state.ready.values():
+        if member.worker not in inside and turn.is_leaving(member):
+            going[member.worker] = state.leaving.get(member.worker, "its node is draining")
+    for worker, why in going.items():
+        given = "it has handed over its state; " if worker in donors else ""
+        release(turn, worker, given + why)
+    benched = dict(turn.state.benched)
+    for donor in sorted(donors & turn.state.ready.keys()):
+        turn.do(Bench(donor, assignment.generation, assignment.source.step))
+        step = assignment.source.step
+        benched[donor] = min(step, benched.get(donor, step))
+    turn.set(assignment=replace(assignment, donors=()), benched=benched)
+
+
+def idle_in_words(idle: dict[WorkerId, str]) -> str:
+    whose: dict[str, list[WorkerId]] = {}
+    for worker, why in idle.items():
+        whose.setdefault(why, []).append(worker)
+    return "".join(f"; idle: {', '.join(some)} ({why})" for why, some in whose.items())
