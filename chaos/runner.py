@@ -87,6 +87,7 @@ class Runner:
         self._capacity: int | None = None
         self._filling: list[Future[object]] = []
         self._choice = random.Random("capacity")
+        self._armed: list[tuple[Pending, Callable[[], bool]]] = []  # of the store
         self._adder = ThreadPoolExecutor(1, thread_name_prefix="chaos-add")
         self._began_s = 0.0  # when the first generation was seen
         self._over = threading.Event()
@@ -100,7 +101,7 @@ class Runner:
         self._over.set()
         self._thread.join(60)
         self._adder.shutdown(cancel_futures=True)
-        for each in self._underway:
+        for each in list(self._underway):
             with contextlib.suppress(*GONE):
                 each.end()
 
@@ -122,6 +123,7 @@ class Runner:
             for pending in [p for p in self._pending if self._is_due(p, names)]:
                 self._fire(pending)
             self._settle_adds()
+            self._settle_armed()
             self._follow_capacity()
             self._see_who_ended()
 
@@ -138,7 +140,7 @@ class Runner:
 
     def _fire(self, pending: Pending) -> None:
         fault, watch = pending.fault, self._watch
-        if any(pending is other for other, _ in self._adding):
+        if any(pending is other for other, _ in [*self._adding, *self._armed]):
             return
         rank = getattr(fault, "of_rank", None)
         member = watch.member(rank) if rank is not None else {}
@@ -148,6 +150,11 @@ class Runner:
             return  # a later generation may have it
         if isinstance(fault, Add):  # takes seconds, in which others fire
             self._adding.append((pending, self._adder.submit(self._cluster.add_node)))
+            return
+        if isinstance(fault, Store):  # it has fired once a request has suffered it
+            suffered, heal = self._around.break_store(fault)
+            self._armed.append((pending, suffered))
+            self._heal_store(fault.lasts_s, suffered, heal)
             return
         # After these nothing may be written: by this process, or on this disk.
         last = isinstance(fault, Fill) or (
@@ -167,6 +174,25 @@ class Runner:
             return
         if not last:
             self._done(pending, member)
+
+    def _heal_store(
+        self, lasts_s: float, suffered: Callable[[], bool], heal: Callable[[], None]
+    ) -> None:
+        """After its time, or as soon as then a request has come and suffered."""
+
+        def end() -> None:
+            if suffered() or self._over.is_set():
+                heal()
+            else:
+                self._heal_store(POLL_S, suffered, heal)
+
+        self._then(lasts_s, end)
+
+    def _settle_armed(self) -> None:
+        for pending, suffered in list(self._armed):
+            if suffered():
+                self._armed.remove((pending, suffered))
+                self._done(pending, {})
 
     def _settle_adds(self) -> None:
         for pending, future in [pair for pair in self._adding if pair[1].done()]:
@@ -265,9 +291,6 @@ class Runner:
     def _set_capacity(self, fault: Capacity, member: Line) -> None:
         self._capacity = fault.capacity
 
-    def _store(self, fault: Store, member: Line) -> None:
-        self._then(fault.lasts_s, self._around.break_store(fault))
-
     def _fill(self, fault: Fill, member: Line) -> None:
         self._then(fault.lasts_s, self._around.fill())
 
@@ -297,7 +320,6 @@ acts: dict[type, Callable[[Runner, Any, Line], None]] = {
     Slow: Runner._slow,
     Drain: Runner._drain,
     Capacity: Runner._set_capacity,
-    Store: Runner._store,
     Fill: Runner._fill,
     Network: Runner._network,
 }

@@ -27,9 +27,10 @@ class Surroundings:
         self.proxy, self.disk = proxy, disk
         self._store_faults: list[StoreFault] = []
 
-    def break_store(self, fault: Store) -> Callable[[], None]:
-        """Returns what ends it."""
+    def break_store(self, fault: Store) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Returns what tells whether a request has suffered it, and what ends it."""
         assert self.proxy is not None
+        before = self.proxy.fired[fault.store]
         proxy, armed = (
             self.proxy,
             StoreFault(fault.store, fault.probability, methods=fault.methods, path=fault.path),
@@ -41,7 +42,7 @@ class Surroundings:
             self._store_faults.remove(armed)
             proxy.set(*self._store_faults)
 
-        return heal
+        return lambda: proxy.fired[fault.store] > before, heal
 
     def fill(self) -> Callable[[], None]:
         """Writes until nothing more can be. Returns what makes room again."""

@@ -210,6 +210,7 @@ class Trial:
         timeout_s: float,
     ) -> None:
         self._tier, self._timeout_s = tier, timeout_s
+        self._end_timeout_s = END_TIMEOUT_S * timeout_s / scenario.timeout_s
         self._scenario, self._folder, self._environment = scenario, folder, environment
         self._run_folder = folder / "run"
         nodes = ["--local-nodes", str(scenario.cluster.nodes)]
@@ -249,11 +250,12 @@ class Trial:
         asked = False
         while command.running:
             if time.monotonic() > deadline_s:
-                return f"not at its end after {self._timeout_s:g} s"
+                limit_s = self._end_timeout_s if asked else self._timeout_s
+                return f"not at its end {limit_s:g} s after its {'stop' if asked else 'start'}"
             if not asked and self._has_settled():
                 asked = True
                 command.interrupt()
-                deadline_s = time.monotonic() + END_TIMEOUT_S
+                deadline_s = time.monotonic() + self._end_timeout_s
             time.sleep(POLL_S)
         return ""
 
