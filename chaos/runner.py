@@ -51,6 +51,7 @@ class Underway:
     """A fault that lasts: what ends it, and when."""
 
     until_s: float
+    until_event: str | None
     end: Callable[[], object] = field(repr=False)
 
 
@@ -116,7 +117,9 @@ class Runner:
             names = {line["event"] for line in events}
             if self._watch.formed and not self._began_s:
                 self._began_s = time.monotonic()
-            for each in [u for u in self._underway if u.until_s <= time.monotonic()]:
+            now = time.monotonic()
+            over = [u for u in self._underway if u.until_s <= now or u.until_event in names]
+            for each in over:
                 self._underway.remove(each)
                 with contextlib.suppress(*GONE):
                     each.end()
@@ -243,8 +246,10 @@ class Runner:
     def _act(self, fault: External, member: Line) -> None:
         acts[type(fault)](self, fault, member)
 
-    def _then(self, after_s: float, end: Callable[[], object]) -> None:
-        self._underway.append(Underway(time.monotonic() + after_s, end))
+    def _then(
+        self, after_s: float, end: Callable[[], object], until_event: str | None = None
+    ) -> None:
+        self._underway.append(Underway(time.monotonic() + after_s, until_event, end))
 
     def _kill(self, fault: Kill, member: Line) -> None:
         if fault.kill == "worker":
@@ -292,7 +297,7 @@ class Runner:
         self._capacity = fault.capacity
 
     def _fill(self, fault: Fill, member: Line) -> None:
-        self._then(fault.lasts_s, self._around.fill())
+        self._then(fault.lasts_s, self._around.fill(), fault.until_event)
 
     def _network(self, fault: Network, member: Line) -> None:
         node = member["node"]

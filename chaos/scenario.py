@@ -181,6 +181,7 @@ class Fill(External):
 
     fill: Literal["run_folder", "checkpoints"]
     lasts_s: float = Field(gt=0)
+    until_event: str | None = None  # or until the journal has such a line, if that comes first
 
     @property
     def tiers(self) -> frozenset[Tier]:

@@ -286,9 +286,14 @@ class Trial:
             lines = [line for line in lines if not is_cut(external[line["index"]])]
         if lines and self._watch.step < lines[-1]["at_step"] + self._scenario.settle_steps:
             return False
-        return all(
-            line["at_s"] + duration_s(external[line["index"]]) < time.time() for line in lines
-        )
+        return all(self._is_over(external[line["index"]], line["at_s"]) for line in lines)
+
+    def _is_over(self, fault: Any, fired_at_s: float) -> bool:
+        ending = getattr(fault, "until_event", None)
+        journal = read_lines(self._run_folder / "events.jsonl") if ending else []
+        if any(line["event"] == ending and line["at_s"] > fired_at_s for line in journal):
+            return True
+        return fired_at_s + duration_s(fault) < time.time()
 
 
 def duration_s(fault: Any) -> float:
