@@ -141,7 +141,7 @@ def scenario_of(changes: tuple[Change, ...], workers: int, seconds: float, seed:
                 "steps": 100_000,
                 "batch": {"global_batch_size": 2 * workers, "micro_batch_size": 2},
                 "data": {"kwargs": {"pause_s": 0.1}},  # a step that costs something to repeat
-                "checkpoint": {"every_steps": 50},
+                "checkpoint": {"every_steps": 10},
             },
             "faults": faults,
             "expect": {"steps_lost_max": None, "same_losses": False},
