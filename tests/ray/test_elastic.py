@@ -15,6 +15,7 @@ from ray.util.placement_group import placement_group_table
 from trial import START_S, Trial, job
 
 from elastic_ft.ray_train.cluster import LocalCluster, wait_for
+from elastic_ft.resize_cli import resize
 
 Start = Callable[..., Trial]
 pytestmark = pytest.mark.timeout(600)
@@ -208,3 +209,28 @@ def test_nothing_is_left_in_the_cluster(cluster: LocalCluster) -> None:
         )
 
     wait_for(free, 10, "everything is freed")
+
+
+def test_resized_while_it_runs(start: Start) -> None:
+    """By the command: who is not wanted leaves at a boundary, and its resources are free again."""
+    elastic = {"min_workers": 1, "max_workers": 3, "gather_s": 60}
+    trial = start(job("resized", parallel={"strategy": "fsdp"}, elastic=elastic))
+    trial.wait_for_world(3, timeout_s=START_S)
+    first = trial.pids()
+    assert resize(str(trial.folder), 2, START_S) == 0
+    (released,) = first - trial.pids()
+    trial.wait("the released worker exits", lambda: not alive(released))
+    trial.wait("its resources are free", lambda: len(reserved()) == 2)
+    assert resize(str(trial.folder), 3, START_S) == 0
+    assert len(trial.pids() & first) == 2
+    trial.stop()
+    causes = [(line["cause"], line["steps_lost"]) for line in trial.events("recovered")]
+    assert causes == [("resized", 0), ("worker_joined", 0)]
+    assert trial.events("worker_lost") == []
+    trial.check()
+
+
+def reserved() -> list[str]:
+    """Names of the placement groups that hold resources."""
+    groups = placement_group_table().values()
+    return [group["name"] for group in groups if group["state"] == "CREATED"]
