@@ -37,22 +37,14 @@ def choose_world(turn: Turn) -> World | str:
     count = len(usable) // policy.multiple_of * policy.multiple_of
     if count < policy.min_workers:
         return f"{len(usable)} workers are usable, min_workers is {policy.min_workers}"
-    world = _planned(turn, usable[:count]) if policy.planning else _by_rule(policy, usable[:count])
-    if isinstance(world, str) or count == len(usable):
-        return world
-    why = f"worlds are multiples of {policy.multiple_of}"
-    return replace(
-        world,
-        idle=(*world.idle, *usable[count:]),
-        why_idle="; ".join(filter(None, [world.why_idle, why])),
-    )
+    return _planned(turn, usable) if policy.planning else _by_rule(policy, usable, count)
 
 
-def _by_rule(policy: Policy, members: Sequence[Member]) -> World:
-    layout, why = plan_layout(
-        policy.strategy, len(members), policy.shard_size, policy.tp, policy.pp
-    )
-    return World(_inside_nodes(members, layout.tp), layout, why)
+def _by_rule(policy: Policy, usable: Sequence[Member], count: int) -> World:
+    layout, why = plan_layout(policy.strategy, count, policy.shard_size, policy.tp, policy.pp)
+    ordered = _inside_nodes(usable, layout.tp)
+    why_idle = f"worlds are multiples of {policy.multiple_of}" * (count < len(usable))
+    return World(ordered[:count], layout, why, ordered[count:], why_idle)
 
 
 def _inside_nodes(members: Sequence[Member], tp: int) -> tuple[Member, ...]:
@@ -94,7 +86,7 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     chosen = tuple(placed[device] for device in plan.devices)
     idle = tuple(member for member in placed if member not in chosen)
     why = f"planned {plan.layout}: {'; '.join(plan.why)}"
-    return World(chosen, plan.layout, why, idle, "the planner has no use for them" * bool(idle))
+    return World(chosen, plan.layout, why, idle, "the plan has no rank for it" * bool(idle))
 
 
 def learn_rate(turn: Turn) -> None:

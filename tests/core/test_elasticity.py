@@ -122,6 +122,15 @@ def test_tensor_parallel_groups_share_a_node_where_they_can() -> None:
     assert script.state.idle == {"f": "worlds are multiples of 2"}
 
 
+def test_a_whole_node_is_better_than_two_halves() -> None:
+    nodes = {"a": "n1", "b": "n1", "c": "n2", "d": "n2"}
+    script = script_of(2, 4, strategy="fsdp", tp=2, multiple_of=2).run(**nodes)
+    script.train(1)
+    lose(script, "b", 1)
+    assert script.ranks == ("c", "d")
+    assert script.state.idle == {"a": "worlds are multiples of 2"}
+
+
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.integers(0, 3))
 def test_the_largest_allowed_world_is_formed(each: int, low: int, span: int, spares: int) -> None:
     least, most = low * each, (low + span - 1) * each

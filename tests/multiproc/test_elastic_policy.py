@@ -15,10 +15,11 @@ from elastic_ft.runtime.controller import Controller
 from tests.multiproc.harness import CORPUS, Run, make_job, run_job
 from tests.multiproc.slow import SLOW_S
 
-MODEL = {
+MODEL: dict[str, Any] = {
     "preset": "decoder-1m",
     "kwargs": {"dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 64},
 }
+THIN = MODEL | {"kwargs": MODEL["kwargs"] | {"n_layers": 1}}
 SMALL_BATCH = {"global_batch_size": 4}
 RESIZE_S, DEADLINE_S = 60.0, 150.0
 
@@ -130,8 +131,8 @@ def test_a_worker_that_fits_no_tensor_parallel_group_stays_warm(tmp_path: Path) 
     job = hold.job(
         "fsdp",
         workers=4,
-        steps=10,
-        model=MODEL,
+        steps=7,
+        model=THIN,
         parallel={"tp": 2},
         elastic=elastic,
         batch=SMALL_BATCH,
@@ -158,7 +159,7 @@ def test_a_worker_that_fits_no_tensor_parallel_group_stays_warm(tmp_path: Path) 
     first = {m["worker"]: m["pid"] for m in run.all("generation_formed")[0]["members"]}
     assert first[small["idle"][0]["worker"]] in again  # the same process
     assert all(recovery["steps_lost"] == 0 for recovery in run.recoveries)
-    whole = make_job("ddp", workers=2, steps=10, model=MODEL, batch=SMALL_BATCH)
+    whole = make_job("ddp", workers=2, steps=7, model=THIN, batch=SMALL_BATCH)
     run.same_losses_as(run_job(whole, tmp_path / "whole").check())
 
 
