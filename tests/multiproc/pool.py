@@ -80,6 +80,7 @@ class Pool:
         found = []
         for rank, (_, connection) in enumerate(self._ranks[:world]):
             if not connection.poll(deadline_s):
+                self.__exit__()  # a late answer would be taken for the next call's
                 raise TimeoutError(f"rank {rank} has no result after {deadline_s:g} s")
             found.append(connection.recv())
         failed = [f"rank {rank}:\n{text}" for rank, (good, text) in enumerate(found) if not good]

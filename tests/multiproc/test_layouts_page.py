@@ -1,0 +1,53 @@
+"""docs/layouts.md: the lines of every job file on it train, on a small model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from elastic_ft.config import parse_job
+from tests.multiproc.harness import make_job
+from tests.multiproc.layouts import COMMON, train_from_the_start
+from tests.multiproc.pool import Pool
+
+PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+SECTIONS: list[dict[str, Any]] = [
+    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+]
+SCALED = {"tp": 2, "pp": 2, "shard_size": 2}  # at most: a small model, eight processes
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(8) as pool:
+        yield pool
+
+
+def test_the_page_has_job_files() -> None:
+    assert len(SECTIONS) >= 9
+
+
+@pytest.mark.parametrize("sections", SECTIONS, ids=lambda s: str(s["parallel"]))
+def test_it_is_a_job(sections: dict[str, Any]) -> None:
+    values = {"name": "page", "steps": 1, "model": {"preset": "decoder-7b"}}
+    parse_job(values | {"data": {"url": "stdlib:"}} | sections)
+
+
+@pytest.mark.parametrize("sections", SECTIONS, ids=lambda s: str(s["parallel"]))
+def test_it_trains(pool: Pool, sections: dict[str, Any]) -> None:
+    given = sections["parallel"]
+    parallel = given | {k: min(v, most) for k, most in SCALED.items() if (v := given.get(k))}
+    if sections["parallel"].get("strategy") == "auto":
+        parallel = {"strategy": "fsdp"}  # what the planner picks is tests/core's
+    data_ranks = 2 * parallel.get("shard_size", 1)
+    world = data_ranks * parallel.get("tp", 1) * parallel.get("pp", 1)
+    job = make_job(workers=1, **(COMMON | sections | {"parallel": parallel}))
+    results = pool(train_from_the_start, job, 2, world=world)
+    assert all(losses == results[0][1] for _, losses in results)
+    assert results[0][1][1]["loss"] < 1.02 * results[0][1][0]["loss"]
