@@ -228,6 +228,8 @@ def why_wait(turn: Turn, after: int) -> str:
 def note_step(turn: Turn, event: StepApplied) -> None:
     """What a member of the running generation says of a step's time, where it decides something."""
     policy, state = turn.policy, turn.state
+    if policy.planning is None and not policy.evict_stragglers:
+        return
     rank = state.ranks.get(event.worker)
     if state.phase != "running" or rank is None:
         return
