@@ -7,8 +7,7 @@ some steps; one is lost, the others reach their safe point, a smaller world form
 Each event comes pickled, as on the wire, and each command is pickled as it would be sent. A phase
 that takes longer than ``--phase-s`` is cut short, a single event after twice that: its rate is
 that of what was handled. Seconds are of computing (CPU time), which a busy machine hardly
-changes. Where the
-time goes is kept as a profile of each phase at the largest size.
+changes. Where the time goes is kept as a profile of each phase at the largest size.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def handle(
         "events": done,
         "of": len(messages),
         "seconds": seconds,
-        "events_per_s": done / seconds,
+        "events_per_s": done / max(seconds, 1e-6),
         "slowest_ms": slowest_s * 1e3,
         "received_bytes_per_event": sum(map(len, messages)) / max(1, len(messages)),
         "sent_bytes": controller.sent_bytes - before,
@@ -225,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[1000, 3000, 10_000])
     parser.add_argument("--strategies", nargs="+", default=["ddp", "fsdp"])
-    parser.add_argument("--phase-s", type=float, default=200)
+    parser.add_argument("--phase-s", type=float, default=120)
     parser.add_argument("--out", default="benchmarks/results/core-scale.json")
     parser.add_argument("--document", default="docs/benchmarks.md", help="'' leaves it alone")
     arguments = parser.parse_args()

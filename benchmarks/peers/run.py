@@ -148,8 +148,8 @@ class Bench:
         node = self.system.node_of(self.victim())
         at_s = time.time()
         self.system.kill_node(node)
-        found = self._ended(self._outage(at_s))
-        return found | {"join": self._join()}
+        found = self._outage(at_s)
+        return self._ended_smaller(found) | {"join": self._join()}
 
     def drain(self) -> dict[str, Any]:
         if not self.system.drains:
@@ -162,12 +162,14 @@ class Bench:
         time.sleep(max(0.0, at_s + DRAIN_NOTICE_S - time.time()))  # the cloud takes it
         if node in self.system.nodes():
             self.system.kill_node(node)
-        found = self._ended(found)
-        return found | {"join": self._join()}
+        return self._ended_smaller(found) | {"join": self._join()}
+
+    def _ended_smaller(self, found: dict[str, Any]) -> dict[str, Any]:
+        self.until("steps of a smaller world", lambda: self._after(AFTER_STEPS))
+        return self._ended(found)
 
     def _join(self) -> dict[str, Any]:
         """A node takes the place of the lost one."""
-        self.until("steps of a smaller world", lambda: self._after(AFTER_STEPS))
         at_s = time.time()
         self.system.add_node()
         self.whole()
@@ -232,7 +234,7 @@ class Bench:
         return sum(count for at_s, count in self.log.unlogged if since_s < at_s <= until_s)
 
     def _ended(self, found: dict[str, Any]) -> dict[str, Any]:
-        """With what it took until now, until the world was whole, if it is."""
+        """With what it took until now: until the world was whole, or has gone on smaller."""
         at_s = found["at_s"]
         until_s = self.log.lines[-1].at_s
         new = [s for s in analysis.new_steps(self.log.lines) if at_s < s.at_s <= until_s]
