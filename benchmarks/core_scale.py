@@ -38,7 +38,7 @@ from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.state import Policy, State
 
 STEPS = 2
-PHASES = ("come up", "form", "train", "lose one", "pause", "form again", "train on")
+PHASES = ("come up", "form", "train", "pause", "form again", "train on")
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ def markdown(record: dict[str, Any], raw: str) -> str:
     titles += ["a shrink is decided, s", "state, bytes per worker", "assignment, bytes"]
     lines = []
     for strategy, phases in record["profiles"].items():
-        for name, top in phases.items():
+        for name, top in ((name, phases[name]) for name in PHASES if name in phases):
             worst = ", ".join(f"`{row['where']}` {row['own_s']:g} s" for row in top[:3])
             lines.append(f"- {strategy}, {name}: {worst}")
     return "\n\n".join(

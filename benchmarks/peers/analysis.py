@@ -97,7 +97,7 @@ def outage(lines: Sequence[Line], fault_at_s: float, *, announced: bool) -> Outa
     """The first one after the fault; None while it lasts.
 
     Of an announced change (a drain, a join) training goes on for a while: it pauses from the last
-    new step of the old attempt on.
+    new step of the old attempt on, and the step that ends it is as long as the next ones are.
     """
     steps = new_steps(lines)
     before = [line for line in steps if line.at_s <= fault_at_s]
@@ -110,7 +110,9 @@ def outage(lines: Sequence[Line], fault_at_s: float, *, announced: bool) -> Outa
     still = [line for line in after if line.at_s < first.at_s]
     since_s = (still or before)[-1].at_s if announced else fault_at_s
     step_s = step_time_s(before)
-    paused_s = max(0.0, first.at_s - since_s - step_s)
+    next_ones = [line for line in after if line.attempt == first.attempt]
+    ending_s = step_time_s(next_ones) if announced and len(next_ones) > 2 else step_s
+    paused_s = max(0.0, first.at_s - since_s - ending_s)
     return Outage(paused_s, first.at_s, step_s, redone(lines, fault_at_s, first.at_s))
 
 

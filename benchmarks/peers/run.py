@@ -162,7 +162,8 @@ class Bench:
         time.sleep(max(0.0, at_s + DRAIN_NOTICE_S - time.time()))  # the cloud takes it
         if node in self.system.nodes():
             self.system.kill_node(node)
-        return self._ended_smaller(found) | {"join": self._join()}
+        found = self._ended_smaller(found) | self._outage(at_s, announced=True)
+        return found | {"join": self._join()}
 
     def _ended_smaller(self, found: dict[str, Any]) -> dict[str, Any]:
         self.until("steps of a smaller world", lambda: self._after(AFTER_STEPS))

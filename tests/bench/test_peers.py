@@ -60,6 +60,9 @@ def test_a_step_that_was_under_way_ends_in_the_old_world() -> None:
     assert outage is not None and outage.paused_s == pytest.approx(13.0 - 9.5 - 1.0)
     planned = analysis.outage(lines, 7.5, announced=True)
     assert planned is not None and planned.paused_s == pytest.approx(13.0 - 10.0 - 1.0)
+    faster = world(1, 10, 1.0, attempt=1) + world(11, 15, 13.0, attempt=2, step_s=0.5)
+    joined = analysis.outage(faster, 7.5, announced=True)
+    assert joined is not None and joined.paused_s == pytest.approx(13.0 - 10.0 - 0.5)
     assert analysis.outage(lines[:20], 7.5, announced=True) is None  # it has not ended
 
 
