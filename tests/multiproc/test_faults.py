@@ -15,10 +15,11 @@ from typing import Literal
 import pytest
 
 from elastic_ft.runtime.faults import Fault
-from tests.multiproc.harness import Gate, Run, make_job, run_job
+from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 
 STEPS = 100
 WORLD = 4
+CHAIN_DEADLINE_S = 160.0  # of one fault after the other
 BATCH = {"global_batch_size": 4}  # of micro-batches of one sample: 2, 1 and 1 for a world of three
 
 
@@ -88,7 +89,8 @@ def chain(strategy: str, action: Literal["kill", "stop"]) -> list[Fault]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same job on one worker, undisturbed."""
     out = tmp_path_factory.mktemp("one-worker")
-    return run_job(make_job("ddp", workers=1, steps=STEPS, batch=BATCH), out).check()
+    job = make_job("ddp", workers=1, steps=STEPS, batch=BATCH, elastic=PATIENT)
+    return run_job(job, out).check()
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     """The same job in each layout, undisturbed."""
     return {
         strategy: run_job(
-            make_job(strategy, steps=STEPS, batch=BATCH),
+            make_job(strategy, steps=STEPS, batch=BATCH, elastic=PATIENT),
             tmp_path_factory.mktemp(f"{strategy}-undisturbed"),
         ).check()
         for strategy in FAULTS
@@ -111,8 +113,11 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Disturbed:
     def run(strategy: str, action: Literal["kill", "stop"]) -> Run:
         out = tmp_path_factory.mktemp(f"{strategy}-{action}")
         gate = Gate(out / "gate")
-        job = gate.job(strategy, steps=STEPS, batch=BATCH, checkpoint={"every_steps": 3})
-        return run_job(job, out / "run", faults=chain(strategy, action), watch=gate)
+        elastic = PATIENT if action == "kill" else {}
+        checkpoint = {"every_steps": 3}
+        job = gate.job(strategy, steps=STEPS, batch=BATCH, checkpoint=checkpoint, elastic=elastic)
+        faults = chain(strategy, action)
+        return run_job(job, out / "run", faults=faults, watch=gate, deadline_s=CHAIN_DEADLINE_S)
 
     return run
 

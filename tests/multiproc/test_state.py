@@ -15,11 +15,10 @@ import pytest
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.local import LocalHost
-from tests.multiproc.harness import Gate, Run, make_job, run_job
+from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 
 WORLD, STEPS = 4, 14
 CHAIN_DEADLINE_S = 160.0  # of a node lost at every point, one after the other
-PATIENT = {"heartbeat_timeout_s": 10.0}  # nodes are killed, not found silent: load is no fault
 POINTS = (
     "data",
     "forward",
