@@ -116,7 +116,7 @@ class Assignment:
         the last optimizer of a step can leave some shards at that step only, others at the one
         before, and no step whole. A single worker's survive it in the keeper, if there is one.
         """
-        several_shards = len(self.layout.shards()) > 1
+        several_shards = self.layout.pp * self.layout.dp_shard * self.layout.tp > 1
         return several_shards or (len(self.members) == 1 and bool(self.keepers))
 
     def rank_of(self, worker: WorkerId) -> int | None:
