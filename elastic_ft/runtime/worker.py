@@ -183,6 +183,8 @@ class Worker:
             except EOFError as error:
                 self.cut_off = isinstance(error, CutOff)
                 self._on_controller_lost()
+                if self.cut_off and not self._closed.wait(self.job.elastic.pause_timeout_s):
+                    os._exit(CUT_OFF)  # the training thread waits for what can't be reached either
                 return
             if isinstance(message, PauseWorkers):
                 self._on_pause_workers(message)
