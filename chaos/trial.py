@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -197,7 +198,7 @@ def job_of(name: str, scenario: Scenario) -> dict[str, Any]:
         "max_workers": cluster.nodes * cluster.workers_per_node,
     }
     values = merged(JOB | {"name": name, "seed": scenario.seed}, {"elastic": size})
-    return merged(values, scenario.job)
+    return copy.deepcopy(merged(values, scenario.job))  # it is changed: JOB is everyone's
 
 
 class Trial:

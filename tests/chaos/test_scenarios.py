@@ -8,7 +8,7 @@ import pytest
 
 from chaos.scenario import SCENARIOS, Scenario, load_scenario
 from chaos.soak import make_round
-from chaos.trial import Outcome, Stage, lacks, run_trial
+from chaos.trial import Outcome, Stage, job_of, lacks, run_trial
 from elastic_ft.cli import _main
 
 ALL = {path.stem: load_scenario(path.stem) for path in sorted(SCENARIOS.glob("*.yaml"))}
@@ -60,3 +60,9 @@ def test_every_round_of_a_soak_can_run_on_its_tier(tier: str) -> None:
         scenario = make_round(seed, tier)  # type: ignore[arg-type]
         assert tier in scenario.runs_on
         assert scenario == make_round(seed, tier)  # type: ignore[arg-type]
+
+
+def test_one_trial_leaves_nothing_in_the_job_of_the_next() -> None:
+    first = job_of("first", ALL["store-faults"])
+    first["checkpoint"]["url"] = "s3://bucket/first"
+    assert "url" not in job_of("second", ALL["store-faults"])["checkpoint"]
