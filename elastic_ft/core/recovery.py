@@ -139,10 +139,13 @@ def _next_buddy(
     """Who keeps the next copy of a shard that ``holding`` have; None if it would be of no use."""
     nodes = {members[h].node for h in holding}
     domains = {members[h].domain for h in holding if members[h].domain}
-    ring = [(rank + distance) % len(members) for distance in range(1, len(members))]
+    count = len(members)
+    ring = [(rank + distance) % count for distance in range(1, count)]
     free = [peer for peer in ring if members[peer].node not in nodes]
     if not free and len(holding) == 1:
         free = [peer for peer in ring if peer not in holding]
-    return min(
-        free, key=lambda p: (members[p].domain in domains, kept[p], ring.index(p)), default=None
-    )
+
+    def worth(peer: int) -> tuple[bool, int, int]:
+        return members[peer].domain in domains, kept[peer], (peer - rank) % count
+
+    return min(free, key=worth, default=None)
