@@ -32,6 +32,7 @@ from tests.multiproc.tiny import counted
 
 STEPS = 80
 DEADLINE_S = 400.0
+DATA = 1  # the place in a step where its data is waited for
 
 
 # ------------------------------------------------------------------------------ in the workers
@@ -146,18 +147,23 @@ class NodeGate(Gate):
             super().__call__(controller)
         elif not self.path.exists():
             self.path.touch()
-        elif state.assignment is not None and self._all_wait(controller):
+        elif state.assignment is None or not (places := self._places(controller)):
+            return
+        elif places != {DATA}:  # some had their data already, and wait for the others in a step
+            self._open()
+            self._first[state.generation] = state.committed
+        else:
             self._killed.add(number)
             host, members = controller.host, state.assignment.members
             assert isinstance(host, LocalHost)
             host.kill_node(members[self._moves[number].rank].node)
             host.add_node(f"later{number}", controller.job.elastic.workers_per_node)
 
-    def _all_wait(self, controller: Scripted) -> bool:
-        """Every member stood where data is waited for, from one heartbeat to the next."""
+    def _places(self, controller: Scripted) -> set[int]:
+        """Where members have stood from one heartbeat to the next; empty while one still moves."""
         marks = [controller._marks.get(worker) for worker in controller.state.ranks]
-        stand = {(m.step, m.place) for m in marks if m and m.heard_at_s > m.moved_at_s}
-        return len(stand) == 1 and all(marks) and stand.pop()[1] == 1
+        still = [mark for mark in marks if mark and mark.heard_at_s > mark.moved_at_s]
+        return {mark.place for mark in still} if len(still) == len(marks) else set()
 
 
 @dataclass(frozen=True)
@@ -272,13 +278,14 @@ def assemble(pieces: dict[str, Any]) -> dict[str, np.ndarray]:
     return whole
 
 
-def minimal_bytes(chain: Chain, number: int) -> int:
-    """What workers need after a move, and had neither themselves nor as a copy for a peer."""
+def minimal_bytes(chain: Chain, number: int, copied: bool) -> int:
+    """What workers need after a move, and had neither themselves nor, if they had got that far
+    (``copied``), as a copy for a peer."""
     before, after = chain.states(number)
     line = chain.formed()[number]
     ranks = [member["worker"] for member in line["members"]]
     kept = {who: [who] for who in ranks}
-    for rank, buddies in enumerate(line["buddies"]):
+    for rank, buddies in enumerate(line["buddies"] if copied else ()):
         for buddy in buddies:
             kept[ranks[buddy]].append(ranks[rank])
     total = 0
