@@ -125,8 +125,11 @@ def sweep(pid: int) -> None:
     left = NAMESPACES.glob(f"{name}n*") if NAMESPACES.is_dir() else ()
     for namespace in left:
         run("ip", "netns", "delete", namespace.name)
-    if (INTERFACES / name).exists():
-        run("ip", "link", "delete", name)
+    for link in (*INTERFACES.glob(f"{name}v*"), INTERFACES / name):
+        # The kernel takes a namespace's links down some time after it: who is gone is no error.
+        wrong = attempt("ip", "link", "delete", link.name) if link.exists() else []
+        if wrong and link.exists():
+            raise OSError(wrong[0])
 
 
 def attempt(*command: str) -> list[str]:
