@@ -70,7 +70,7 @@ def keepers(count: int) -> Iterator[tuple[list[Keeper], bytes]]:
     said: queue.Queue[Any] = queue.Queue()
     server = ControlServer(
         "127.0.0.1",
-        lambda member: Welcome(None, "", "", ("", 0)),  # type: ignore[arg-type]
+        lambda member: Welcome(make_job("decoder-1m"), "", "", ("", 0)),
         lambda member, message: said.put(message),
         lambda member, silent_s: None,
     )

@@ -28,6 +28,7 @@ from elastic_ft.runtime.keeper import (
     Upload,
 )
 from elastic_ft.storage.store import open_store
+from tests.multiproc.harness import make_job
 
 WHOLE = Box((0, 0), (4, 3))
 SCHEMA = lay_out([("a", "float32", (8, 3), WHOLE, 4), ("b", "int64", (), Box((), ()), 8)])
@@ -40,7 +41,7 @@ class Desk:
 
     def __init__(self) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
-        welcome = Welcome(None, "run", "url", ("", 0))  # type: ignore[arg-type]
+        welcome = Welcome(make_job("ddp"), "run", "url", ("", 0))
         self.server = ControlServer(
             "127.0.0.1",
             lambda member: welcome,
