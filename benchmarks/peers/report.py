@@ -228,6 +228,7 @@ def write(values: dict[str, Any], raw: Path, document: str, *, plots: bool = Tru
     text = markdown(values, str(raw))
     print(text)
     if plots:
-        plot(values, raw.parent)
+        pictures = [f"![{path.stem}](../{path})" for path in plot(values, raw.parent)]
+        text = "\n\n".join([text, *pictures])
     if document:
         put(Path(document), "peers", text)
