@@ -268,6 +268,14 @@ class Bench:
 _order: list[Any] = []
 
 
+def _version(package: str) -> str:
+    """Of what is installed: peers that are not measured need not be."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
 def _expected() -> Callable[[int], list[int]]:
     """The sample ids of a step."""
     from elastic_ft.config import parse_job
@@ -303,7 +311,7 @@ class Results:
             "command": "python benchmarks/peers/run.py",
             "job": make_job(),
             "tuned": TUNED,
-            "versions": {name: importlib.metadata.version(name) for name in PACKAGES}
+            "versions": {name: _version(name) for name in PACKAGES}
             | {"python": platform.python_version()},
             "machine": {"cores": os.cpu_count(), "system": platform.platform()},
             "replay": replay.described(),

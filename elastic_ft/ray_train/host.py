@@ -321,11 +321,6 @@ class RayHost:
             except TimeoutError:
                 continue
 
-    def _why_lost(self, node: dict[str, Any]) -> str:
-        if node["NodeID"] in self._nodes.draining:
-            return "it was drained"
-        return " ".join(str(node.get("DeathReasonMessage") or "Ray declared it dead").split())
-
     async def _ask(self, question: Callable[[], Any]) -> Any:
         """A GCS call, off the loop: while the head is away it blocks. None if it failed."""
         try:
