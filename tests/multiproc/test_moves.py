@@ -192,9 +192,9 @@ def assert_it_was_lost(chain: Chain, moves: list[Move], number: int) -> None:
     if not move.point:
         assert not lost and len(after) > len(before)
     elif move.point == "node":
-        assert move.rank in lost and len(lost) == 2
+        assert move.rank in lost and len(lost) == 2, chain.run.story()
     else:
-        assert lost == {move.rank}
+        assert lost == {move.rank}, chain.run.story()
         kills = sum(earlier.point not in ("", "node") for earlier in moves[:number])
         fired = [e["worker"] for e in chain.run.all("fault_fired") if e["index"] == kills]
         assert fired == [who for who in before if before[who]["rank"] in lost], chain.run.story()
