@@ -25,6 +25,7 @@ __all__ = [
     "forget_meshes",
     "local_shape_and_offset",
     "pin",
+    "process_groups",
     "reset_group_names",
     "set_group_timeout",
     "spoil_next_output",
@@ -83,6 +84,11 @@ def abort_nccl(group: dist.ProcessGroup) -> None:
     except RuntimeError:
         return  # this group has no CUDA backend
     backend.abort()
+
+
+def process_groups() -> list[object]:
+    """All that this process has made through torch.distributed."""
+    return list(c10d._world.pg_map)
 
 
 def reset_group_names() -> None:

@@ -41,6 +41,7 @@ class Groups:
         mesh: over the non-trivial dimensions of the layout; None where all of them are one.
         host: a Gloo group over members and donors (in that order), for host memory.
         participant: this worker's rank in ``host``.
+        uses_cuda: the world has an NCCL backend.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Groups:
         self._gloo_ports: set[int] = set()
         self._lock = threading.Lock()
         self._aborted = ""
-        self._uses_cuda = False
+        self.uses_cuda = False
         self._operation_timeout_s = FORM_TIMEOUT_S
 
     # ------------------------------------------------------------------ forming
@@ -74,7 +75,7 @@ class Groups:
 
         ``reach`` is told when the first group is there and the others are not.
         """
-        self._uses_cuda = device.type == "cuda"
+        self.uses_cuda = device.type == "cuda"
         try:
             self._connect_store()
             before = {s.inode for s in inet_sockets() if s.peer_port is None}
@@ -202,7 +203,7 @@ class Groups:
             is_gloo = found.local_port in ports or found.peer_port in ports
             if is_gloo or found.inode in stores:
                 shut_down(found)
-        if self._uses_cuda and dist.is_initialized():
+        if self.uses_cuda and dist.is_initialized():
             compat.abort_nccl(dist.group.WORLD)
 
     def _check(self) -> None:
@@ -214,9 +215,15 @@ class Groups:
         """Why these groups were aborted, or an empty string."""
         return self._aborted
 
-    def teardown(self) -> None:
-        """Frees the groups; nothing may use them any more. Called at the safe point only."""
+    def teardown(self, in_use: list[object] | None = None) -> None:
+        """Frees the groups; nothing may use them any more. Called at the safe point only.
+
+        ``in_use``: given where a thread still waits in one: they are put there, for to free a
+        group is to wait for what it does.
+        """
         self.abort(self._aborted or "teardown")
+        if in_use is not None:
+            in_use += [self.host, self.mesh, *compat.process_groups()]
         self.mesh = None
         self.host = None
         self.store = None

@@ -1,8 +1,9 @@
 """A worker process: connects to the controller, and goes from generation to generation.
 
 Three threads beside the training thread: one reads the controller's commands, and breaks off
-collectives when told to (it is the watchdog); one beats; one copies snapshots. The training thread
-alone touches groups and model, and only at its safe point, between two generations.
+collectives when told to (it is the watchdog); one beats; one copies snapshots. Generations run in
+the training thread (``runtime.training_thread``), which hands each step to the user's. It alone
+touches groups and model, and tears them down only at its safe point, between two generations.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.context import AuthenticationError
 from typing import Any
 
@@ -69,6 +71,7 @@ from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.planning import device_memory_bytes
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
+from elastic_ft.runtime.training_thread import TrainingThread
 
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
@@ -152,7 +155,7 @@ class Worker:
         self._links = Links(self._welcome.store, FORM_TIMEOUT_S)
         self._links.prepare()
         use_interface_of(self._channel.own_address)
-        self._training_thread = threading.get_ident()
+        self._training = TrainingThread()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
         self._news = threading.Condition()
         self._fence = 0  # the newest generation heard of: older ones are over (I1)
@@ -201,12 +204,12 @@ class Worker:
             elif isinstance(message, StopAtBoundary):
                 self._flags.stop = True
             elif isinstance(message, Inspect):
-                self._tell_where(stack_of(self._training_thread))
+                self._tell_where(stack_of(self._training.current))
             elif isinstance(message, ReleaseWorker):
                 self._on_release(message.reason)
 
     def _on_pause_workers(self, message: PauseWorkers) -> None:
-        frames = stack_of(self._training_thread) if message.abort else ()
+        frames = stack_of(self._training.current) if message.abort else ()
         with self._news:
             self._fence = max(self._fence, message.generation)
             groups = self._groups
@@ -276,6 +279,7 @@ class Worker:
 
     def close(self) -> None:
         self._closed.set()
+        self._training.close()
         if self._tools is not None:
             self._tools.prefetcher.close()
             self._tools.snapshots.close()
@@ -293,7 +297,7 @@ class Worker:
         while (form := self._next_form()) is not None:
             error: BaseException | None = None
             try:
-                yield from self._generation(tools, form)
+                yield from self._training.run(self._generation(tools, form), self._broken_for_good)
                 self._await_news()
             except GeneratorExit:
                 raise
@@ -303,7 +307,7 @@ class Worker:
                 if error is not None:
                     self._explain(form.assignment.generation, error)
             finally:
-                self._retreat(tools)
+                self._training.call(partial(self._retreat, tools))
             del error
 
     def _prepare(self) -> Tools:
@@ -388,6 +392,13 @@ class Worker:
         """After a boundary or the last step: the controller says what comes next."""
         with self._news:
             self._news.wait_for(self._is_over, RELEASE_TIMEOUT_S)
+
+    def _broken_for_good(self) -> str:
+        """Why no collective of the generation that trains can end any more, or ""."""
+        groups = self._groups
+        if groups is None or self._loop is None or groups.uses_cuda:
+            return ""
+        return groups.aborted if self._tools and self._tools.engine.can_be_left else ""
 
     def _is_over(self) -> bool:
         current = self._groups.generation if self._groups else 0
@@ -499,8 +510,10 @@ class Worker:
         tools.prefetcher.cancel()
         tools.snapshots.quiesce(time.monotonic() + self.job.elastic.pause_timeout_s / 2)
         engine, loop = tools.engine, self._loop
-        intact = engine.intact
-        state = engine.detach() if groups.rank is not None else {}
+        intact, in_use = engine.intact, self._training.left_behind
+        if in_use is not None:
+            self._note("thread_left", f"a collective of it never ends: {groups.aborted}")
+        state = engine.detach(in_use) if groups.rank is not None else {}
         if loop is not None and groups.rank is not None:
             if intact:
                 layout = groups.assignment.layout
@@ -513,7 +526,7 @@ class Worker:
         del loop
         with self._news:
             self._groups = None
-        groups.teardown()
+        groups.teardown(in_use)
 
 
 def _process_started_at_s() -> float:

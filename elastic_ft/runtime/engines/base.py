@@ -82,9 +82,11 @@ class Update:
 class Engine(Protocol):
     """Attributes:
     intact: the live state is that of one step: False while an optimizer step is under way.
+    can_be_left: ``detach`` can do without the thread that is in a collective for good.
     """
 
     intact: bool
+    can_be_left: bool
 
     def prepare(self) -> None:
         """Whatever can be done before there is a group: imports, the model on meta."""
@@ -96,9 +98,12 @@ class Engine(Protocol):
         (``state()`` then lists uninitialised tensors).
         """
 
-    def detach(self) -> State:
+    def detach(self, in_use: list[object] | None = None) -> State:
         """Drops all that is bound to the groups. Returns this rank's state as plain tensors that
-        stay valid and unchanged until the next ``attach`` has been followed by a step."""
+        stay valid and unchanged until the next ``attach`` has been followed by a step.
+
+        ``in_use``: given where a thread is still inside the model, for good: takes what it uses,
+        which is then neither freed nor used again here."""
 
     def state(self) -> State:
         """This rank's part of the training state, aliasing the live memory."""

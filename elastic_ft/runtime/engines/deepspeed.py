@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine:
+    can_be_left = False
+
     def __init__(
         self,
         job: Job,
@@ -108,7 +110,8 @@ class DeepSpeedEngine:
         self._state = None
         return False
 
-    def detach(self) -> State:
+    def detach(self, in_use: list[object] | None = None) -> State:
+        assert in_use is None, "what DeepSpeed patches can't be reset under a thread that uses it"
         state = self.state() if self._optimizer is not None else {}
         engine, self._engine, self._optimizer = self._engine, None, None
         self._blocks, self._buffers, self._state, self._groups = [], {}, None, None

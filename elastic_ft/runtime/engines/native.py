@@ -59,6 +59,8 @@ class NonFiniteGradient(ElasticError):
 
 
 class NativeEngine:
+    can_be_left = True
+
     def __init__(
         self,
         job: Job,
@@ -116,12 +118,16 @@ class NativeEngine:
         self._listed, self._settled = None, False
         return kept
 
-    def detach(self) -> State:
+    def detach(self, in_use: list[object] | None = None) -> State:
         state = self.state() if self._parts else {}
-        for parameter in self._parameters.values():
-            parameter.grad = None
         runner, self._runner, self._groups = self._runner, None, None
-        if isinstance(runner, DistributedDataParallel):
+        if in_use is not None:
+            in_use += [runner, self._parts, self._pipeline, self._tied, self._optimizer]
+            self._replicated = False
+        else:
+            for parameter in self._parameters.values():
+                parameter.grad = None
+        if in_use is None and isinstance(runner, DistributedDataParallel):
             # The reducer's hooks sit on the parameters we keep: it must go now, not at some gc.
             runner.reducer = None
             runner.logger = None
