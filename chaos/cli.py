@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
 
+from chaos.outcome import FAILED, PASSED, Outcome
 from chaos.scenario import SCENARIOS, TIERS, Scenario, Tier, load_scenario
 from elastic_ft.errors import ConfigError
 
-PASSED, FAILED = 0, 1
 app = typer.Typer(no_args_is_help=True, help="Break runs on purpose, and check what came of it.")
 console = Console(highlight=False, soft_wrap=True)
 
@@ -73,7 +73,7 @@ def tier_of(name: str | None) -> Tier | None:
 def run_all(
     scenarios: list[tuple[str, Scenario]], on: Tier | None, out: Path, patience: float
 ) -> int:
-    from chaos.trial import Outcome, Stage, highest_tier, lacks, run_trial
+    from chaos.trial import Stage, highest_tier, lacks, run_trial
 
     outcomes: list[Outcome] = []
     began_s = time.monotonic()
@@ -84,7 +84,7 @@ def run_all(
                 outcomes.append(Outcome(name, tier or "none", skipped=why))
             else:
                 outcomes.append(run_trial(name, scenario, tier, stage))
-            console.print(line_of(outcomes[-1]))
+            console.print(str(outcomes[-1]), markup=False)
             for verdict in outcomes[-1].failures:
                 console.print(f"      {verdict.claim}: {verdict.found}", markup=False)
     passed = sum(outcome.passed for outcome in outcomes)
@@ -95,12 +95,6 @@ def run_all(
     if failed:
         console.print(f"run folders: {out}", markup=False)
     return FAILED if failed or not passed else PASSED
-
-
-def line_of(outcome: Any) -> str:
-    word = "SKIP" if outcome.skipped else "PASS" if outcome.passed else "FAIL"
-    text = outcome.skipped or outcome.summary
-    return f"{word}  {outcome.name:32} {outcome.tier:9} {outcome.seconds:6.1f} s  {text}"
 
 
 @app.command("check")

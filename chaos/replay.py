@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from chaos.outcome import FAILED, PASSED
 from chaos.scenario import Scenario, Tier
 from elastic_ft.errors import ConfigError
 
@@ -161,7 +162,6 @@ def replay_trace(
     console: Console,
 ) -> int:
     """Returns 0 if the run came through and I1 to I8 hold. Prints what it cost."""
-    from chaos.cli import FAILED, PASSED, line_of
     from chaos.trial import Stage, run_trial
 
     changes = compressed(load_trace(name, workers, seed), 60 * minutes)
@@ -175,7 +175,7 @@ def replay_trace(
     tier: Tier = "processes" if local else "ray"
     with Stage(out, patience) as stage:
         outcome = run_trial(Path(name).stem, scenario, tier, stage)
-    console.print(line_of(outcome), markup=False)
+    console.print(str(outcome), markup=False)
     for verdict in outcome.verdicts:
         word = "PASS" if verdict.passed else "FAIL"
         console.print(f"      {word}  {verdict.claim}: {verdict.found}", markup=False)

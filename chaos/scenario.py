@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -24,9 +24,7 @@ from pydantic import model_validator as check_model
 
 from chaos.object_store_proxy import FaultKind
 from elastic_ft.errors import ConfigError
-
-if TYPE_CHECKING:
-    from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.faults import Action, Fault
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -218,19 +216,7 @@ class AtPoint(Part):
     """A fault inside a worker, at a named point of a step: see runtime/faults.py."""
 
     point: str
-    action: Literal[
-        "kill",
-        "abort",
-        "oom",
-        "stop",
-        "hang",
-        "slow",
-        "raise",
-        "raise_usage",
-        "nan",
-        "corrupt",
-        "corrupt_own",
-    ] = "kill"
+    action: Action = "kill"
     rank: int | None = Field(None, ge=0)
     worker: str | None = None
     step: int | None = Field(None, ge=0)
@@ -395,8 +381,7 @@ def _key_of(location: Sequence[int | str], tags: Sequence[str]) -> str:
 
 
 def arm(scenario: Scenario) -> Armed:
-    """Imports torch. Raises ConfigError for a point that does not exist."""
-    from elastic_ft.runtime.faults import Fault
+    """Raises ConfigError for a point that does not exist."""
 
     inside = []
     for number, fault in enumerate(scenario.faults):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from chaos.check import Verdict
+from chaos.outcome import Outcome
 from chaos.scenario import (
     Add,
     AtPoint,
@@ -19,9 +20,6 @@ from chaos.scenario import (
     Store,
 )
 from elastic_ft import sim
-
-if TYPE_CHECKING:
-    from chaos.trial import Outcome
 
 FOREVER_S = 1e6
 STEPS_AFTER = 8  # the last fault
@@ -46,8 +44,6 @@ PHASES = {"suspended": "suspended", "pausing": "pausing"}  # other events: in an
 
 
 def simulate_scenario(name: str, scenario: Scenario) -> Outcome:
-    from chaos.trial import Outcome
-
     outcome = Outcome(name, "sim")
     simulated = translated(scenario)
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from chaos.outcome import FAILED, PASSED
 from chaos.scenario import Scenario, Tier
 from elastic_ft.runtime.faults import POINTS
 
@@ -144,7 +145,6 @@ def soak(
     console: Console,
 ) -> int:
     """Returns 0 if every round passed. The first that fails ends it, and can be run again."""
-    from chaos.cli import FAILED, PASSED, line_of
     from chaos.trial import Stage, run_trial
 
     tier: Tier = "processes" if local else "ray"
@@ -153,7 +153,7 @@ def soak(
         while (number < rounds) if rounds is not None else (time.monotonic() < until_s):
             scenario = make_round(seed + number, tier)
             outcome = run_trial(f"round-{seed + number}", scenario, tier, stage)
-            console.print(line_of(outcome), markup=False)
+            console.print(str(outcome), markup=False)
             if not outcome.passed:
                 for fault in scenario.faults:
                     console.print(f"      {fault}", markup=False)

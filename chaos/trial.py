@@ -15,7 +15,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from chaos.check import Verdict
 from chaos.disturbance import fired_inside
 from chaos.expect import is_cut, judge
 from chaos.jobs import JOB, Paced, merged, undisturbed
+from chaos.outcome import Outcome
 from chaos.runner import LOG, alive, fired_in
 from chaos.scenario import Scenario, Tier
 from elastic_ft.config import parse_job
@@ -41,26 +41,6 @@ CONTROLLERS_MAX = 4
 END_TIMEOUT_S = 60.0  # of a run that was asked to stop
 LEFT_TIMEOUT_S = 30.0  # for processes to end after their run
 MARK = "ELASTIC_FT_CHAOS_TRIAL"  # in the environment of all that a trial starts
-
-
-@dataclass(slots=True)
-class Outcome:
-    """``skipped``: why the scenario can't run here; then there is no verdict."""
-
-    name: str
-    tier: str
-    seconds: float = 0.0
-    verdicts: list[Verdict] = field(default_factory=list)
-    skipped: str = ""
-    summary: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return not self.skipped and all(verdict.passed for verdict in self.verdicts)
-
-    @property
-    def failures(self) -> list[Verdict]:
-        return [verdict for verdict in self.verdicts if not verdict.passed]
 
 
 class Stage:

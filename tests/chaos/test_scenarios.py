@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from chaos.outcome import Outcome
 from chaos.scenario import SCENARIOS, Scenario, load_scenario
 from chaos.soak import make_round
-from chaos.trial import Outcome, Stage, job_of, lacks, run_trial
+from chaos.trial import Stage, job_of, lacks, run_trial
 from elastic_ft.cli import _main
 
 ALL = {path.stem: load_scenario(path.stem) for path in sorted(SCENARIOS.glob("*.yaml"))}
