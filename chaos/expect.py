@@ -62,10 +62,12 @@ def _invariants(run: Folder, job: Job, samples: int | None) -> Verdict:
 
 def _recoveries(run: Folder, expect: Expect) -> Iterator[Verdict]:
     found = [line for line in run.events if line["event"] == "recovered"]
-    lost = sum(line["steps_lost"] for line in found)
+    restarts = [line for line in run.events if line["event"] == "controller_restarted"]
+    lost = sum(line["steps_lost"] for line in (*found, *restarts))
     if expect.steps_lost_max is not None:
         claim = f"at most {expect.steps_lost_max} committed steps are lost"
-        yield Verdict(claim, lost <= expect.steps_lost_max, f"{lost} in {len(found)} recoveries")
+        passed = lost <= expect.steps_lost_max
+        yield Verdict(claim, passed, f"{lost} in {len(found) + len(restarts)} recoveries")
     causes = {line["cause"] for line in found}
     if expect.causes:
         passed = set(expect.causes) <= causes

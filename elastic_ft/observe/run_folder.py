@@ -93,6 +93,20 @@ class RunFolder:
                 )
             self._append("steps.jsonl", line)
 
+    def take_over(self, run: str) -> str | None:
+        """This is controller ``run``'s now. Returns whose it was, if that one did not end it."""
+        path = self.path / "controller.json"
+        before = json.loads(path.read_text())["run"] if path.exists() else None
+        swap = path.with_suffix(".tmp")
+        swap.write_text(json.dumps({"run": run}) + "\n")
+        swap.replace(path)
+        return before
+
+    def last_step(self) -> int:
+        """The last step recorded; 0 if none is."""
+        lines = read_lines(self.path / "steps.jsonl")
+        return lines[-1]["step"] if lines else 0
+
     def truncate(self, step: int) -> None:
         """Voids the lines of steps after ``step``, and torn last lines."""
         with self._lock:
@@ -118,6 +132,7 @@ class RunFolder:
         swap = self.path / "result.json.tmp"
         swap.write_text(json.dumps(result, indent=2) + "\n")
         swap.replace(self.path / "result.json")
+        (self.path / "controller.json").unlink(missing_ok=True)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         file = self._files.get(name)

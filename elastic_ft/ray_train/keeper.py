@@ -1,8 +1,13 @@
-"""The node keeper on Ray: one actor per node that hosts a worker."""
+"""The node keeper on Ray: one actor per node that hosts a worker.
+
+Ray ends an actor with the one that made it, but for detached ones: a keeper still has to save what
+it has when its controller is killed. So it is detached, and ends itself.
+"""
 
 from __future__ import annotations
 
 import threading
+import uuid
 from typing import Any
 
 import ray
@@ -22,13 +27,21 @@ class KeeperActor:
         from elastic_ft.runtime.keeper import NodeKeeper
 
         keeper = NodeKeeper(controller, key, node, ray.util.get_node_ip_address())
-        threading.Thread(target=keeper.serve, name="keeper", daemon=True).start()
+        itself = ray.get_runtime_context().current_actor
+
+        def serve() -> None:
+            try:
+                keeper.serve()
+            finally:
+                ray.kill(itself)
+
+        threading.Thread(target=serve, name="keeper", daemon=True).start()
 
 
 def start_keeper(controller: tuple[str, int], key: bytes, node: NodeId) -> ActorHandle[Any]:
     """Returns at once; the keeper reports to the controller when it is up."""
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     actor: ActorHandle[Any] = KeeperActor.options(  # type: ignore[attr-defined]
-        scheduling_strategy=here
+        scheduling_strategy=here, lifetime="detached", name=f"elastic_ft-keeper-{uuid.uuid4().hex}"
     ).remote(controller, key, node)
     return actor

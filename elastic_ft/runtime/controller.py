@@ -32,10 +32,11 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import Policy, State, Turn
 from elastic_ft.core.watch import Mark, all_stand_still, find_hung
-from elastic_ft.errors import JobFailed
+from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics, write_targets
-from elastic_ft.observe.run_folder import RunFolder, last_generation, read_lines
+from elastic_ft.observe.run_folder import RunFolder, last_generation
+from elastic_ft.runtime import emergency
 from elastic_ft.runtime.control import (
     ControlServer,
     FaultFired,
@@ -184,8 +185,16 @@ class Controller:
     def _open(self) -> tuple[ev.CheckpointRef, ...]:
         self.run_folder.repair()
         self.run_folder.write_job(self.job.model_dump(mode="json"))
+        killed, recorded = self.run_folder.take_over(self.run_id), self.run_folder.last_step()
+        if killed is not None:
+            self._publish_emergency(killed, recorded)
         found = self._resumable(checkpoints.committed(self._store))
-        self.run_folder.truncate(found[0].step if found else 0)
+        step = found[0].step if found else 0
+        self.run_folder.truncate(step)
+        if killed is not None:
+            reason = f"the one before it was killed at step {recorded}: from step {step}"
+            fields = {"step": step, "steps_lost": recorded - step}
+            self._journal("controller_restarted", 0, reason, fields)
         self._tcp_store = dist.TCPStore(
             self._address, 0, is_master=True, wait_for_workers=False, use_libuv=True
         )
@@ -200,14 +209,28 @@ class Controller:
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
 
+    def _publish_emergency(self, run: str, recorded: int) -> None:
+        """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""
+        try:
+            manifest = emergency.compose(
+                emergency.gather(self._store, run), self.job.name, run, recorded
+            )
+            known = self._resumable(checkpoints.committed(self._store))
+            if manifest is not None and all(ref.step < manifest.step for ref in known):
+                checkpoints.commit(self._store, manifest, CHECKPOINTS_KNOWN)
+                reason = "put together from what the keepers of a killed controller saved"
+                self._journal("emergency_checkpoint", 0, reason, {"step": manifest.step})
+            emergency.forget(self._store)
+        except StoreFailed as error:  # the newest checkpoint has to do
+            self._journal("checkpoint_warning", 0, f"no emergency checkpoint: {error}", {})
+
     def _resumable(self, found: tuple[ev.CheckpointRef, ...]) -> tuple[ev.CheckpointRef, ...]:
         """Leaves out checkpoints ahead of this run folder's steps, unless it has none at all.
 
         They are left of a run that fell back to an older one: taking them would leave a hole in
         the ledger (I2).
         """
-        lines = read_lines(self.run_folder.path / "steps.jsonl")
-        recorded = lines[-1]["step"] if lines else 0
+        recorded = self.run_folder.last_step()
         within = tuple(ref for ref in found if ref.step <= recorded)
         return within or (found if not recorded else ())
 

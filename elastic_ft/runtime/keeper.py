@@ -4,7 +4,8 @@ One process per node, without torch. A worker asks it for buffers, maps them, an
 snapshots (and the copies it keeps for peers) straight into them; the keeper learns which are
 sealed. When the worker is gone (killed, aborted, out of memory), the keeper tells the controller
 what it left, and serves it to whoever needs it. It also writes checkpoints to the object store,
-from the same memory: uploads take neither the interpreter lock nor a copy from training.
+from the same memory: uploads take neither the interpreter lock nor a copy from training. When the
+controller is gone, what it has goes there, too, and then it ends (``runtime.emergency``).
 
 Buffers are anonymous memory (memfd), opened by workers through /proc: nothing is left behind
 whoever is killed, and a small /dev/shm (64 MiB in a default container) is no limit.
@@ -13,6 +14,7 @@ whoever is killed, and a small /dev/shm (64 MiB in a default container) is no li
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import tempfile
@@ -40,7 +42,8 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import ElasticError, StateDamaged
+from elastic_ft.errors import ElasticError, StateDamaged, StoreFailed
+from elastic_ft.runtime import emergency
 from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole
 from elastic_ft.runtime.control import Channel, Inspect, NodeHealth, connect
 from elastic_ft.runtime.diagnosis import inspect
@@ -51,7 +54,10 @@ from elastic_ft.storage.store import Store, open_store
 HEALTH_EVERY_S = 5.0
 ANSWER_TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 600.0
+WORKERS_END_S = 10.0  # after the controller; what they had is complete then
 SPARE_BYTES = 256 << 20  # of the node's memory that snapshots leave free
+
+log = logging.getLogger(__name__)
 
 # ----------------------------------------------------------------- what is asked of a keeper
 
@@ -174,22 +180,40 @@ class NodeKeeper:
         self._listener = Listener((host, 0), backlog=64, authkey=key)
         address = (host, int(self._listener.address[1]))
         member = Member(KEEPER + node, node, os.uname().nodename, os.getpid())
-        self._controller, _ = connect(controller, key, member)
+        self._controller, self._welcome = connect(controller, key, member)
         threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
         threading.Thread(target=self._watch_node, name="keeper-health", daemon=True).start()
         self._controller.send(KeeperReady(time.time(), Keeper(node, address)))
 
     def serve(self) -> None:
-        """Follows the controller until it is gone. Blocks."""
+        """Follows the controller until it is gone, then saves what is here. Blocks."""
         while True:
             try:
                 message = self._controller.receive()
             except EOFError:
+                self._save()
                 return
             if isinstance(message, DropKept):
                 self._drop(message.worker)
             elif isinstance(message, Inspect):
                 inspect(self._controller, message.worker, message.pid)
+
+    def _save(self) -> None:
+        """The controller can publish nothing any more: see ``runtime.emergency``."""
+        run = self._welcome.run
+        try:
+            store = self._store(self._welcome.checkpoint_url)
+            emergency.begin(store, run, self.node)
+            deadline_s = time.monotonic() + WORKERS_END_S
+            while self._owners and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            with self._lock:
+                owned = [s for owner in self._owners.values() for s in owner.segments.values()]
+                segments = [*owned, *(s for left in self._left.values() for s in left)]
+            held = [(s.holding, s.schema, s.buffer) for s in segments if s.holding is not None]
+            emergency.save(store, run, self.node, held)
+        except StoreFailed as error:  # the newest checkpoint will have to do
+            log.error("keeper of %s: what it has is not saved: %s", self.node, error)
 
     # ------------------------------------------------------------------ connections
 
@@ -325,13 +349,15 @@ class NodeKeeper:
             for slot in wanted.schema
             if (slot.name, slot.box) in wanted.owned and slot.nbytes
         )
-        with self._lock:
-            store = self._stores.get(wanted.url) or open_store(
-                wanted.url, deadline_s=OBJECT_DEADLINE_S
-            )
-            self._stores[wanted.url] = store
+        store = self._store(wanted.url)
         pace = checkpoints.Pace(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
         return checkpoints.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)
+
+    def _store(self, url: str) -> Store:
+        with self._lock:
+            if url not in self._stores:
+                self._stores[url] = open_store(url, deadline_s=OBJECT_DEADLINE_S)
+            return self._stores[url]
 
     def _mapped(self, path: str) -> Bytes:
         with self._lock:

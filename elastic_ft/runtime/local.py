@@ -317,21 +317,21 @@ def _keeper_process(
     environment: dict[str, str],
     parent: int,
 ) -> None:
-    _follow(parent, environment)
+    _follow(parent, environment, to_death=False)  # it saves what it has first, and ends
     from elastic_ft.runtime.keeper import run_keeper
 
     with contextlib.suppress(EOFError, OSError):  # the controller was gone before it was reached
         run_keeper(address, key, node, "127.0.0.1")
 
 
-def _follow(controller_pid: int, environment: dict[str, str]) -> None:
-    _die_with(controller_pid)
+def _follow(controller_pid: int, environment: dict[str, str], to_death: bool = True) -> None:
+    _die_with(controller_pid, to_death)
     for interrupt in (signal.SIGINT, signal.SIGTERM):  # may reach the whole process group
         signal.signal(interrupt, signal.SIG_IGN)  # the controller decides how to stop
     os.environ.update(environment)
 
 
-def _die_with(controller_pid: int) -> None:
+def _die_with(controller_pid: int, to_death: bool) -> None:
     """A stopped or hung worker can't see that its controller is gone: the kernel ends it.
 
     It does so when this process's parent ends, the fork server. That one ends when the last copy
@@ -340,7 +340,7 @@ def _die_with(controller_pid: int) -> None:
     alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
     forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]
     os.close(alive_fd)
-    if sys.platform == "linux":
+    if to_death and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         os.kill(controller_pid, 0)

@@ -120,13 +120,13 @@ def _incomplete_or_short(store: Store, manifest: Manifest) -> str:
             if error.kind is Kind.MISSING:
                 return f"{key} is missing"
             raise
-        return "" if found == expected else f"{key} has {found} bytes, expected {expected}"
+        return "" if found >= expected else f"{key} has {found} bytes, expected {expected}"
 
     return next(filter(None, parallel(check, file_ends(manifest).items(), LOOKUP_THREADS)), "")
 
 
 def file_ends(manifest: Manifest) -> dict[str, int]:
-    """Each file of a checkpoint and how many bytes it must have."""
+    """Each file of a checkpoint and how many bytes of it count: it may have more at its end."""
     ends: dict[str, int] = {}
     for entry in manifest.entries:
         ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.nbytes)

@@ -88,8 +88,8 @@ def test_all_nodes_lost_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "and-a-worker-stopped"])
 def test_the_controllers_process_is_killed(tmp_path: Path, stopped: bool) -> None:
-    """Its workers exit by themselves; a rerun of the job goes on from the newest checkpoint."""
-    job = make_job("fsdp", steps=4000, workers=2, checkpoint={"every_steps": 4})
+    """Its workers exit by themselves, keepers save what they had: no committed step is lost."""
+    job = make_job("fsdp", steps=4000, workers=2, checkpoint={"every_steps": 200})
     job_file, out = tmp_path / "job.yaml", tmp_path / "run"
     job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
     command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file)]
@@ -97,7 +97,7 @@ def test_the_controllers_process_is_killed(tmp_path: Path, stopped: bool) -> Non
         [*command, "--processes", "--out", str(out)], stdout=subprocess.DEVNULL
     )
     try:
-        wait_for("a second checkpoint", lambda: len(events(out, "checkpoint_committed")) >= 2)
+        wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
         pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
         if stopped:  # it can't see that its controller is gone
             os.kill(pids[1], signal.SIGSTOP)
@@ -105,13 +105,16 @@ def test_the_controllers_process_is_killed(tmp_path: Path, stopped: bool) -> Non
         child.send_signal(signal.SIGKILL)
         child.wait(10)
     wait_for("its workers to exit", lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    newest = events(out, "checkpoint_committed")[-1]["step"]
-    again = make_job("fsdp", steps=newest + 4, workers=2, checkpoint={"every_steps": 4})
+    committed = read_lines(out / "steps.jsonl")[-1]["step"]
+    again = make_job("fsdp", steps=committed + 4, workers=2, checkpoint={"every_steps": 200})
     run = run_job(again, out)
     assert run.result["status"] == "completed", run.story()
-    resumed = run.all("job_started")[-1]["step"]
-    assert resumed >= newest, run.story()
-    assert [line["step"] for line in run.steps] == list(range(1, newest + 5)), run.story()
+    (saved,) = run.all("emergency_checkpoint")
+    (restarted,) = run.all("controller_restarted")
+    assert (saved["step"], restarted["steps_lost"]) == (committed, 0), run.story()
+    assert run.all("job_started")[-1]["step"] == committed, run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, committed + 5)), run.story()
+    assert not (out / "checkpoints" / "emergency").exists()
     generations = [line["generation"] for line in run.all("generation_formed")]
     assert generations == sorted(set(generations)), "generations go on across controllers (I1)"
 

@@ -175,10 +175,12 @@ def test_all_workers_killed(start: Start) -> None:
 
 
 def test_killed_controller_is_followed_by_another(start: Start, cluster: LocalCluster) -> None:
+    """With nothing lost: keepers outlive it, and save what the workers had."""
     elastic = {"max_workers": 2, "gather_s": 60}
-    trial = start(job("controller", elastic=elastic, checkpoint={"every_steps": 10}))
+    sections = {"parallel": {"strategy": "fsdp"}, "checkpoint": {"every_steps": 10_000}}
+    trial = start(job("controller", elastic=elastic, snapshot={"every_steps": 1}, **sections))
     trial.wait_for_world(2, timeout_s=START_S)
-    trial.wait("a checkpoint", lambda: bool(trial.events("checkpoint_committed")))
+    trial.wait("some steps", lambda: trial.step >= 20)
     old = trial.pids()
     [controller] = [
         process
@@ -190,7 +192,10 @@ def test_killed_controller_is_followed_by_another(start: Start, cluster: LocalCl
     trial.wait("the new controller", lambda: len(trial.events("job_started")) == 2)
     trial.wait_for_world(2, timeout_s=START_S)
     assert not trial.pids() & old
-    assert trial.events("job_started")[1]["step"] >= 10
+    (saved,) = trial.events("emergency_checkpoint")
+    (restarted,) = trial.events("controller_restarted")
+    assert saved["step"] >= 20 and restarted["steps_lost"] == 0
+    assert trial.events("job_started")[1]["step"] == saved["step"]
     result = trial.stop()
     assert result.error is None
     workers = [m["worker"] for g in trial.events("generation_formed") for m in g["members"]]

@@ -1,0 +1,137 @@
+"""Emergency checkpoints: what keepers save when the controller is gone, for the next one.
+
+No one is left to ask for a checkpoint or to publish it. So each keeper writes the shards that it
+has, the newest step first, each shard once among all keepers, and says what it wrote; the next
+controller puts together the newest step of the history that is complete, and publishes it as any
+other checkpoint. Under the checkpoint URL, for the controller's start ``run``::
+
+    emergency/<run>/<node>.begun              this keeper is at it
+    emergency/<run>/<step>-<space>-<shard>    the keeper that writes it (a conditional write)
+    data/<run>/g0-s<step>/                    the shards; no generation that trains has number 0
+    emergency/<run>/<node>.json               what it wrote; nothing comes after it
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import uuid
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from elastic_ft.core.events import Holding, NodeId
+from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
+from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.store import Store
+
+GENERATION = 0
+GATHER_S = 3.0  # for the first word of every keeper
+WAIT_S = 600.0  # until all have written
+POLL_S = 0.1
+
+Held = tuple[Holding, Schema, Bytes]
+
+
+# ------------------------------------------------------------------------------ by a keeper
+
+
+def begin(store: Store, run: str, node: NodeId) -> None:
+    store.put(_key(run, f"{node}.begun"), b"")
+
+
+def save(store: Store, run: str, node: NodeId, held: Iterable[Held]) -> None:
+    """Writes what nobody else does, and says what it was. Raises StoreFailed."""
+    written = []
+    for holding, schema, buffer in sorted(held, key=lambda item: -item[0].step):
+        if is_whole(buffer) and _claim(store, run, node, holding):
+            written.append(_write(store, run, holding, schema, buffer))
+    store.put(_key(run, f"{node}.json"), json.dumps(written).encode())
+
+
+def _claim(store: Store, run: str, node: NodeId, holding: Holding) -> bool:
+    name = f"{holding.step}-{holding.space}-{holding.shard}"
+    return store.put_if_absent(_key(run, _plain(name)), node.encode())
+
+
+def _write(
+    store: Store, run: str, holding: Holding, schema: Schema, buffer: Bytes
+) -> dict[str, Any]:
+    number = zlib.crc32(f"{holding.space} {holding.shard}".encode())  # in place of a rank
+    prefix = checkpoints.attempt_prefix(run, GENERATION, holding.step)
+    pieces = (
+        (slot.name, slot.box, slot.dtype, memoryview(cut(buffer, slot, slot.box)))
+        for slot in schema
+        if slot.nbytes
+    )
+    return {
+        "step": holding.step,
+        "space": holding.space,
+        "entries": checkpoints.write_shards(store, prefix, number, pieces),
+        "tensors": {slot.name: [slot.dtype, slot.shape] for slot in schema},
+    }
+
+
+# -------------------------------------------------------------------- by the next controller
+
+
+def gather(store: Store, run: str, gather_s: float = GATHER_S) -> list[dict[str, Any]]:
+    """What all keepers of ``run`` wrote. Waits for those that have begun. Raises StoreFailed."""
+    began_s = time.monotonic()
+    while True:
+        keys = {key.rpartition("/")[2] for key in store.list(f"emergency/{run}")}
+        begun = {key.removesuffix(".begun") for key in keys if key.endswith(".begun")}
+        done = {key.removesuffix(".json") for key in keys if key.endswith(".json")}
+        waited_s = time.monotonic() - began_s
+        if waited_s > WAIT_S or (waited_s > gather_s and begun <= done):
+            break
+        time.sleep(POLL_S)
+    said = (json.loads(store.get(_key(run, f"{node}.json"))) for node in sorted(done))
+    return [shard for shards in said for shard in shards]
+
+
+def compose(shards: Iterable[dict[str, Any]], job: str, run: str, newest: int) -> Manifest | None:
+    """The manifest of the newest step up to ``newest`` that the shards make up, if one is."""
+    cuts: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    for shard in shards:
+        if 0 < shard["step"] <= newest:
+            cuts[shard["step"], shard["space"]].append(shard)
+    for (step, space), parts in sorted(cuts.items(), reverse=True):
+        entries: dict[Any, ShardEntry] = {}
+        tensors: dict[str, TensorSpec] = {}
+        for part in parts:
+            for name, (dtype, shape) in part["tensors"].items():
+                tensors[name] = TensorSpec(dtype, tuple(shape))
+            for item in part["entries"]:
+                entry = ShardEntry.from_dict(item)
+                entries.setdefault((entry.tensor, entry.box), entry)  # of replicas, one
+        manifest = Manifest(
+            job=job,
+            run=run,
+            step=step,
+            generation=GENERATION,
+            nonce=uuid.uuid4().hex,
+            layout=space,
+            created_at_s=time.time(),
+            tensors=tensors,
+            entries=tuple(entries.values()),
+        )
+        if not incomplete(manifest):
+            return manifest
+    return None
+
+
+def forget(store: Store) -> None:
+    """Deletes all that keepers said; what they wrote goes with what no manifest references."""
+    store.delete("emergency")
+
+
+def _key(run: str, name: str) -> str:
+    return f"emergency/{run}/{name}"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name)

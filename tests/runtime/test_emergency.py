@@ -1,0 +1,111 @@
+"""What keepers save when their controller is killed, and what the next controller makes of it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from elastic_ft.core.events import Holding, Tier
+from elastic_ft.core.manifest import Manifest
+from elastic_ft.core.sharding import Box
+from elastic_ft.runtime import emergency
+from elastic_ft.runtime.buffer import DIGEST_BYTES, lay_out, schema_bytes, seal
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.shards import Want
+from elastic_ft.storage.store import Store, open_store
+
+RUN, JOB, ROWS = "0123456789ab", "job", 6
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path))
+
+
+def shard(step: int, number: int, of: int = 2, damaged: bool = False) -> emergency.Held:
+    """A part of a weight's rows, and a counter that every shard has."""
+    each = ROWS // of
+    box = Box((number * each, 0), (each, 4))
+    parts = [("a.step", "float32", (), Box((), ()), 4), ("weight", "float32", (ROWS, 4), box, 4)]
+    schema = lay_out(parts)
+    buffer = np.zeros(schema_bytes(schema) + DIGEST_BYTES, np.uint8)
+    for slot in schema:
+        values = np.full(slot.nbytes // 4, step + (number if slot.shape else 0), np.float32)
+        buffer[slot.offset : slot.offset + slot.nbytes] = values.view(np.uint8)
+    seal(buffer)
+    buffer[0] ^= damaged
+    space = f"pp1.s{of}.tp1"
+    return Holding(step, space, f"pp0.s{number}.tp0", Tier.KEEPER), schema, buffer
+
+
+def save(store: Store, **held: list[emergency.Held]) -> None:
+    for node, shards in held.items():
+        emergency.begin(store, RUN, node)
+        emergency.save(store, RUN, node, shards)
+
+
+def found(store: Store, newest: int = 100) -> Manifest | None:
+    return emergency.compose(emergency.gather(store, RUN, 0.0), JOB, RUN, newest)
+
+
+def test_the_newest_complete_step_becomes_a_checkpoint(store: Store) -> None:
+    save(store, n0=[shard(6, 0), shard(7, 0)], n1=[shard(6, 1), shard(7, 1)])
+    manifest = found(store)
+    assert manifest is not None and manifest.step == 7
+    done = checkpoints.commit(store, manifest, 2)
+    reader = checkpoints.open_checkpoint(done.ref)
+    assert checkpoints.verify(store, reader.manifest) == []
+    rows = np.zeros((ROWS, 4), np.float32)
+    reader.read([Want("weight", Box.whole((ROWS, 4)), memoryview(rows).cast("B"))])
+    assert rows[:, 0].tolist() == [7, 7, 7, 8, 8, 8]
+    emergency.forget(store)
+    assert found(store) is None and store.list("emergency") == []
+
+
+def test_no_step_ahead_of_the_history_is_taken(store: Store) -> None:
+    save(store, n0=[shard(6, 0), shard(7, 0)], n1=[shard(6, 1), shard(7, 1)])
+    manifest = found(store, newest=6)
+    assert manifest is not None and manifest.step == 6
+    assert found(store, newest=5) is None
+
+
+def test_each_shard_is_written_once_and_by_who_has_it_whole(store: Store) -> None:
+    save(
+        store,
+        n0=[shard(7, 0, damaged=True), shard(7, 1)],
+        n1=[shard(7, 1), shard(7, 0)],
+        n2=[shard(7, 0), shard(7, 1)],
+    )
+    assert len(emergency.gather(store, RUN, 0.0)) == 2
+    manifest = found(store)
+    assert manifest is not None and checkpoints.verify(store, manifest) == []
+
+
+def test_an_incomplete_step_is_passed_over(store: Store) -> None:
+    save(store, n0=[shard(7, 0), shard(6, 0)], n1=[shard(6, 1)])
+    manifest = found(store)
+    assert manifest is not None and manifest.step == 6
+
+
+def test_shards_of_two_layouts_are_not_mixed(store: Store) -> None:
+    save(store, n0=[shard(7, 0)], n1=[shard(7, 1, of=3), shard(7, 2, of=3)])
+    assert found(store) is None
+
+
+def test_who_has_begun_is_waited_for(store: Store) -> None:
+    save(store, n0=[shard(7, 0)])
+    emergency.begin(store, RUN, "n1")
+    late = threading.Timer(0.5, emergency.save, (store, RUN, "n1", [shard(7, 1)]))
+    late.start()
+    manifest = found(store)
+    late.join()
+    assert manifest is not None and manifest.step == 7
+
+
+def test_nothing_saved_is_no_checkpoint(store: Store) -> None:
+    assert found(store) is None
+    save(store, n0=[])
+    assert found(store) is None
