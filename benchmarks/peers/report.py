@@ -1,4 +1,4 @@
-"""The table in docs/benchmarks.md and the plots, from the raw file alone."""
+"""The tables in docs/benchmarks.md and the README, and the plots, from the raw file alone."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from benchmarks.peers.analysis import spread
 
 EQUAL = 0.05  # two medians this close, relatively, are no win
 Spread = dict[str, float] | None
+README = "README.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,28 @@ def loss_differences(values: dict[str, Any], system: str) -> list[float]:
         if gaps:
             found.append(max(gaps))
     return found
+
+
+BRIEFLY = (
+    "worker killed: paused, s",
+    "worker killed: steps redone",
+    "worker killed: samples lost",
+    "node killed: paused, s",
+    "node joins: paused, s",
+    "worker hangs: paused, s",
+    "replay: goodput, %",
+    "steady: tokens/s",
+)
+
+
+def briefly(values: dict[str, Any]) -> str:
+    """Some of the figures, medians alone; a system is a row."""
+    rows = []
+    for system in systems_of(values):
+        found = figures(values, system)
+        some = [(figure, found[figure.title]) for figure in FIGURES if figure.title in BRIEFLY]
+        rows.append([system, *(f.show(value["median"]) if value else "-" for f, value in some)])
+    return table(["median", *BRIEFLY], rows)
 
 
 def systems_of(values: dict[str, Any]) -> list[str]:
@@ -232,3 +255,4 @@ def write(values: dict[str, Any], raw: Path, document: str, *, plots: bool = Tru
         text = "\n\n".join([text, *pictures])
     if document:
         put(Path(document), "peers", text)
+        put(Path(README), "peers", briefly(values))

@@ -201,14 +201,17 @@ class Bench:
         end_s = time.time()
         self.log.read()
         new = [s for s in analysis.new_steps(self.log.lines) if begin_s < s.at_s <= end_s]
+        samples = self._samples(begin_s)
+        lost = (samples["samples_lost"] or 0) / max(1, MICRO_BATCHES * len(new))
         return {
-            "goodput": analysis.goodput(self.log.lines, begin_s, end_s, step_s),
+            # Steps of a part of the batch count for that part.
+            "goodput": analysis.goodput(self.log.lines, begin_s, end_s, step_s) * (1 - lost),
             "steps": len(new),
             "steps_redone": analysis.redone(self.log.lines, begin_s, end_s)
             + self._unlogged(begin_s, end_s),
             "step_s": step_s,
             "seconds": end_s - begin_s,
-        } | self._samples(begin_s)
+        } | samples
 
     # ----------------------------------------------------------------------- the figures
 

@@ -35,6 +35,7 @@ TUNED: dict[str, dict[str, str]] = {
     },
     "torchrun": {
         "--monitor-interval": "0.1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1: without, workers find the last round's keys",
         "--shutdown-timeout": "2",
         "--rdzv-conf": "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5",
         "--rdzv-endpoint": "a store on no node (is_host=0): it survives whichever is lost",

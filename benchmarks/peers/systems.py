@@ -378,7 +378,7 @@ class Torchrun(Agents):
             *("--rdzv-endpoint", rendezvous, "--rdzv-id", "peers", "--rdzv-conf", options),
             *("--local-addr", "127.0.0.1", "--shutdown-timeout", "2"),
             *(str(HERE / "train_torchrun.py"), str(self.folder), str(self.every_steps)),
-        ], {}
+        ], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else workers find the last round's keys
 
 
 class Torchft(Agents):

@@ -1,7 +1,10 @@
 """One replica under torchft: ``torchrun --nproc-per-node 1 ... train_torchft.py FOLDER``.
 
-As its train_ddp example, with two cares more: a replica's data position is the manager's step, so
-that a failed commit or a restart skips nothing of its own share; and no download of anything.
+As its train_ddp example, with three cares more. A replica's data position is the manager's step, so
+that a failed commit or a restart skips nothing of its own share. Gradients go in one piece through
+``Manager.allreduce``: the hook of torchft 0.2's ``DistributedDataParallel`` ends the process once a
+collective has failed (it asserts ``fut._fut``, which its own ``_DummyWork`` has not). And it
+downloads nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+import torch
+from torchft import Manager, Optimizer, ProcessGroupGloo
 
 from benchmarks.peers.settings import WORKERS, WORKERS_MIN
 from benchmarks.peers.training import StepLog, Training
@@ -32,6 +36,15 @@ def await_others(folder: Path, replica: int) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"not all replicas are up within {START_S:g} s")
         time.sleep(0.05)
+
+
+def reduce_gradients(manager: Manager, model: torch.nn.Module) -> None:
+    """Averages them over the replicas; what failed is the manager's to tell."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    whole = torch.cat([gradient.view(-1) for gradient in gradients])
+    manager.allreduce(whole).wait()
+    for gradient, part in zip(gradients, whole.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def main() -> None:
@@ -61,7 +74,6 @@ def main() -> None:
     )
     # A replica that heals in this very step has a wrong idea of its number until it commits.
     training.optimizer.register_step_pre_hook(lambda *_: training.set_rate(manager.current_step()))
-    runner = DistributedDataParallel(manager, training.model)
     optimizer = Optimizer(manager, training.optimizer)
     dealt = deal(training.job.batch.micro_batches, WORKERS)[replica]
     participants = 0
@@ -69,8 +81,9 @@ def main() -> None:
         optimizer.zero_grad()  # starts the quorum, which runs beside the forward
         step = manager.current_step() + 1
         loss, tokens, ids = training.backward(
-            runner, step, dealt, lambda tokens: 1 / tokens, runner.no_sync
+            training.model, step, dealt, lambda tokens: 1 / tokens
         )
+        reduce_gradients(manager, training.model)
         manager.wait_quorum()
         if manager.num_participants() < participants:
             log.noticed(f"a quorum of {manager.num_participants()}")
