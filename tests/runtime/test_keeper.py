@@ -39,9 +39,9 @@ SPACE, SHARD = "pp1.s2.tp1", "pp0.s0.tp0"
 class Desk:
     """A controller's end: collects what keepers say."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoint_url: str) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
-        welcome = Welcome(make_job("ddp"), "run", "url", ("", 0))
+        welcome = Welcome(make_job("ddp"), "run", checkpoint_url, ("", 0))
         self.server = ControlServer(
             "127.0.0.1",
             lambda member: welcome,
@@ -57,8 +57,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(str(tmp_path))
     yield desk
     desk.server.close()
 
