@@ -66,7 +66,7 @@ def test_a_hung_training_thread_is_shown_by_its_control_thread(run: Run) -> None
     assert entry["point"] == "before_optimizer"
     frames = frames_of(line, entry)
     assert any("faults.py" in frame for frame in frames), frames
-    assert any(frame.endswith("run_worker") for frame in frames), frames
+    assert any(frame.endswith("_one_step") for frame in frames), frames
     hung = next(r for r in run.recoveries if r["cause"] == "worker_hung" and r["noticed_s"] > 2.5)
     assert hung["noticed_s"] < 30
 
