@@ -36,6 +36,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.state import Policy, State
+from elastic_ft.runtime.control import Form, Pickled
 
 STEPS = 2
 PHASES = ("come up", "form", "train", "pause", "form again", "train on")
@@ -55,13 +56,22 @@ class Controller:
     def tell(self, message: bytes) -> None:
         self.state, commands = core_step(self.state, pickle.loads(message), self.policy)
         for command in commands:
-            self.sent_bytes += len(pickle.dumps(command))
             if isinstance(command, ev.PauseWorkers):
                 self.pauses.append(command)
+                self._send(Pickled(command), len(command.workers))
             elif isinstance(command, ev.FormGeneration):
                 self.formed.append(command)
-            elif isinstance(command, ev.RecordStep):
+                everyones: Any = Pickled(command.assignment)
+                self._send(Form(everyones), len(command.assignment.members))
+            else:
+                self._send(command, 1)
+            if isinstance(command, ev.RecordStep):
                 self.committed = command.step
+
+    def _send(self, message: Any, receivers: int) -> None:
+        """As the controller does, up to the socket."""
+        for _ in range(receivers):
+            self.sent_bytes += len(pickle.dumps(message))
 
 
 def member(index: int) -> ev.Member:
@@ -87,11 +97,11 @@ def steps(controller: Controller) -> Iterator[ev.Event]:
     assignment = controller.formed[-1].assignment
     first = controller.state.committed + 1
     for number in range(first, first + STEPS):
-        for one in assignment.members:
+        for rank, one in enumerate(assignment.members):
             metrics = {"loss": 2.0, "tokens": 1000, "lr": 1e-3, "grad_norm": 1.0}
             common = (0.0, one.worker, assignment.generation, number)
             yield ev.StepApplied(*common, metrics, 0.5, {"data_s": 0.01})
-            if assignment.snapshots:
+            if rank in assignment.holding:
                 yield ev.StepHeld(*common)
 
 

@@ -24,6 +24,7 @@ JOB: dict[str, Any] = {
     "elastic": {
         "min_workers": 1,
         "max_workers": 4,
+        "start_timeout_s": 60,
         "gather_s": 60,
         "hang_timeout_s": 15,
         "heartbeat_timeout_s": 10,

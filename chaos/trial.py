@@ -36,7 +36,7 @@ from elastic_ft.runtime.faults import OOM_CGROUP, oom_cgroup
 
 POLL_S = 0.1
 REFERENCE_TIMEOUT_S = 300.0
-REFERENCE_STEPS = 100  # undisturbed ones are trained by the hundred
+REFERENCE_STEPS = 300  # undisturbed ones are trained by so many
 CONTROLLERS_MAX = 4
 END_TIMEOUT_S = 60.0  # of a run that was asked to stop
 LEFT_TIMEOUT_S = 30.0  # for processes to end after their run

@@ -167,7 +167,8 @@ class ElasticConfig(Section):
     workers_per_node: int = Field(1, ge=1)
     multiple_of: int = Field(1, ge=1)  # worlds are multiples of this; the rest stays warm
     spares: int = Field(0, ge=0)  # kept warm beside max_workers, to take a lost one's place
-    start_timeout_s: float = Field(300, gt=0)  # until min_workers are ready
+    # Until min_workers are ready; on Ray, also from each worker's place to its process.
+    start_timeout_s: float = Field(300, gt=0)
     gather_s: float = Field(10, ge=0)  # at the start: wait so long for more than min_workers
     join_batch_s: float = Field(0.5, ge=0)  # joiners that come together join together
     suspend_timeout_s: float = Field(1800, gt=0)  # below min_workers

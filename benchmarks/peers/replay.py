@@ -1,30 +1,27 @@
-"""A slice of a recorded spot-instance trace, made small: who comes and goes when.
+"""A recorded spot-instance trace, made small: who comes and goes when.
 
-From ``bamboo-aws-p3.csv`` (uclasystem/bamboo, MIT licence, copyright (c) 2022 UCLASystem): the
-number of nodes over three hours, scaled from its largest to ``WORKERS`` and rounded, the hours to
-seconds. ``python benchmarks/peers/replay.py TRACE`` prints what stands here.
+From ``bamboo-aws-p3.csv`` (uclasystem/bamboo, MIT licence, copyright (c) 2022 UCLASystem). A slice
+for every system: the number of nodes over three hours, scaled from its largest to ``WORKERS`` and
+rounded, the hours to seconds; ``python benchmarks/peers/replay.py TRACE`` prints what stands here.
+And the whole trace in minutes, as ``elastic-ft chaos replay`` has it.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.settings import WORKERS, WORKERS_MIN
+from chaos.replay import Change, compressed, load_trace
 
 LENGTH_S = 45.0
+WHOLE, WHOLE_S = "bamboo-aws-p3", 300.0
 BEGIN_H, HOURS = 2.0, 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    at_s: float  # since the replay's start
-    nodes: int  # from then on
 
 
 CHANGES: tuple[Change, ...] = (
@@ -41,8 +38,15 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
+def whole_trace() -> tuple[Change, ...]:
+    """From its highest point on, where the nodes are all there."""
+    return compressed(load_trace(WHOLE, WORKERS, 0), WHOLE_S)[1:]
+
+
 def described() -> dict[str, Any]:
-    return {"length_s": LENGTH_S, "changes": [asdict(change) for change in CHANGES]}
+    slice_ = {"length_s": LENGTH_S, "changes": [asdict(change) for change in CHANGES]}
+    whole = {"length_s": WHOLE_S, "changes": [asdict(change) for change in whole_trace()]}
+    return slice_ | {"whole": whole}
 
 
 def changes_of(

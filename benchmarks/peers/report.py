@@ -52,6 +52,10 @@ FIGURES = (
     Figure("replay: goodput, %", "replay", "goodput", more_is_better=True, show="{:.1%}".format),
     Figure("replay: steps redone", "replay", "steps_redone", show=_count),
     Figure("replay: samples lost", "replay", "samples_lost", show=_count),
+    Figure("trace: goodput, %", "trace", "goodput", more_is_better=True, show="{:.1%}".format),
+    Figure("trace: steps redone", "trace", "steps_redone", show=_count),
+    Figure("trace: samples lost", "trace", "samples_lost", show=_count),
+    Figure("trace: samples repeated", "trace", "samples_repeated", show=_count),
     Figure("steady: tokens/s", "steady", "tokens_per_s", more_is_better=True, show="{:.0f}".format),
     Figure("steady: workers' PSS, MB", "steady", "pss_workers_mb", show="{:.0f}".format),
     Figure("steady: PSS of all it starts, MB", "steady", "pss_all_mb", show="{:.0f}".format),
@@ -94,6 +98,7 @@ BRIEFLY = (
     "node joins: paused, s",
     "worker hangs: paused, s",
     "replay: goodput, %",
+    "trace: goodput, %",
     "steady: tokens/s",
 )
 

@@ -42,8 +42,8 @@ from benchmarks.peers.settings import (
 )
 from benchmarks.peers.systems import CASES, SYSTEMS, System, make
 
-FAULTS = ("steady", "worker", "node", "hang", "drain", "replay")
-SLOW = ("hang", "drain", "replay")  # mostly waiting for deadlines that all have in common
+FAULTS = ("steady", "worker", "node", "hang", "drain", "replay", "trace")
+SLOW = ("hang", "drain", "replay", "trace")  # mostly waiting for deadlines that all have in common
 PACKAGES = ("torch", "ray", "torchft", "elastic-ft")
 STEADY_STEPS = 40
 SETTLE_STEPS = 8  # of a whole world, before anything is done to it
@@ -183,11 +183,19 @@ class Bench:
         return len(recent) == steps and all(line.world == WORKERS - 1 for line in recent)
 
     def replay(self) -> dict[str, Any]:
+        """A slice of a trace."""
+        return self._follow(replay.CHANGES, replay.LENGTH_S)
+
+    def trace(self) -> dict[str, Any]:
+        """All of it."""
+        return self._follow(replay.whole_trace(), replay.WHOLE_S)
+
+    def _follow(self, changes: tuple[replay.Change, ...], length_s: float) -> dict[str, Any]:
         """Nodes come and go as a trace says."""
         self.whole()
         step_s = analysis.step_time_s(analysis.new_steps(self.log.lines))
         begin_s = time.time()
-        for change in replay.CHANGES:
+        for change in changes:
             while (left_s := begin_s + change.at_s - time.time()) > 0:
                 self.log.read()
                 time.sleep(min(left_s, 0.05))
@@ -197,7 +205,7 @@ class Bench:
                     self.system.kill_node(node)
             for _ in range(change.nodes - len(nodes)):
                 self.system.add_node()
-        time.sleep(max(0.0, begin_s + replay.LENGTH_S - time.time()))
+        time.sleep(max(0.0, begin_s + length_s - time.time()))
         end_s = time.time()
         self.log.read()
         new = [s for s in analysis.new_steps(self.log.lines) if begin_s < s.at_s <= end_s]
@@ -456,7 +464,7 @@ def main() -> None:
 
 def _one_round(name: str, number: int, arguments: argparse.Namespace, results: Results) -> None:
     """A case that fails is given up for this time; those after it get a start of their own."""
-    cases = [case for case in arguments.cases if case in CASES.get(name, FAULTS)]
+    cases = [case for case in arguments.cases if case in CASES[name]]
     if number >= arguments.slow_repeats:
         cases = [case for case in cases if case not in SLOW]
     missing = results.missing(name, number, cases)

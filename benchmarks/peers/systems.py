@@ -94,7 +94,7 @@ class RunFolderLogs:
             self._seen.add(key)
             self.lines.append(
                 Line(
-                    at_s=line["committed_at_s"],
+                    at_s=line["applied_at_s"],
                     step=line["step"],
                     attempt=line["generation"],
                     world=line["world_size"],
@@ -423,10 +423,16 @@ SYSTEMS: dict[str, tuple[type[System], int]] = {
 }
 
 
-# A checkpoint's interval changes what is redone, and nothing else.
+EACH = ("steady", "worker", "node", "hang", "drain", "replay")
+OFTEN = ("steady", "worker", "replay")  # a checkpoint's interval changes what is redone, no more
 CASES: dict[str, tuple[str, ...]] = {
-    "Ray Train, every 5": ("steady", "worker", "replay"),
-    "torchrun, every 5": ("steady", "worker", "replay"),
+    "elastic_ft (processes)": EACH,
+    "elastic_ft (Ray)": (*EACH, "trace"),
+    "Ray Train": (*EACH, "trace"),
+    "Ray Train, every 5": OFTEN,
+    "torchft": EACH,
+    "torchrun": EACH,
+    "torchrun, every 5": OFTEN,
 }
 
 

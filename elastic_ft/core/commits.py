@@ -58,8 +58,6 @@ def step_applied(turn: Turn, event: StepApplied) -> None:
 
 
 def step_held(turn: Turn, event: StepHeld) -> None:
-    if turn.state.assignment is None or not turn.state.assignment.snapshots:
-        return
     pending = _pending_for(turn, event.worker, event.generation, event.step)
     if pending is None:
         return
@@ -87,15 +85,15 @@ def _set_pending(turn: Turn, step: int, pending: PendingStep) -> None:
 def commit_steps(turn: Turn) -> None:
     """Commits every step that all members applied and whose state survives one node (I4).
 
-    Replicated state survives as soon as it is applied; sharded state once a snapshot of that
-    step, or of a later one, has its second copy. Nothing commits while a generation forms.
+    It does once a snapshot of that step, or of a later one, is held by all that are to hold it
+    (``Assignment.holding``). Nothing commits while a generation forms.
     """
     state = turn.state
     if state.assignment is None or state.phase not in ("running", "pausing"):
         return
     everyone = turn.everyone()
-    sharded = state.assignment.snapshots
-    safe = [s for s, p in state.pending.items() if (p.held if sharded else p.applied) == everyone]
+    held = (1 << len(state.assignment.holding)) - 1
+    safe = [s for s, p in state.pending.items() if p.held & held == held]
     durable = max(safe, default=0)
     while (pending := turn.state.pending.get(turn.state.committed + 1)) is not None:
         number = turn.state.committed + 1
@@ -179,6 +177,7 @@ def shards_written(turn: Turn, event: ShardsWritten) -> None:
         return
     _put_attempt(turn, attempt)
     _commit_checkpoints(turn)
+    finish_if_done(turn)
 
 
 def shards_failed(turn: Turn, event: ShardsFailed) -> None:

@@ -6,14 +6,38 @@ from dataclasses import replace
 
 from elastic_ft.core.commits import abandon_attempts_of
 from elastic_ft.core.elasticity import surplus, wanted
-from elastic_ft.core.events import Assignment, Bench, ReleaseWorker, WorkerId
+from elastic_ft.core.events import (
+    Assignment,
+    Bench,
+    KillWorker,
+    ReleaseWorker,
+    StartTimer,
+    WorkerId,
+)
 from elastic_ft.core.state import Turn
+
+RELEASE = "release "  # a timer, and the worker it is for
 
 
 def release(turn: Turn, worker: WorkerId, reason: str) -> None:
+    """It is to end by itself; a hung one would keep its place for good."""
     turn.do(ReleaseWorker(worker, reason))
     turn.forget([worker])
+    turn.set(releasing=turn.state.releasing | {worker})
+    turn.do(StartTimer(RELEASE + worker, 0, turn.policy.release_timeout_s))
     abandon_attempts_of(turn, [worker])
+
+
+def release_overdue(turn: Turn, worker: WorkerId) -> None:
+    if worker in turn.state.releasing:
+        why = f"it was released, and has not ended in {turn.policy.release_timeout_s:g} s"
+        turn.journal("release_overdue", why, worker=worker)
+        turn.do(KillWorker(worker, why))
+        has_ended(turn, worker)
+
+
+def has_ended(turn: Turn, worker: WorkerId) -> None:
+    turn.set(releasing=turn.state.releasing - {worker})
 
 
 def bench(turn: Turn, keep: set[WorkerId], step: int) -> dict[WorkerId, int]:

@@ -54,7 +54,8 @@ def _inside_nodes(members: Sequence[Member], tp: int) -> tuple[Member, ...]:
     grouped: list[Member] = []
     for on_node in by_node(members).values():
         grouped += on_node[: len(on_node) // tp * tp]
-    return (*grouped, *(member for member in members if member not in grouped))
+    taken = {member.worker for member in grouped}
+    return (*grouped, *(member for member in members if member.worker not in taken))
 
 
 def by_node(members: Iterable[Member]) -> dict[NodeId, list[Member]]:

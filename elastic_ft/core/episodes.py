@@ -35,18 +35,19 @@ def close_episode(turn: Turn, after: Assignment) -> None:
     if episode is None:
         return
     before, source = episode.before, after.source
-    for member in after.members:
-        if before.rank_of(member.worker) is None:
+    old = {member.worker: member for member in before.members}
+    for rank, member in enumerate(after.members):
+        if member.worker not in old:
             turn.journal(
                 "worker_joined",
                 "a new worker is part of the world",
                 worker=member.worker,
-                rank=after.rank_of(member.worker),
+                rank=rank,
                 pid=member.pid,
                 node=member.node,
             )
     _journal_spares(turn, after)
-    survivors = [m for m in after.members if before.rank_of(m.worker) is not None]
+    survivors = [m for m in after.members if m.worker in old]
     lost = [m for m in before.members if m.worker in episode.lost]
     recovery = Recovery(
         cause=episode.cause,
@@ -62,7 +63,7 @@ def close_episode(turn: Turn, after: Assignment) -> None:
         world_after=len(after.members),
         layout_before=str(before.layout),
         layout_after=str(after.layout),
-        survivors_kept_pid=bool(survivors) and all(m in before.members for m in survivors),
+        survivors_kept_pid=bool(survivors) and all(m == old[m.worker] for m in survivors),
         generation=after.generation,
         lost_nodes=tuple(sorted({m.node for m in lost})),
     )
@@ -74,8 +75,9 @@ def _journal_spares(turn: Turn, after: Assignment) -> None:
     """Who was warm when a member went takes its place: the world is not smaller for it."""
     episode = turn.state.episode
     assert episode is not None
-    left = [m.worker for m in episode.before.members if after.rank_of(m.worker) is None]
-    came = [m for m in after.members if episode.before.rank_of(m.worker) is None]
+    old, new = ({m.worker for m in some.members} for some in (episode.before, after))
+    left = [m.worker for m in episode.before.members if m.worker not in new]
+    came = [m for m in after.members if m.worker not in old]
     for member, gone in zip(came, left, strict=False):
         turn.journal(
             "spare_used",

@@ -109,15 +109,19 @@ class Assignment:
     keepers: tuple[Keeper, ...] = ()  # alive when it was made
 
     @property
-    def snapshots(self) -> bool:
-        """Whether every member keeps snapshots in host memory, and steps commit once held there.
+    def holding(self) -> range:
+        """The ranks that keep snapshots in host memory; steps commit once held there.
 
-        Replicated shards need them as much as single ones: without, a loss between the first and
-        the last optimizer of a step can leave some shards at that step only, others at the one
-        before, and no step whole. A single worker's survive it in the keeper, if there is one.
+        All of them where the state is cut into shards, replicated ones among them: without, a loss
+        between the first and the last optimizer of a step can leave some shards at that step only,
+        others at the one before, and no step whole. Where every rank has all of it, they survive
+        each other, and the first one's snapshot is for when all end at once: their controller is
+        killed, say. It needs a keeper to outlive its worker.
         """
-        several_shards = self.layout.pp * self.layout.dp_shard * self.layout.tp > 1
-        return several_shards or (len(self.members) == 1 and bool(self.keepers))
+        if self.layout.pp * self.layout.dp_shard * self.layout.tp > 1:
+            return range(len(self.members))
+        kept = self.members[0].node in {keeper.node for keeper in self.keepers}
+        return range(1) if kept else range(0)
 
     def rank_of(self, worker: WorkerId) -> int | None:
         return next((r for r, m in enumerate(self.members) if m.worker == worker), None)
@@ -195,12 +199,17 @@ class KeeperLost:
 
 @dataclass(frozen=True, slots=True)
 class KeeperHolds:
-    """What a worker that has ended left with its node's keeper."""
+    """What a worker that has ended left with its node's keeper.
+
+    ``record``: of the last steps that it had applied, up to the newest of ``holdings``: where
+    nobody else has come as far, what it said of them itself may never arrive.
+    """
 
     at_s: float
     node: NodeId
     worker: WorkerId
     holdings: tuple[Holding, ...]
+    record: tuple[RecordStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,10 +441,14 @@ class UseKeeper:
 
 @dataclass(frozen=True, slots=True)
 class DropKept:
-    """What an ended worker left with the node's keeper is needed no more."""
+    """What an ended worker left with the node's keeper is needed no more: of steps after ``after``.
+
+    Those were trained again, and may differ; 0 is all of it.
+    """
 
     node: NodeId
     worker: WorkerId
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

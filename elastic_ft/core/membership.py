@@ -33,7 +33,15 @@ from elastic_ft.core.commits import (
     step_held,
     worker_done,
 )
-from elastic_ft.core.departures import bench, dismiss, idle_in_words, release
+from elastic_ft.core.departures import (
+    RELEASE,
+    bench,
+    dismiss,
+    has_ended,
+    idle_in_words,
+    release,
+    release_overdue,
+)
 from elastic_ft.core.elasticity import (
     choose_world,
     joiners,
@@ -260,7 +268,7 @@ def _worker_ready(turn: Turn, event: WorkerReady) -> None:
     if member.node in state.draining:
         release(turn, member.worker, "its node is draining")
     elif state.phase == "starting":
-        count = len(turn.usable())
+        count = min(len(turn.not_leaving()), turn.workers_max)
         if count == turn.workers_max:
             _form_first(turn)
         elif count == turn.policy.min_workers:
@@ -337,6 +345,7 @@ def _shrink(turn: Turn) -> bool:
 
 
 def _worker_lost(turn: Turn, event: WorkerLost) -> None:
+    has_ended(turn, event.worker)
     _lose(turn, [event.worker], "worker_lost", event.cause, event.silent_s)
 
 
@@ -495,7 +504,8 @@ def _paused(turn: Turn, event: Paused) -> None:
     if event.worker not in state.ready:
         return
     turn.set(paused={**state.paused, event.worker: event.holdings})
-    _form_if_paused(turn)
+    if len(turn.state.paused) >= len(turn.members) - len(state.gone):  # else some are not, surely
+        _form_if_paused(turn)
 
 
 def _source_refused(turn: Turn, event: SourceRefused) -> None:
@@ -599,6 +609,9 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
     state, policy = turn.state, turn.policy
     if event.timer == "stop":
         finish(turn, "stopped", f"{state.stopping}, not clean in time; {turn.last_good()}")
+        return
+    if event.timer.startswith(RELEASE):
+        release_overdue(turn, event.timer.removeprefix(RELEASE))
         return
     if event.generation != state.generation:
         return

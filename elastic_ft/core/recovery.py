@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from elastic_ft.core.events import (
     TIER_ORDER,
@@ -124,7 +125,7 @@ def choose_buddies(
         holding = list(ranks_of[layout.shard_of(rank)])
         replicas = len(holding)
         while len({members[h].node for h in holding}) < copies:
-            buddy = _next_buddy(members, rank, holding, kept)
+            buddy = _next_buddy(members, rank, holding, kept, min(kept))
             if buddy is None:
                 break
             holding.append(buddy)
@@ -134,18 +135,34 @@ def choose_buddies(
 
 
 def _next_buddy(
-    members: Sequence[Member], rank: int, holding: Sequence[int], kept: Sequence[int]
+    members: Sequence[Member],
+    rank: int,
+    holding: Sequence[int],
+    kept: Sequence[int],
+    fewest: int,
 ) -> int | None:
-    """Who keeps the next copy of a shard that ``holding`` have; None if it would be of no use."""
+    """Who keeps the next copy of a shard that ``holding`` have; None if it would be of no use.
+
+    ``kept``: copies that each has by now, ``fewest`` of them all.
+    """
     nodes = {members[h].node for h in holding}
     domains = {members[h].domain for h in holding if members[h].domain}
-    count = len(members)
-    ring = [(rank + distance) % count for distance in range(1, count)]
-    free = [peer for peer in ring if members[peer].node not in nodes]
-    if not free and len(holding) == 1:
-        free = [peer for peer in ring if peer not in holding]
+    best: tuple[bool, int] | None = None
+    found = None
+    for peer in _ring(rank, len(members)):
+        if members[peer].node in nodes:
+            continue
+        worth = (members[peer].domain in domains, kept[peer])
+        if best is None or worth < best:
+            best, found = worth, peer
+            if worth == (False, fewest):  # nobody is better
+                return found
+    if found is None and len(holding) == 1:
+        others = [peer for peer in _ring(rank, len(members)) if peer not in holding]
+        found = min(others, key=lambda peer: kept[peer], default=None)
+    return found
 
-    def worth(peer: int) -> tuple[bool, int, int]:
-        return members[peer].domain in domains, kept[peer], (peer - rank) % count
 
-    return min(free, key=worth, default=None)
+def _ring(rank: int, count: int) -> Iterator[int]:
+    """All other ranks, the next one first."""
+    return chain(range(rank + 1, count), range(rank))

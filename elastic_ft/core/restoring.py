@@ -12,6 +12,7 @@ from dataclasses import replace
 from elastic_ft.core.commits import drop_left
 from elastic_ft.core.events import (
     Assignment,
+    DropKept,
     Holding,
     KeeperHolds,
     KeeperReady,
@@ -23,7 +24,7 @@ from elastic_ft.core.events import (
     UseKeeper,
 )
 from elastic_ft.core.recovery import choose
-from elastic_ft.core.state import PendingStep, Turn, Writers
+from elastic_ft.core.state import Left, PendingStep, Turn, Writers
 
 WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
 
@@ -121,8 +122,11 @@ def pending_after_restore(turn: Turn, new: Assignment) -> dict[int, PendingStep]
     old = turn.state.assignment or new
     everyone = (1 << len(new.members)) - 1
     unheard = PendingStep(old.generation, len(old.members), str(old.layout), {})
+    pending = turn.state.pending
+    said = {step: entry for step, entry in pending.items() if entry.metrics}
+    known = pending | turn.state.heard | said
     return {
-        step: replace(turn.state.pending.get(step, unheard), applied=everyone, held=0)
+        step: replace(known.get(step, unheard), applied=everyone, held=0)
         for step in range(turn.state.committed + 1, new.source.step + 1)
     }
 
@@ -182,20 +186,38 @@ def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
         drop_left(turn, [pair])
         return
     until = state.awaited.get(pair, state.benched.get(event.worker))
-    held = _of_this_history(event.holdings, until)
     awaited = {p: until for p, until in state.awaited.items() if p != pair}
-    turn.set(left={**state.left, pair: held}, awaited=awaited)
-    if not held:
-        drop_left(turn, [pair])
+    turn.set(left={**state.left, pair: event.holdings}, awaited=awaited)
+    turn.set(heard=state.heard | _told_of(event, state.committed, until))
+    _drop_later(turn, pair, until)
+
+
+def _told_of(event: KeeperHolds, committed: int, until: int | None) -> dict[int, PendingStep]:
+    return {
+        line.step: PendingStep(line.generation, line.world_size, line.layout, line.metrics)
+        for line in event.record
+        if line.step > committed and (until is None or line.step <= until)
+    }
 
 
 def forget_later_steps(turn: Turn, step: int) -> None:
     """Of what the dead left: those after the one restored are trained again, and may differ."""
     state = turn.state
-    left = {pair: _of_this_history(held, step) for pair, held in state.left.items()}
     awaited = {p: step if until is None else min(until, step) for p, until in state.awaited.items()}
-    turn.set(left=left, awaited=awaited)
-    drop_left(turn, [pair for pair, held in left.items() if not held])
+    heard = {s: p for s, p in state.heard.items() if state.committed < s <= step}
+    turn.set(awaited=awaited, heard=heard)
+    for pair in sorted(state.left):
+        _drop_later(turn, pair, step)
+
+
+def _drop_later(turn: Turn, pair: Left, step: int | None) -> None:
+    held = turn.state.left[pair]
+    kept = _of_this_history(held, step)
+    if not kept:
+        drop_left(turn, [pair])
+    elif kept != held:
+        turn.do(DropKept(*pair, after=step or 0))
+        turn.set(left={**turn.state.left, pair: kept})
 
 
 def _of_this_history(held: tuple[Holding, ...], until: int | None) -> tuple[Holding, ...]:

@@ -49,6 +49,7 @@ class Policy:
     join_batch_s: float = 0.5
     suspend_timeout_s: float = 1800
     pause_timeout_s: float = 10
+    release_timeout_s: float = 30
     form_timeout_s: float = 60
     boundary_timeout_s: float = 70  # a running step to end: the hang timeout and some
     stop_timeout_s: float = 120
@@ -141,6 +142,7 @@ class State:
     evicted: tuple[NodeId, ...] = ()  # nodes of evicted stragglers
     steps_s: tuple[float, ...] = ()  # of this generation, where the planner lays out
     flops_per_s: float | None = None  # that devices reach, as far as that was measured
+    releasing: frozenset[WorkerId] = frozenset()  # released, and not known to have ended
     gone: frozenset[WorkerId] = frozenset()  # lost or released: an id is never used again
     abort: bool = False  # pausing: collectives are broken off
     paused: dict[WorkerId, tuple[Holding, ...]] = field(default_factory=dict)
@@ -154,6 +156,7 @@ class State:
     # Whose keeper has not told yet, and the last of its steps that are of this history.
     awaited: dict[Left, int | None] = field(default_factory=dict)
     told: frozenset[Left] = frozenset()  # before the worker's loss was known here
+    heard: dict[int, PendingStep] = field(default_factory=dict)  # of the dead's steps, by keepers
     committed: int = 0
     pending: dict[int, PendingStep] = field(default_factory=dict)
     checkpoints: tuple[CheckpointRef, ...] = ()
@@ -238,8 +241,13 @@ class Turn:
 
     def staying(self) -> list[Member]:
         """Who may be in the next world and is not about to go."""
-        staying = [m for m in self.state.ready.values() if not self.is_leaving(m)]
-        return self._by_rank(staying)[: self.workers_max]
+        return self._by_rank(self.not_leaving())[: self.workers_max]
+
+    def not_leaving(self) -> list[Member]:
+        everyone = list(self.state.ready.values())
+        if not self.state.draining and not self.state.leaving:
+            return everyone
+        return [member for member in everyone if not self.is_leaving(member)]
 
     def is_leaving(self, member: Member) -> bool:
         return member.node in self.state.draining or member.worker in self.state.leaving

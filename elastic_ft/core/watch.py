@@ -1,16 +1,20 @@
-"""Who hangs: a pure judgement over progress marks. The controller asks a few times a second."""
+"""Who hangs: a pure judgement over progress marks. The controller asks a few times a second.
+
+Times are seconds of one clock, and are given, never taken.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ft.core.events import WorkerId
+from elastic_ft.core.state import State
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What is known of one member's progress. Seconds are of one clock."""
+    """What is known of one worker's progress."""
 
     step: int
     place: int  # named points that its training thread has reached in that step
@@ -19,39 +23,115 @@ class Mark:
     heard_at_s: float  # when anything at all was heard
 
 
-def find_hung(
-    marks: Mapping[WorkerId, Mark],
-    now_s: float,
-    hang_timeout_s: float,
-    heartbeat_timeout_s: float,
-) -> dict[WorkerId, str]:
-    """Returns the workers to give up, with the reason.
+@dataclass(frozen=True, slots=True)
+class Hung:
+    reason: str
+    since_s: float  # when it was last well
 
-    Silence is proof enough: a stopped process sends nothing. A worker that beats but stands still
-    drags all others with it into their collectives, so when nobody moves, the ones that are
-    furthest behind are to blame. If all are at the same place, nobody can be told from outside:
-    ``all_stand_still`` says so, and whoever then fails to reach its safe point is the one.
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Attributes:
+    hung: the workers to give up.
+    stuck: nobody moves, and nobody can be told from the others: whoever then fails to reach its
+        safe point is the one.
     """
-    silent = {
-        worker: f"nothing heard for {now_s - mark.heard_at_s:.1f} s"
+
+    hung: dict[WorkerId, Hung]
+    stuck: str = ""
+
+
+class Progress:
+    """The marks of all workers.
+
+    Args:
+        hang_timeout_s: of standing still inside a step.
+        heartbeat_timeout_s: of silence.
+    """
+
+    def __init__(self, hang_timeout_s: float, heartbeat_timeout_s: float) -> None:
+        self._hang_timeout_s, self._heartbeat_timeout_s = hang_timeout_s, heartbeat_timeout_s
+        self.marks: dict[WorkerId, Mark] = {}
+
+    def forget(self) -> None:
+        """A new generation, or all is to be seen anew."""
+        self.marks = {}
+
+    def beat(self, worker: WorkerId, step: int, place: int, points: int, now_s: float) -> None:
+        old = self.marks.get(worker)
+        still = old and (old.step, old.place, old.points) == (step, place, points)
+        moved_at_s = old.moved_at_s if old and still else now_s
+        self.marks[worker] = Mark(step, place, points, moved_at_s, now_s)
+
+    def applied(self, worker: WorkerId, step: int, now_s: float) -> None:
+        old = self.marks.get(worker)
+        self.marks[worker] = Mark(step, 0, old.points if old else 0, now_s, now_s)
+
+    def overlook(self, absent_s: float) -> None:
+        """Time in which nobody looked (we were stopped, starved) says nothing of workers."""
+        for worker, mark in self.marks.items():
+            moved_at_s, heard_at_s = mark.moved_at_s + absent_s, mark.heard_at_s + absent_s
+            self.marks[worker] = replace(mark, moved_at_s=moved_at_s, heard_at_s=heard_at_s)
+
+    def still_s(self, state: State, now_s: float) -> dict[int, float]:
+        """By rank, for how long it has not moved."""
+        members = self._of(state, state.ranks, now_s)
+        return {state.ranks[worker]: now_s - mark.moved_at_s for worker, mark in members.items()}
+
+    def judge(self, state: State, now_s: float) -> Judgement:
+        """Silence tells of everyone; standing still of members that train, or are on their way to
+        a boundary. Breaking off and forming have deadlines of their own."""
+        silent = find_silent(self._of(state, state.ready, now_s), now_s, self._heartbeat_timeout_s)
+        if silent:
+            return Judgement(silent)
+        moving = self._of(state, state.ranks, now_s) if _trains(state) else {}
+        if state.phase == "pausing":
+            moving = {worker: mark for worker, mark in moving.items() if worker not in state.paused}
+        if not stand_still(moving, now_s, self._hang_timeout_s):
+            return Judgement({})
+        behind = find_behind(moving, now_s)
+        stuck = f"nobody moved for {self._hang_timeout_s:g} s, all at the same place"
+        return Judgement(behind, "" if behind else stuck)
+
+    def _of(self, state: State, workers: Mapping[WorkerId, object], now_s: float) -> Marks:
+        """Of those that are up; who was never heard of is as of now."""
+        there = [worker for worker in workers if worker in state.ready]
+        return {w: self.marks.setdefault(w, Mark(0, 0, 0, now_s, now_s)) for w in there}
+
+
+Marks = Mapping[WorkerId, Mark]
+
+
+def _trains(state: State) -> bool:
+    return state.phase == "running" or (state.phase == "pausing" and not state.abort)
+
+
+def find_silent(marks: Marks, now_s: float, heartbeat_timeout_s: float) -> dict[WorkerId, Hung]:
+    """Silence is proof enough: a stopped process sends nothing."""
+    return {
+        worker: Hung(f"nothing heard for {now_s - mark.heard_at_s:.1f} s", mark.heard_at_s)
         for worker, mark in marks.items()
         if now_s - mark.heard_at_s > heartbeat_timeout_s
     }
-    if silent:
-        return silent
-    if not all_stand_still(marks, now_s, hang_timeout_s):
-        return {}
+
+
+def find_behind(marks: Marks, now_s: float) -> dict[WorkerId, Hung]:
+    """Of members of whom none moves: a worker that stands still drags all others with it into
+    their collectives, so those furthest behind are to blame. None if all are at one place."""
     places = {worker: (mark.step, mark.place) for worker, mark in marks.items()}
     behind = min(places.values())
     if behind == max(places.values()):
         return {}
     return {
-        worker: f"no progress for {now_s - marks[worker].moved_at_s:.1f} s, furthest behind"
+        worker: Hung(
+            f"no progress for {now_s - marks[worker].moved_at_s:.1f} s, furthest behind",
+            marks[worker].moved_at_s,
+        )
         for worker, place in sorted(places.items())
         if place == behind
     }
 
 
-def all_stand_still(marks: Mapping[WorkerId, Mark], now_s: float, hang_timeout_s: float) -> bool:
+def stand_still(marks: Marks, now_s: float, hang_timeout_s: float) -> bool:
     """Whether there are members and none has moved for ``hang_timeout_s``."""
     return bool(marks) and all(now_s - m.moved_at_s > hang_timeout_s for m in marks.values())

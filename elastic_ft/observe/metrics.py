@@ -224,8 +224,7 @@ def state_copies(assignment: ev.Assignment) -> int:
     for rank, member in enumerate(members):
         there = nodes.setdefault(layout.shard_of(rank), set())
         there.add(member.node)
-        if assignment.snapshots:
-            there.update(members[buddy].node for buddy in assignment.buddies[rank])
+        there.update(members[buddy].node for buddy in assignment.buddies[rank])
     return min((len(there) for there in nodes.values()), default=0)
 
 

@@ -324,6 +324,7 @@ class ElasticController(TrainController):
             on_ended=on_ended,
             reports=lambda: self._rounds.opened,
             domain_label=self._run.job.snapshot.domain_label,
+            start_timeout_s=self._run.job.elastic.start_timeout_s,
         )
 
     def _is_fenced(self, generation: int) -> bool:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import ray
@@ -30,7 +31,7 @@ from elastic_ft.core.events import (
 from elastic_ft.ray_train.compat import Worker, draining_nodes
 from elastic_ft.ray_train.group import ElasticWorkerGroup, seats
 from elastic_ft.ray_train.keeper import start_keeper
-from elastic_ft.ray_train.placement import Placements
+from elastic_ft.ray_train.placement import Placements, node_of
 from elastic_ft.ray_train.worker import Seat, Task
 from elastic_ft.runtime.host import Inbox
 
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.2
 NODE_POLL_S = 1.0
 DRAIN_DEADLINE_S = 120.0  # where the notice gives none
+PLACED_POLL_S = 5.0
 EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, train context
 RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
 EARLY_S = 20.0
@@ -64,6 +66,7 @@ class Launch:
 
     Attributes:
         prefix: of the names of workers; new with every controller, as ids are never reused.
+        start_timeout_s: from a worker's place to its process.
     """
 
     prefix: str
@@ -75,6 +78,7 @@ class Launch:
     on_ended: Callable[[WorkerId], None]
     reports: Callable[[], int]  # rounds of ray.train.report so far
     domain_label: str | None
+    start_timeout_s: float
 
 
 @dataclass(slots=True)
@@ -209,7 +213,7 @@ class RayHost:
         others = [other.node for other in self._hosted.values() if other.node]
         hosted.placement, hosted.node = await self._placements.take(hosted.worker, others)
         hosted.actor = self._group.create_actor(hosted.placement)
-        handle = await self._group.meet(hosted.actor)  # waits for capacity
+        handle = await self._meet(hosted, hosted.actor)
         hosted.node = handle.metadata.node_id
         self._nodes.used.add(hosted.node)
         if hosted.node not in self._nodes.keepers:
@@ -226,6 +230,27 @@ class RayHost:
         starting = self._group.start_worker(handle, task, self._launch.controller)
         hosted.handle = handle
         await asyncio.wait_for(starting, EQUIP_TIMEOUT_S)
+
+    async def _meet(self, hosted: Hosted, actor: ActorHandle[Any]) -> Worker:
+        """Waits for capacity, however long; but a worker that has its place must come up in time.
+
+        An actor that is asked for just before the GCS is killed never comes, Ray says nothing, and
+        no other one comes in its placement group either. Raises TimeoutError.
+        """
+        meeting = asyncio.ensure_future(self._group.meet(actor))
+        try:
+            while not hosted.node:
+                done, _ = await asyncio.wait([meeting], timeout=PLACED_POLL_S)
+                if done:
+                    return meeting.result()
+                hosted.node = await self._ask(partial(node_of, hosted.placement)) or ""
+            return await asyncio.wait_for(meeting, self._launch.start_timeout_s)
+        except TimeoutError:
+            self._placements.give_back(hosted.placement, keep=False)
+            hosted.placement, late_s = None, self._launch.start_timeout_s
+            raise TimeoutError(f"its process did not come up in {late_s:g} s") from None
+        finally:
+            meeting.cancel()
 
     async def _await_end(self, hosted: Hosted) -> str:
         assert hosted.actor is not None

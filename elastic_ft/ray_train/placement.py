@@ -50,11 +50,11 @@ class Placements:
                 return self._kept.pop(), ""
             full = [n for n, count in Counter(nodes).items() if count >= self.workers_per_node]
             group = self._reserve(worker, full)
-            node = await _node_of(group)
+            node = await _placed(group)
             if full and not node:
                 remove_placement_group(group)
                 group = self._reserve(worker, [])
-                node = await _node_of(group)
+                node = await _placed(group)
             return group, node
 
     def give_back(self, group: PlacementGroup | None, *, keep: bool) -> None:
@@ -80,15 +80,19 @@ class Placements:
         )
 
 
-async def _node_of(group: PlacementGroup) -> NodeId:
+async def _placed(group: PlacementGroup) -> NodeId:
     """Waits a moment for the group to be placed. Returns where, or "" if it is not."""
 
     def look() -> NodeId:
-        if not group.wait(PLACE_S):
-            return ""
-        return str(placement_group_table(group)["bundles_to_node_id"][0])
+        return node_of(group) if group.wait(PLACE_S) else ""
 
     return await asyncio.get_running_loop().run_in_executor(None, look)
+
+
+def node_of(group: PlacementGroup) -> NodeId:
+    """Returns where the group is placed now, or "". Blocks while the GCS is away."""
+    entry = placement_group_table(group)
+    return str(entry["bundles_to_node_id"][0]) if entry.get("state") == "CREATED" else ""
 
 
 def remove_placement_groups(prefix: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import secrets
 import socket
 import threading
@@ -56,6 +57,16 @@ class Form:
     extra: Any = None  # of the host, for the worker's ``on_generation`` hook
     fired: frozenset[int] = frozenset()  # faults that have fired
     checkpointed_step: int = 0  # of the newest committed checkpoint
+
+
+class Pickled:
+    """What is sent to everyone: pickled once, and itself again on arrival."""
+
+    def __init__(self, value: Any) -> None:
+        self._data = pickle.dumps(value)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._data,)
 
 
 @dataclass(frozen=True, slots=True)

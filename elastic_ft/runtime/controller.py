@@ -5,7 +5,7 @@
     state, commands = step(state, event, policy)
     for command in commands: execute(command)     # its outcome comes back as an event
 
-One thread. Slow work (publishing a checkpoint) runs on a pool and answers with an event.
+One thread. Slow work (``runtime.publisher``) runs on others and answers with an event.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ import contextlib
 import errno
 import heapq
 import logging
-import math
 import queue
 import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -28,15 +26,13 @@ import torch.distributed as dist
 
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
-from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import Policy, State, Turn
-from elastic_ft.core.watch import Mark, all_stand_still, find_hung
+from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.run_folder import RunFolder, last_generation
-from elastic_ft.runtime import emergency
 from elastic_ft.runtime.control import (
     ControlServer,
     FaultFired,
@@ -44,6 +40,7 @@ from elastic_ft.runtime.control import (
     Heartbeat,
     NodeHealth,
     Note,
+    Pickled,
     Stood,
     Welcome,
 )
@@ -51,15 +48,12 @@ from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
 from elastic_ft.runtime.inquiry import Inquiries
 from elastic_ft.runtime.planning import planning_of
-from elastic_ft.storage import checkpoints
-from elastic_ft.storage.store import Store, open_store
+from elastic_ft.runtime.publisher import CHECKPOINTS_KNOWN, Publisher
 
 log = logging.getLogger(__name__)
 WATCH_EVERY_S = 0.25
 ACCOUNT_EVERY_S = 1.0
-COMMIT_DEADLINE_S = 120.0
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
-CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 
 
 def policy_of(job: Job) -> Policy:
@@ -126,20 +120,20 @@ class Controller:
         self.state = State()
         self.run_id = uuid.uuid4().hex[:12]
         self.checkpoint_url = checkpoint_url
-        self._store: Store = open_store(checkpoint_url)
+        self._publisher = Publisher(
+            job, self.run_id, checkpoint_url, self.post, self._restoring_from
+        )
         self._address = address
         self._faults = tuple(faults)
         self._fired: set[int] = set()
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, ev.TimerFired]] = []
         self._timer_count = 0
-        self._marks: dict[ev.WorkerId, Mark] = {}
+        elastic = job.elastic
+        self._progress = Progress(elastic.hang_timeout_s, elastic.heartbeat_timeout_s)
         self._next_watch_s = self._next_account_s = 0.0
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
-        self._not_deleted: list[ev.AbandonCheckpoint] = []
         self._tcp_store: Any = None
         self._server: ControlServer | None = None
-        elastic = job.elastic
         self._started_at_s = self._ended_at_s = time.time()
         self._accounts = Accounts(self._started_at_s, elastic.workers_per_node, elastic.max_workers)
         self.metrics = Metrics(job.name, self.policy)
@@ -185,10 +179,11 @@ class Controller:
     def _open(self) -> tuple[ev.CheckpointRef, ...]:
         self.run_folder.repair()
         self.run_folder.write_job(self.job.model_dump(mode="json"))
-        killed, recorded = self.run_folder.take_over(self.run_id), self.run_folder.last_step()
+        killed = self.run_folder.take_over(self.run_id)
         if killed is not None:
-            self._publish_emergency(killed, recorded)
-        found = self._resumable(checkpoints.committed(self._store))
+            self._publish_emergency(killed, self.run_folder.last_step())
+        recorded = self.run_folder.last_step()
+        found = self._publisher.resumable(recorded)
         step = found[0].step if found else 0
         self.run_folder.truncate(step)
         if killed is not None:
@@ -205,42 +200,23 @@ class Controller:
         port = self.metrics.serve(self._address)
         write_targets(self.run_folder.path, f"{self._address}:{port}")
         self._journal("metrics_served", 0, "Prometheus metrics of this job", {"port": port})
-        self._pool.submit(self._sweep)
+        self._publisher.sweep()
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
 
     def _publish_emergency(self, run: str, recorded: int) -> None:
         """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""
         try:
-            manifest = emergency.compose(
-                emergency.gather(self._store, run), self.job.name, run, recorded
-            )
-            known = self._resumable(checkpoints.committed(self._store))
-            if manifest is not None and all(ref.step < manifest.step for ref in known):
-                checkpoints.commit(self._store, manifest, CHECKPOINTS_KNOWN)
-                reason = "put together from what the keepers of a killed controller saved"
-                self._journal("emergency_checkpoint", 0, reason, {"step": manifest.step})
-            emergency.forget(self._store)
+            saved = self._publisher.rescue(run, recorded)
         except StoreFailed as error:  # the newest checkpoint has to do
             self._journal("checkpoint_warning", 0, f"no emergency checkpoint: {error}", {})
-
-    def _resumable(self, found: tuple[ev.CheckpointRef, ...]) -> tuple[ev.CheckpointRef, ...]:
-        """Leaves out checkpoints ahead of this run folder's steps, unless it has none at all.
-
-        They are left of a run that fell back to an older one: taking them would leave a hole in
-        the ledger (I2).
-        """
-        recorded = self.run_folder.last_step()
-        within = tuple(ref for ref in found if ref.step <= recorded)
-        return within or (found if not recorded else ())
-
-    def _sweep(self) -> None:
-        """On the pool: frees what earlier runs wrote and never published."""
-        try:
-            checkpoints.sweep_abandoned(self._store, keep_runs=[self.run_id])
-        except Exception as error:  # harmless: the next start sweeps again
-            reason = f"sweeping abandoned uploads: {type(error).__name__}: {error}"
-            self.post(Note("controller", 0, "checkpoint_warning", reason))
+            return
+        if saved is not None:
+            for unrecorded in saved.record:
+                self._record_step(unrecorded)
+            reason = "put together from what the keepers of a killed controller saved"
+            fields = {"step": saved.manifest.step, "recorded": recorded}
+            self._journal("emergency_checkpoint", 0, reason, fields)
 
     def _welcome(self, member: ev.Member) -> Welcome:
         return Welcome(
@@ -258,7 +234,7 @@ class Controller:
         self.metrics.close()
         with contextlib.suppress(OSError):  # a disk that is full has said so before
             write_targets(self.run_folder.path, "")
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._publisher.close()
         self._tcp_store = None
 
     def _drain_releases(self) -> None:
@@ -313,7 +289,10 @@ class Controller:
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
-            self._note_progress(message)
+            self._inquiries.reached(message.worker, message.point)
+            self._progress.beat(
+                message.worker, message.step, message.place, message.points, time.monotonic()
+            )
         elif isinstance(message, Note):
             self._journal(message.event, message.generation, message.reason, message.fields)
         elif isinstance(message, FaultFired):
@@ -333,7 +312,7 @@ class Controller:
         if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
         if isinstance(event, ev.StepApplied):
-            self._note_step(event)
+            self._progress.applied(event.worker, event.step, time.monotonic())
         before = self.state
         self.state, commands = decide(before, event, self.policy)
         if isinstance(event, ev.TimerFired):  # who reached no safe point in time
@@ -342,7 +321,7 @@ class Controller:
         for command in commands:
             self._execute(command)
         if self.state.abort and self.state.generation > before.generation and before.ranks:
-            self._inquiries.broke(before, self.state, event, self._marks)
+            self._inquiries.broke(before, self.state, event, self._progress.marks)
         elif isinstance(event, ev.WorkerLost):
             self._inquiries.lost(event.worker)
         self._accounts.on(now_s, event, commands, self.state)
@@ -361,7 +340,7 @@ class Controller:
     def _after(self, phase_before: str) -> None:
         state = self.state
         if state.phase != phase_before and state.phase == "running" and state.assignment:
-            self._marks = {}
+            self._progress.forget()
             self.host.formed(state.assignment)
             self.metrics.formed(state.assignment)
         self.metrics.show(state)
@@ -398,17 +377,19 @@ class Controller:
         if isinstance(command, ev.PauseWorkers):
             fields = {"abort": command.abort}
             self._write("pausing", command.generation, command.reason, fields)
+        message = Pickled(command)
         for worker in command.workers:
-            self._send(worker, command)
+            self._send(worker, message)
 
     def _form(self, command: ev.FormGeneration) -> None:
         assignment = command.assignment
         extras = self.host.prepare(assignment)
         refs = self.state.checkpoints
         checkpointed = refs[0].step if refs else 0
+        everyones: Any = Pickled(assignment)
         for member in (*assignment.members, *assignment.donors):
             extra = extras.get(member.worker)
-            self._send(member.worker, Form(assignment, extra, frozenset(self._fired), checkpointed))
+            self._send(member.worker, Form(everyones, extra, frozenset(self._fired), checkpointed))
 
     def _send(self, worker: ev.WorkerId, message: Any) -> bool:
         """A worker that can't be reached is lost; the connection's end says so."""
@@ -460,45 +441,8 @@ class Controller:
         return line
 
     def _commit_checkpoint(self, command: ev.CommitCheckpoint) -> None:
-        self._pool.submit(self._publish, command)
-
-    def _publish(self, command: ev.CommitCheckpoint) -> None:
-        """On the pool: verifies the shards and publishes the manifest; answers with an event."""
-        began = time.monotonic()
-        try:
-            done = self._publish_manifest(command)
-        except Exception as error:  # whatever the store or the check says: the job goes on
-            reason = f"{type(error).__name__}: {error}"
-            self.post(ev.CheckpointFailed(time.time(), command.step, reason))
-            return
-        for warning in done.warnings:
-            self.post(Note("controller", command.generation, "checkpoint_warning", warning))
-        seconds = round(time.monotonic() - began, 4)
-        self.post(
-            ev.CheckpointCommitted(time.time(), command.step, done.ref.url, done.nbytes, seconds)
-        )
-        left, self._not_deleted = self._not_deleted, []
-        for abandoned in left:  # the store works again
-            self._delete_attempt(abandoned)
-
-    def _publish_manifest(self, command: ev.CommitCheckpoint) -> checkpoints.Committed:
-        entries = tuple(ShardEntry.from_dict(item) for item in command.shards)
-        manifest = Manifest(
-            job=self.job.name,
-            run=self.run_id,
-            step=command.step,
-            generation=command.generation,
-            nonce=uuid.uuid4().hex,
-            layout=str(self.state.assignment.layout) if self.state.assignment else "",
-            created_at_s=time.time(),
-            tensors={n: TensorSpec(dtype, tuple(s)) for n, (dtype, s) in command.tensors.items()},
-            entries=entries,
-            extra={"seed": self.job.seed},
-        )
-        keep = self.job.checkpoint
-        keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600
-        in_use = self._restoring_from()
-        return checkpoints.commit(self._store, manifest, keep.keep_last, keep_for_s, in_use)
+        layout = str(self.state.assignment.layout) if self.state.assignment else ""
+        self._publisher.commit(command, layout)
 
     def _restoring_from(self) -> tuple[str, ...]:
         """The checkpoint that workers may be reading."""
@@ -508,72 +452,41 @@ class Controller:
         return (state.assignment.source.url,)
 
     def _abandon_checkpoint(self, command: ev.AbandonCheckpoint) -> None:
-        self._pool.submit(self._delete_attempt, command)
-
-    def _delete_attempt(self, command: ev.AbandonCheckpoint) -> None:
-        prefix = checkpoints.attempt_prefix(self.run_id, command.generation, command.step)
-        try:
-            checkpoints.abandon(self._store, prefix)
-        except Exception as error:  # tried again after the next commit, or swept at the next start
-            self._not_deleted.append(command)
-            reason = f"{prefix}: {type(error).__name__}: {error}"
-            self.post(Note("controller", command.generation, "checkpoint_warning", reason))
+        self._publisher.abandon(command)
 
     def _finish_job(self, command: ev.FinishJob) -> None:
         self._finish = command
 
     # ------------------------------------------------------------------- the watch
 
-    def _note_progress(self, beat: Heartbeat) -> None:
-        self._inquiries.reached(beat.worker, beat.point)
-        now, old = time.monotonic(), self._marks.get(beat.worker)
-        still = old and (old.step, old.place, old.points) == (beat.step, beat.place, beat.points)
-        moved_at_s = old.moved_at_s if old and still else now
-        self._marks[beat.worker] = Mark(beat.step, beat.place, beat.points, moved_at_s, now)
-
-    def _note_step(self, event: ev.StepApplied) -> None:
-        now, old = time.monotonic(), self._marks.get(event.worker)
-        points = old.points if old else 0
-        self._marks[event.worker] = Mark(event.step, 0, points, now, now)
-
     def _watch(self) -> None:
         now = time.monotonic()
         if now < self._next_watch_s:
             return
-        self._overlook(now - self._next_watch_s)
+        if (absent_s := now - self._next_watch_s) > WATCH_EVERY_S:
+            self._progress.overlook(absent_s)
         self._next_watch_s = now + WATCH_EVERY_S
         self._look_for_request()
         if now >= self._next_account_s:
             self._next_account_s = now + ACCOUNT_EVERY_S
             self.metrics.goodput(self._accounts.totals(time.time()))
-        state, elastic = self.state, self.job.elastic
+        state = self.state
         if state.phase not in ("running", "pausing", "forming"):
             return
-        for worker in state.ranks:
-            self._marks.setdefault(worker, Mark(0, 0, 0, now, now))
-        marks = {w: m for w, m in self._marks.items() if w in state.ranks and w in state.ready}
-        self.metrics.silent({state.ranks[w]: now - m.moved_at_s for w, m in marks.items()})
-        # Between generations only silence tells: pausing and forming have deadlines of their own.
-        hang_timeout_s = elastic.hang_timeout_s if state.phase == "running" else math.inf
-        hung = find_hung(marks, now, hang_timeout_s, elastic.heartbeat_timeout_s)
-        hung |= self._silent_idlers(now)
-        self._inquiries.ask(state.ready[worker] for worker in hung)
-        for worker, reason in hung.items():
-            silent_s = round(now - since(self._marks[worker], now, elastic.heartbeat_timeout_s), 4)
-            self._step(ev.WorkerHung(time.time(), worker, reason, silent_s))
-        if not hung and all_stand_still(marks, now, hang_timeout_s):
-            self._marks = {}
-            reason = f"nobody moved for {elastic.hang_timeout_s:g} s, all at the same place"
-            first, step = min(state.ranks), state.committed
-            self._step(ev.CollectiveFailed(time.time(), first, state.generation, step, reason))
-
-    def _silent_idlers(self, now: float) -> dict[ev.WorkerId, str]:
-        """Workers without a rank that are stopped, say: no world is to be formed with them."""
-        ranks, idle = self.state.ranks, {}
-        for worker in self.state.ready:
-            if worker not in ranks:
-                idle[worker] = self._marks.setdefault(worker, Mark(0, 0, 0, now, now))
-        return find_hung(idle, now, math.inf, self.job.elastic.heartbeat_timeout_s)
+        self.metrics.silent(self._progress.still_s(state, now))
+        judgement = self._progress.judge(state, now)
+        self._inquiries.ask(state.ready[worker] for worker in judgement.hung)
+        for worker, hung in judgement.hung.items():
+            silent_s = round(now - hung.since_s, 4)
+            self._step(ev.WorkerHung(time.time(), worker, hung.reason, silent_s))
+        if judgement.stuck and state.assignment is not None:
+            self._progress.forget()
+            first, generation = min(state.ranks), state.assignment.generation
+            self._step(
+                ev.CollectiveFailed(
+                    time.time(), first, generation, state.committed, judgement.stuck
+                )
+            )
 
     def _look_for_request(self) -> None:
         """Someone outside may ask for another number of workers."""
@@ -587,13 +500,6 @@ class Controller:
             return
         if asked is not None:
             self._step(ev.ResizeRequested(time.time(), asked.workers, asked.request))
-
-    def _overlook(self, absent_s: float) -> None:
-        """Time in which this process did not look (stopped, starved) says nothing of workers."""
-        if absent_s > WATCH_EVERY_S:
-            for worker, mark in self._marks.items():
-                moved_at_s, heard_at_s = mark.moved_at_s + absent_s, mark.heard_at_s + absent_s
-                self._marks[worker] = replace(mark, moved_at_s=moved_at_s, heard_at_s=heard_at_s)
 
     def _fault_fired(self, message: FaultFired) -> None:
         self._fired.add(message.index)
@@ -657,12 +563,6 @@ executors: dict[type, Callable[[Controller, Any], None]] = {
     ev.Journal: Controller._journal_line,
     ev.FinishJob: Controller._finish_job,
 }
-
-
-def since(mark: Mark, now_s: float, heartbeat_timeout_s: float) -> float:
-    """When it was last well: last heard of, if it is silent, else last seen to move."""
-    silent = now_s - mark.heard_at_s > heartbeat_timeout_s
-    return mark.heard_at_s if silent else mark.moved_at_s
 
 
 def own_address() -> str:

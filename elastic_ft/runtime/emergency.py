@@ -2,8 +2,10 @@
 
 No one is left to ask for a checkpoint or to publish it. So each keeper writes the shards that it
 has, the newest step first, each shard once among all keepers, and says what it wrote; the next
-controller puts together the newest step of the history that is complete, and publishes it as any
-other checkpoint. Under the checkpoint URL, for the controller's start ``run``::
+controller puts together the newest step that is complete, and publishes it as any other
+checkpoint. The workers may have been ahead of what the controller had recorded: each shard comes
+with the record of the steps before it, which is made up for then. Under the checkpoint URL, for
+the controller's start ``run``::
 
     emergency/<run>/<node>.begun              this keeper is at it
     emergency/<run>/<step>-<space>-<shard>    the keeper that writes it (a conditional write)
@@ -19,10 +21,11 @@ import time
 import uuid
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_ft.core.events import Holding, NodeId
+from elastic_ft.core.events import Holding, NodeId, RecordStep
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
 from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole
 from elastic_ft.storage import checkpoints
@@ -33,7 +36,27 @@ GATHER_S = 3.0  # for the first word of every keeper
 WAIT_S = 600.0  # until all have written
 POLL_S = 0.1
 
-Held = tuple[Holding, Schema, Bytes]
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Held:
+    """A sealed shard, and what its worker told of the last steps."""
+
+    holding: Holding
+    schema: Schema
+    buffer: Bytes
+    record: Mapping[int, RecordStep]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A step that is complete.
+
+    Attributes:
+        record: the steps up to it that were not recorded, oldest first.
+    """
+
+    manifest: Manifest
+    record: tuple[RecordStep, ...]
 
 
 # ------------------------------------------------------------------------------ by a keeper
@@ -46,9 +69,9 @@ def begin(store: Store, run: str, node: NodeId) -> None:
 def save(store: Store, run: str, node: NodeId, held: Iterable[Held]) -> None:
     """Writes what nobody else does, and says what it was. Raises StoreFailed."""
     written = []
-    for holding, schema, buffer in sorted(held, key=lambda item: -item[0].step):
-        if is_whole(buffer) and _claim(store, run, node, holding):
-            written.append(_write(store, run, holding, schema, buffer))
+    for one in sorted(held, key=lambda one: -one.holding.step):
+        if is_whole(one.buffer) and _claim(store, run, node, one.holding):
+            written.append(_write(store, run, one))
     store.put(_key(run, f"{node}.json"), json.dumps(written).encode())
 
 
@@ -57,21 +80,21 @@ def _claim(store: Store, run: str, node: NodeId, holding: Holding) -> bool:
     return store.put_if_absent(_key(run, _plain(name)), node.encode())
 
 
-def _write(
-    store: Store, run: str, holding: Holding, schema: Schema, buffer: Bytes
-) -> dict[str, Any]:
+def _write(store: Store, run: str, held: Held) -> dict[str, Any]:
+    holding = held.holding
     number = zlib.crc32(f"{holding.space} {holding.shard}".encode())  # in place of a rank
     prefix = checkpoints.attempt_prefix(run, GENERATION, holding.step)
     pieces = (
-        (slot.name, slot.box, slot.dtype, memoryview(cut(buffer, slot, slot.box)))
-        for slot in schema
+        (slot.name, slot.box, slot.dtype, memoryview(cut(held.buffer, slot, slot.box)))
+        for slot in held.schema
         if slot.nbytes
     )
     return {
         "step": holding.step,
         "space": holding.space,
         "entries": checkpoints.write_shards(store, prefix, number, pieces),
-        "tensors": {slot.name: [slot.dtype, slot.shape] for slot in schema},
+        "tensors": {slot.name: [slot.dtype, slot.shape] for slot in held.schema},
+        "record": [asdict(line) for step, line in held.record.items() if step <= holding.step],
     }
 
 
@@ -93,13 +116,16 @@ def gather(store: Store, run: str, gather_s: float = GATHER_S) -> list[dict[str,
     return [shard for shards in said for shard in shards]
 
 
-def compose(shards: Iterable[dict[str, Any]], job: str, run: str, newest: int) -> Manifest | None:
-    """The manifest of the newest step up to ``newest`` that the shards make up, if one is."""
+def compose(shards: Iterable[dict[str, Any]], job: str, run: str, recorded: int) -> Saved | None:
+    """The newest step that the shards make up, if one is, with the steps since ``recorded``."""
     cuts: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for shard in shards:
-        if 0 < shard["step"] <= newest:
-            cuts[shard["step"], shard["space"]].append(shard)
+        cuts[shard["step"], shard["space"]].append(shard)
     for (step, space), parts in sorted(cuts.items(), reverse=True):
+        record = {line["step"]: line for part in parts for line in part["record"]}
+        since = range(recorded + 1, step + 1)
+        if not record.keys() >= set(since):
+            continue  # it would leave a hole in what the run folder has
         entries: dict[Any, ShardEntry] = {}
         tensors: dict[str, TensorSpec] = {}
         for part in parts:
@@ -120,7 +146,7 @@ def compose(shards: Iterable[dict[str, Any]], job: str, run: str, newest: int) -
             entries=tuple(entries.values()),
         )
         if not incomplete(manifest):
-            return manifest
+            return Saved(manifest, tuple(RecordStep(**record[number]) for number in since))
     return None
 
 

@@ -39,6 +39,7 @@ from elastic_ft.core.events import (
     KeeperReady,
     Member,
     NodeId,
+    RecordStep,
     WorkerId,
 )
 from elastic_ft.core.sharding import Box
@@ -54,6 +55,7 @@ from elastic_ft.storage.store import Store, open_store
 HEALTH_EVERY_S = 5.0
 ANSWER_TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 600.0
+RECORD_STEPS = 200  # kept per worker: so far behind may the controller be when it is killed
 WORKERS_END_S = 10.0  # after the controller; what they had is complete then
 SPARE_BYTES = 256 << 20  # of the node's memory that snapshots leave free
 
@@ -90,11 +92,16 @@ class Unseal:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """The buffer holds this shard, digest included. No answer."""
+    """The buffer holds this shard, digest included. No answer.
+
+    ``record``: of the steps up to that one that this worker has not told yet: when the controller
+    is killed, nobody else may know of them.
+    """
 
     path: str
     holding: Holding
     schema: Schema
+    record: tuple[RecordStep, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +166,26 @@ class Segment:
 
 @dataclass(slots=True)
 class Owner:
-    """A worker and its buffers, by path."""
+    """A worker, its buffers by path, and the last steps that it applied."""
 
     worker: WorkerId
     segments: dict[str, Segment] = field(default_factory=dict)
+    record: dict[int, RecordStep] = field(default_factory=dict)
+
+    def note(self, lines: Iterable[RecordStep]) -> None:
+        """A step that was trained again replaces what was known of it."""
+        self.record |= {line.step: line for line in lines}
+        for step in sorted(self.record)[:-RECORD_STEPS]:
+            del self.record[step]
+
+    def sealed(self) -> list[tuple[Segment, Holding]]:
+        return [(s, s.holding) for s in self.segments.values() if s.holding is not None]
+
+    def free(self, after: int | None = None) -> None:
+        """What is not sealed, and what is of steps after ``after``."""
+        for path, segment in list(self.segments.items()):
+            if segment.holding is None or (after is not None and segment.holding.step > after):
+                os.close(self.segments.pop(path).fd)
 
 
 class NodeKeeper:
@@ -175,7 +198,7 @@ class NodeKeeper:
         self.node, self._key = node, key
         self._lock = threading.Lock()
         self._owners: dict[WorkerId, Owner] = {}
-        self._left: dict[WorkerId, list[Segment]] = {}  # sealed, of workers that are gone
+        self._left: dict[WorkerId, Owner] = {}  # workers that are gone, with what they sealed
         self._stores: dict[str, Store] = {}
         self._listener = Listener((host, 0), backlog=64, authkey=key)
         address = (host, int(self._listener.address[1]))
@@ -194,7 +217,7 @@ class NodeKeeper:
                 self._save()
                 return
             if isinstance(message, DropKept):
-                self._drop(message.worker)
+                self._drop(message.worker, message.after)
             elif isinstance(message, Inspect):
                 inspect(self._controller, message.worker, message.pid)
 
@@ -208,9 +231,12 @@ class NodeKeeper:
             while self._owners and time.monotonic() < deadline_s:
                 time.sleep(0.02)
             with self._lock:
-                owned = [s for owner in self._owners.values() for s in owner.segments.values()]
-                segments = [*owned, *(s for left in self._left.values() for s in left)]
-            held = [(s.holding, s.schema, s.buffer) for s in segments if s.holding is not None]
+                owners = [*self._owners.values(), *self._left.values()]
+                held = [
+                    emergency.Held(holding, segment.schema, segment.buffer, owner.record)
+                    for owner in owners
+                    for segment, holding in owner.sealed()
+                ]
             emergency.save(store, run, self.node, held)
         except StoreFailed as error:  # the newest checkpoint will have to do
             log.error("keeper of %s: what it has is not saved: %s", self.node, error)
@@ -290,6 +316,7 @@ class NodeKeeper:
             if isinstance(message, Sealed):
                 segment.holding, segment.schema = message.holding, message.schema
                 segment.verified = False
+                owner.note(message.record)
             else:
                 segment.holding = None
             if isinstance(message, Free):
@@ -300,18 +327,19 @@ class NodeKeeper:
         """The worker is gone: what it sealed stays, and the controller learns of it."""
         with self._lock:
             self._owners.pop(owner.worker, None)
-            sealed = [s for s in owner.segments.values() if s.holding is not None]
-            for segment in owner.segments.values():
-                if segment not in sealed:
-                    os.close(segment.fd)
-            self._left[owner.worker] = sealed
-        held = tuple(s.holding for s in sealed if s.holding is not None)
-        self._controller.send(KeeperHolds(time.time(), self.node, owner.worker, held))
+            owner.free()
+            self._left[owner.worker] = owner
+            held = tuple(holding for _, holding in owner.sealed())
+            newest = max((holding.step for holding in held), default=0)
+            record = tuple(line for step, line in sorted(owner.record.items()) if step <= newest)
+        self._controller.send(KeeperHolds(time.time(), self.node, owner.worker, held, record))
 
-    def _drop(self, worker: WorkerId) -> None:
+    def _drop(self, worker: WorkerId, after: int) -> None:
         with self._lock:
-            for segment in self._left.pop(worker, []):
-                os.close(segment.fd)
+            if (left := self._left.get(worker)) is not None:
+                left.free(after)
+                if not left.segments:
+                    del self._left[worker]
 
     # ---------------------------------------------------------------------- serving
 
@@ -319,8 +347,8 @@ class NodeKeeper:
         """What was left of a shard. Raises StateDamaged if its bytes are not those sealed."""
         key = (wanted.step, wanted.space, wanted.shard)
         with self._lock:
-            left = self._left.get(wanted.worker, [])
-            found = [s for s in left if s.holding and _key(s.holding) == key]
+            left = self._left.get(wanted.worker, Owner(wanted.worker))
+            found = [segment for segment, holding in left.sealed() if _key(holding) == key]
         for segment in found:
             if not segment.verified:
                 segment.verified = is_whole(segment.buffer)
@@ -372,7 +400,7 @@ class NodeKeeper:
         while True:
             with self._lock:
                 owned = [s for o in self._owners.values() for s in o.segments.values()]
-                left = [s for segments in self._left.values() for s in segments]
+                left = [s for o in self._left.values() for s in o.segments.values()]
                 nbytes = sum(s.buffer.nbytes for s in (*owned, *left))
             disk = psutil.disk_usage(tempfile.gettempdir())
             health = NodeHealth(self.node, nbytes, free_memory(), disk.free)

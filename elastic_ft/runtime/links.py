@@ -13,6 +13,7 @@ import psutil
 import torch.distributed as dist
 
 SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
+TRIES = 2  # of a spare link: the first one may have to wait for the DNS, the second does not
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,9 @@ class Link:
 class Links:
     """Links to one store: a fresh one for each generation, the next made beforehand.
 
-    torch asks the DNS for the peer's name on every connect. Where the resolver is slow, or has
-    gone with the network that just failed, that takes 5 s and more: nobody may wait for it.
+    torch asks the DNS for the peer's name when it connects for the first time, sometimes again.
+    Where the resolver is slow, or has gone with the network that just failed, that takes 10 s, and
+    the connect fails for it: nobody may wait for that.
     """
 
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
@@ -110,11 +112,19 @@ class Links:
             target=self._prepare, args=(number,), name="store-link", daemon=True
         ).start()
 
+    def wait(self) -> None:
+        """Until the link that is being made is there, or can't be: before anyone waits for us."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._preparing, TRIES * self._timeout_s)
+
     def _prepare(self, number: int) -> None:
-        try:
-            link = self._connect()
-        except RuntimeError:
-            link = None  # no spare: ``take`` tries itself, and says so if it fails
+        link = None
+        for _ in range(TRIES):
+            try:
+                link = self._connect()
+                break
+            except RuntimeError:
+                continue  # no spare, in the end: ``take`` tries itself, and says so if it fails
         with self._changed:
             if self._preparing == number:
                 self._preparing = 0

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
-from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
+from elastic_ft.core.events import RecordStep, StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
 from elastic_ft.core.schedule import learning_rate
 from elastic_ft.errors import GroupBroken
@@ -135,7 +135,7 @@ class Loop:
         assert self.groups.rank is not None
         self.data_rank = layout.data_rank(self.groups.rank)
         self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
-        self.holds = self.groups.assignment.snapshots
+        self.holds = self.groups.rank in self.groups.assignment.holding
         snapshot = self.job.snapshot
         every = None if snapshot.every_steps == "auto" else snapshot.every_steps
         self.cadence = Cadence(every, snapshot.max_cost, snapshot.max_steps)
@@ -183,12 +183,13 @@ class Loop:
         loss, tokens = self.engine.run_batch(number, micro_batches, points)
         with spent.on("save_s"):
             self.tools.snapshots.wait(self.groups.deadline())
-        loss, tokens = self._agree(loss, tokens, self.tools.snapshots.take_cost_s())
-        sample_ids = self._audit(number)
+        cost_s = self.tools.snapshots.take_cost_s()
+        loss, tokens, sample_ids = self._agree(loss, tokens, cost_s, self._consumed(number))
         self.tools.snapshots.drop_before(self.tools.snapshots.newest())
         update = self.engine.apply(number, tokens, points)
         self.step = number  # from here on the live state is that of this step
         points("after_optimizer")
+        applied_at_s = time.time()
         rate = learning_rate(self.job.optimizer, self.job.steps, number)
         metrics: dict[str, Any] = {
             "loss": loss,
@@ -196,14 +197,17 @@ class Loop:
             "grad_norm": update.grad_norm,
             "tokens": tokens,
             "step_time_s": round(time.perf_counter() - began, 6),
+            "applied_at_s": round(applied_at_s, 6),
         }
         if update.skipped:
             metrics["skipped"] = True
-        if sample_ids is not None:
+        if sample_ids:
             metrics["sample_ids"] = sample_ids
+        world, layout = self.groups.world_size, str(self.groups.assignment.layout)
+        self.tools.snapshots.note_step(RecordStep(number, self._generation, world, layout, metrics))
         self._send(
             StepApplied(
-                time.time(),
+                applied_at_s,
                 self.tools.worker,
                 self._generation,
                 number,
@@ -260,36 +264,46 @@ class Loop:
             for index, data in enumerate(loaded)
         ]
 
-    def _agree(self, loss: float, tokens: int, cost_s: float) -> tuple[float, int]:
-        """Returns the global mean loss and token count; settles whether to pause or stop, and how
-        often to take snapshots. ``cost_s``: of the snapshot that has ended, 0 if none has."""
+    def _agree(
+        self, loss: float, tokens: int, cost_s: float, consumed: list[int]
+    ) -> tuple[float, int, list[int]]:
+        """Settles whether to pause or stop, and how often to take snapshots.
+
+        Args:
+            cost_s: of the snapshot that has ended, 0 if none has.
+            consumed: see ``_consumed``.
+
+        Returns the global mean loss, the token count, and the samples that all have consumed.
+        """
         asked, self.flags.checkpoint = self.flags.checkpoint, False
         wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
-        values = [loss, float(tokens), *wishes, cost_s, self._step_s]
+        values = [loss, float(tokens), *wishes, cost_s, self._step_s, *consumed]
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
-        total, count, pause, stop, checkpoint, cost, step = packed.tolist()
-        world = self.groups.world_size
-        if self.cadence.learn(cost / world, step / world) and self.groups.rank == 0:
+        total, count, pause, stop, checkpoint, cost, step, *samples = packed.tolist()
+        world, holding = self.groups.world_size, len(self.groups.assignment.holding)
+        learned = self.cadence.learn(cost / max(holding, 1), step / world)
+        if learned and self.groups.rank == 0:
             self._note_cadence()
         # Not into the flags: a request that came during the all-reduce would be lost.
         self._pausing, self._stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
-        return total / max(count, 1.0), int(count)
+        return total / max(count, 1.0), int(count), [int(sample) - 1 for sample in samples]
 
-    def _audit(self, number: int) -> list[int] | None:
-        """The sample ids that the members really consumed, gathered from each (I2)."""
-        if not self.job.audit:
-            return None
+    def _consumed(self, number: int) -> list[int]:
+        """With ``audit``, for each place in the global batch: 1 + the id of the sample that this
+        member really consumed, or 0 (I2). Their sum over all members says which it was."""
         batch, dealt = self.job.batch, self.dealt[self.data_rank]
-        ids = step_batch(self.order, number, batch.global_batch_size, batch.micro_batch_size, dealt)
-        consumed = torch.zeros(batch.global_batch_size, dtype=torch.int64)
+        if not self.job.audit:
+            return []
+        consumed = [0] * batch.global_batch_size
         if self._counts_samples():
+            size = batch.micro_batch_size
+            ids = step_batch(self.order, number, batch.global_batch_size, size, dealt)
             for offset, micro_batch in zip(dealt, ids, strict=True):
-                first = offset * batch.micro_batch_size
-                consumed[first : first + len(micro_batch)] = torch.tensor(micro_batch) + 1
-        dist.all_reduce(consumed)
-        return [value - 1 for value in consumed.tolist()]
+                first = offset * size
+                consumed[first : first + len(micro_batch)] = [1 + sample for sample in micro_batch]
+        return consumed
 
     def _counts_samples(self) -> bool:
         """Ranks that share one batch (tensor and pipeline peers) count it once."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from elastic_ft.core.events import Holding, Tier
+from elastic_ft.core.events import Holding, RecordStep, Tier
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime.buffer import (
     DIGEST_BYTES,
@@ -35,6 +36,7 @@ from elastic_ft.runtime.compat import pin, unpin
 from elastic_ft.runtime.engines.base import Reach, State, StateTensor, keyed, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import (
+    RECORD_STEPS,
     Free,
     KeeperClient,
     KeeperGone,
@@ -132,6 +134,7 @@ class Snapshots:
         self.worker, self.note = worker, note
         self._pinned = pinned
         self._held: list[HostShard | KeptShard] = []
+        self._record: deque[RecordStep] = deque(maxlen=RECORD_STEPS)
         self._free: list[Buffer] = []
         self._keeper: KeeperClient | None = None
         self._lock = threading.Lock()
@@ -222,7 +225,8 @@ class Snapshots:
         for shard in shards:
             if shard.buffer.keeper is not None:
                 holding = Holding(shard.step, shard.space, shard.shard, Tier.KEEPER)
-                shard.buffer.keeper.tell(Sealed(shard.buffer.path, holding, shard.schema))
+                record = self._take_record(shard.step)
+                shard.buffer.keeper.tell(Sealed(shard.buffer.path, holding, shard.schema, record))
         with self._lock:
             self._held += shards
 
@@ -259,6 +263,17 @@ class Snapshots:
         with self._lock:
             self._held.append(kept)
 
+    def note_step(self, line: RecordStep) -> None:
+        """It was applied. The keeper is told with the next snapshot, as the controller may die."""
+        with self._lock:
+            self._record.append(line)
+
+    def _take_record(self, step: int) -> tuple[RecordStep, ...]:
+        """Of the steps up to ``step``, what the keeper was not told yet."""
+        with self._lock:
+            count = sum(line.step <= step for line in self._record)
+            return tuple(self._record.popleft() for _ in range(count))
+
     def drop_before(self, step: int) -> None:
         """Frees every snapshot older than ``step`` that nobody reads."""
         with self._lock:
@@ -271,6 +286,8 @@ class Snapshots:
         with self._lock:
             gone = [s for s in self._held if s.step > step]
             self._held = [s for s in self._held if s not in gone]
+            while self._record and self._record[-1].step > step:
+                self._record.pop()
         self._recycle(gone)
 
     def discard(self, shard: HostShard | KeptShard) -> None:

@@ -292,6 +292,7 @@ class Worker:
     def steps(self) -> Iterator[Step]:
         """Yields every step this worker takes part in, until it is released."""
         tools = self._tools = self._prepare()
+        self._links.wait()  # no survivor is to wait for our DNS
         memory_bytes = device_memory_bytes(tools.engine.device, self.job.elastic.workers_per_node)
         member = replace(self.member, memory_bytes=memory_bytes)
         self._send(WorkerReady(time.time(), member, _process_started_at_s()))
@@ -464,7 +465,7 @@ class Worker:
 
     def _keep_old_cut(self, tools: Tools, assignment: Assignment) -> None:
         """The live shard of the last generation stays a source until the new cut is held."""
-        if self._live is not None and assignment.snapshots:
+        if self._live is not None and assignment.rank_of(self.member.worker) in assignment.holding:
             holding, state = self._live
             recut = holding.space != assignment.layout.shard_space
             if holding.step == assignment.source.step and recut:

@@ -77,6 +77,7 @@ def recorded(world: World, command: RecordStep) -> None:
     """I2, I4: every step once and in order; its state is there, and survives any one node."""
     step = command.step
     require(step == len(world.recorded) + 1, "I2", f"{step} recorded after {len(world.recorded)}")
+    require(bool(command.metrics), "I2", f"{step} is recorded, and nobody knows what was in it")
     members = [worker for worker in world.workers.values() if worker.id in world.core.ranks]
     if any(not worker.answers() for worker in members):
         return  # a fault is under way: what it took is not the rule's fault

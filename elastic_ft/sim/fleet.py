@@ -331,9 +331,10 @@ class _Fleet:
             return
         step = self.state.committed + 1
         assert self.state.assignment is not None
-        for member in self.state.assignment.members:
+        assignment = self.state.assignment
+        for rank, member in enumerate(assignment.members):
             self.tell(StepApplied(self.now_s, member.worker, generation, step))
-            if self.state.assignment.snapshots:
+            if rank in assignment.holding:
                 self.tell(StepHeld(self.now_s, member.worker, generation, step))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ft.core.events import (
     Assignment,
+    RecordStep,
     Resumed,
     SourceRefused,
     StepApplied,
@@ -39,7 +40,7 @@ class Group:
         self.then: dict[tuple[int, int], Callable[[], None]] = {}  # (step, rank): once held
         refs = world.core.checkpoints
         self.checkpointed = refs[0].step if refs else 0  # sent along: the same for every member
-        self.holds = assignment.snapshots
+        self.holding = assignment.holding
         self.failed = ""
 
     # ----------------------------------------------------------------------- failing
@@ -154,7 +155,7 @@ class Group:
         worker.send(Resumed(self.world.now_s, worker.id, self.generation, step))
         if rank is None:
             return
-        if self.holds and step > 0:
+        if rank in self.holding and step > 0:
             self._snapshot(rank, worker, pause=False, stop=False)
         else:
             self._go_on(worker, pause=False, stop=False)
@@ -162,7 +163,7 @@ class Group:
     def _retain(self, worker: SimWorker) -> None:
         """The source's shards stay until the new cut of the state is held in two places."""
         live, source = worker.live, self.assignment.source
-        if not self.world.retain_live or not self.holds:
+        if not self.world.retain_live or self.assignment.rank_of(worker.id) not in self.holding:
             return
         if live is not None and (live.step, live.space) == (source.step, source.space):
             key = (live.step, live.space, live.shard)
@@ -221,6 +222,10 @@ class Group:
         worker.live = Live(step, live.space, live.shard, lineage)
         worker.unapplied = None
         metrics = {"loss": round(1.0 / step, 6)}
+        new = self.assignment
+        worker.record[step] = RecordStep(
+            step, self.generation, len(new.members), str(new.layout), metrics
+        )
         pace_s = worker.pace_s
         worker.send(
             StepApplied(world.now_s, worker.id, self.generation, step, metrics, pace_s=pace_s)
@@ -228,13 +233,14 @@ class Group:
         final = stop or step == scenario.steps
         if final or (scenario.checkpoint_every and step % scenario.checkpoint_every == 0):
             worker.upload(self.generation)
+        rank = self.assignment.rank_of(worker.id)
+        assert rank is not None
+        holds = rank in self.holding
         if worker.asked > worker.answered and self.failed:
-            if self.holds and step % scenario.snapshot_every == 0:
+            if holds and step % scenario.snapshot_every == 0:
                 worker.keep((step, live.space, live.shard), Tier.HOST, lineage)
             worker.answer()
-        elif self.holds and (final or step % scenario.snapshot_every == 0):
-            rank = self.assignment.rank_of(worker.id)
-            assert rank is not None
+        elif holds and (final or step % scenario.snapshot_every == 0):
             self._snapshot(rank, worker, pause, stop)
         else:
             self._go_on(worker, pause=pause, stop=stop)

@@ -51,7 +51,9 @@ class SimKeeper:
         kept = {key: copy for key, copy in worker.copies.items() if copy.keeper is self}
         left = self.left[worker.id] = LeftCopies(kept)
         held = tuple(Holding(*key, Tier.KEEPER) for key in kept)
-        self._tell(KeeperHolds(self.world.now_s, self.node.id, worker.id, held), left)
+        newest = max((holding.step for holding in held), default=0)
+        record = tuple(line for step, line in worker.record.items() if step <= newest)
+        self._tell(KeeperHolds(self.world.now_s, self.node.id, worker.id, held, record), left)
 
     def find(self, worker: WorkerId, key: Key) -> Copy | None:
         """As who asks finds it: None if the keeper is gone, cut off, or has it no more."""
@@ -62,10 +64,20 @@ class SimKeeper:
         copy = self.find(worker, key)
         return copy.lineage if copy else None
 
-    def drop(self, worker: WorkerId) -> None:
-        if worker in self.left:
+    def drop(self, worker: WorkerId, after: int) -> None:
+        """What is left of steps after ``after``: once the message has come."""
+        if worker not in self.left:
+            return
+        if after:
+            self.world.after(self.world.latency(), lambda: self._drop_later(worker, after))
+        else:
             self.left[worker].void = True
             self.world.after(self.world.latency(), lambda: self.left.pop(worker, None))
+
+    def _drop_later(self, worker: WorkerId, after: int) -> None:
+        if worker in self.left:
+            copies = self.left[worker].copies
+            self.left[worker].copies = {key: c for key, c in copies.items() if key[0] <= after}
 
     def die(self) -> None:
         if self.alive:

@@ -107,9 +107,9 @@ class Script:
         for number in steps:
             for worker in self.ranks:
                 commands += self.applied(worker, number)
-            if held and self.assignment.snapshots:
-                for worker in self.ranks:
-                    commands += self.tell(StepHeld, worker, self.assignment.generation, number)
+            for rank in self.assignment.holding if held else ():
+                worker = self.assignment.members[rank].worker
+                commands += self.tell(StepHeld, worker, self.assignment.generation, number)
         return commands
 
     def applied(self, worker: str, number: int) -> list[Command]:

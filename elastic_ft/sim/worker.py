@@ -16,6 +16,7 @@ from elastic_ft.core.events import (
     Member,
     Paused,
     PauseWorkers,
+    RecordStep,
     ReleaseWorker,
     ShardsFailed,
     ShardsWritten,
@@ -56,6 +57,7 @@ class SimWorker:
     asked, answered: generation of the newest PauseWorkers, and of the newest Paused.
     unapplied: a step whose gradients are here but whose optimizer has not run: a straddler.
     copies: snapshots in host memory, own and for peers.
+    record: of the steps applied here.
     """
 
     def __init__(self, world: World, name: str, node: Node) -> None:
@@ -70,6 +72,7 @@ class SimWorker:
         self.group: Group | None = None
         self.live: Live | None = None
         self.copies: dict[Key, Copy] = {}
+        self.record: dict[int, RecordStep] = {}
         self.keeper: SimKeeper | None = None
         self.uploads = 0
         self.checkpointed = 0

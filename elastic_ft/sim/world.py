@@ -361,10 +361,10 @@ class World:
                 self._kill_from_afar(self.workers[name])
             case ReleaseWorker(worker=name) | Bench(worker=name) | UseKeeper(worker=name):
                 self.send_down(name, command)
-            case DropKept(node=at, worker=name):
+            case DropKept(node=at, worker=name, after=after):
                 for node in self.nodes:
                     if node.id == at and node.keeper is not None:
-                        node.keeper.drop(name)
+                        node.keeper.drop(name, after)
             case PauseWorkers(workers=names) | StopAtBoundary(workers=names):
                 checks.require(bool(command.reason), "I8", f"no reason: {command}")
                 for name in names:

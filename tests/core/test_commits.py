@@ -12,6 +12,7 @@ from elastic_ft.core.events import (
     CommitCheckpoint,
     FinishJob,
     RecordStep,
+    ResizeRequested,
     ShardsFailed,
     ShardsWritten,
     StepApplied,
@@ -30,6 +31,13 @@ def ddp() -> Script:
 
 def fsdp() -> Script:
     return Script(Policy(1, 2, strategy="fsdp")).run(a="n1", b="n2")
+
+
+def ddp_with_keepers() -> Script:
+    script = Script(Policy(1, 2))
+    script.keeper("n1")
+    script.keeper("n2")
+    return script.run(a="n1", b="n2")
 
 
 def hsdp() -> Script:
@@ -62,6 +70,17 @@ def test_replicated_state_commits_when_everyone_has_applied_it() -> None:
     script = ddp()
     assert script.applied("a", 1) == []
     assert script.applied("b", 1) == [record(1, "ddp2")]
+
+
+def test_replicated_state_waits_for_the_snapshot_that_outlives_the_controller() -> None:
+    script = ddp_with_keepers()
+    script.applied("a", 1)
+    assert script.applied("b", 1) == []
+    assert script.tell(StepHeld, "a", 1, 1) == [record(1, "ddp2")]
+    assert script.applied("b", 2) == []
+    script.applied("a", 2)
+    assert script.tell(StepHeld, "b", 1, 2) == []  # nobody asked it to
+    assert script.tell(StepHeld, "a", 1, 2) == [record(2, "ddp2")]
 
 
 def test_sharded_state_commits_when_it_is_held_in_two_places() -> None:
@@ -254,6 +273,21 @@ def test_a_step_gets_one_checkpoint() -> None:
     reason = "this step has a checkpoint already"
     commands = script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
     assert commands == [AbandonCheckpoint(1, 2, reason)]
+
+
+def test_the_job_ends_with_a_second_checkpoint_that_comes_to_nothing() -> None:
+    script = Script(Policy(1, 2, spares=1)).run(a="n1", b="n2")
+    script.train(1)
+    write(script, 1, "a")
+    script.tell(ResizeRequested, 1, "r1")
+    for worker in "ab":
+        script.paused(worker, script.live(worker, 1))
+    assert script.ranks == ("a",)  # and b, now a spare, is still writing
+    script.resume()
+    write(script, 1, "a", generation=2)
+    script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
+    assert script.tell(WorkerDone, "a", 2, 1) == []
+    assert isinstance(write(script, 1, "b")[-1], FinishJob)
 
 
 def test_if_the_first_fails_the_second_is_published() -> None:

@@ -19,6 +19,7 @@ from elastic_ft.core.events import (
     Source,
     SourceRefused,
     StartTimer,
+    StepApplied,
     Tier,
     UseKeeper,
     WorkerLost,
@@ -105,6 +106,35 @@ def test_what_the_dead_left_is_a_source_where_nobody_else_has_it() -> None:
     script.resume()
     (recovery,) = script.state.recoveries
     assert (recovery.source, recovery.steps_lost) == ("keeper", 0)
+
+
+def test_a_step_that_only_the_dead_had_is_recorded_as_their_keepers_know_it() -> None:
+    """What they said of it themselves came after their loss was known: it is not heard (I1)."""
+    script = kept_here()
+    script.train(1)
+    metrics = {"loss": 0.5, "sample_ids": [1, 2]}
+    lines = tuple(RecordStep(step, 1, 3, "fsdp3", metrics) for step in (1, 2, 3))
+    for worker, node in (("a", "n1"), ("b", "n2"), ("c", "n3")):
+        script.tell(WorkerLost, worker, "killed")
+        held = (Holding(2, THREE, SHARD_OF[worker], Tier.KEEPER),)
+        script.tell(KeeperHolds, node, worker, held, lines[:2])
+        script.tell(StepApplied, worker, 1, 2, metrics)
+    assert formed(script.ready("d", "n1")).source.step == 2
+    script.resume()
+    (recorded,) = [c for c in script.train(2) if isinstance(c, RecordStep)]
+    assert recorded == lines[1]
+
+
+def test_what_a_cut_off_worker_trained_again_is_not_recorded() -> None:
+    script = kept_here(copies=2)
+    script.train(1)
+    script.tell(WorkerLost, "b", "silent")
+    assert formed(survivors_pause(script, 1, "a", "c")).source.step == 1
+    script.resume()
+    stale = (RecordStep(1, 1, 3, "fsdp3", {"loss": 1.0}), RecordStep(2, 1, 3, "fsdp3", {"loss": 9}))
+    held = tuple(Holding(step, THREE, S1, Tier.KEEPER) for step in (1, 2))
+    script.tell(KeeperHolds, "n2", "b", held, stale)
+    assert 2 not in script.state.heard
 
 
 def test_the_keeper_may_tell_before_the_loss_is_known() -> None:
@@ -277,7 +307,7 @@ def test_of_a_late_report_the_steps_that_were_not_trained_again_count() -> None:
     script.applied("a", 3)
     script.tell(WorkerLost, "b", "killed")
     survivors_pause(script, 2, "a", "c")
-    assert tells(script, "b", "n2", 2, 3) == []
+    assert tells(script, "b", "n2", 2, 3) == [DropKept("n2", "b", after=2)]
     assert {h.step for h in script.state.left["n2", "b"]} == {2}
     script.tell(WorkerLost, "c", "killed")  # it alone had b's shard
     script.tell(KeeperLost, "n3")

@@ -499,7 +499,19 @@ def test_a_joiner_too_few_does_not_suspend_a_job_with_a_deferred_drain() -> None
 def test_a_worker_that_gets_ready_on_a_draining_node_is_sent_away() -> None:
     script = ddp().run(a="n1")
     script.tell(NodeDraining, "n2", script.now_s + 60, "spot")
-    assert script.ready("b", "n2") == [ReleaseWorker("b", "its node is draining")]
+    assert script.ready("b", "n2")[0] == ReleaseWorker("b", "its node is draining")
+
+
+def test_who_does_not_end_when_released_is_killed() -> None:
+    script = ddp().run(a="n1")
+    script.tell(NodeDraining, "n2", script.now_s + 60, "spot")
+    for worker in ("b", "c"):
+        (timer,) = [c for c in script.ready(worker, "n2") if isinstance(c, StartTimer)]
+        assert timer.after_s == script.policy.release_timeout_s
+    script.tell(WorkerLost, "b", "released")
+    assert script.fire("release b", 0) == []
+    (killed,) = [c for c in script.fire("release c", 0) if isinstance(c, KillWorker)]
+    assert killed.worker == "c" and "released" in killed.reason
     assert script.state.phase == "running"
 
 

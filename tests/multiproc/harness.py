@@ -16,6 +16,7 @@ from typing import Any
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.core.invariants import Expected, check_run
+from elastic_ft.core.state import State
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.data import open_dataset
@@ -66,6 +67,25 @@ def make_job(strategy: str = "ddp", *, steps: int = 12, workers: int = 4, **sect
 
 
 # ------------------------------------------------------------------------------ a run
+
+
+class StagedHost(LocalHost):
+    """Replaces the lost once the others train without them, or are too few to.
+
+    So each shrunk world is there to be seen, however fast a process starts here, and however long
+    the survivors take to pause: one that has to leave a thread behind takes half a second.
+    """
+
+    def _fill(self) -> None:
+        if not self._formed:
+            super()._fill()
+
+    def refill(self, state: State) -> None:
+        """Called again and again, with what the controller knows."""
+        with self._lock:
+            settled = state.phase == "running" and state.ranks.keys() <= self._processes.keys()
+            if settled or state.phase == "suspended":
+                super()._fill()
 
 
 @dataclass
@@ -126,10 +146,10 @@ class Run:
             first_step=first_step,
         )
         found = check_run(self.events, self.steps, self.ledger, self.result, expected)
-        assert not found, "\n".join([*map(str, found), self.story()])
+        assert not found, "\n".join([self.story(), *map(str, found)])
         for index in range(len(self.faults)):
             assert index in self.result["faults_fired"], (
-                f"fault {index}, {self.faults[index]}, did not fire\n{self.story()}"
+                f"{self.story()}\nfault {index}, {self.faults[index]}, did not fire"
             )
         return self
 
@@ -141,8 +161,8 @@ class Run:
         for step in sorted(common):
             error = abs(mine[step] - others[step]) / abs(others[step])
             assert error <= LOSS_TOLERANCE, (
-                f"step {step}: loss {mine[step]!r}, in the other run {others[step]!r}\n"
-                f"{self.story()}"
+                f"{self.story()}\n"
+                f"step {step}: loss {mine[step]!r}, in the other run {others[step]!r}"
             )
 
 
@@ -174,7 +194,7 @@ def run_job(
         keepers: whether nodes have one.
     """
     nodes = nodes or {f"n{i}": 1 for i in range(job.elastic.max_workers)}
-    host = LocalHost(nodes, WORKER_ENVIRONMENT | (environment or {}))
+    host = StagedHost(nodes, WORKER_ENVIRONMENT | (environment or {}))
     folder = RunFolder(str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
     if not keepers:
@@ -188,6 +208,7 @@ def run_job(
     def poll() -> None:
         deadline = time.monotonic() + deadline_s
         while not ended.wait(POLL_S):
+            host.refill(running.state)
             if watch is not None:
                 watch(running)
             if time.monotonic() > deadline:

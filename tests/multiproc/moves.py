@@ -161,7 +161,7 @@ class NodeGate(Gate):
 
     def _places(self, controller: Scripted) -> set[int]:
         """Where members have stood from one heartbeat to the next; empty while one still moves."""
-        marks = [controller._marks.get(worker) for worker in controller.state.ranks]
+        marks = [controller._progress.marks.get(worker) for worker in controller.state.ranks]
         still = [mark for mark in marks if mark and mark.heard_at_s > mark.moved_at_s]
         return {mark.place for mark in still} if len(still) == len(marks) else set()
 
@@ -246,9 +246,11 @@ def run_moves(
 
 
 def job_of_moves(**sections: Any) -> Job:
-    """Under load a worker is silent for seconds, and forming takes some."""
+    """Under load a worker is silent for seconds, and forming takes some. Those who replace a node's
+    workers join together."""
     elastic = {"heartbeat_timeout_s": 20, "hang_timeout_s": 60, "pause_timeout_s": 20}
     workers = sections.get("workers", 1)
+    elastic |= {"join_batch_s": 30}  # the last of them ends it
     elastic |= {"min_workers": min(2, workers), "max_workers": workers, "gather_s": 120}
     elastic |= sections.pop("elastic", {})
     batch = {"global_batch_size": 8, "micro_batch_size": 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import threading
 from multiprocessing import AuthenticationError
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.core.events import Member
-from elastic_ft.runtime.control import ControlServer, Welcome, connect
+from elastic_ft.runtime.control import ControlServer, Form, Pickled, Welcome, connect
 from tests.multiproc.harness import make_job
 
 MEMBER = Member("w0", "n0", "localhost", 1)
@@ -73,3 +74,19 @@ def test_one_that_has_started_again_is_not_lost_with_its_last_life() -> None:
         assert server.server.connected() == ("w0",)
         second.close()
         assert server.ended.wait(10)
+
+
+def test_what_everyone_is_sent_is_pickled_once_and_itself_on_arrival() -> None:
+    pickled = 0
+
+    class Counted:
+        def __reduce__(self) -> Any:
+            nonlocal pickled
+            pickled += 1
+            return str, ("an assignment",)
+
+    everyones: Any = Pickled(Counted())
+    for checkpointed in range(3):
+        received = pickle.loads(pickle.dumps(Form(everyones, checkpointed_step=checkpointed)))
+        assert received == Form("an assignment", checkpointed_step=checkpointed)  # type: ignore[arg-type]
+    assert pickled == 1

@@ -147,7 +147,10 @@ def test_nothing_is_lost(
     run = disturbed(strategy, action).check()
     run.same_losses_as(undisturbed[strategy])
     run.same_losses_as(reference)
-    assert all(r["steps_lost"] == 0 and r["steps_redone"] <= 1 for r in run.recoveries)
+    for recovery in run.recoveries:
+        assert recovery["steps_lost"] == 0 and recovery["steps_redone"] <= 1, (
+            f"{run.story()}\n{recovery}"
+        )
     assert run.worlds()[-1] == WORLD
 
 

@@ -86,10 +86,13 @@ def test_all_nodes_lost_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None
     assert later[0]["source"] == "checkpoint", run.story()
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["", "and-a-worker-stopped"])
-def test_the_controllers_process_is_killed(tmp_path: Path, stopped: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "how"),
+    [("fsdp", ""), ("fsdp", "beside a stopped worker"), ("ddp", ""), ("ddp", "lagging")],
+)
+def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: str) -> None:
     """Its workers exit by themselves, keepers save what they had: no committed step is lost."""
-    job = make_job("fsdp", steps=4000, workers=2, checkpoint={"every_steps": 200})
+    job = make_job(strategy, steps=4000, workers=2, checkpoint={"every_steps": 200})
     job_file, out = tmp_path / "job.yaml", tmp_path / "run"
     job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
     command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file)]
@@ -99,21 +102,30 @@ def test_the_controllers_process_is_killed(tmp_path: Path, stopped: bool) -> Non
     try:
         wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
         pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
-        if stopped:  # it can't see that its controller is gone
+        if how == "beside a stopped worker":  # it can't see that its controller is gone
             os.kill(pids[1], signal.SIGSTOP)
+        if how == "lagging":  # workers train on, and nobody records it
+            child.send_signal(signal.SIGSTOP)
+            trained = psutil.Process(pids[0]).cpu_times().user
+            wait_for(
+                "steps that nobody records",
+                lambda: psutil.Process(pids[0]).cpu_times().user > trained + 0.5,
+            )
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(10)
     wait_for("its workers to exit", lambda: not any(psutil.pid_exists(pid) for pid in pids))
     committed = read_lines(out / "steps.jsonl")[-1]["step"]
-    again = make_job("fsdp", steps=committed + 4, workers=2, checkpoint={"every_steps": 200})
-    run = run_job(again, out)
+    steps = committed + (250 if how == "lagging" else 80)  # the workers were ahead of the record
+    again = make_job(strategy, steps=steps, workers=2, checkpoint={"every_steps": 200})
+    run = run_job(again, out).check()
     assert run.result["status"] == "completed", run.story()
     (saved,) = run.all("emergency_checkpoint")
     (restarted,) = run.all("controller_restarted")
-    assert (saved["step"], restarted["steps_lost"]) == (committed, 0), run.story()
-    assert run.all("job_started")[-1]["step"] == committed, run.story()
-    assert [line["step"] for line in run.steps] == list(range(1, committed + 5)), run.story()
+    assert (saved["recorded"], restarted["steps_lost"]) == (committed, 0), run.story()
+    assert saved["step"] > committed if how == "lagging" else saved["step"] >= committed
+    assert run.all("job_started")[-1]["step"] == saved["step"], run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, steps + 1)), run.story()
     assert not (out / "checkpoints" / "emergency").exists()
     generations = [line["generation"] for line in run.all("generation_formed")]
     assert generations == sorted(set(generations)), "generations go on across controllers (I1)"

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic_ft.core.events import Holding, Tier
-from elastic_ft.core.manifest import Manifest
+from elastic_ft.core.events import Holding, RecordStep, Tier
 from elastic_ft.core.sharding import Box
 from elastic_ft.runtime import emergency
 from elastic_ft.runtime.buffer import DIGEST_BYTES, lay_out, schema_bytes, seal
@@ -25,8 +24,10 @@ def store(tmp_path: Path) -> Store:
     return open_store(str(tmp_path))
 
 
-def shard(step: int, number: int, of: int = 2, damaged: bool = False) -> emergency.Held:
-    """A part of a weight's rows, and a counter that every shard has."""
+def shard(
+    step: int, number: int, of: int = 2, damaged: bool = False, told: range = range(0)
+) -> emergency.Held:
+    """A part of a weight's rows, and a counter that every shard has. ``told``: of which steps."""
     each = ROWS // of
     box = Box((number * each, 0), (each, 4))
     parts = [("a.step", "float32", (), Box((), ()), 4), ("weight", "float32", (ROWS, 4), box, 4)]
@@ -38,7 +39,9 @@ def shard(step: int, number: int, of: int = 2, damaged: bool = False) -> emergen
     seal(buffer)
     buffer[0] ^= damaged
     space = f"pp1.s{of}.tp1"
-    return Holding(step, space, f"pp0.s{number}.tp0", Tier.KEEPER), schema, buffer
+    holding = Holding(step, space, f"pp0.s{number}.tp0", Tier.KEEPER)
+    record = {n: RecordStep(n, 1, of, f"fsdp{of}", {"loss": 1 / n}) for n in told}
+    return emergency.Held(holding, schema, buffer, record)
 
 
 def save(store: Store, **held: list[emergency.Held]) -> None:
@@ -47,15 +50,15 @@ def save(store: Store, **held: list[emergency.Held]) -> None:
         emergency.save(store, RUN, node, shards)
 
 
-def found(store: Store, newest: int = 100) -> Manifest | None:
-    return emergency.compose(emergency.gather(store, RUN, 0.0), JOB, RUN, newest)
+def found(store: Store, recorded: int = 100) -> emergency.Saved | None:
+    return emergency.compose(emergency.gather(store, RUN, 0.0), JOB, RUN, recorded)
 
 
 def test_the_newest_complete_step_becomes_a_checkpoint(store: Store) -> None:
     save(store, n0=[shard(6, 0), shard(7, 0)], n1=[shard(6, 1), shard(7, 1)])
-    manifest = found(store)
-    assert manifest is not None and manifest.step == 7
-    done = checkpoints.commit(store, manifest, 2)
+    saved = found(store)
+    assert saved is not None and saved.manifest.step == 7
+    done = checkpoints.commit(store, saved.manifest, 2)
     reader = checkpoints.open_checkpoint(done.ref)
     assert checkpoints.verify(store, reader.manifest) == []
     rows = np.zeros((ROWS, 4), np.float32)
@@ -65,11 +68,22 @@ def test_the_newest_complete_step_becomes_a_checkpoint(store: Store) -> None:
     assert found(store) is None and store.list("emergency") == []
 
 
-def test_no_step_ahead_of_the_history_is_taken(store: Store) -> None:
+def test_no_step_is_taken_that_would_leave_a_hole_in_the_record(store: Store) -> None:
     save(store, n0=[shard(6, 0), shard(7, 0)], n1=[shard(6, 1), shard(7, 1)])
-    manifest = found(store, newest=6)
-    assert manifest is not None and manifest.step == 6
-    assert found(store, newest=5) is None
+    saved = found(store, recorded=6)
+    assert saved is not None and saved.manifest.step == 6
+    assert found(store, recorded=5) is None
+
+
+def test_what_the_controller_had_not_recorded_comes_with_the_shards(store: Store) -> None:
+    """It was killed while it lagged; each worker knows some of the steps since."""
+    held = [shard(7, 0, told=range(3, 9))], [shard(7, 1, told=range(5, 9))]
+    save(store, n0=held[0], n1=held[1])
+    saved = found(store, recorded=2)
+    assert saved is not None and saved.manifest.step == 7
+    assert [line.step for line in saved.record] == [3, 4, 5, 6, 7]
+    assert saved.record[0] == RecordStep(3, 1, 2, "fsdp2", {"loss": 1 / 3})
+    assert found(store, recorded=1) is None
 
 
 def test_each_shard_is_written_once_and_by_who_has_it_whole(store: Store) -> None:
@@ -80,14 +94,14 @@ def test_each_shard_is_written_once_and_by_who_has_it_whole(store: Store) -> Non
         n2=[shard(7, 0), shard(7, 1)],
     )
     assert len(emergency.gather(store, RUN, 0.0)) == 2
-    manifest = found(store)
-    assert manifest is not None and checkpoints.verify(store, manifest) == []
+    saved = found(store)
+    assert saved is not None and checkpoints.verify(store, saved.manifest) == []
 
 
 def test_an_incomplete_step_is_passed_over(store: Store) -> None:
     save(store, n0=[shard(7, 0), shard(6, 0)], n1=[shard(6, 1)])
-    manifest = found(store)
-    assert manifest is not None and manifest.step == 6
+    saved = found(store)
+    assert saved is not None and saved.manifest.step == 6
 
 
 def test_shards_of_two_layouts_are_not_mixed(store: Store) -> None:
@@ -100,9 +114,9 @@ def test_who_has_begun_is_waited_for(store: Store) -> None:
     emergency.begin(store, RUN, "n1")
     late = threading.Timer(0.5, emergency.save, (store, RUN, "n1", [shard(7, 1)]))
     late.start()
-    manifest = found(store)
+    saved = found(store)
     late.join()
-    assert manifest is not None and manifest.step == 7
+    assert saved is not None and saved.manifest.step == 7
 
 
 def test_nothing_saved_is_no_checkpoint(store: Store) -> None:

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_ft.core.events import DropKept, Holding, Keeper, KeeperHolds, KeeperReady, Tier
+from elastic_ft.core.events import (
+    DropKept,
+    Holding,
+    Keeper,
+    KeeperHolds,
+    KeeperReady,
+    RecordStep,
+    Tier,
+)
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged
@@ -71,6 +79,10 @@ def keeper(desk: Desk) -> Keeper:
     return found
 
 
+def known(step: int) -> RecordStep:
+    return RecordStep(step, 1, 1, "fsdp1", {"loss": 1.0 / step})
+
+
 def write(client: KeeperClient, step: int, *, sealed: bool = True) -> tuple[str, Any]:
     """A shard in a buffer of the keeper's. Returns its path and memory."""
     path, memory = client.allocate(schema_bytes(SCHEMA) + DIGEST_BYTES)
@@ -79,7 +91,8 @@ def write(client: KeeperClient, step: int, *, sealed: bool = True) -> tuple[str,
     buffer[64:72] = np.array([step], np.int64).view(np.uint8)
     seal(buffer)
     if sealed:
-        client.tell(Sealed(path, Holding(step, SPACE, SHARD, Tier.KEEPER), SCHEMA))
+        holding = Holding(step, SPACE, SHARD, Tier.KEEPER)
+        client.tell(Sealed(path, holding, SCHEMA, (known(step),)))
     return path, memory
 
 
@@ -93,6 +106,7 @@ def test_what_a_worker_sealed_outlives_it_and_is_cut_as_asked(desk: Desk, keeper
     told = desk.next(KeeperHolds)
     assert (told.worker, told.node) == ("w0", "n0")
     assert told.holdings == (Holding(6, SPACE, SHARD, Tier.KEEPER),)
+    assert told.record == (known(6),)  # it went on to step 7, but of that nothing is left
     left = LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
     assert left.schema == SCHEMA
     data = left.read([("a", Box((1, 1), (2, 2))), ("b", Box((), ()))])
@@ -133,6 +147,16 @@ def test_two_that_ended_at_one_step_are_told_apart(desk: Desk, keeper: Keeper) -
         assert left.read([("a", WHOLE)])[0] == value
 
 
+def await_dropped(desk: Desk, keeper: Keeper, step: int) -> None:
+    """Of w0. The command and the request come over two connections."""
+    for _ in range(1000):
+        try:
+            LeftShard(keeper, desk.server.key, "w0", step, SPACE, SHARD)
+        except StateDamaged:
+            return
+    pytest.fail(f"step {step}, which w0 left, is still served")
+
+
 def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
     for worker in ("w0", "w1"):
         client = KeeperClient(keeper, desk.server.key, worker)
@@ -140,14 +164,19 @@ def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
         client.close()
         desk.next(KeeperHolds)
     desk.server.send(keeper.name, DropKept("n0", "w0"))
-    for _ in range(1000):  # the command and the request come over two connections
-        try:
-            LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
-        except StateDamaged:
-            break
-    else:
-        pytest.fail("what w0 left is still served")
+    await_dropped(desk, keeper, 6)
     assert LeftShard(keeper, desk.server.key, "w1", 6, SPACE, SHARD).schema
+
+
+def test_steps_that_are_trained_again_are_dropped(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    write(client, 7)
+    client.close()
+    desk.next(KeeperHolds)
+    desk.server.send(keeper.name, DropKept("n0", "w0", after=6))
+    await_dropped(desk, keeper, 7)
+    assert LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD).schema
 
 
 def test_a_buffer_that_does_not_fit_is_refused_in_words(desk: Desk, keeper: Keeper) -> None:

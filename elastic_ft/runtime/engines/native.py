@@ -604,8 +604,15 @@ def _state_tensor(tensor: torch.Tensor) -> StateTensor:
 
 
 def seed_for(seed: int, step: int, micro_batch: int) -> None:
-    """Seeds dropout and the like by what is computed, not by who computes it (I3)."""
-    torch.manual_seed((seed * 1_000_003 + step) * 100_003 + micro_batch)
+    """Seeds dropout and the like by what is computed, not by who computes it (I3).
+
+    Not by ``torch.manual_seed``: without a GPU it takes a stack trace for each kind that there
+    might be: 0.2 ms a call, beside 1 us.
+    """
+    value = (seed * 1_000_003 + step) * 100_003 + micro_batch
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
 
 
 def _to_device(data: Any, device: torch.device) -> Any:

@@ -1,0 +1,95 @@
+"""Who hangs, judged from what is known of each worker's progress."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ft.core.events import WorkerLost
+from elastic_ft.core.state import Policy
+from elastic_ft.core.watch import Progress
+from elastic_ft.sim.script import Script
+
+HANG_S, SILENT_S = 20.0, 10.0
+
+
+def trained() -> Script:
+    return Script(Policy(1, 3)).run(a="n1", b="n2", c="n3")
+
+
+def beaten(until_s: float, **places: tuple[int, int]) -> Progress:
+    """Every worker has stood at its (step, place) since second 0, and beats each second."""
+    progress = Progress(HANG_S, SILENT_S)
+    for second in range(int(until_s) + 1):
+        for worker, (step, place) in places.items():
+            progress.beat(worker, step, place, place, float(second))
+    return progress
+
+
+def judged(progress: Progress, script: Script, now_s: float) -> tuple[list[str], bool]:
+    found = progress.judge(script.state, now_s)
+    return sorted(found.hung), bool(found.stuck)
+
+
+def test_who_is_furthest_behind_when_nobody_moves_is_to_blame() -> None:
+    script, places = trained(), {"a": (5, 3), "b": (5, 1), "c": (5, 3)}
+    assert judged(beaten(19, **places), script, 19.0) == ([], False)
+    progress = beaten(21, **places)
+    assert judged(progress, script, 21.0) == (["b"], False)
+    (hung,) = progress.judge(script.state, 21.0).hung.values()
+    assert hung.since_s == 0.0 and "furthest behind" in hung.reason
+
+
+def test_while_one_moves_nobody_hangs() -> None:
+    progress = beaten(21, a=(5, 3), b=(5, 1), c=(5, 3))
+    progress.beat("c", 5, 4, 4, 21.0)
+    assert judged(progress, trained(), 22.0) == ([], False)
+
+
+def test_all_at_one_place_are_stuck_and_nobody_is_named() -> None:
+    assert judged(beaten(21, a=(5, 3), b=(5, 3), c=(5, 3)), trained(), 21.0) == ([], True)
+
+
+def test_silence_is_proof_enough() -> None:
+    script, progress = trained(), beaten(5, a=(5, 3), b=(5, 3), c=(5, 3))
+    for second in range(6, 17):
+        progress.beat("a", 5, 3, 3, float(second))
+        progress.beat("c", 5, 3, 3, float(second))
+    assert judged(progress, script, 16.0) == (["b"], False)
+    assert progress.judge(script.state, 16.0).hung["b"].since_s == 5.0
+    script.ready("d", "n4")  # it has no rank, and is never heard of
+    assert judged(progress, script, 16.0) == (["b"], False)
+    assert judged(progress, script, 27.0)[0] == ["a", "b", "c", "d"]
+
+
+def test_a_hang_on_the_way_to_a_boundary_shows_among_those_who_are_not_there_yet() -> None:
+    script = Script(Policy(1, 3)).run(a="n1", b="n2")
+    script.ready("c", "n3")  # the world is full with it: it joins at the next boundary
+    assert (script.state.phase, script.state.abort) == ("pausing", False)
+    progress = beaten(21, a=(5, 3), b=(5, 1), c=(0, 0))
+    assert judged(progress, script, 21.0) == (["b"], False)
+    script.paused("a", script.live("a", 5))
+    assert judged(progress, script, 21.0) == ([], True)
+
+
+@pytest.mark.parametrize("phase", ["pausing", "forming"])
+def test_breaking_off_and_forming_have_deadlines_of_their_own(phase: str) -> None:
+    script, places = trained(), {"a": (5, 3), "b": (5, 1)}
+    script.tell(WorkerLost, "c", "killed")
+    if phase == "forming":
+        for worker in ("a", "b"):
+            script.paused(worker, script.live(worker, 5))
+    assert script.state.phase == phase
+    assert judged(beaten(21, **places), script, 21.0) == ([], False)
+
+
+def test_time_in_which_nobody_looked_says_nothing() -> None:
+    progress = beaten(5, a=(5, 3), b=(5, 1), c=(5, 3))
+    progress.overlook(30.0)
+    assert judged(progress, trained(), 36.0) == ([], False)
+
+
+def test_a_new_step_is_a_move() -> None:
+    progress = beaten(19, a=(5, 3), b=(5, 3), c=(5, 3))
+    progress.applied("b", 6, 19.0)
+    assert judged(progress, trained(), 21.0) == ([], False)
+    assert progress.still_s(trained().state, 21.0) == {0: 21.0, 1: 2.0, 2: 21.0}
