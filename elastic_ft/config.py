@@ -177,7 +177,7 @@ class ElasticConfig(Section):
     hang_timeout_s: float = Field(60, gt=0)  # no progress inside a step
     heartbeat_timeout_s: float = Field(10, gt=0)  # nothing at all from a worker
     max_generations_without_progress: int = Field(10, ge=1)
-    max_user_failures: int = Field(2, ge=0)  # retries of an exception in user code, per step
+    max_user_failures: int = Field(2, ge=0)  # retries, until a step goes by without an exception
     regrow_repaid_s: float = Field(300, gt=0)  # a joiner must be worth its pause within that
     regrow_delay_max_s: float = Field(120, ge=0)  # and waits at most so long if it is not
     evict_stragglers: bool = False

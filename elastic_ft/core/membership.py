@@ -482,14 +482,14 @@ def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
     if not is_current(turn, event.worker, event.generation):
         return
     step, count, generation = state.user_failures
-    if step != event.step:
-        count = 1
-    elif generation != event.generation:  # else another rank raises the same
-        count += 1
-    turn.set(user_failures=(event.step, count, event.generation))
+    if generation != event.generation:  # else another rank raises the same
+        # The step after it as well: what raises once a step is applied may find it kept.
+        count = count + 1 if step <= event.step <= step + 1 else 1
+        turn.set(user_failures=(event.step, count, event.generation))
     turn.journal("worker_raised", event.error, worker=event.worker, step=event.step, times=count)
     if count > turn.policy.max_user_failures:
-        reason = f"{event.worker} raised {count} times at step {event.step}: {event.error}"
+        again = f", {count} times in a row" if count > 1 else ""
+        reason = f"{event.worker} raised at step {event.step}{again}: {event.error}"
         finish(turn, "failed", f"{reason}; {turn.last_good()}")
     elif state.phase in ("running", "forming"):
         _pause(turn, "worker_raised", f"{event.worker} raised: {event.error}", abort=True)

@@ -170,7 +170,7 @@ class State:
     episode: Episode | None = None
     recoveries: tuple[Recovery, ...] = ()
     fruitless: int = 0  # generations since the last committed step
-    user_failures: tuple[int, int, int] = (-1, 0, 0)  # step, how often, in which generation last
+    user_failures: tuple[int, int, int] = (-1, 0, 0)  # last step, how many in a row, generation
     stopping: str = ""
     status: str = ""
 

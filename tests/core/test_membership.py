@@ -609,16 +609,23 @@ def test_user_code_that_raises_on_every_rank_has_failed_once() -> None:
     script.resume()
     finish = script.tell(WorkerRaised, "b", 2, 5, "ValueError")[-1]
     assert isinstance(finish, FinishJob) and finish.status == "failed"
-    assert finish.reason.startswith("b raised 2 times at step 5: ValueError")
+    assert finish.reason.startswith("b raised at step 5, 2 times in a row: ValueError")
 
 
-def test_another_step_raises_for_the_first_time() -> None:
-    script = ddp(max_user_failures=1).run(a="n1")
-    for generation, number in enumerate((5, 6, 7), start=1):
-        script.tell(WorkerRaised, "a", generation, number, "ValueError")
-        script.paused("a")
-        script.resume()
-    assert script.state.phase == "running"
+def test_retries_are_counted_until_a_step_goes_by() -> None:
+    def phase_after(*steps: int) -> str:
+        script = ddp(max_user_failures=1).run(a="n1")
+        for generation, number in enumerate(steps, start=1):
+            script.tell(WorkerRaised, "a", generation, number, "ValueError")
+            if script.state.phase == "ended":
+                break
+            script.paused("a")
+            script.resume()
+        return script.state.phase
+
+    assert phase_after(5, 7, 9) == "running"
+    assert phase_after(5, 5) == "ended"
+    assert phase_after(5, 6) == "ended", "step 5 was kept, and what follows it raises again"
 
 
 def test_what_the_user_must_fix_is_not_retried() -> None:
