@@ -1,12 +1,13 @@
 """What elasticity costs while nothing happens: tokens/s against the same engine's bare loop.
 
-    python benchmarks/overhead.py --strategy fsdp --windows 15
+    python benchmarks/overhead.py --strategy fsdp --launches 5 --windows 3
 
 Two jobs are kept side by side, each on as many worker processes, and take turns: one trains for a
 few seconds while the other is stopped (SIGSTOP). So a pair of windows is seconds apart, and the
 machine's drift cancels out. ``bare`` is the engine alone (forward, backward, the loss all-reduce,
 clipping, optimizer); ``elastic`` is the whole runtime: controller, keepers, heartbeats, journal,
-snapshots with their buddies' copies as often as the default allows. Printed are the median and
+snapshots with their buddies' copies as often as the default allows. Where a process has its memory
+is decided when it starts, so both are launched anew several times. Printed are the median and
 min-max of the ratio over pairs of windows, and what snapshots take of host memory.
 """
 
@@ -45,7 +46,7 @@ from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.engines.base import MicroBatch
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
+from elastic_ft.runtime.local import LocalHost
 
 WARM_UP_STEPS = 12  # in which the cost of a snapshot is learnt, too
 DEADLINE_S = 120.0
@@ -152,7 +153,7 @@ class Elastic:
 
     def __init__(self, job: Job, folder: Path) -> None:
         nodes = {f"n{i}": 1 for i in range(job.elastic.max_workers)}
-        self._host, self.folder = LocalHost(nodes, WORKER_ENVIRONMENT), folder
+        self._host, self.folder = LocalHost(nodes), folder
         run = RunFolder(str(folder))
         self._controller = Controller(job, self._host, run, f"{run.url}/checkpoints")
         self._thread = threading.Thread(target=self._controller.run)
@@ -199,8 +200,8 @@ def warm_up(job: Bare | Elastic) -> None:
     job.signal(signal.SIGSTOP)
 
 
-def measure(job: Job, arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """One line per pair of windows."""
+def measure(job: Job, arguments: argparse.Namespace, launch: int) -> list[dict[str, float]]:
+    """One line per pair of windows, of one launch of both."""
     pairs = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         bare = Bare(job)
@@ -213,8 +214,8 @@ def measure(job: Job, arguments: argparse.Namespace) -> list[dict[str, float]]:
             both = [("bare", bare), ("elastic", elastic)]
             turns = both if number % 2 else both[::-1]
             pair = {name: step_seconds(which, arguments.seconds) for name, which in turns}
-            pairs.append({**pair, "ratio": pair["bare"] / pair["elastic"]})
-            print(" ".join(f"{name} {value:.4f}" for name, value in pairs[-1].items()), flush=True)
+            pairs.append({"launch": launch, **pair, "ratio": pair["bare"] / pair["elastic"]})
+            print(" ".join(f"{name} {value:.4g}" for name, value in pairs[-1].items()), flush=True)
         elastic.signal(signal.SIGCONT)
         elastic.close()
         for note in elastic.notes("snapshot_interval", "host_memory"):
@@ -228,12 +229,13 @@ def main() -> None:
     parser.add_argument("--preset", default="decoder-1m")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=4, help="samples per worker and step")
-    parser.add_argument("--windows", type=int, default=15, help="pairs of them")
+    parser.add_argument("--launches", type=int, default=5, help="of both jobs")
+    parser.add_argument("--windows", type=int, default=3, help="pairs of them in a launch")
     parser.add_argument("--seconds", type=float, default=5.0, help="of one window")
     parser.add_argument("--out", default="benchmarks/results")
     arguments = parser.parse_args()
     job = make_job(arguments)
-    pairs = measure(job, arguments)
+    pairs = [pair for n in range(arguments.launches) for pair in measure(job, arguments, n)]
     tokens = job.batch.global_batch_size * job.data.sequence_length
     ratios = [pair["ratio"] for pair in pairs]
     print(

@@ -243,10 +243,10 @@ def _run_on_processes(job: Job, out: str, where: Where, checked: Checked, by: Di
     from chaos.clusters import ProcessNodes
     from elastic_ft.observe.run_folder import RunFolder
     from elastic_ft.runtime.controller import Controller
-    from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
+    from elastic_ft.runtime.local import LocalHost
 
     slots = where.cpus_per_node
-    host = LocalHost({f"n{i}": slots for i in range(where.nodes)}, WORKER_ENVIRONMENT)
+    host = LocalHost({f"n{i}": slots for i in range(where.nodes)})
     with by.injected(ProcessNodes(host, slots)):
         folder = RunFolder(out)
         controller = Controller(job, host, folder, checked.checkpoint_url, faults=by.inside)

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from elastic_ft.config import load_job
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
+from elastic_ft.runtime.local import LocalHost
 
 
 def obey(host: LocalHost) -> None:
@@ -34,7 +34,7 @@ def obey(host: LocalHost) -> None:
 
 def main() -> None:
     job, out = load_job(sys.argv[1]), sys.argv[2]
-    host = LocalHost({f"n{i}": 1 for i in range(job.elastic.max_workers)}, WORKER_ENVIRONMENT)
+    host = LocalHost({f"n{i}": 1 for i in range(job.elastic.max_workers)})
     folder = RunFolder(out)
     controller = Controller(job, host, folder, f"{folder.url}/checkpoints")
     signal.signal(signal.SIGTERM, lambda *_: controller.stop("measured"))

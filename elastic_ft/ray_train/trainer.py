@@ -40,6 +40,7 @@ from elastic_ft.ray_train.controller import (
 from elastic_ft.ray_train.host import describe
 from elastic_ft.ray_train.placement import remove_placement_groups
 from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.host import WORKER_ENVIRONMENT
 
 log = logging.getLogger(__name__)
 CONTROLLER_STARTS = 4
@@ -50,10 +51,6 @@ UNUSED_CALLBACKS = (
 )
 CONTROLLER_CONCURRENCY = 10_000  # calls at once: each worker waits in one at a report's barrier
 CONTROLLER_ENVIRONMENT = {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}  # as Ray Train sets it
-WORKER_ENVIRONMENT = {
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
-}
 
 
 class ElasticBackendConfig(BackendConfig):

@@ -9,6 +9,15 @@ from elastic_ft.core.events import Assignment, Event, WorkerId
 
 Inbox = Callable[[Event], None]  # thread-safe; how a host reports
 
+# Of every worker's process, from its beginning: libraries read these when they are loaded.
+WORKER_ENVIRONMENT = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
+    # The first thread does not train. Another's heap is made of pieces that glibc gives back and
+    # faults in again with every step: with a model on the CPU that is a tenth of the time.
+    "MALLOC_ARENA_MAX": "1",
+}
+
 
 class Host(Protocol):
     """Starts and kills worker processes, and reports what becomes of them.

@@ -32,8 +32,9 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.host import Inbox
+from elastic_ft.runtime.host import WORKER_ENVIRONMENT, Inbox
 
+ENVIRONMENT = WORKER_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
 START_FAILURES_MAX = 5  # before any worker has trained: then the job can't start here
 KEEPER_STARTS_MAX = 4  # on one node
 WATCH_EVERY_S = 0.5
@@ -57,12 +58,12 @@ class LocalHost:
 
     Args:
         nodes: name -> slots.
-        environment: for the workers, beside this process's own.
+        environment: for the workers, beside this process's own and ``ENVIRONMENT``.
     """
 
     def __init__(self, nodes: dict[str, int], environment: dict[str, str] | None = None) -> None:
         self._nodes = {name: Node(name, slots) for name, slots in nodes.items()}
-        self._environment = environment or {}
+        self._environment = ENVIRONMENT | (environment or {})
         self._processes: dict[WorkerId, BaseProcess] = {}
         self._lock = threading.RLock()
         self._wanted = 0
@@ -348,13 +349,6 @@ def _die_with(controller_pid: int, to_death: bool) -> None:
         os._exit(1)
 
 
-WORKER_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
-}
-
-
 def run_local(
     job: Job,
     out: str,
@@ -378,7 +372,7 @@ def run_local(
     if nodes is None:
         count = -(-elastic.workers_wanted // elastic.workers_per_node)
         nodes = {f"n{i}": elastic.workers_per_node for i in range(count)}
-    host = LocalHost(nodes, WORKER_ENVIRONMENT)
+    host = LocalHost(nodes)
     run = RunFolder(out)
     url = job.checkpoint.url or f"{run.url}/checkpoints"
     controller = Controller(job, host, run, url, faults=faults)

@@ -10,8 +10,6 @@ keeps for each thread (DTensor's caches, by mesh) makes it one thread for all of
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator
@@ -27,18 +25,7 @@ from elastic_ft.errors import GroupBroken
 T = TypeVar("T")
 POLL_S = 0.05
 ASLEEP_S = 0.3  # a closed connection ends what waits for it in milliseconds, or never
-M_ARENA_MAX = -8  # from malloc.h
 TORCH = str(Path(torch.__file__).parent)
-
-
-def share_one_heap() -> None:
-    """For a process whose first thread does not train. Before other threads have allocated.
-
-    glibc gives each thread a heap of its own, of small pieces that it returns and faults in again
-    with every step: with a model on the CPU that is a tenth of the time.
-    """
-    with contextlib.suppress(AttributeError, OSError):  # another libc
-        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 @dataclass

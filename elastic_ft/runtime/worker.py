@@ -71,7 +71,7 @@ from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.planning import device_memory_bytes
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
-from elastic_ft.runtime.training_thread import TrainingThread, share_one_heap
+from elastic_ft.runtime.training_thread import TrainingThread
 
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
@@ -102,7 +102,6 @@ def run_worker(
         on_pause: called from the control thread when collectives are broken off.
     """
     global _current
-    share_one_heap()
     worker = Worker(address, key, member, on_generation, on_pause)
     _current = worker
     try:

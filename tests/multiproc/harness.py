@@ -21,7 +21,7 @@ from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
+from elastic_ft.runtime.local import LocalHost
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.005
@@ -194,7 +194,7 @@ def run_job(
         keepers: whether nodes have one.
     """
     nodes = nodes or {f"n{i}": 1 for i in range(job.elastic.max_workers)}
-    host = StagedHost(nodes, WORKER_ENVIRONMENT | (environment or {}))
+    host = StagedHost(nodes, environment)
     folder = RunFolder(str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
     if not keepers:

@@ -25,7 +25,7 @@ from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.engines.base import Engine, MicroBatch
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.links import Links
-from elastic_ft.runtime.local import WORKER_ENVIRONMENT, _environment, _no_main_module
+from elastic_ft.runtime.local import ENVIRONMENT, _environment, _no_main_module
 from elastic_ft.runtime.worker import _engine_class
 
 OPERATION_S = 60.0
@@ -44,7 +44,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["elastic_ft.runtime.preload"])
         self._ranks: list[tuple[Any, Connection]] = []
-        with _environment(WORKER_ENVIRONMENT), _no_main_module():
+        with _environment(ENVIRONMENT), _no_main_module():
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import fcntl
 import multiprocessing
@@ -24,6 +25,7 @@ from elastic_ft.runtime import compat
 from elastic_ft.runtime.links import inet_sockets, shut_down
 from elastic_ft.runtime.training_thread import TrainingThread
 from tests.multiproc.harness import make_job, run_job
+from tests.multiproc.pool import Pool
 from tests.multiproc.tiny import Counted, Mixer
 
 HALF = 64 << 20  # elements: their 256 MiB take long enough to be cut off in
@@ -129,6 +131,26 @@ def test_what_is_raised_and_what_is_given_up_end_in_the_generator() -> None:
     given_up.close()  # type: ignore[attr-defined]
     assert closed.wait(TIMEOUT_S)
     thread.close()
+
+
+def heaps(*_place: int) -> int:
+    """How many glibc has in this process once other threads have allocated."""
+    for _ in range(3):
+        thread = threading.Thread(target=torch.zeros, args=(1 << 10,))
+        thread.start()
+        thread.join()
+    libc, told = ctypes.CDLL(None), os.memfd_create("malloc_info")
+    libc.fdopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fdopen(os.dup(told), b"w"))
+    assert libc.malloc_info(0, file) == 0
+    libc.fclose(file)
+    return os.pread(told, 1 << 20, 0).count(b"<heap nr")
+
+
+def test_all_threads_of_a_worker_share_its_heap() -> None:
+    """Even if a thread of some library has allocated before the worker was forked."""
+    with Pool(2) as pool:
+        assert pool(heaps, world=2) == [1, 1]
 
 
 # ---------------------------------------------------------------------------------- a whole job

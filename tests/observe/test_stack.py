@@ -29,7 +29,7 @@ from elastic_ft.observe.metrics import TARGETS
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import WORKER_ENVIRONMENT, LocalHost
+from elastic_ft.runtime.local import LocalHost
 from tests.multiproc.harness import make_job
 from tests.observe.conftest import tool
 from tests.observe.test_rules import ALERTS, PROMETHEUS, RECORDED, RULES
@@ -144,7 +144,7 @@ class RunningJob:
             audit=False,
             checkpoint={"every_steps": 100, "final": False},
         )
-        self.host = LocalHost({f"n{i}": 1 for i in range(3)}, WORKER_ENVIRONMENT)
+        self.host = LocalHost({f"n{i}": 1 for i in range(3)})
         folder = RunFolder(str(self.path))
         self.controller = Controller(
             job,

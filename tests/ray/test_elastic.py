@@ -33,6 +33,8 @@ def test_killed_worker_is_replaced(start: Start, cluster: LocalCluster) -> None:
     trial.wait_for_world(4, timeout_s=START_S)
     victim = trial.members()[1]
     survivors = trial.pids() - {victim["pid"]}
+    for pid in trial.pids():  # since its beginning: glibc reads it then
+        assert b"MALLOC_ARENA_MAX=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     assert cluster.node_of_pid(victim["pid"]) == victim["node"]
     assert cluster.raylet_pid(victim["node"]) == victim["raylet_pid"]
     os.kill(victim["pid"], signal.SIGKILL)
