@@ -45,7 +45,9 @@ from benchmarks.peers.systems import CASES, SYSTEMS, System, make
 FAULTS = ("steady", "worker", "node", "hang", "drain", "replay", "trace")
 SLOW = ("hang", "drain", "replay", "trace")  # mostly waiting for deadlines that all have in common
 PACKAGES = ("torch", "ray", "torchft", "elastic-ft")
-STEADY_STEPS = 40
+POLL_S = 0.01
+STEADY_STEPS, WARM_STEPS = 300, 50
+STEADY_POLL_S = 1.0  # reading what is written takes processor time from who writes it
 SETTLE_STEPS = 8  # of a whole world, before anything is done to it
 AFTER_STEPS = 6  # of a smaller world, before a node comes back
 
@@ -61,24 +63,28 @@ class Bench:
         self.system, self.log, self._deadline_s = system, system.log, deadline_s
         self._respawned = 0
 
-    def until(self, what: str, condition: Callable[[], Any]) -> Any:
+    def until(self, what: str, condition: Callable[[], Any], poll_s: float = POLL_S) -> Any:
         deadline_s = time.monotonic() + self._deadline_s
         while time.monotonic() < deadline_s:
             self.log.read()
             if found := condition():
                 return found
             self.system.tend()
-            time.sleep(0.01)
+            time.sleep(poll_s)
         raise Late(f"{what}: not within {self._deadline_s:g} s")
 
     def newest(self) -> analysis.Line | None:
         steps = analysis.new_steps(self.log.lines[-400:])
         return steps[-1] if steps else None
 
-    def settled(self, steps: int = SETTLE_STEPS) -> bool:
+    def _step(self) -> int:
+        newest = self.newest()
+        return newest.step if newest else 0
+
+    def settled(self) -> bool:
         """The last new steps are all of one whole world, with every rank taking part."""
-        recent = analysis.new_steps(self.log.lines[-400:])[-steps:]
-        whole = len(recent) == steps and all(line.world == WORKERS for line in recent)
+        recent = analysis.new_steps(self.log.lines[-400:])[-SETTLE_STEPS:]
+        whole = len(recent) == SETTLE_STEPS and all(line.world == WORKERS for line in recent)
         return (
             whole
             and len({line.attempt for line in recent}) == 1
@@ -106,8 +112,11 @@ class Bench:
     # ------------------------------------------------------------------------- the cases
 
     def steady(self) -> dict[str, Any]:
-        self.until("a long enough whole world", lambda: self.settled(STEADY_STEPS))
-        steps = analysis.new_steps(self.log.lines)[-STEADY_STEPS:]
+        self.whole()
+        first = self._step() + WARM_STEPS
+        wanted = range(first, first + STEADY_STEPS)
+        self.until("steps enough", lambda: self._step() >= wanted.stop, STEADY_POLL_S)
+        steps = [line for line in analysis.new_steps(self.log.lines) if line.step in wanted]
         step_s = analysis.step_time_s(steps)
         mean_s = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
         tokens = MICRO_BATCHES * make_job()["data"]["sequence_length"]
