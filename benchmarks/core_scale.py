@@ -221,7 +221,7 @@ def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[
             and phase("form again", lambda: resumed(controller))
             and phase("train on", lambda: steps(controller))
         )
-        form = len(pickle.dumps(controller.formed[-1].assignment))
+        form = len(pickle.dumps(Pickled(controller.formed[-1].assignment)))
         found |= {"assignment_bytes": form, "bytes_per_worker": memory_bytes / count}
     if whole:
         # Everything the core does between the loss and the new assignment.
@@ -276,7 +276,7 @@ def markdown(record: dict[str, Any], raw: str) -> str:
             ]
         )
     titles = ["workers", *(f"{name}, s (events/s)" for name in PHASES)]
-    titles += ["a shrink is decided, s", "state, bytes per worker", "assignment, bytes"]
+    titles += ["a shrink is decided, s", "state, bytes per worker", "assignment as sent, bytes"]
     lines = []
     for strategy, phases in record["profiles"].items():
         for name, top in ((name, phases[name]) for name in PHASES if name in phases):

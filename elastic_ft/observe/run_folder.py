@@ -16,9 +16,11 @@ from typing import Any
 import fsspec
 import yaml
 
+from elastic_ft.errors import JobFailed
 from elastic_ft.observe import requests
 
 MIRROR_EVERY_S = 5.0
+OWNER = "controller.json"  # whose run this is, while it lasts
 FILES = ("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json")
 
 
@@ -47,6 +49,7 @@ class RunFolder:
         self._stop_mirror = threading.Event()
         self._mirrored: dict[str, int] = {}
         self._request_seen_ns = 0
+        self._owner: tuple[int, int] | None = None  # what controller.json is, while it is ours
         self._mirror_thread: threading.Thread | None = None
         if self._remote:
             self._mirror_thread = threading.Thread(target=self._mirror_always, daemon=True)
@@ -94,13 +97,34 @@ class RunFolder:
             self._append("steps.jsonl", line)
 
     def take_over(self, run: str) -> str | None:
-        """This is controller ``run``'s now. Returns whose it was, if that one did not end it."""
-        path = self.path / "controller.json"
+        """This is controller ``run``'s now. Returns whose it was, if that one did not end it.
+
+        If that one lives it ends, by ``check_owner``, without another line here.
+        """
+        path = self.path / OWNER
         before = json.loads(path.read_text())["run"] if path.exists() else None
         swap = path.with_suffix(".tmp")
         swap.write_text(json.dumps({"run": run}) + "\n")
         swap.replace(path)
+        self._owner = self._owner_now()
         return before
+
+    def check_owner(self) -> None:
+        """Raises JobFailed if another controller has taken this folder over, or did and ended."""
+        if not self.is_ours:
+            taken = "is no longer this controller's: another has taken it over"
+            raise JobFailed(f"{self.path} {taken}")
+
+    @property
+    def is_ours(self) -> bool:
+        return self._owner is None or self._owner == self._owner_now()
+
+    def _owner_now(self) -> tuple[int, int]:
+        try:
+            found = (self.path / OWNER).stat()
+        except FileNotFoundError:
+            return (0, 0)
+        return (found.st_ino, found.st_mtime_ns)
 
     def last_step(self) -> int:
         """The last step recorded; 0 if none is."""
@@ -129,12 +153,15 @@ class RunFolder:
         self._sequence = count_lines(self.path / "events.jsonl")
 
     def write_result(self, result: dict[str, Any]) -> None:
+        self.check_owner()
         swap = self.path / "result.json.tmp"
         swap.write_text(json.dumps(result, indent=2) + "\n")
         swap.replace(self.path / "result.json")
-        (self.path / "controller.json").unlink(missing_ok=True)
+        self._owner = None
+        (self.path / OWNER).unlink(missing_ok=True)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
+        self.check_owner()
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = (self.path / name).open("a")

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import (
@@ -60,13 +61,17 @@ class Form:
 
 
 class Pickled:
-    """What is sent to everyone: pickled once, and itself again on arrival."""
+    """What is sent to everyone: pickled and compressed once, and itself again on arrival."""
 
     def __init__(self, value: Any) -> None:
-        self._data = pickle.dumps(value)
+        self._data = zlib.compress(pickle.dumps(value), level=1)
 
     def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return pickle.loads, (self._data,)
+        return _unpickled, (self._data,)
+
+
+def _unpickled(data: bytes) -> Any:
+    return pickle.loads(zlib.decompress(data))
 
 
 @dataclass(frozen=True, slots=True)

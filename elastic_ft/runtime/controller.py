@@ -187,7 +187,7 @@ class Controller:
         step = found[0].step if found else 0
         self.run_folder.truncate(step)
         if killed is not None:
-            reason = f"the one before it was killed at step {recorded}: from step {step}"
+            reason = f"the one before it did not end, at step {recorded}: from step {step}"
             fields = {"step": step, "steps_lost": recorded - step}
             self._journal("controller_restarted", 0, reason, fields)
         self._tcp_store = dist.TCPStore(
@@ -232,8 +232,9 @@ class Controller:
         if self._server is not None:
             self._server.close()
         self.metrics.close()
-        with contextlib.suppress(OSError):  # a disk that is full has said so before
-            write_targets(self.run_folder.path, "")
+        if self.run_folder.is_ours:
+            with contextlib.suppress(OSError):  # a disk that is full has said so before
+                write_targets(self.run_folder.path, "")
         self._publisher.close()
         self._tcp_store = None
 
@@ -466,6 +467,7 @@ class Controller:
         if (absent_s := now - self._next_watch_s) > WATCH_EVERY_S:
             self._progress.overlook(absent_s)
         self._next_watch_s = now + WATCH_EVERY_S
+        self.run_folder.check_owner()
         self._look_for_request()
         if now >= self._next_account_s:
             self._next_account_s = now + ACCOUNT_EVERY_S

@@ -18,7 +18,7 @@ from elastic_ft.observe.run_folder import read_lines
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.local import LocalHost
-from tests.multiproc.harness import Run, make_job, run_job
+from tests.multiproc.harness import Run, make_job, on_disk, run_job
 
 DEADLINE_S = 60.0
 CONSTANT = {"schedule": "constant"}
@@ -129,6 +129,37 @@ def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: s
     assert not (out / "checkpoints" / "emergency").exists()
     generations = [line["generation"] for line in run.all("generation_formed")]
     assert generations == sorted(set(generations)), "generations go on across controllers (I1)"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_newest_controller_of_a_run_folder_has_it(tmp_path: Path, stopped: bool) -> None:
+    """A job is started again while it runs: the first one ends, and writes nothing more there.
+
+    ``stopped``: it does not even see it until the second one has ended.
+    """
+    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
+    job = make_job("ddp", steps=100_000, workers=2)
+    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+    first = subprocess.Popen(
+        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
+        pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
+        if stopped:
+            first.send_signal(signal.SIGSTOP)
+        run = run_job(make_job("ddp", steps=40, workers=2), out).check()
+        first.send_signal(signal.SIGCONT)
+        _, said = first.communicate(timeout=DEADLINE_S)
+    finally:
+        first.kill()
+        first.wait(10)
+    assert first.returncode == 1
+    assert said.strip().splitlines()[-1].endswith("another has taken it over"), said
+    wait_for("its workers to exit", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert [line["step"] for line in run.steps] == list(range(1, 41)), run.story()
+    assert on_disk(run.job, out).check().events == run.events, "and nothing was added"
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
