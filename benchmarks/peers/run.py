@@ -121,6 +121,7 @@ class Bench:
         mean_s = (steps[-1].at_s - steps[0].at_s) / (len(steps) - 1)
         tokens = MICRO_BATCHES * make_job()["data"]["sequence_length"]
         found = {"step_s": step_s, "mean_step_s": mean_s, "tokens_per_s": tokens / mean_s}
+        self.whole()  # the newest lines are of every rank again, as ``members`` takes them to be
         return found | self._memory()
 
     def _memory(self) -> dict[str, Any]:
