@@ -105,8 +105,8 @@ class RunFolder:
         before = json.loads(path.read_text())["run"] if path.exists() else None
         swap = path.with_suffix(".tmp")
         swap.write_text(json.dumps({"run": run}) + "\n")
+        self._owner = _identity(swap)
         swap.replace(path)
-        self._owner = self._owner_now()
         return before
 
     def check_owner(self) -> None:
@@ -117,14 +117,7 @@ class RunFolder:
 
     @property
     def is_ours(self) -> bool:
-        return self._owner is None or self._owner == self._owner_now()
-
-    def _owner_now(self) -> tuple[int, int]:
-        try:
-            found = (self.path / OWNER).stat()
-        except FileNotFoundError:
-            return (0, 0)
-        return (found.st_ino, found.st_mtime_ns)
+        return self._owner is None or self._owner == _identity(self.path / OWNER)
 
     def last_step(self) -> int:
         """The last step recorded; 0 if none is."""
@@ -272,3 +265,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Of the file that is there now, also once it is renamed; of none if there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return (0, 0)
+    return (found.st_ino, found.st_mtime_ns)

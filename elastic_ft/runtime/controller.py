@@ -177,9 +177,9 @@ class Controller:
     # --------------------------------------------------------------------- set-up
 
     def _open(self) -> tuple[ev.CheckpointRef, ...]:
+        killed = self.run_folder.take_over(self.run_id)  # first: nobody else writes from now on
         self.run_folder.repair()
         self.run_folder.write_job(self.job.model_dump(mode="json"))
-        killed = self.run_folder.take_over(self.run_id)
         if killed is not None:
             self._publish_emergency(killed, self.run_folder.last_step())
         recorded = self.run_folder.last_step()
