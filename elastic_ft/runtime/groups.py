@@ -3,13 +3,15 @@
 Against a stopped or vanished peer Gloo's own ``abort`` and ``destroy`` do nothing: a survivor that
 is not a ring neighbour of the dead would wait out its timeout. So ``abort`` shuts down Gloo's
 connected sockets, which ends every running and later operation in milliseconds. They are told
-apart from others (Ray's gRPC) by the ports of Gloo's listeners, which peers exchange while
-forming. NCCL is aborted through its communicators.
+apart from others (Ray's gRPC, the controller's) by the addresses of Gloo's listeners, IP and port,
+which peers exchange while forming: a port number alone means another server on each machine. NCCL
+is aborted through its communicators.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from elastic_ft.core.events import Assignment, WorkerId
 from elastic_ft.core.layout import Layout
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime import compat
-from elastic_ft.runtime.links import Links, Socket, inet_sockets, shut_down
+from elastic_ft.runtime.links import Address, Links, Socket, inet_sockets, shut_down
 
 FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
 ABORT_POLL_S = 0.05
@@ -57,7 +59,8 @@ class Groups:
         self.store: dist.Store | None = None
         self._links = store if isinstance(store, Links) else Links(store, FORM_TIMEOUT_S)
         self._store_sockets: tuple[Socket, ...] = ()
-        self._gloo_ports: set[int] = set()
+        self._own_listeners: frozenset[Address] = frozenset()
+        self._gloo_listeners: frozenset[Address] = frozenset()  # everyone's
         self._lock = threading.Lock()
         self._aborted = ""
         self.uses_cuda = False
@@ -78,10 +81,10 @@ class Groups:
         self.uses_cuda = device.type == "cuda"
         try:
             self._connect_store()
-            before = {s.inode for s in inet_sockets() if s.peer_port is None}
+            before = {s.inode for s in inet_sockets() if s.peer is None}
             self._make_groups(device, reach)
-            fresh = [s for s in inet_sockets() if s.peer_port is None and s.inode not in before]
-            self._exchange_ports([s.local_port for s in fresh])
+            fresh = [s for s in inet_sockets() if s.peer is None and s.inode not in before]
+            self._exchange_listeners([s.local for s in fresh])
             self.barrier("formed")
             self._check()
         except GroupBroken:
@@ -132,14 +135,12 @@ class Groups:
         )
         self.mesh = _make_mesh(self.assignment.layout, device)
 
-    def _exchange_ports(self, own: list[int]) -> None:
-        assert self.store is not None
-        self.store.set(f"ports{self.participant}", ",".join(map(str, own)))
-        ports: set[int] = set()
-        for peer in range(self.participants):
-            ports.update(int(p) for p in self.store.get(f"ports{peer}").decode().split(",") if p)
+    def _exchange_listeners(self, own: list[Address]) -> None:
+        """Each listener has the address of one interface: the one that Gloo gives to its peers."""
+        listed = [json.loads(raw) for raw in self.exchange("listeners", json.dumps(own).encode())]
+        everyones = frozenset((ip, port) for own in listed for ip, port in own)
         with self._lock:
-            self._gloo_ports = ports
+            self._own_listeners, self._gloo_listeners = frozenset(own), everyones
 
     def barrier(self, name: str) -> None:
         """Waits until every participant is here. Over the store: it works before any group does."""
@@ -196,11 +197,12 @@ class Groups:
         """Ends every running and later operation of these groups, from any thread. Idempotent."""
         with self._lock:
             self._aborted = self._aborted or reason
-            ports, stores = self._gloo_ports, {s.inode for s in self._store_sockets}
+            own, everyones = self._own_listeners, self._gloo_listeners
+            stores = {s.inode for s in self._store_sockets}
         for found in list(inet_sockets()):
-            if found.peer_port is None:
+            if found.peer is None:
                 continue  # a listener: shutting it down would abort the process
-            is_gloo = found.local_port in ports or found.peer_port in ports
+            is_gloo = found.local in own or found.peer in everyones
             if is_gloo or found.inode in stores:
                 shut_down(found)
         if self.uses_cuda and dist.is_initialized():

@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch.distributed as dist
@@ -16,12 +17,15 @@ SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
 TRIES = 2  # of a spare link: the first one may have to wait for the DNS, the second does not
 
 
+Address = tuple[str, int]  # IP and port
+
+
 @dataclass(frozen=True)
 class Socket:
     fd: int
     inode: int
-    local_port: int
-    peer_port: int | None  # None: listening
+    local: Address
+    peer: Address | None  # None: listening
 
 
 def use_interface_of(address: str) -> None:
@@ -50,10 +54,16 @@ def inet_sockets() -> Iterator[Socket]:
                 continue
             try:
                 listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                peer = None if listening else copy.getpeername()[1]
-                yield Socket(fd, os.fstat(copy.fileno()).st_ino, copy.getsockname()[1], peer)
+                peer = None if listening else _address(copy.getpeername())
+                local = _address(copy.getsockname())
+                yield Socket(fd, os.fstat(copy.fileno()).st_ino, local, peer)
             except OSError:
                 continue  # not connected
+
+
+def _address(name: Any) -> Address:
+    """IPv4 within IPv6 (torch connects so) as IPv4."""
+    return name[0].removeprefix("::ffff:"), name[1]
 
 
 def shut_down(found: Socket) -> None:
@@ -88,6 +98,8 @@ class Links:
 
     def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
         self._address, self._timeout_s = address, timeout_s
+        found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)  # an IP, as a rule: no DNS
+        self._peers = {_address(name) for *_, name in found}
         self._changed = threading.Condition()
         self._spare: Link | None = None
         self._preparing = 0  # number of the connect under way in the background
@@ -136,5 +148,5 @@ class Links:
         host, port = self._address
         timeout = datetime.timedelta(seconds=self._timeout_s)
         store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        fresh = (s for s in inet_sockets() if s.inode not in known and s.peer_port == port)
+        fresh = (s for s in inet_sockets() if s.inode not in known and s.peer in self._peers)
         return Link(store, tuple(fresh))

@@ -64,7 +64,7 @@ def test_who_waits_for_half_a_payload_is_left_behind(tmp_path: Path) -> None:
         while not received[0]:
             assert not woken.wait(0.001)
         for found in inet_sockets():
-            if found.peer_port is not None:
+            if found.peer is not None:
                 shut_down(found)
         broken = "cut off"
 
@@ -181,7 +181,7 @@ class StopsHalfWay(Counted):
     def _watch(self) -> None:
         while not self.stopped.wait(0.0005) and not self.marker.exists():
             for found in inet_sockets():
-                if found.peer_port is not None and _queued(found.fd) > QUEUED_BYTES:
+                if found.peer is not None and _queued(found.fd) > QUEUED_BYTES:
                     self.marker.touch()
                     self.stopped.set()
                     os.kill(os.getpid(), signal.SIGSTOP)

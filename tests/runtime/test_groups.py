@@ -1,0 +1,78 @@
+"""What the groups of a generation cut when they are aborted, and what they leave alone.
+
+Addresses of the loopback network stand for machines: a port's number means another server on each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.layout import Layout
+from elastic_ft.errors import GroupBroken
+from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.links import Address
+
+ELSEWHERE = "127.0.0.77"
+
+
+@pytest.fixture
+def pair() -> Iterator[list[Groups]]:
+    """Two donors' groups: the host group alone, which is no global of torch's."""
+    donors = tuple(Member(f"w{i}", f"n{i}", "localhost", 1) for i in range(2))
+    assignment = Assignment(1, (), donors, Layout(), Source(0, Tier.INITIAL), (), "a test")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    formed = [Groups(assignment, m.worker, ("127.0.0.1", store.port)) for m in donors]
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(g.form, torch.device("cpu"), 10.0) for g in formed]:
+            done.result(30)
+    yield formed
+    for each in formed:
+        each.abort("the end")
+
+
+@contextlib.contextmanager
+def connected(address: Address) -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection to a server at ``address``, in this process."""
+    with (
+        socket.create_server(address) as server,
+        socket.create_connection(address, 5) as near,
+        server.accept()[0] as far,
+    ):
+        near.settimeout(5)
+        far.settimeout(5)
+        yield near, far
+
+
+def speak(near: socket.socket, far: socket.socket) -> None:
+    for one, other in ((near, far), (far, near)):
+        one.sendall(b"still here")
+        assert other.recv(100) == b"still here"
+
+
+def test_a_connection_to_the_same_port_number_elsewhere_is_not_cut(pair: list[Groups]) -> None:
+    """The controller's port may have the number of some peer's Gloo listener."""
+    listeners = pair[0]._gloo_listeners
+    assert listeners, "nothing is tested without Gloo's listeners"
+    assert ELSEWHERE not in {ip for ip, _ in listeners}
+    with contextlib.ExitStack() as stack:
+        links = [stack.enter_context(connected((ELSEWHERE, port))) for _, port in listeners]
+        pair[0].abort("a worker joins")
+        for near, far in links:
+            speak(near, far)
+
+
+def test_an_abort_ends_what_a_peer_waits_for(pair: list[Groups]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        work = pair[1].host.recv([torch.zeros(4)], 0, 7)
+        received = thread.submit(pair[1].wait, work)
+        pair[0].abort("fenced")
+        with pytest.raises(GroupBroken, match="onnection closed"):
+            received.result(5)
