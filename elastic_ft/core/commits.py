@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from statistics import median
 
 from elastic_ft.core.events import (
     AbandonCheckpoint,
@@ -42,6 +43,7 @@ PLANNED = (
 )  # causes of recoveries that are no failures
 PRIOR_BETWEEN_FAILURES_S = 6 * 3600.0  # what is assumed before any was seen
 FIRST_WRITE_S = 5.0  # before one was measured
+WRITES_REMEMBERED = 5  # their median counts: one slow upload is no new truth
 CHECKPOINT_MIN_S, CHECKPOINT_MAX_S = 60.0, 3600.0
 
 # --------------------------------------------------------------------- committing steps
@@ -132,8 +134,11 @@ def drop_left(turn: Turn, pairs: Iterable[Left]) -> None:
 def await_checkpoint(turn: Turn) -> None:
     """A generation trains: when is its next checkpoint due?"""
     every_s = _checkpoint_every_s(turn)
-    if every_s is not None:
-        turn.timer("checkpoint", max(0.0, turn.state.checkpoint_asked_at_s + every_s - turn.at_s))
+    if every_s is None:
+        return
+    if turn.at_s < turn.state.checkpoint_asked_at_s:  # the clock was set back: count from now
+        turn.set(checkpoint_asked_at_s=turn.at_s)
+    turn.timer("checkpoint", max(0.0, turn.state.checkpoint_asked_at_s + every_s - turn.at_s))
 
 
 def ask_for_checkpoint(turn: Turn) -> None:
@@ -151,10 +156,15 @@ def _checkpoint_every_s(turn: Turn) -> float | None:
     if not policy.checkpoint_auto:
         return policy.checkpoint_every_s
     failures = sum(r.cause not in PLANNED for r in state.recoveries)
-    ran_s = turn.at_s - state.started_at_s
+    ran_s = max(0.0, turn.at_s - state.started_at_s)  # a clock may be set back
     between_s = (ran_s + PRIOR_BETWEEN_FAILURES_S) / (failures + 1)
-    every_s = checkpoint_every_s(state.checkpoint_write_s or FIRST_WRITE_S, between_s)
+    every_s = checkpoint_every_s(_write_s(turn), between_s)
     return min(max(every_s, CHECKPOINT_MIN_S), CHECKPOINT_MAX_S)
+
+
+def _write_s(turn: Turn) -> float:
+    writes_s = turn.state.checkpoint_writes_s
+    return median(writes_s) if writes_s else FIRST_WRITE_S
 
 
 def shards_written(turn: Turn, event: ShardsWritten) -> None:
@@ -166,6 +176,7 @@ def shards_written(turn: Turn, event: ShardsWritten) -> None:
         missing=attempt.missing - {event.worker},
         shards=attempt.shards + event.shards,
         tensors={**attempt.tensors, **event.tensors},
+        took_s=max(attempt.took_s, event.took_s),
     )
     members = enumerate(turn.members)
     done = {m.worker for rank, m in members if turn.state.done >> rank & 1}
@@ -258,8 +269,8 @@ def _commit_checkpoints(turn: Turn) -> None:
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     ref = CheckpointRef(event.step, event.url)
-    _settle_attempt(turn, event.step)
     _learn_write_time(turn, event)
+    _settle_attempt(turn, event.step)
     older = tuple(r for r in turn.state.checkpoints if r.step != event.step)
     refs = sorted((ref, *older), key=lambda r: -r.step)
     turn.set(checkpoints=tuple(refs[: turn.policy.keep_last]))
@@ -276,21 +287,22 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
 
 
 def _learn_write_time(turn: Turn, event: CheckpointCommitted) -> None:
-    """What a checkpoint takes: from when it was asked for until it is published."""
+    """What one takes, whoever asked for it: its slowest writer's seconds, and the publishing."""
     if not turn.policy.checkpoint_auto:
         return
     before_s = _checkpoint_every_s(turn)
-    asked_s = turn.at_s - turn.state.checkpoint_asked_at_s
-    write_s = asked_s if 0 < asked_s < (before_s or 0) else event.seconds
-    turn.set(checkpoint_write_s=max(write_s, event.seconds))
+    attempts = [a for a in turn.state.attempts if a.step == event.step and a.committing]
+    took_s = max((attempt.took_s for attempt in attempts), default=0.0)
+    last = (*turn.state.checkpoint_writes_s, took_s + event.seconds)
+    turn.set(checkpoint_writes_s=last[-WRITES_REMEMBERED:])
     after_s = _checkpoint_every_s(turn)
     if before_s and after_s and abs(after_s - before_s) > 0.1 * before_s:
         turn.journal(
             "checkpoint_interval",
-            f"one takes {turn.state.checkpoint_write_s:.1f} s to write: the next ones every "
+            f"one takes {_write_s(turn):.1f} s to write: the next ones every "
             f"{after_s:.0f} s, {before_s:.0f} s before",
             every_s=round(after_s, 3),
-            write_s=round(turn.state.checkpoint_write_s, 3),
+            write_s=round(_write_s(turn), 3),
             failures=sum(r.cause not in PLANNED for r in turn.state.recoveries),
         )
 

@@ -304,6 +304,7 @@ class ShardsWritten:
     step: int
     shards: tuple[dict[str, Any], ...]  # manifest entries, see core.manifest
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # dtype, shape
+    took_s: float = 0.0  # by its own clock, from the safe point on; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ def snapshot_every(cost_s: float, step_s: float, max_cost: float, max_steps: int
 class Typical:
     """The median of the last values: one hiccup (an evaluation, a stop) is no new truth."""
 
-    BELIEVED, REMEMBERED = 4, 15  # values
+    BELIEVED, SURE, REMEMBERED = 4, 12, 31  # values
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=self.REMEMBERED)
@@ -40,8 +40,20 @@ class Typical:
         return median(self._values) if self._values else 0.0
 
     @property
+    def error(self) -> float:
+        """Standard error of the median, from the median deviation: as of a normal distribution."""
+        middle = self.value
+        deviation = median(abs(value - middle) for value in self._values) if self._values else 0.0
+        return 1.25 * 1.48 * deviation / math.sqrt(max(len(self._values), 1))
+
+    @property
     def is_believed(self) -> bool:
         return len(self._values) >= self.BELIEVED
+
+    @property
+    def is_sure(self) -> bool:
+        """Its ``error`` means something."""
+        return len(self._values) >= self.SURE
 
 
 class Cadence:
@@ -53,6 +65,8 @@ class Cadence:
         next: the step after which the next one is due.
     """
 
+    AGREEING = 3  # measurements in a row that must want a change
+
     def __init__(self, every: int | None, max_cost: float, max_steps: int) -> None:
         """``every`` None: as their cost advises, see ``snapshot_every`` for the rest."""
         self._auto, self._limits = every is None, (max_cost, max_steps)
@@ -60,13 +74,19 @@ class Cadence:
         self.next = 0
         self._accounted, self._beside, self._without = Typical(), Typical(), Typical()
         self._ran = False  # a snapshot, in the step before
+        self._wanted: deque[int] = deque(maxlen=self.AGREEING)
 
     @property
     def cost_s(self) -> float:
-        """Of one snapshot: what was accounted for, or by how much longer its step takes."""
-        if not (self._beside.is_believed and self._without.is_believed):
+        """Of one snapshot: what was accounted for, or by how much longer its step surely takes.
+
+        Steps vary by far more than a snapshot costs: a difference within that noise says nothing.
+        """
+        beside, without = self._beside, self._without
+        if not (beside.is_sure and without.is_sure):
             return self._accounted.value
-        return max(self._accounted.value, self._beside.value - self._without.value)
+        noise = 3 * math.hypot(beside.error, without.error)
+        return max(self._accounted.value, beside.value - without.value - noise)
 
     @property
     def step_s(self) -> float:
@@ -87,10 +107,14 @@ class Cadence:
             self._accounted.add(cost_s)
         if not self._auto or not cost_s or not self._accounted.is_believed:
             return False
-        wanted = snapshot_every(self.cost_s, self.step_s, *self._limits)
-        if self.every / 3 < wanted <= self.every:  # more often only if that is much more often
+        self._wanted.append(snapshot_every(self.cost_s, self.step_s, *self._limits))
+        wanted = sorted(self._wanted)[len(self._wanted) // 2]
+        if len(self._wanted) < self.AGREEING and self.every > 1:
             return False
+        if any(self.every / 3 < one <= self.every for one in self._wanted):
+            return False  # more often only if that is much more often, and not for one hiccup
         self.every = wanted
+        self._wanted.clear()
         return True
 
 

@@ -114,6 +114,7 @@ class CheckpointAttempt:
     missing: frozenset[WorkerId]
     shards: tuple[dict[str, Any], ...] = ()
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    took_s: float = 0.0  # the slowest writer so far
     committing: bool = False
 
 
@@ -162,7 +163,7 @@ class State:
     checkpoints: tuple[CheckpointRef, ...] = ()
     started_at_s: float = 0.0
     checkpoint_asked_at_s: float = 0.0  # when the last one was due, or the job started
-    checkpoint_write_s: float = 0.0  # of the last one, from when it was asked for
+    checkpoint_writes_s: tuple[float, ...] = ()  # of the last few, until they were published
     attempts: tuple[CheckpointAttempt, ...] = ()
     closed: frozenset[tuple[int, int]] = frozenset()  # attempts that ended: (step, generation)
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few

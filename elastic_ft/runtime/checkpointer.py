@@ -78,7 +78,15 @@ class Checkpointer:
         tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
         self._running = [f for f in self._running if not f.done()]
         self._running.append(
-            self._pool.submit(self._upload, shard, owned, tensors, groups.generation, groups.rank)
+            self._pool.submit(
+                self._upload,
+                shard,
+                owned,
+                tensors,
+                groups.generation,
+                groups.rank,
+                time.monotonic(),
+            )
         )
 
     def _upload(
@@ -88,6 +96,7 @@ class Checkpointer:
         tensors: dict[str, tuple[str, tuple[int, ...]]],
         generation: int,
         rank: int,
+        began_s: float,
     ) -> None:
         try:
             shard.ready.result(UPLOAD_DEADLINE_S)
@@ -101,7 +110,13 @@ class Checkpointer:
         else:
             self._send(
                 ShardsWritten(
-                    time.time(), self._worker, generation, shard.step, tuple(entries), tensors
+                    time.time(),
+                    self._worker,
+                    generation,
+                    shard.step,
+                    tuple(entries),
+                    tensors,
+                    round(time.monotonic() - began_s, 4),
                 )
             )
         finally:

@@ -208,6 +208,8 @@ class SimWorker:
         entry = {"space": live.space, "shard": live.shard, "lineage": live.lineage}
         shards = (entry,) if rank == first else ()
 
+        took_s = self.world.rng.uniform(0.1, 4.0)
+
         def written() -> None:
             if not self.works():
                 return
@@ -216,9 +218,12 @@ class SimWorker:
             if self.world.store.down or self.node.cut:
                 self.send(ShardsFailed(now_s, self.id, generation, live.step, "the store is down"))
             else:
-                self.send(ShardsWritten(now_s, self.id, generation, live.step, shards))
+                step = live.step
+                self.send(
+                    ShardsWritten(now_s, self.id, generation, step, shards, took_s=round(took_s, 4))
+                )
 
-        self.world.after(self.world.rng.uniform(0.1, 4.0), written)
+        self.world.after(took_s, written)
 
     def finish(self, group: Group) -> None:
         """The last step, or a stop: everything durable, then WorkerDone."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+import random
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_ft.core.events import CheckpointCommitted, Command, TakeCheckpoint
+from elastic_ft.core.events import (
+    CheckpointCommitted,
+    CollectiveFailed,
+    Command,
+    ShardsWritten,
+    StartTimer,
+    TakeCheckpoint,
+)
 from elastic_ft.core.intervals import (
     SNAPSHOT_INTERVALS,
     Cadence,
@@ -90,10 +99,60 @@ def test_a_checkpoint_that_takes_longer_is_written_less_often() -> None:
     script = Script(Policy(1, 2, checkpoint_auto=True))
     script.run(a="n1", b="n2")
     script.train(1)
-    due(script)
-    script.tell(CheckpointCommitted, 1, "url", 10, 55.0)
-    (reason,) = (why for event, why in script.journal if event == "checkpoint_interval")
+    publish(script, 1, took_s=50.0, seconds=5.0)
+    (reason,) = script.journalled("checkpoint_interval")
     assert reason.startswith("one takes 55.0 s to write: the next ones every ")
+
+
+def publish(script: Script, step: int, took_s: float, seconds: float) -> None:
+    """Both write their part of a checkpoint, b in half the time that a takes; it is published."""
+    for worker, share in (("a", 1.0), ("b", 0.5)):
+        script.tell(ShardsWritten, worker, 1, step, ({"of": worker},), took_s=took_s * share)
+    script.tell(CheckpointCommitted, step, "url", 10, seconds)
+
+
+def test_when_a_checkpoint_was_asked_for_does_not_change_what_one_takes() -> None:
+    """By the timer, every so many steps, or at a stop: an hour in, one of 0.2 s takes 0.2 s."""
+    script = Script(Policy(1, 2, checkpoint_auto=True)).run(a="n1", b="n2")
+    script.now_s += 20.0
+    script.train(1)
+    publish(script, 1, took_s=0.195, seconds=0.005)
+    assert script.state.checkpoint_writes_s == pytest.approx((0.2,))
+    (reason,) = script.journalled("checkpoint_interval")
+    assert reason.startswith("one takes 0.2 s to write: the next ones every ")
+
+
+def test_one_slow_upload_is_no_new_truth() -> None:
+    script = Script(Policy(1, 2, checkpoint_auto=True)).run(a="n1", b="n2")
+    for number in range(1, 10):
+        script.train(number)
+        publish(script, number, took_s=90.0 if number == 6 else 2.0, seconds=0.0)
+    assert len(script.journalled("checkpoint_interval")) == 1, "5 s assumed, then 2 s measured"
+
+
+def waits_s(commands: list[Command]) -> list[float]:
+    return [c.after_s for c in commands if isinstance(c, StartTimer) and c.timer == "checkpoint"]
+
+
+def test_a_clock_that_is_set_back_puts_no_checkpoint_off() -> None:
+    script = Script(Policy(1, 2, checkpoint_every_s=60.0)).run(a="n1", b="n2")
+    script.train(1)
+    script.now_s -= 3600.0
+    began_s = script.now_s
+    for _ in range(3):  # nor does it stay put off while generations come and go
+        script.tell(CollectiveFailed, "a", script.state.generation, 0, "reset")
+        for worker in "ab":
+            script.paused(worker, script.live(worker, 1))
+        (wait_s,) = waits_s(script.resume())
+        assert script.now_s + wait_s <= began_s + 75.0
+
+
+def test_a_clock_that_is_set_back_makes_no_failures_of_what_were_none() -> None:
+    """The time that a job has run for is never negative: Daly's M stays what was assumed."""
+    script = Script(Policy(1, 2, checkpoint_auto=True)).run(a="n1", b="n2")
+    script.train(1)
+    script.now_s -= 86400.0
+    assert waits_s(script.fire("checkpoint"))[0] > 300.0
 
 
 def test_what_a_snapshots_step_takes_longer_counts_if_it_is_more() -> None:
@@ -106,3 +165,18 @@ def test_what_a_snapshots_step_takes_longer_counts_if_it_is_more() -> None:
         if ran:
             cadence.taken(step)
     assert cadence.every == 12, "10 ms of 100, not the 4 that were accounted for"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_does_not_move_the_interval(seed: int) -> None:
+    """Steps of 250 ms that vary by a third, snapshots of 4 ms: 2 would do, and no other is far."""
+    noise, cadence = random.Random(seed), Cadence(None, 0.01, 50)
+    ran, duration, changes = False, 0.25, []
+    for step in range(1, 400):
+        if cadence.learn(0.004 * noise.uniform(0.7, 2.0) if ran else 0.0, duration):
+            changes.append(cadence.every)
+        duration = 0.25 * noise.uniform(0.8, 1.35) + 0.004 * ran
+        ran = step >= cadence.next
+        if ran:
+            cadence.taken(step)
+    assert len(changes) <= 5 and max(changes) <= 12, changes  # without care: 15, and 32
