@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import torch.distributed as dist
-
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
@@ -47,6 +45,7 @@ from elastic_ft.runtime.control import (
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
 from elastic_ft.runtime.inquiry import Inquiries
+from elastic_ft.runtime.links import serve_store
 from elastic_ft.runtime.planning import planning_of
 from elastic_ft.runtime.publisher import CHECKPOINTS_KNOWN, Publisher
 
@@ -190,9 +189,7 @@ class Controller:
             reason = f"the one before it did not end, at step {recorded}: from step {step}"
             fields = {"step": step, "steps_lost": recorded - step}
             self._journal("controller_restarted", 0, reason, fields)
-        self._tcp_store = dist.TCPStore(
-            self._address, 0, is_master=True, wait_for_workers=False, use_libuv=True
-        )
+        self._tcp_store = serve_store(self._address)
         self._server = ControlServer(
             self._address, self._welcome, self._on_message, self._on_connection_end
         )

@@ -80,6 +80,21 @@ def shut_down(found: Socket) -> None:
                 return  # not connected any more
 
 
+def serve_store(address: str) -> dist.TCPStore:
+    """A store at ``address`` alone. By itself torch's listens everywhere, whatever it is told."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            use_libuv=True,
+            master_listen_fd=listener.detach(),
+        )
+
+
 @dataclass(frozen=True)
 class Link:
     """A client of the store, and the sockets to shut down when it must not block any longer."""

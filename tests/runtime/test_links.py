@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ft.runtime import links
-from elastic_ft.runtime.links import TRIES, Links
+from elastic_ft.runtime.links import TRIES, Links, inet_sockets, serve_store
 
 TIMEOUT_S = 10.0
 
@@ -57,3 +57,12 @@ def test_a_wait_ends_where_there_can_be_no_link(
     made.wait()
     assert len(began) == TRIES
     assert made.take().store.num_keys() >= 0  # it tries itself
+
+
+def test_the_store_is_at_its_one_address_only() -> None:
+    before = {s.inode for s in inet_sockets()}
+    served = serve_store("127.0.0.1")
+    listening = [s.local for s in inet_sockets() if s.peer is None and s.inode not in before]
+    assert listening == [("127.0.0.1", served.port)]
+    Links(("127.0.0.1", served.port), TIMEOUT_S).take().store.set("key", "value")
+    assert served.get("key") == b"value"
