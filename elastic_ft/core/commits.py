@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from statistics import median
 
 from elastic_ft.core.events import (
@@ -169,19 +170,16 @@ def _write_s(turn: Turn) -> float:
 
 def shards_written(turn: Turn, event: ShardsWritten) -> None:
     attempt = _attempt(turn, event.step, event.generation)
-    if attempt is None or event.worker not in attempt.missing:
+    if attempt is None or not attempt.awaits(event.worker):
         return
-    attempt = replace(
-        attempt,
-        missing=attempt.missing - {event.worker},
-        shards=attempt.shards + event.shards,
-        tensors={**attempt.tensors, **event.tensors},
-        took_s=max(attempt.took_s, event.took_s),
-    )
-    members = enumerate(turn.members)
-    done = {m.worker for rank, m in members if turn.state.done >> rank & 1}
-    gone = attempt.missing & (done | (attempt.missing - turn.state.ready.keys()))
-    if gone:  # who is done has written all it ever will
+    written = attempt.written.put(event.worker, event.shards)
+    tensors = attempt.tensors
+    if not event.tensors.keys() <= tensors.keys():
+        tensors = {**tensors, **event.tensors}
+    is_first = not attempt.written  # who leaves, or is done, later on ends it then
+    took_s = max(attempt.took_s, event.took_s)
+    attempt = replace(attempt, written=written, tensors=tensors, took_s=took_s)
+    if is_first and (gone := _without_hope(turn, attempt)):
         reason = f"{', '.join(sorted(gone))} left or was done before writing its shards"
         abandon(turn, attempt, reason)
         finish_if_done(turn)
@@ -191,9 +189,20 @@ def shards_written(turn: Turn, event: ShardsWritten) -> None:
     finish_if_done(turn)
 
 
+def _without_hope(turn: Turn, attempt: CheckpointAttempt) -> list[WorkerId]:
+    """Who will not write its part: who is done has written all it ever will."""
+    state = turn.state
+
+    def has_left(worker: WorkerId) -> bool:
+        rank = state.ranks.get(worker)
+        return worker not in state.ready or (rank is not None and bool(state.done >> rank & 1))
+
+    return [w for w in attempt.writers if attempt.awaits(w) and has_left(w)]
+
+
 def shards_failed(turn: Turn, event: ShardsFailed) -> None:
     attempt = _attempt(turn, event.step, event.generation)
-    if attempt is not None and event.worker in attempt.missing:
+    if attempt is not None and attempt.awaits(event.worker):
         abandon(turn, attempt, f"{event.worker}: {event.reason}")
         finish_if_done(turn)
 
@@ -248,7 +257,7 @@ def abandon_void_attempts(turn: Turn, writers: dict[int, Writers]) -> None:
 
 def abandon_attempts_of(turn: Turn, gone: list[WorkerId], how: str = "left") -> None:
     for attempt in turn.state.attempts:
-        missing = sorted(attempt.missing.intersection(gone))
+        missing = sorted(worker for worker in gone if attempt.awaits(worker))
         if missing:
             abandon(turn, attempt, f"{', '.join(missing)} {how} before writing its shards")
 
@@ -256,15 +265,14 @@ def abandon_attempts_of(turn: Turn, gone: list[WorkerId], how: str = "left") -> 
 def _commit_checkpoints(turn: Turn) -> None:
     """Publishes what is written, once its step is committed: no checkpoint runs ahead of steps."""
     for attempt in turn.state.attempts:
-        if attempt.missing or attempt.committing or attempt.step > turn.state.committed:
+        if not attempt.is_whole or attempt.committing or attempt.step > turn.state.committed:
             continue
         if any(ref.step == attempt.step for ref in turn.state.checkpoints):
             abandon(turn, attempt, "this step has a checkpoint already")
         elif not any(a.committing and a.step == attempt.step for a in turn.state.attempts):
             _put_attempt(turn, replace(attempt, committing=True))
-            turn.do(
-                CommitCheckpoint(attempt.step, attempt.generation, attempt.shards, attempt.tensors)
-            )
+            shards = tuple(chain.from_iterable(attempt.written.values()))
+            turn.do(CommitCheckpoint(attempt.step, attempt.generation, shards, attempt.tensors))
 
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:

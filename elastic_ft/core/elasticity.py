@@ -241,4 +241,4 @@ def note_step(turn: Turn, event: StepApplied) -> None:
     if policy.evict_stragglers and event.pace_s:
         kept = policy.straggler_window_steps * 2
         paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]
-        turn.set(paces={**state.paces, event.worker: paces})
+        turn.set(paces=state.paces.put(event.worker, paces))

@@ -114,6 +114,7 @@ from elastic_ft.core.state import (
     is_current,
 )
 from elastic_ft.core.stragglers import judge
+from elastic_ft.core.table import Table
 
 
 def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Command, ...]]:
@@ -138,9 +139,9 @@ def _pause(turn: Turn, cause: str, reason: str, *, abort: bool, noticed_s: float
     if state.episode is None and state.assignment is not None:
         episode = Episode(cause, turn.at_s, noticed_s, state.assignment)
         turn.set(episode=episode)
-    turn.set(phase="pausing", generation=state.generation + 1, paused={}, abort=abort)
-    turn.set(fruitless=state.fruitless + 1)
     workers = tuple(turn.holders())
+    turn.set(phase="pausing", generation=state.generation + 1, abort=abort)
+    turn.set(asked=workers, answered=0, paused=Table(), fruitless=state.fruitless + 1)
     if workers:
         turn.do(PauseWorkers(turn.state.generation, workers, abort, reason))
     if abort:
@@ -160,10 +161,21 @@ def _escalate(turn: Turn, reason: str) -> None:
 
 
 def _form_if_paused(turn: Turn) -> None:
-    if turn.state.phase == "pausing" and all(
-        worker in turn.state.paused for worker in turn.holders()
-    ):
+    """Holders only become fewer in a pause, and none takes its answer back: those at the front of
+    ``asked`` that are dealt with are looked at once."""
+    state = turn.state
+    if state.phase != "pausing":
+        return
+    first = state.answered
+    while first < len(state.asked) and not _is_awaited(state, state.asked[first]):
+        first += 1
+    turn.set(answered=first)
+    if first == len(state.asked):
         _form(turn)
+
+
+def _is_awaited(state: State, worker: WorkerId) -> bool:
+    return worker in state.ready and worker not in state.paused
 
 
 def _form(turn: Turn) -> None:
@@ -205,7 +217,7 @@ def _form(turn: Turn) -> None:
         done=0,
         idle=why_idle(turn, world),
         benched=bench(turn, keep, source.step),
-        paces={},
+        paces=Table(),
         deferred_at_s=None,
         bytes_moved=0,
         writers=writers,
@@ -261,20 +273,21 @@ def _worker_ready(turn: Turn, event: WorkerReady) -> None:
     state, member = turn.state, event.member
     if member.worker in state.ready or member.worker in state.gone:
         return
-    turn.set(ready={**state.ready, member.worker: member})
+    turn.set(ready=state.ready.put(member.worker, member))
     turn.journal("worker_ready", "up and warm", worker=member.worker, node=member.node)
     if keeper := state.keepers.get(member.node):
         turn.do(UseKeeper(member.worker, keeper))
     if member.node in state.draining:
         release(turn, member.worker, "its node is draining")
     elif state.phase == "starting":
-        count = min(len(turn.not_leaving()), turn.workers_max)
+        count = min(turn.count_not_leaving(), turn.workers_max)
         if count == turn.workers_max:
             _form_first(turn)
         elif count == turn.policy.min_workers:
             turn.timer("gather", turn.policy.gather_s)
     elif state.phase == "suspended":
-        if not isinstance(choose_world(turn), str):
+        enough = len(turn.state.ready) >= turn.policy.min_workers
+        if enough and not isinstance(choose_world(turn), str):
             _form_again(turn)
     elif state.phase == "running":
         _await_joiners(turn)
@@ -380,7 +393,7 @@ def _lose(
     """Takes workers out of the world. Those already out are no news."""
     state = turn.state
     gone = [worker for worker in workers if worker in state.ready]
-    involved = [w for w in gone if w in turn.live_members()]
+    involved = [worker for worker in gone if turn.takes_part(worker)]
     turn.forget(workers)  # those that were not ready yet, too
     if not gone:
         return
@@ -503,9 +516,8 @@ def _paused(turn: Turn, event: Paused) -> None:
         return
     if event.worker not in state.ready:
         return
-    turn.set(paused={**state.paused, event.worker: event.holdings})
-    if len(turn.state.paused) >= len(turn.members) - len(state.gone):  # else some are not, surely
-        _form_if_paused(turn)
+    turn.set(paused=state.paused.put(event.worker, event.holdings))
+    _form_if_paused(turn)
 
 
 def _source_refused(turn: Turn, event: SourceRefused) -> None:

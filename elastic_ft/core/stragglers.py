@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ft.core.elasticity import choose_world
 from elastic_ft.core.state import Turn
+from elastic_ft.core.table import Table
 
 EVICTIONS_MAX = 2  # per node: its successor there was no better
 WARM_UP_STEPS = 2  # of a generation, that say nothing of a worker's pace
@@ -25,7 +26,7 @@ class Straggler:
 
 
 def find_straggler(
-    paces: dict[str, tuple[float, ...]], factor: float, window: int
+    paces: Mapping[str, tuple[float, ...]], factor: float, window: int
 ) -> Straggler | None:
     """Who is consistently slower than the median by ``factor``; the slowest, if there are several.
 
@@ -65,7 +66,7 @@ def judge(turn: Turn) -> str:
     )
     fields = {"worker": found.worker, "node": node, "rank": state.ranks[found.worker]}
     fields |= {"pace_s": found.pace_s, "typical_s": found.typical_s}
-    turn.set(paces={}, leaving={**state.leaving, found.worker: why})
+    turn.set(paces=Table(), leaving={**state.leaving, found.worker: why})
     kept = ""
     if state.evicted.count(node) >= EVICTIONS_MAX:
         kept = f"{EVICTIONS_MAX} workers of {node} were evicted before"

@@ -26,7 +26,7 @@ Names of Google's ml-goodput library where it has one (there: BadputType, in upp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,7 +181,7 @@ class WorkerSeconds:
     _committed: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _broken: list[float] = field(default_factory=list)
     _shape: tuple[Any, ...] = ()
-    _ready: dict[ev.WorkerId, ev.Member] | None = None
+    _ready: Mapping[ev.WorkerId, ev.Member] | None = None
     _now_s: float = 0.0
 
     @property
@@ -369,7 +369,7 @@ class Nodes:
         self._started_s = self._since_s = started_at_s
         self._worker_s, self._slots = 0.0, 0
         self.there: set[ev.NodeId] = set()
-        self._ready: dict[ev.WorkerId, ev.Member] | None = None
+        self._ready: Mapping[ev.WorkerId, ev.Member] | None = None
         self._keepers: dict[ev.NodeId, ev.Keeper] | None = None
 
     def on(self, now_s: float, event: ev.Event, state: State, allocated: int) -> None:
