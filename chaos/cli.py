@@ -11,8 +11,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from chaos.check import Folder
 from chaos.outcome import FAILED, PASSED, Outcome
 from chaos.scenario import SCENARIOS, TIERS, Scenario, Tier, load_scenario
+from elastic_ft.core.terms import SAMPLES
 from elastic_ft.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Break runs on purpose, and check what came of it.")
@@ -105,7 +107,6 @@ def check(
     ] = None,
 ) -> int:
     """Check what invariants I1-I8 leave in the folder of any finished run."""
-    from chaos.check import Folder
     from chaos.expect import same_losses
     from elastic_ft.config import parse_job
     from elastic_ft.core.invariants import CHECKS, Expected, check_run
@@ -117,6 +118,7 @@ def check(
     first = found.steps[0]["step"] if found.steps else 1
     expected = Expected(
         seed=job.seed,
+        dataset_size=_samples(found),
         global_batch_size=job.batch.global_batch_size,
         steps=job.steps,
         first_step=first,
@@ -136,6 +138,12 @@ def check(
     verdict = same_losses(found, reference)
     console.print(f"{'PASS' if verdict.passed else 'FAIL'}  I3  {verdict.claim}: {verdict.found}")
     return PASSED if verdict.passed and not violations else FAILED
+
+
+def _samples(found: Folder) -> int | None:
+    """Of the training data at the end of the run; None if its journal does not tell."""
+    opened = [line for line in found.events if line["event"] == "data_opened"]
+    return opened[-1]["data"].get(SAMPLES) if opened else None
 
 
 @app.command("soak")

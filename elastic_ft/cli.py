@@ -95,6 +95,13 @@ Processes = Annotated[
 Chaos = Annotated[
     str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
 ]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="Go on from a checkpoint of another seed, batch, optimizer, or of other data.",
+    ),
+]
 Out = Annotated[
     str | None, typer.Option(metavar="DIR", help="The run folder, any fsspec URL [runs/<name>].")
 ]
@@ -108,6 +115,7 @@ def run(
     processes: Processes = False,
     chaos: Chaos = None,
     out: Out = None,
+    accept_changes: AcceptChanges = False,
 ) -> int:
     """Train a job; in a run folder that has checkpoints, go on from the newest good one.
 
@@ -116,7 +124,8 @@ def run(
     """
     job = load_job(job_file)
     where = _where(job, address, local_nodes, processes)
-    return _train(job, out or f"runs/{job.name}", where, chaos)
+    how = How(chaos, accept_changes=accept_changes)
+    return _train(job, out or f"runs/{job.name}", where, how)
 
 
 @app.command()
@@ -126,13 +135,14 @@ def resume(
     local_nodes: LocalNodes = None,
     processes: Processes = False,
     chaos: Chaos = None,
+    accept_changes: AcceptChanges = False,
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
     job = parse_job(
         yaml.safe_load(events_cli.read(run_folder, "job.yaml")), f"{run_folder}/job.yaml"
     )
     where = _where(job, address, local_nodes, processes)
-    return _train(job, run_folder, where, chaos, resumed=True)
+    return _train(job, run_folder, where, How(chaos, True, accept_changes))
 
 
 @app.command()
@@ -187,17 +197,26 @@ def _where(job: Job, address: str | None, local_nodes: int | None, processes: bo
 # ------------------------------------------------------------------------------ running
 
 
-def _train(job: Job, out: str, where: Where, chaos: str | None, resumed: bool = False) -> int:
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a start was asked for beside the job."""
+
+    chaos: str | None = None  # a scenario
+    resumed: bool = False
+    accept_changes: bool = False
+
+
+def _train(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
-    checked = _check(job, out, where, chaos)
-    ended = _run(job, out, where, checked, resumed)
+    checked = _check(job, out, where, how)
+    ended = _run(job, out, where, checked, how)
     return _conclude(ended, out)
 
 
-def _check(job: Job, out: str, where: Where, chaos: str | None) -> Checked:
+def _check(job: Job, out: str, where: Where, how: How) -> Checked:
     from elastic_ft.preflight import check
 
-    checked = check(job, out, where.place(), chaos)
+    checked = check(job, out, where.place(), how.chaos, how.accept_changes)
     say(f"{job.name}: {checked.parameters:,} parameters; {checked.data}")
     for warning in checked.warnings:
         say(f"warning: {warning}")
@@ -213,13 +232,15 @@ class Ended:
     unfired: list[str] = field(default_factory=list)
 
 
-def _run(job: Job, out: str, where: Where, checked: Checked, resumed: bool = False) -> Ended:
+def _run(job: Job, out: str, where: Where, checked: Checked, how: How) -> Ended:
     from chaos.disturbance import disturbed
 
     _forget_result(out)
-    with Progress(job, out), disturbed(checked.faults, out, checked.checkpoint_url, resumed) as by:
-        run = _run_on_processes if where.processes else _run_on_ray
-        return run(job, out, where, checked, by)
+    url = checked.checkpoint_url
+    with Progress(job, out), disturbed(checked.faults, out, url, how.resumed) as by:
+        if where.processes:
+            return _run_on_processes(job, out, where, url, by, how)
+        return _run_on_ray(job, out, where, checked, by, how)
 
 
 def _conclude(ended: Ended, out: str) -> int:
@@ -238,7 +259,9 @@ def _conclude(ended: Ended, out: str) -> int:
     return COMPLETED
 
 
-def _run_on_processes(job: Job, out: str, where: Where, checked: Checked, by: Disturbance) -> Ended:
+def _run_on_processes(
+    job: Job, out: str, where: Where, url: str, by: Disturbance, how: How
+) -> Ended:
     """As ``runtime.local.run_local``, with a controller that signals can stop."""
     from chaos.clusters import ProcessNodes
     from elastic_ft.observe.run_folder import RunFolder
@@ -249,13 +272,17 @@ def _run_on_processes(job: Job, out: str, where: Where, checked: Checked, by: Di
     host = LocalHost({f"n{i}": slots for i in range(where.nodes)})
     with by.injected(ProcessNodes(host, slots)):
         folder = RunFolder(out)
-        controller = Controller(job, host, folder, checked.checkpoint_url, faults=by.inside)
+        controller = Controller(
+            job, host, folder, url, faults=by.inside, accept_changes=how.accept_changes
+        )
         with _stopping(lambda: controller.stop("interrupted")):
             result = controller.run()
     return Ended(result, unfired=by.unfired(result))
 
 
-def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Disturbance) -> Ended:
+def _run_on_ray(
+    job: Job, out: str, where: Where, checked: Checked, by: Disturbance, how: How
+) -> Ended:
     with contextlib.ExitStack() as stack:
         cluster = None
         if where.address is not None:
@@ -266,12 +293,12 @@ def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Disturba
             cluster.connect()
         _quieten_ray()
         stack.enter_context(by.injected(cluster))
-        error = _fit(job, out, checked)
+        error = _fit(job, out, checked, how)
         result = _result_of(out)
         return Ended(result, error, by.unfired(result))
 
 
-def _fit(job: Job, out: str, checked: Checked) -> str:
+def _fit(job: Job, out: str, checked: Checked, how: How) -> str:
     """Returns the error, one line; empty if there is none. result.json has the details."""
     from ray.train import RunConfig, TrainingFailedError
 
@@ -285,6 +312,7 @@ def _fit(job: Job, out: str, checked: Checked) -> str:
         job,
         run_config=RunConfig(name=name, storage_path=parent or "/"),
         faults=checked.faults.inside if checked.faults else (),
+        accept_changes=how.accept_changes,
     )
     # Ray has a handler of its own for SIGTERM; the trainer's, for SIGINT, stops cleanly.
     signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
@@ -451,9 +479,9 @@ def _demo(job: Job, out: str) -> int:
     for folder in (out, f"{out}-undisturbed"):
         _start_afresh(folder)
     where = _where(job, None, job.elastic.max_workers, False)
-    checked = _check(job, out, where, None)
+    checked = _check(job, out, where, How())
     say(f"the scenario: {'; '.join(map(str, checked.faults.scenario.faults))}")
-    code = _conclude(_run(job, out, where, checked), out)
+    code = _conclude(_run(job, out, where, checked, How()), out)
     if code != COMPLETED:
         return code
     say("")
@@ -461,8 +489,8 @@ def _demo(job: Job, out: str) -> int:
     calm = _undisturbed(job)
     beside = f"{out}-undisturbed"
     where = _where(calm, None, None, True)
-    checked = _check(calm, beside, where, None)
-    code = _conclude(_run(calm, beside, where, checked), beside)
+    checked = _check(calm, beside, where, How())
+    code = _conclude(_run(calm, beside, where, checked, How()), beside)
     if code != COMPLETED:
         return code
     say("")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ft.config import Job
+from elastic_ft.core.terms import Terms, changes, data_terms, refusal, terms_in, terms_of
 from elastic_ft.errors import CheckpointMismatch, ConfigError, StateDamaged, StorageError
 from elastic_ft.storage.store import check_access
 
@@ -61,12 +62,15 @@ class Checked:
     warnings: tuple[str, ...] = ()
 
 
-def check(job: Job, out: str, place: Place, chaos: str | None = None) -> Checked:
+def check(
+    job: Job, out: str, place: Place, chaos: str | None = None, accept_changes: bool = False
+) -> Checked:
     """Raises UsageError, one line that names the key and says why. Changes nothing.
 
     Args:
         out: the run folder, any fsspec URL.
         chaos: a fault scenario; without one, the job's own.
+        accept_changes: go on from a checkpoint that was trained under other terms.
     """
     check_workers(job, place)
     if place.address is not None:
@@ -80,7 +84,9 @@ def check(job: Job, out: str, place: Place, chaos: str | None = None) -> Checked
     bundle, tensors, parameters, remarks = _check_model_and_data(job)
     warnings += remarks
     check_optimizer(job)
-    check_checkpoint(url, tensors)
+    terms = terms_of(job.model_dump(mode="json"))
+    terms |= data_terms(len(bundle.train), bundle.fingerprint)
+    check_checkpoint(url, tensors, {} if accept_changes else terms)
     return Checked(
         checkpoint_url=url,
         samples=len(bundle.train),
@@ -296,8 +302,10 @@ def check_optimizer(job: Job) -> None:
         raise ConfigError(f"optimizer.kwargs: {config.name}: {one_line(error)}") from error
 
 
-def check_checkpoint(url: str, expected: TensorTable) -> None:
-    """Compares the newest checkpoint with the model. Raises CheckpointMismatch.
+def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
+    """Compares the newest checkpoint with the model, and with the ``terms`` of going on from it.
+
+    Raises CheckpointMismatch, ConfigError.
 
     A damaged manifest is not refused here: the job falls back to an older one, and says so (I5).
     """
@@ -325,3 +333,5 @@ def check_checkpoint(url: str, expected: TensorTable) -> None:
         raise CheckpointMismatch(
             f"checkpoint.url: {mismatch_message(refs[0].url, found, expected)}"
         )
+    if other := changes(terms_in(manifest.extra), terms):
+        raise ConfigError(refusal(other, manifest.step, refs[0].url))

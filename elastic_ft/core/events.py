@@ -144,6 +144,7 @@ class WorkerReady:
     at_s: float
     member: Member
     started_at_s: float = 0.0  # unix time of its process's start, 0 if that is not known
+    data: dict[str, Any] = field(default_factory=dict)  # what it reads: core.terms.data_terms
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from elastic_ft.core.batches import DataOrder, Ledger, step_sequence_violations
+from elastic_ft.core.terms import BATCH, SAMPLES, SEED
 
 Line = Mapping[str, Any]  # one object of a .jsonl file
 
@@ -25,6 +26,7 @@ _RESULT_KEYS = ("status", "reason", "steps", "samples", "recoveries")
 _KEYS_OF_EVENT = {
     "generation_formed": ("step", "layout", "members"),
     "recovered": ("at_step", "world_before", "world_after", "survivors_kept_pid"),
+    "changes_accepted": ("changes",),
     "checkpoint_committed": ("step",),
     "worker_lost": ("worker",),
     "worker_hung": ("worker",),
@@ -154,12 +156,13 @@ def exactly_once(run: Run) -> Iterable[str]:
     if run.steps:
         batch = run.expected.global_batch_size
         if batch is None:
-            batch = run.steps[0]["samples"] // max(1, run.steps[0]["step"])
+            batch = run.steps[-1]["samples"] // max(1, run.steps[-1]["step"])
         for line in run.steps:
-            if line["samples"] != line["step"] * batch:
+            size = _term(run, BATCH, line["generation"], batch)
+            if line["samples"] != line["step"] * size:
                 yield (
                     f"step {line['step']} counts {line['samples']} samples, "
-                    f"not {line['step']} x {batch}"
+                    f"not {line['step']} x {size}"
                 )
     if run.ledger is not None:
         yield from _ledger_violations(run, run.ledger)
@@ -169,14 +172,38 @@ def _ledger_violations(run: Run, lines: Sequence[Line]) -> Iterable[str]:
     expected = run.expected
     ledger = Ledger.of(((line["step"], line["samples"]) for line in lines), expected.first_step)
     yield from ledger.step_violations()
-    yield from ledger.repeated_samples()
-    if expected.seed is not None and expected.dataset_size and expected.global_batch_size:
-        order = DataOrder(expected.seed, expected.dataset_size)
-        yield from ledger.order_violations(order, expected.global_batch_size)
+    for generation, some in _same_terms(run, lines):
+        part = Ledger.of((line["step"], line["samples"]) for line in some)
+        yield from part.repeated_samples()
+        seed = _term(run, SEED, generation, expected.seed)
+        size = _term(run, SAMPLES, generation, expected.dataset_size)
+        batch = _term(run, BATCH, generation, expected.global_batch_size)
+        if seed is not None and size and batch:
+            yield from part.order_violations(DataOrder(seed, size), batch)
     committed, audited = ({line["step"] for line in some} for some in (run.steps, lines))
     for step in sorted(committed ^ audited):
         where = "steps.jsonl" if step in committed else "ledger.jsonl"
         yield f"step {step} is in {where} only"
+
+
+def _term(run: Run, key: str, generation: int, last: Any) -> Any:
+    """What ``key`` was in ``generation``, ``last`` being what it is at the end of the run: changes
+    that were asked for are journalled with the last generation before them."""
+    for line in run.all("changes_accepted"):
+        if key in line["changes"] and generation <= line["generation"]:
+            return line["changes"][key][0]
+    return last
+
+
+def _same_terms(run: Run, lines: Sequence[Line]) -> Iterable[tuple[int, list[Line]]]:
+    """(a generation, its ledger lines and those of others under the same terms): each sample is
+    used once within them. What an accepted change repeats or skips, its journal line says."""
+    ends = [line["generation"] for line in run.all("changes_accepted")]
+    parts: dict[int, list[Line]] = {}
+    for line in lines:
+        generation = line.get("generation", 0)
+        parts.setdefault(sum(generation > end for end in ends), []).append(line)
+    return [(part[0].get("generation", 0), part) for _, part in sorted(parts.items())]
 
 
 def all_or_nothing(run: Run) -> Iterable[str]:

@@ -61,6 +61,14 @@ class RunFolder:
     def write_job(self, job: dict[str, Any]) -> None:
         (self.path / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
 
+    def recorded_job(self) -> dict[str, Any]:
+        """The job of the run before this one; {} if there was none, or it can't be read."""
+        try:
+            values = yaml.safe_load((self.path / "job.yaml").read_text())
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return values if isinstance(values, dict) else {}
+
     def journal(
         self, at_s: float, event: str, generation: int, reason: str, fields: dict[str, Any]
     ) -> dict[str, Any]:

@@ -11,7 +11,10 @@ Line = dict[str, Any]
 INDENT = " " * 18
 FRAMES_SHOWN = 4
 # Of interest to who looks for it, and part of no story.
-LEFT_OUT = ("metrics_served", "keeper_ready", "worker_ready", "host_memory", "snapshot_interval")
+LEFT_OUT = (
+    *("metrics_served", "keeper_ready", "worker_ready", "host_memory", "snapshot_interval"),
+    "data_opened",
+)
 
 
 def _lost(line: Line) -> str:
@@ -47,6 +50,8 @@ def _recovered_at_length(line: Line) -> str:
 # What a person who waits wants to know; the story has more.
 SPOKEN: dict[str, Callable[[Line], str]] = {
     "job_started": lambda line: line["reason"],
+    "changes_accepted": lambda line: line["reason"],
+    "job_changed": lambda line: line["reason"],
     "generation_formed": _formed,
     "worker_lost": _lost,
     "worker_hung": _lost,

@@ -78,6 +78,7 @@ class Run:
     attempt: int
     placements: str
     faults: tuple[Fault, ...] = ()
+    accept_changes: bool = False
 
 
 class JobFailedError(JobFailed, TrainingFailedError):
@@ -287,6 +288,7 @@ class ElasticController(TrainController):
             run.checkpoint_url,
             address=ray.util.get_node_ip_address(),
             faults=run.faults,
+            accept_changes=run.accept_changes,
         )
 
     def _launch(

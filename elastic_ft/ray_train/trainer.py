@@ -73,6 +73,8 @@ class ElasticTrainer(DataParallelTrainer):
         scaling_config: ``num_workers=(min, max)`` overrides the job's elastic section.
         run_config: its ``storage_path`` and ``name`` make the run folder.
         faults: to inject at named points.
+        accept_changes: go on from a checkpoint that was trained under other terms: another seed,
+            batch, optimizer, other data. Otherwise that is refused.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ElasticTrainer(DataParallelTrainer):
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         faults: Sequence[Fault] = (),
+        accept_changes: bool = False,
     ) -> None:
         train_loop, self.job = loop_and_job(train_loop_or_task, job, train_loop_config)
         if scaling_config is None:
@@ -95,6 +98,7 @@ class ElasticTrainer(DataParallelTrainer):
         environment["env_vars"] = WORKER_ENVIRONMENT | environment.get("env_vars", {})
         run_config = dataclasses.replace(run_config, worker_runtime_env=environment)
         self._faults = tuple(faults)
+        self._accept_changes = accept_changes
         self._controller: Any = None
         super().__init__(
             train_loop,
@@ -127,6 +131,7 @@ class ElasticTrainer(DataParallelTrainer):
                     attempt,
                     placements,
                     self._faults,
+                    self._accept_changes,
                 )
                 try:
                     return self._run_once(run, kwargs)

@@ -50,6 +50,7 @@ class Welcome:
     checkpoint_url: str
     store: tuple[str, int]  # address of the TCPStore through which groups form
     faults: tuple[Fault, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)  # that the run reads; none known: {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.run_folder import RunFolder, last_generation
+from elastic_ft.runtime.continuity import Continuity, recorded_terms
 from elastic_ft.runtime.control import (
     ControlServer,
     FaultFired,
@@ -102,6 +103,7 @@ class Controller:
         checkpoint_url: where checkpoints are.
         address: this machine's, as workers reach it.
         faults: to inject at named points.
+        accept_changes: go on from a checkpoint that was trained under other terms.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Controller:
         *,
         address: str = "127.0.0.1",
         faults: Sequence[Fault] = (),
+        accept_changes: bool = False,
     ) -> None:
         self.job, self.host, self.run_folder = job, host, run
         self.policy = policy_of(job)
@@ -125,6 +128,7 @@ class Controller:
         self._address = address
         self._faults = tuple(faults)
         self._fired: set[int] = set()
+        self._continuity = Continuity(job, accept_changes, self._journal)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, ev.TimerFired]] = []
         self._timer_count = 0
@@ -176,13 +180,17 @@ class Controller:
     # --------------------------------------------------------------------- set-up
 
     def _open(self) -> tuple[ev.CheckpointRef, ...]:
+        found = self._publisher.resumable(self.run_folder.last_step())
+        self._continuity.check(*self._publisher.terms_of(found))  # before anything is touched
         killed = self.run_folder.take_over(self.run_id)  # first: nobody else writes from now on
         self.run_folder.repair()
-        self.run_folder.write_job(self.job.model_dump(mode="json"))
         if killed is not None:
             self._publish_emergency(killed, self.run_folder.last_step())
         recorded = self.run_folder.last_step()
         found = self._publisher.resumable(recorded)
+        self._continuity.check(*self._publisher.terms_of(found))
+        self.run_folder.write_job(self.job.model_dump(mode="json"))
+        self._continuity.begin(last_generation(self.run_folder.path / "events.jsonl"))
         step = found[0].step if found else 0
         self.run_folder.truncate(step)
         if killed is not None:
@@ -204,7 +212,8 @@ class Controller:
     def _publish_emergency(self, run: str, recorded: int) -> None:
         """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""
         try:
-            saved = self._publisher.rescue(run, recorded)
+            terms = recorded_terms(self.run_folder)
+            saved = self._publisher.rescue(run, recorded, terms)
         except StoreFailed as error:  # the newest checkpoint has to do
             self._journal("checkpoint_warning", 0, f"no emergency checkpoint: {error}", {})
             return
@@ -222,6 +231,7 @@ class Controller:
             self.checkpoint_url,
             (self._address, self._tcp_store.port),
             self._faults,
+            dict(self._continuity.data),
         )
 
     def _close(self) -> None:
@@ -309,6 +319,8 @@ class Controller:
         self._record(event, now_s)
         if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
+        if isinstance(event, ev.WorkerReady):
+            self._continuity.opened(event.data, self.state.generation)
         if isinstance(event, ev.StepApplied):
             self._progress.applied(event.worker, event.step, time.monotonic())
         before = self.state
@@ -440,7 +452,7 @@ class Controller:
 
     def _commit_checkpoint(self, command: ev.CommitCheckpoint) -> None:
         layout = str(self.state.assignment.layout) if self.state.assignment else ""
-        self._publisher.commit(command, layout)
+        self._publisher.commit(command, layout, self._continuity.terms)
 
     def _restoring_from(self) -> tuple[str, ...]:
         """The checkpoint that workers may be reading."""

@@ -27,6 +27,7 @@ from typing import Any
 
 from elastic_ft.core.events import Holding, NodeId, RecordStep
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
+from elastic_ft.core.terms import Terms
 from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store
@@ -116,8 +117,13 @@ def gather(store: Store, run: str, gather_s: float = GATHER_S) -> list[dict[str,
     return [shard for shards in said for shard in shards]
 
 
-def compose(shards: Iterable[dict[str, Any]], job: str, run: str, recorded: int) -> Saved | None:
-    """The newest step that the shards make up, if one is, with the steps since ``recorded``."""
+def compose(
+    shards: Iterable[dict[str, Any]], job: str, run: str, recorded: int, terms: Terms | None = None
+) -> Saved | None:
+    """The newest step that the shards make up, if one is, with the steps since ``recorded``.
+
+    ``terms``: under which ``run`` trained them.
+    """
     cuts: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
     for shard in shards:
         cuts[shard["step"], shard["space"]].append(shard)
@@ -144,6 +150,7 @@ def compose(shards: Iterable[dict[str, Any]], job: str, run: str, recorded: int)
             created_at_s=time.time(),
             tensors=tensors,
             entries=tuple(entries.values()),
+            extra={"terms": dict(terms or {})},
         )
         if not incomplete(manifest):
             return Saved(manifest, tuple(RecordStep(**record[number]) for number in since))

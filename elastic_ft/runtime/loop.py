@@ -184,7 +184,8 @@ class Loop:
         with spent.on("save_s"):
             self.tools.snapshots.wait(self.groups.deadline())
         cost_s = self.tools.snapshots.take_cost_s()
-        loss, tokens, sample_ids = self._agree(loss, tokens, cost_s, self._consumed(number))
+        consumed = self._consumed(micro_batches)
+        loss, tokens, sample_ids = self._agree(loss, tokens, cost_s, consumed)
         self.tools.snapshots.drop_before(self.tools.snapshots.newest())
         update = self.engine.apply(number, tokens, points)
         self.step = number  # from here on the live state is that of this step
@@ -243,25 +244,25 @@ class Loop:
     def _send(self, message: Any) -> None:
         self.tools.send(message)
 
-    def _indices(self, number: int) -> list[tuple[int, ...]]:
-        """Dataset indices of this rank's micro-batches, padded where the engine must (I2, I3)."""
+    def _planned(self, number: int) -> list[tuple[int, ...]]:
+        """The samples of this rank's micro-batches, padded where the engine must (I2, I3)."""
         batch, dealt = self.job.batch, self.dealt[self.data_rank]
-        ids = step_batch(self.order, number, batch.global_batch_size, batch.micro_batch_size, dealt)
-        indices = [tuple(self.order.dataset_index(i) for i in micro_batch) for micro_batch in ids]
+        size = batch.micro_batch_size
+        ids = list(step_batch(self.order, number, batch.global_batch_size, size, dealt))
         wanted = self.engine.micro_batches_per_rank([len(d) for d in self.dealt])
-        return indices + indices[:1] * (wanted - len(indices))
+        return ids + ids[:1] * (wanted - len(ids))
 
     def _request(self, number: int) -> None:
         if number <= self.job.steps:
-            self.tools.prefetcher.request(number, self._indices(number))
+            self.tools.prefetcher.request(number, self._planned(number))
 
     def _load(self, number: int) -> list[MicroBatch]:
         loaded = self.tools.prefetcher.get(number, self.job.elastic.hang_timeout_s)
         self._request(number + 1)
         dealt = self.dealt[self.data_rank]
         return [
-            MicroBatch(dealt.start + index, data, float(index < len(dealt)))
-            for index, data in enumerate(loaded)
+            MicroBatch(dealt.start + index, read.data, float(index < len(dealt)), read.ids)
+            for index, read in enumerate(loaded)
         ]
 
     def _agree(
@@ -290,20 +291,13 @@ class Loop:
         self._checkpointing = checkpoint > 0
         return total / max(count, 1.0), int(count), [int(sample) - 1 for sample in samples]
 
-    def _consumed(self, number: int) -> list[int]:
-        """With ``audit``, for each place in the global batch: 1 + the id of the sample that this
-        member really consumed, or 0 (I2). Their sum over all members says which it was."""
-        batch, dealt = self.job.batch, self.dealt[self.data_rank]
+    def _consumed(self, micro_batches: list[MicroBatch]) -> list[int]:
+        """With ``audit``, what this member really consumed, see ``places``."""
         if not self.job.audit:
             return []
-        consumed = [0] * batch.global_batch_size
-        if self._counts_samples():
-            size = batch.micro_batch_size
-            ids = step_batch(self.order, number, batch.global_batch_size, size, dealt)
-            for offset, micro_batch in zip(dealt, ids, strict=True):
-                first = offset * size
-                consumed[first : first + len(micro_batch)] = [1 + sample for sample in micro_batch]
-        return consumed
+        batch = self.job.batch
+        consumed = micro_batches if self._counts_samples() else []
+        return places(consumed, batch.global_batch_size, batch.micro_batch_size)
 
     def _counts_samples(self) -> bool:
         """Ranks that share one batch (tensor and pipeline peers) count it once."""
@@ -421,3 +415,17 @@ class Loop:
             if self.flags.pause:
                 return False
         return True
+
+
+def places(
+    micro_batches: list[MicroBatch], global_batch_size: int, micro_batch_size: int
+) -> list[int]:
+    """For each place in the global batch: 1 + the id of the sample that these micro-batches
+    brought to it, as the loader read it, or 0. The sum over all members says which it was (I2)."""
+    consumed = [0] * global_batch_size
+    for micro_batch in micro_batches:
+        if micro_batch.weight:
+            first = micro_batch.number * micro_batch_size
+            ids = [1 + sample for sample in micro_batch.ids]
+            consumed[first : first + len(ids)] = ids
+    return consumed

@@ -1,8 +1,9 @@
 """Loads the next steps' micro-batches in the background, and is cheap to redirect.
 
 A new generation deals the same micro-batches to other ranks. What is loaded is therefore kept per
-(step, sample indices), not per request: after ``cancel`` and new requests, a survivor loads only
-what it did not have (I6).
+(step, sample ids), not per request: after ``cancel`` and new requests, a survivor loads only what
+it did not have (I6). It is kept with the ids that were read for it, which is what the ledger says
+of a step: the reading, not the plan of it (I2).
 """
 
 from __future__ import annotations
@@ -10,13 +11,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from elastic_ft.errors import GroupBroken
 
-MicroBatch = tuple[int, ...]  # indices of its samples
+MicroBatch = tuple[int, ...]  # ids of its samples, see core.batches
 JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A micro-batch, and the ids of the samples that were read for it."""
+
+    ids: MicroBatch
+    data: Any
 
 
 class Prefetcher:
@@ -24,7 +34,8 @@ class Prefetcher:
 
     Use from the training thread: ``request`` a step or two ahead, then ``get`` each step once.
     ``cancel`` may come from any thread. ``dataset[i]`` runs in the background thread and must
-    depend on ``i`` alone (I3).
+    depend on ``i`` alone (I3). A sample's id tells its index: the rest of its division by
+    ``len(dataset)``.
     """
 
     def __init__(
@@ -39,7 +50,7 @@ class Prefetcher:
         self._depth_steps = depth_steps
         self._changed = threading.Condition()
         self._wanted: dict[int, list[MicroBatch]] = {}
-        self._loaded: dict[tuple[int, MicroBatch], Any] = {}
+        self._loaded: dict[tuple[int, MicroBatch], Loaded] = {}
         self._failed: dict[tuple[int, MicroBatch], Exception] = {}
         self._cancellations = 0
         self._closed = False
@@ -56,12 +67,12 @@ class Prefetcher:
                     f"step {step} requested while {sorted(self._wanted)} are wanted; "
                     f"at most {self._depth_steps} at once"
                 )
-            self._wanted[step] = [tuple(indices) for indices in micro_batches]
+            self._wanted[step] = [tuple(ids) for ids in micro_batches]
             self._failed.clear()
             self._start_thread()
             self._changed.notify_all()
 
-    def get(self, step: int, timeout_s: float = 300.0) -> list[Any]:
+    def get(self, step: int, timeout_s: float = 300.0) -> list[Loaded]:
         """Returns the micro-batches of ``step``, in the order of its request, and forgets it.
 
         Raises whatever the dataset raised; TimeoutError after ``timeout_s``; GroupBroken if
@@ -83,7 +94,7 @@ class Prefetcher:
                     raise GroupBroken(f"step {step}: its data was cancelled by a new generation")
             micro_batches = self._wanted.pop(step)
             self._forget_outside(step)
-            return [self._loaded[step, indices] for indices in micro_batches]
+            return [self._loaded[step, ids] for ids in micro_batches]
 
     def cancel(self) -> None:
         """Drops every request and wakes a waiting ``get``; what is loaded is kept."""
@@ -113,11 +124,11 @@ class Prefetcher:
         self.close()
 
     def _missing(self, step: int) -> list[MicroBatch]:
-        return [indices for indices in self._wanted[step] if (step, indices) not in self._loaded]
+        return [ids for ids in self._wanted[step] if (step, ids) not in self._loaded]
 
     def _raise_failure(self, step: int) -> None:
-        for indices in self._wanted[step]:
-            error = self._failed.get((step, indices))
+        for ids in self._wanted[step]:
+            error = self._failed.get((step, ids))
             if error is not None:
                 raise error
 
@@ -143,14 +154,14 @@ class Prefetcher:
 
     def _next(self) -> tuple[int, MicroBatch] | None:
         for step in sorted(self._wanted):
-            for indices in self._missing(step):
-                if (step, indices) not in self._failed:
-                    return step, indices
+            for ids in self._missing(step):
+                if (step, ids) not in self._failed:
+                    return step, ids
         return None
 
     def _load(self, key: tuple[int, MicroBatch]) -> None:
         try:
-            loaded = self._collate([self._dataset[index] for index in key[1]])
+            loaded = self._read(key[1])
         except Exception as error:  # the user's dataset may raise anything; get() raises it
             with self._changed:
                 self._failed[key] = error
@@ -159,3 +170,10 @@ class Prefetcher:
         with self._changed:
             self._loaded[key] = loaded
             self._changed.notify_all()
+
+    def _read(self, wanted: MicroBatch) -> Loaded:
+        ids, samples, count = [], [], len(self._dataset)
+        for sample_id in wanted:
+            samples.append(self._dataset[sample_id % count])
+            ids.append(sample_id)
+        return Loaded(tuple(ids), self._collate(samples))

@@ -6,6 +6,7 @@ and answers with an event.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import Any
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
+from elastic_ft.core.terms import Terms, terms_in
+from elastic_ft.errors import StateDamaged
 from elastic_ft.runtime import emergency
 from elastic_ft.runtime.control import Note
 from elastic_ft.storage import checkpoints
@@ -59,12 +62,23 @@ class Publisher:
         within = tuple(ref for ref in found if ref.step <= recorded)
         return within or (found if not recorded else ())
 
-    def rescue(self, killed: str, recorded: int) -> emergency.Saved | None:
+    def terms_of(
+        self, found: tuple[ev.CheckpointRef, ...]
+    ) -> tuple[Terms, ev.CheckpointRef | None]:
+        """The terms of the newest of these that can be read, and which it is. {}: it has none, as
+        none had that this program once wrote. Raises StoreFailed.
+        """
+        for ref in found:
+            with contextlib.suppress(StateDamaged):  # its workers will say so, and go on as here
+                return terms_in(checkpoints.load_manifest(self._store, ref).extra), ref
+        return {}, None
+
+    def rescue(self, killed: str, recorded: int, terms: Terms) -> emergency.Saved | None:
         """What the keepers of controller ``killed`` saved becomes a checkpoint, if it is newer
-        than those there are. Raises StoreFailed.
+        than those there are. ``terms``: what that controller trained under. Raises StoreFailed.
         """
         shards = emergency.gather(self._store, killed)
-        saved = emergency.compose(shards, self._job.name, killed, recorded)
+        saved = emergency.compose(shards, self._job.name, killed, recorded, terms)
         if saved is not None:
             if any(ref.step >= saved.manifest.step for ref in self.resumable(recorded)):
                 saved = None
@@ -85,18 +99,18 @@ class Publisher:
 
     # ---------------------------------------------------------------------- commands
 
-    def commit(self, command: ev.CommitCheckpoint, layout: str) -> None:
+    def commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
         """Verifies the shards and publishes the manifest."""
-        self._pool.submit(self._commit, command, layout)
+        self._pool.submit(self._commit, command, layout, terms)
 
     def abandon(self, command: ev.AbandonCheckpoint) -> None:
         """Deletes what was written of it."""
         self._pool.submit(self._abandon, command)
 
-    def _commit(self, command: ev.CommitCheckpoint, layout: str) -> None:
+    def _commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
         began = time.monotonic()
         try:
-            done = self._publish(command, layout)
+            done = self._publish(command, layout, terms)
         except Exception as error:  # whatever the store or the check says: the job goes on
             reason = f"{type(error).__name__}: {error}"
             self._post(ev.CheckpointFailed(time.time(), command.step, reason))
@@ -111,7 +125,9 @@ class Publisher:
         for abandoned in left:  # the store works again
             self._abandon(abandoned)
 
-    def _publish(self, command: ev.CommitCheckpoint, layout: str) -> checkpoints.Committed:
+    def _publish(
+        self, command: ev.CommitCheckpoint, layout: str, terms: Terms
+    ) -> checkpoints.Committed:
         manifest = Manifest(
             job=self._job.name,
             run=self._run,
@@ -122,7 +138,7 @@ class Publisher:
             created_at_s=time.time(),
             tensors={n: TensorSpec(dtype, tuple(s)) for n, (dtype, s) in command.tensors.items()},
             entries=tuple(ShardEntry.from_dict(item) for item in command.shards),
-            extra={"seed": self._job.seed},
+            extra={"terms": dict(terms)},
         )
         keep = self._job.checkpoint
         keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600

@@ -43,6 +43,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic_ft.core.terms import changes, data_terms
 from elastic_ft.errors import DataError, GroupBroken, StateDamaged, UsageError
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime import restore
@@ -59,7 +60,7 @@ from elastic_ft.runtime.control import (
     Welcome,
     connect,
 )
-from elastic_ft.runtime.data import open_dataset
+from elastic_ft.runtime.data import DataBundle, open_dataset
 from elastic_ft.runtime.diagnosis import stack_of
 from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
@@ -294,7 +295,8 @@ class Worker:
         self._links.wait()  # no survivor is to wait for our DNS
         memory_bytes = device_memory_bytes(tools.engine.device, self.job.elastic.workers_per_node)
         member = replace(self.member, memory_bytes=memory_bytes)
-        self._send(WorkerReady(time.time(), member, _process_started_at_s()))
+        data = data_terms(len(tools.data.train), tools.data.fingerprint)
+        self._send(WorkerReady(time.time(), member, _process_started_at_s(), data))
         while (form := self._next_form()) is not None:
             error: BaseException | None = None
             try:
@@ -316,6 +318,7 @@ class Worker:
         job = self.job
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
         data = open_dataset(job.data, job.seed)
+        _check_data_of_run(self._welcome.data, data)
 
         def factory() -> torch.nn.Module:
             return build_model(
@@ -541,6 +544,13 @@ def _engine_class(job: Job) -> Callable[..., Engine]:
     from elastic_ft.runtime.engines.deepspeed import DeepSpeedEngine  # imports for seconds
 
     return DeepSpeedEngine
+
+
+def _check_data_of_run(run: dict[str, Any], data: DataBundle) -> None:
+    """Raises DataError if this worker reads other data than the run has so far (I2)."""
+    if other := changes(run, data_terms(len(data.train), data.fingerprint)):
+        found = "; ".join(map(str, other))
+        raise DataError(f"{found}: going on would repeat samples and skip others")
 
 
 def _check_same_data(groups: Groups, fingerprint: str | None) -> None:

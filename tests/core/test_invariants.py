@@ -235,3 +235,50 @@ def test_a_recovery_without_survivors_may_not_claim_any() -> None:
 def test_the_run_must_end_as_expected() -> None:
     (found,) = findings(good_run(), Expected(status="failed"))
     assert found == "I7: the run is completed, not failed: all 6 steps are committed"
+
+
+def changed_run() -> Folder:
+    """Two steps of four samples under seed 5; then, as was asked for, of two under seed 6."""
+    events = [
+        event("job_started", 0, step=0),
+        formed(1, 0, {"w0": 10}, source="initial"),
+        event("checkpoint_committed", 1, step=2),
+        event("finished", 1, status="stopped"),
+        event("changes_accepted", 1, step=2, changes={BATCH_KEY: [4, 2], "seed": [5, 6]}),
+        event("job_started", 1, step=2),
+        formed(2, 2, {"w0": 20}, source="checkpoint"),
+        event("finished", 2, status="completed"),
+    ]
+    steps, ledger = [], []
+    for step, (generation, seed, batch) in enumerate([(1, 5, 4), (1, 5, 4), (2, 6, 2), (2, 6, 2)]):
+        ids = list(DataOrder(seed, 10).sample_ids(step * batch, (step + 1) * batch))
+        line = {"step": step + 1, "generation": generation}
+        ledger.append(line | {"samples": ids})
+        world = {"world_size": 1, "layout": "ddp1", "samples": (step + 1) * batch}
+        steps.append(line | world)
+    result = {"status": "completed", "reason": "all", "steps": 4, "samples": 8, "recoveries": []}
+    return {"events": events, "steps": steps, "ledger": ledger, "result": result}
+
+
+BATCH_KEY = "batch.global_batch_size"
+CHANGED = Expected(seed=6, dataset_size=10, global_batch_size=2, steps=4, status="completed")
+
+
+def test_accepted_changes_are_judged_by_what_held_at_each_step() -> None:
+    assert findings(changed_run(), CHANGED) == []
+    assert findings(changed_run() | {"ledger": None}, Expected()) == []
+
+
+def test_changes_that_nobody_accepted_are_found() -> None:
+    run = changed_run()
+    del run["events"][4]
+    found = findings(run, CHANGED)
+    assert "I2: step 1 counts 4 samples, not 1 x 2" in found
+    assert any("step 3 repeats sample" in line for line in found)
+
+
+def test_within_accepted_changes_samples_are_still_used_once() -> None:
+    run = changed_run()
+    run["ledger"][3]["samples"][0] = run["ledger"][2]["samples"][0]
+    found = findings(run, CHANGED)
+    assert any("step 4 repeats sample" in line for line in found)

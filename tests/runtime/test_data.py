@@ -27,6 +27,9 @@ from elastic_ft.errors import DataError, GroupBroken, ModelError, StorageError
 from elastic_ft.runtime import corpus as corpus_module
 from elastic_ft.runtime.corpus import open_corpus
 from elastic_ft.runtime.data import DataBundle, Dataset, Prefetcher, open_dataset, preflight
+from elastic_ft.runtime.engines.base import MicroBatch
+from elastic_ft.runtime.loop import places
+from elastic_ft.runtime.prefetch import Loaded
 
 DOCUMENTS = [
     f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\n" * 8 for n in range(20)
@@ -559,13 +562,37 @@ def prefetcher(slow: Slow) -> Iterator[Prefetcher]:
         slow.gate.set()
 
 
+def _data(micro_batches: list[Loaded]) -> list[Any]:
+    return [micro_batch.data for micro_batch in micro_batches]
+
+
+def test_what_was_read_comes_with_its_ids(slow: Slow, prefetcher: Prefetcher) -> None:
+    """The ledger is of what was read, in whichever epoch, not of what was planned."""
+    prefetcher.request(1, [(103, 4), (203,)])
+    first, second = prefetcher.get(1, DEADLINE_S)
+    assert (first.ids, first.data) == ((103, 4), [3, 4])
+    assert (second.ids, second.data) == ((203,), [3])
+    assert slow.read == [3, 4, 3]
+
+
+def test_the_ledger_has_what_was_read_in_its_place() -> None:
+    """A loader that brings another step's samples shows; one that plans right and reads wrong did
+    not, as the ledger was made of the plan."""
+    read = [
+        MicroBatch(1, None, ids=(40, 41)),
+        MicroBatch(2, None, ids=(7, 8)),
+        MicroBatch(3, None, 0.0, (40, 41)),  # padding
+    ]
+    assert places(read, 8, 2) == [0, 0, 41, 42, 8, 9, 0, 0]
+
+
 def test_micro_batches_come_in_the_order_of_the_request(prefetcher: Prefetcher) -> None:
     prefetcher.request(1, [(3, 4), (1, 2)])
     prefetcher.request(2, [(9,)])
-    assert prefetcher.get(1, DEADLINE_S) == [[3, 4], [1, 2]]
+    assert _data(prefetcher.get(1, DEADLINE_S)) == [[3, 4], [1, 2]]
     prefetcher.request(3, [])
-    assert prefetcher.get(2, DEADLINE_S) == [[9]]
-    assert prefetcher.get(3, DEADLINE_S) == []
+    assert _data(prefetcher.get(2, DEADLINE_S)) == [[9]]
+    assert _data(prefetcher.get(3, DEADLINE_S)) == []
 
 
 def test_another_deal_of_a_step_loads_only_what_is_new(slow: Slow, prefetcher: Prefetcher) -> None:
@@ -573,7 +600,7 @@ def test_another_deal_of_a_step_loads_only_what_is_new(slow: Slow, prefetcher: P
     prefetcher.get(5, DEADLINE_S)
     prefetcher.cancel()  # the step broke: a new generation deals it again
     prefetcher.request(5, [(2, 3), (4, 5)])
-    assert prefetcher.get(5, DEADLINE_S) == [[2, 3], [4, 5]]
+    assert _data(prefetcher.get(5, DEADLINE_S)) == [[2, 3], [4, 5]]
     assert slow.read == [0, 1, 2, 3, 4, 5]
 
 
@@ -585,7 +612,7 @@ def test_requests_are_bounded(prefetcher: Prefetcher) -> None:
         prefetcher.request(3, [(3,)])
     prefetcher.cancel()
     prefetcher.request(3, [(3,)])
-    assert prefetcher.get(3, DEADLINE_S) == [[3]]
+    assert _data(prefetcher.get(3, DEADLINE_S)) == [[3]]
 
 
 def test_what_is_behind_is_forgotten(slow: Slow, prefetcher: Prefetcher) -> None:
@@ -605,7 +632,7 @@ def test_a_datasets_error_surfaces_and_can_be_retried(slow: Slow, prefetcher: Pr
             prefetcher.get(1, DEADLINE_S)
     slow.broken = set()
     prefetcher.request(1, [(6,), (7,)])
-    assert prefetcher.get(1, DEADLINE_S) == [[6], [7]]
+    assert _data(prefetcher.get(1, DEADLINE_S)) == [[6], [7]]
     assert slow.read == [6, 7, 7]
 
 

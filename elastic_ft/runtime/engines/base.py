@@ -69,6 +69,7 @@ class MicroBatch:
     number: int  # within the global batch; seeds per-sample randomness (I3)
     data: Any
     weight: float = 1.0
+    ids: tuple[int, ...] = ()  # of its samples, as they were read; none are known in evaluation
 
 
 @dataclass(frozen=True, slots=True)

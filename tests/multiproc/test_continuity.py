@@ -1,0 +1,46 @@
+"""A run goes on under the terms of its checkpoint, or says that it does not (I2)."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from elastic_ft.core.invariants import Expected, check_run
+from elastic_ft.errors import ConfigError
+from elastic_ft.runtime.controller import Controller
+from tests.multiproc.harness import dataset_size, make_job, run_job
+
+STEPS = 3
+MORE_TOKENS = {"max_tokens": 41_000}
+accepting = partial(Controller, accept_changes=True)
+
+
+def test_other_terms_are_refused_unless_asked_for(tmp_path: Path) -> None:
+    """Its checkpoint is of 3 steps of 8 samples: step 4 of 16 would begin with sample 48."""
+    first = run_job(make_job(steps=STEPS, workers=1), tmp_path).check()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    other = make_job(steps=5, workers=1, batch={"global_batch_size": 16}, data=MORE_TOKENS)
+    with pytest.raises(ConfigError) as refused:
+        run_job(other, tmp_path)
+    assert str(refused.value).startswith(
+        "batch.global_batch_size was 8, is 16: samples 24 to 47 of the data order would be skipped"
+    )
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+    asked = run_job(other, tmp_path, controller=accepting)
+    assert asked.result["status"] == "completed", asked.story()
+    told = [line["changes"] for line in asked.all("changes_accepted")]
+    assert told[0] == {"batch.global_batch_size": [8, 16]}
+    assert told[1]["data.samples"] == [dataset_size(first.job), dataset_size(other)]
+    assert asked.all("job_changed")[0]["changes"]["steps"] == [STEPS, 5]
+    expected = Expected(
+        seed=3, dataset_size=dataset_size(other), global_batch_size=16, steps=5, status="completed"
+    )
+    found = check_run(asked.events, asked.steps, asked.ledger, asked.result, expected)
+    assert not found, "\n".join([asked.story(), *map(str, found)])
+
+    again = run_job(make_job(steps=6, workers=1, batch={"global_batch_size": 16}), tmp_path)
+    assert again.result["status"] == "failed", again.story()
+    assert "data.samples was" in again.result["reason"]
