@@ -31,8 +31,9 @@ class Cluster:
     def kill_raylet(self, node: str) -> None:
         raise Unsupported("kill raylet")
 
-    def kill_keeper(self, node: str) -> None:
-        raise Unsupported("kill keeper")
+    def keeper_of(self, node: str) -> int:
+        """The pid of the node's keeper."""
+        raise Unsupported("find keeper")
 
     def kill_controller(self) -> None:
         raise Unsupported("kill controller")
@@ -67,8 +68,8 @@ class ProcessNodes(Cluster):
     def kill_node(self, node: str) -> None:
         self._host.kill_node(node)
 
-    def kill_keeper(self, node: str) -> None:
-        self._host.kill_keeper(node)
+    def keeper_of(self, node: str) -> int:
+        return int(self._host.keeper_of(node))
 
     def kill_controller(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -101,11 +102,12 @@ class RayNodes(Cluster):
     def kill_raylet(self, node: str) -> None:
         self._cluster.kill_raylet(node)
 
-    def kill_keeper(self, node: str) -> None:
-        self._kill_actor(self._cluster.processes(node), "KeeperActor")
+    def keeper_of(self, node: str) -> int:
+        return self._actor(self._cluster.processes(node), "KeeperActor")
 
     def kill_controller(self) -> None:
-        self._kill_actor(self._cluster.head_processes(), "ElasticController")
+        controller = self._actor(self._cluster.head_processes(), "ElasticController")
+        os.kill(controller, signal.SIGKILL)
 
     def kill_gcs(self) -> Heal:
         self._cluster.kill_gcs()
@@ -126,8 +128,9 @@ class RayNodes(Cluster):
         broken: Heal = self._cluster.break_link(node, fault)
         return broken
 
-    def _kill_actor(self, processes: list[Any], name: str) -> None:
-        found = [p for p in processes if any(name in part for part in p.cmdline())]
+    def _actor(self, processes: list[Any], name: str) -> int:
+        """Its pid."""
+        found = [p.pid for p in processes if any(name in part for part in p.cmdline())]
         if not found:
             raise ProcessLookupError(f"no {name} is running")
-        found[0].send_signal(signal.SIGKILL)
+        return int(found[0])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -254,6 +256,8 @@ class Runner:
     def _kill(self, fault: Kill, member: Line) -> None:
         if fault.kill == "worker":
             self._cluster.signal_worker(member["pid"], fault.signal)
+        elif fault.kill == "keeper":
+            os.kill(self._cluster.keeper_of(member["node"]), signal.SIGKILL)
         else:
             getattr(self._cluster, f"kill_{fault.kill}")(member["node"])
 
@@ -264,10 +268,18 @@ class Runner:
             self._then(fault.lasts_s, self._cluster.kill_gcs())
 
     def _stop(self, fault: Stop, member: Line) -> None:
+        if fault.stop == "keeper":
+            self._stop_keeper(self._cluster.keeper_of(member["node"]), fault.lasts_s)
+            return
         pid = member["pid"]
         self._cluster.signal_worker(pid, "STOP")
         if fault.lasts_s is not None:
             self._then(fault.lasts_s, lambda: self._cluster.signal_worker(pid, "CONT"))
+
+    def _stop_keeper(self, pid: int, lasts_s: float | None) -> None:
+        os.kill(pid, signal.SIGSTOP)
+        if lasts_s is not None:
+            self._then(lasts_s, lambda: _let_go_on(pid))
 
     def _slow(self, fault: Slow, member: Line) -> None:
         pid, over = member["pid"], threading.Event()
@@ -315,6 +327,11 @@ class Runner:
                 self._then(fault.lasts_s, lambda: turn(left - 1))
 
         turn(rounds)
+
+
+def _let_go_on(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it was replaced meanwhile
+        os.kill(pid, signal.SIGCONT)
 
 
 SLICE_S = 0.1

@@ -98,7 +98,7 @@ class KillHead(External):
 
 
 class Stop(OfRank):
-    stop: Literal["worker"]
+    stop: Literal["worker", "keeper"]
     lasts_s: float | None = Field(None, gt=0)  # then it goes on, as if nothing had been
 
     @property

@@ -107,7 +107,8 @@ def _fault(fault: External | AtPoint, step: int) -> sim.Fault:
     elif isinstance(fault, KillHead):
         kind = KINDS_OF_KILL[fault.kill]
     elif isinstance(fault, Stop):
-        kind, target = "hang_worker", fault.of_rank
+        kind, target = f"hang_{fault.stop}", fault.of_rank
+        lasts_s = FOREVER_S if fault.lasts_s is None else fault.lasts_s
     elif isinstance(fault, Drain):
         kind, target, lasts_s = "drain_node", fault.of_rank, fault.deadline_s
     elif isinstance(fault, Add):

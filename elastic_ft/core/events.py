@@ -194,8 +194,11 @@ class KeeperReady:
 
 @dataclass(frozen=True, slots=True)
 class KeeperLost:
+    """``cause``: in words; empty: its connection ended."""
+
     at_s: float
     node: NodeId
+    cause: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ from elastic_ft.core.events import (
     KeeperReady,
     KillWorker,
     NodeDraining,
+    NodeId,
     NodeLost,
     Paused,
     PauseWorkers,
@@ -103,6 +104,7 @@ from elastic_ft.core.restoring import (
     keeper_ready,
     needed_donors,
     pending_after_restore,
+    reads_from,
     recent_writers,
     roll_back,
 )
@@ -375,6 +377,7 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     for worker in gone:  # cut off, perhaps still running: it must not come back (I1)
         turn.do(KillWorker(worker, f"node {event.node} is lost"))
     turn.set(draining={n: at_s for n, at_s in state.draining.items() if n != event.node})
+    is_read = reads_from(turn, event.node)
     forget_keeper(turn, event.node)
     turn.set(recoveries=tuple(blame_node(r, event) for r in state.recoveries))
     if state.episode and any(
@@ -383,6 +386,8 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     ):
         turn.set(episode=replace(state.episode, cause="node_lost"))
     _lose(turn, gone, "node_lost", event.cause)
+    if is_read and turn.state.generation == state.generation:  # none of its workers takes part
+        _stop_reading(turn, event.node)
     if not gone:  # they were lost before; now nothing of theirs is awaited any more
         _form_if_paused(turn)
 
@@ -469,9 +474,20 @@ def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
     if event.node not in turn.state.keepers:
         return
-    turn.journal("keeper_lost", "its workers' snapshots are their own now", node=event.node)
+    what = "its workers' snapshots are their own now"
+    reason = f"{event.cause}: {what}" if event.cause else what
+    turn.journal("keeper_lost", reason, node=event.node)
+    is_read = reads_from(turn, event.node)
     forget_keeper(turn, event.node)
+    if is_read:
+        _stop_reading(turn, event.node)
     _form_if_paused(turn)
+
+
+def _stop_reading(turn: Turn, node: NodeId) -> None:
+    """Its keeper may be stopped, or its machine gone: who asks it would wait for long."""
+    reason = f"the keeper of {node}, from which a shard is read, is lost"
+    _pause(turn, "keeper_lost", reason, abort=True)
 
 
 # ---------------------------------------------------------------- how a generation forms

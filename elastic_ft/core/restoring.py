@@ -165,6 +165,17 @@ def keeper_ready(turn: Turn, event: KeeperReady) -> None:
             turn.do(UseKeeper(member.worker, keeper))
 
 
+def reads_from(turn: Turn, node: NodeId) -> bool:
+    """Whether the forming generation gets a shard from the node's keeper, as no worker has it."""
+    state = turn.state
+    keeper = state.keepers.get(node)
+    if state.phase != "forming" or state.assignment is None or keeper is None:
+        return False
+    shards = state.assignment.source.holders.values()
+    left = [who[0][0] for who in shards if who and all(tier is Tier.KEEPER for _, tier in who)]
+    return any(holder.startswith(f"{keeper.name}/") for holder in left)
+
+
 def forget_keeper(turn: Turn, node: NodeId) -> None:
     state = turn.state
     turn.set(

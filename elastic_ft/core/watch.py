@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastic_ft.core.events import WorkerId
+from elastic_ft.core.events import NodeId, WorkerId
 from elastic_ft.core.state import State
 
 
@@ -42,7 +42,7 @@ class Judgement:
 
 
 class Progress:
-    """The marks of all workers.
+    """The marks of all workers, and when each node's keeper was last heard.
 
     Args:
         hang_timeout_s: of standing still inside a step.
@@ -52,9 +52,10 @@ class Progress:
     def __init__(self, hang_timeout_s: float, heartbeat_timeout_s: float) -> None:
         self._hang_timeout_s, self._heartbeat_timeout_s = hang_timeout_s, heartbeat_timeout_s
         self.marks: dict[WorkerId, Mark] = {}
+        self._keepers_heard_at_s: dict[NodeId, float] = {}
 
     def forget(self) -> None:
-        """A new generation, or all is to be seen anew."""
+        """A new generation, or all is to be seen anew: of workers. Keepers know no generations."""
         self.marks = {}
 
     def beat(self, worker: WorkerId, step: int, place: int, points: int, now_s: float) -> None:
@@ -62,6 +63,9 @@ class Progress:
         still = old and (old.step, old.place, old.points) == (step, place, points)
         moved_at_s = old.moved_at_s if old and still else now_s
         self.marks[worker] = Mark(step, place, points, moved_at_s, now_s)
+
+    def keeper_beat(self, node: NodeId, now_s: float) -> None:
+        self._keepers_heard_at_s[node] = now_s
 
     def applied(self, worker: WorkerId, step: int, now_s: float) -> None:
         old = self.marks.get(worker)
@@ -72,6 +76,8 @@ class Progress:
         for worker, mark in self.marks.items():
             moved_at_s, heard_at_s = mark.moved_at_s + absent_s, mark.heard_at_s + absent_s
             self.marks[worker] = replace(mark, moved_at_s=moved_at_s, heard_at_s=heard_at_s)
+        for node in self._keepers_heard_at_s:
+            self._keepers_heard_at_s[node] += absent_s
 
     def still_s(self, state: State, now_s: float) -> dict[int, float]:
         """By rank, for how long it has not moved."""
@@ -93,6 +99,16 @@ class Progress:
         stuck = f"nobody moved for {self._hang_timeout_s:g} s, all at the same place"
         return Judgement(behind, "" if behind else stuck)
 
+    def silent_keepers(self, state: State, now_s: float) -> dict[NodeId, Hung]:
+        """In whatever phase. One that starts again is as of its first word."""
+        heard = {node: self._keepers_heard_at_s.get(node, now_s) for node in state.keepers}
+        self._keepers_heard_at_s = heard
+        return {
+            node: _silent(heard_at_s, now_s)
+            for node, heard_at_s in heard.items()
+            if now_s - heard_at_s > self._heartbeat_timeout_s
+        }
+
     def _of(self, state: State, workers: Mapping[WorkerId, object], now_s: float) -> Marks:
         """Of those that are up; who was never heard of is as of now."""
         there = [worker for worker in workers if worker in state.ready]
@@ -109,10 +125,14 @@ def _trains(state: State) -> bool:
 def find_silent(marks: Marks, now_s: float, heartbeat_timeout_s: float) -> dict[WorkerId, Hung]:
     """Silence is proof enough: a stopped process sends nothing."""
     return {
-        worker: Hung(f"nothing heard for {now_s - mark.heard_at_s:.1f} s", mark.heard_at_s)
+        worker: _silent(mark.heard_at_s, now_s)
         for worker, mark in marks.items()
         if now_s - mark.heard_at_s > heartbeat_timeout_s
     }
+
+
+def _silent(heard_at_s: float, now_s: float) -> Hung:
+    return Hung(f"nothing heard for {now_s - heard_at_s:.1f} s", heard_at_s)
 
 
 def find_behind(marks: Marks, now_s: float) -> dict[WorkerId, Hung]:

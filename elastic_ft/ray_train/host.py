@@ -44,6 +44,7 @@ EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, tr
 RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
 EARLY_S = 20.0
 CLOSE_TIMEOUT_S = 10.0
+KEEPER_STARTS_MAX = 4  # on one node
 
 
 @dataclass(slots=True, eq=False)
@@ -81,14 +82,23 @@ class Launch:
     start_timeout_s: float
 
 
+@dataclass(slots=True, eq=False)
+class HostedKeeper:
+    """One life of a node's keeper. ``given_up``: it hangs, and is not waited for."""
+
+    actor: ActorHandle[Any]
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass(slots=True)
 class Nodes:
     """What is known of the nodes that host a worker, or did."""
 
     used: set[NodeId] = field(default_factory=set)
+    kept: set[NodeId] = field(default_factory=set)  # with a keeper, or what starts one
     draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
     lost: set[NodeId] = field(default_factory=set)
-    keepers: dict[NodeId, ActorHandle[Any]] = field(default_factory=dict)
+    keepers: dict[NodeId, HostedKeeper] = field(default_factory=dict)
 
 
 class RayHost:
@@ -121,6 +131,9 @@ class RayHost:
 
     def kill_worker(self, worker: WorkerId) -> None:
         self._call(self._kill, worker)
+
+    def kill_keeper(self, node: NodeId) -> None:
+        self._call(self._give_up_keeper, node)
 
     def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
         places = seats([member.node for member in assignment.members])
@@ -216,9 +229,9 @@ class RayHost:
         handle = await self._meet(hosted, hosted.actor)
         hosted.node = handle.metadata.node_id
         self._nodes.used.add(hosted.node)
-        if hosted.node not in self._nodes.keepers:
-            keeper = start_keeper(self._address, self._key, hosted.node)
-            self._nodes.keepers[hosted.node] = keeper
+        if hosted.node not in self._nodes.kept:
+            self._nodes.kept.add(hosted.node)
+            self._watchers.append(self._loop.create_task(self._keep(hosted.node)))
         task = Task(
             self._address,
             self._key,
@@ -302,6 +315,37 @@ class RayHost:
         if hosted is not None and hosted.actor is not None and not hosted.ended:
             ray.kill(hosted.actor)
 
+    # ----------------------------------------------------------------- the keepers
+
+    async def _keep(self, node: NodeId) -> None:
+        """A keeper on the node, and another where one has ended: an empty one, but whole."""
+        for _ in range(KEEPER_STARTS_MAX):
+            if self._closed or node in self._nodes.lost:
+                break
+            keeper = HostedKeeper(start_keeper(self._address, self._key, node))
+            self._nodes.keepers[node] = keeper
+            ended = asyncio.ensure_future(self._await_keeper_end(keeper.actor))
+            given_up = asyncio.ensure_future(keeper.given_up.wait())
+            await asyncio.wait((ended, given_up), return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            given_up.cancel()
+
+    async def _await_keeper_end(self, actor: ActorHandle[Any]) -> None:
+        while True:
+            try:
+                await actor.await_end.remote()
+            except ActorUnavailableError:  # means "maybe": ask again
+                await asyncio.sleep(DRAIN_POLL_S)
+            except RayError as error:
+                log.info("a keeper has ended: %s", describe(error))
+                return
+
+    def _give_up_keeper(self, node: NodeId) -> None:
+        """Ray may not be able to end a process that is stopped: it is one of ours no more."""
+        if (keeper := self._nodes.keepers.get(node)) is not None:
+            ray.kill(keeper.actor)
+            keeper.given_up.set()
+
     # ------------------------------------------------------------------- the nodes
 
     def _watch(self) -> None:
@@ -371,7 +415,7 @@ class RayHost:
         for watcher in self._watchers:
             watcher.cancel()
         for keeper in self._nodes.keepers.values():
-            ray.kill(keeper)
+            ray.kill(keeper.actor)
         done.set()
 
 

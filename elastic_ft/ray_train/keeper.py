@@ -16,12 +16,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ft.core.events import NodeId
 
-RESTARTS_MAX = 3
 
-
-@ray.remote(num_cpus=0, max_restarts=RESTARTS_MAX)
+@ray.remote(num_cpus=0)
 class KeeperActor:
-    """Starts keeping as it is created, and again, with nothing, when it is restarted."""
+    """Starts keeping as it is created. ``RayHost`` starts another one where it has ended."""
 
     def __init__(self, controller: tuple[str, int], key: bytes, node: NodeId) -> None:
         from elastic_ft.runtime.keeper import NodeKeeper
@@ -36,6 +34,10 @@ class KeeperActor:
                 ray.kill(itself)
 
         threading.Thread(target=serve, name="keeper", daemon=True).start()
+
+    def await_end(self) -> None:
+        """Never returns: who called it learns of this process's end."""
+        threading.Event().wait()
 
 
 def start_keeper(controller: tuple[str, int], key: bytes, node: NodeId) -> ActorHandle[Any]:

@@ -12,6 +12,7 @@ import os
 import pickle
 import secrets
 import socket
+import struct
 import threading
 import time
 import zlib
@@ -30,6 +31,8 @@ from typing import Any, Literal
 from elastic_ft.config import Job
 from elastic_ft.core.events import Assignment, Member, WorkerId
 from elastic_ft.runtime.faults import Fault
+
+SEND_TIMEOUT_S = 3.0  # for the other end to take what was sent to it
 
 # ---------------------------------------------------------------- messages beside core's own
 
@@ -157,12 +160,15 @@ class Channel:
         self._unheard = False
 
     def send(self, message: Any) -> bool:
-        """Returns False if the other end is gone: that has been or will be noticed by reading."""
+        """Returns False if the other end is gone, or takes nothing any more (``limit``): that has
+        been or will be noticed by reading."""
         with self._lock:
             try:
                 self._connection.send(message)
             except (OSError, ValueError) as error:
                 self._unheard = self._unheard or isinstance(error, TimeoutError)
+                if isinstance(error, BlockingIOError):  # half a message is of use to nobody
+                    self.close()
                 return False
         return True
 
@@ -181,6 +187,15 @@ class Channel:
             raise
         except (OSError, TypeError) as error:  # closed under our hands
             raise EOFError(str(error)) from None
+
+    def limit(self, send_s: float, receive_s: float | None = None) -> None:
+        """From now on sending fails that can't go on for ``send_s``, and so does receiving a
+        message that stops half-way for ``receive_s``. The connection is of no use then."""
+        limits = ((socket.SO_SNDTIMEO, send_s), (socket.SO_RCVTIMEO, receive_s))
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
+            for option, limit_s in limits:
+                if limit_s is not None:
+                    copy.setsockopt(socket.SOL_SOCKET, option, timeval(limit_s))
 
     @property
     def own_address(self) -> str:
@@ -210,6 +225,30 @@ class Channel:
             except OSError:
                 pass  # the other end was faster
             self._connection.close()
+
+
+def timeval(seconds: float) -> bytes:
+    """For SO_SNDTIMEO and SO_RCVTIMEO."""
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def dial(address: tuple[str, int], key: bytes, timeout_s: float) -> Channel:
+    """Connects to a listener and is admitted, each within ``timeout_s`` of silence.
+
+    Raises OSError, EOFError or AuthenticationError.
+    """
+    with socket.create_connection(address, timeout_s) as sock:
+        sock.settimeout(None)
+        connection = Connection(sock.detach())
+    channel = Channel(connection)
+    try:
+        channel.limit(timeout_s, timeout_s)
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
+    except BaseException:
+        channel.close()
+        raise
+    return channel
 
 
 def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Channel, Welcome]:
@@ -285,6 +324,7 @@ class ControlServer:
         if admitted is None:
             return
         channel, member = admitted
+        channel.limit(SEND_TIMEOUT_S)  # who is stopped must not stop the controller
         with self._lock:
             self._channels[member.worker] = channel
             self._heard[member.worker] = time.monotonic()
@@ -294,6 +334,8 @@ class ControlServer:
                 message = channel.receive()
             except EOFError:
                 break
+            if self._channels.get(member.worker) is not channel:
+                break  # dismissed, or it has started again: this was its last life
             self._heard[member.worker] = time.monotonic()
             self._on_message(member, message)
         silent_s = self.silent_s(member.worker)
@@ -301,6 +343,7 @@ class ControlServer:
             superseded = self._channels.get(member.worker) is not channel
             if not superseded:
                 del self._channels[member.worker]
+        channel.close()
         if not superseded:  # a keeper that has started again is not lost with its last life
             self._on_end(member, silent_s)
 
@@ -308,6 +351,15 @@ class ControlServer:
         with self._lock:
             channel = self._channels.get(worker)
         return channel is not None and channel.send(message)
+
+    def dismiss(self, worker: WorkerId, message: Any) -> None:
+        """Ends its connection, ``message`` being the last it gets. Nothing of it counts any more,
+        and its end is no news."""
+        with self._lock:
+            channel = self._channels.pop(worker, None)
+        if channel is not None:
+            channel.send(message)
+            channel.close()
 
     def silent_s(self, worker: WorkerId) -> float:
         """Seconds since the worker's last message."""

@@ -308,6 +308,7 @@ class Controller:
         elif isinstance(message, Stood):
             self._inquiries.answer(message)
         elif isinstance(message, NodeHealth):
+            self._progress.keeper_beat(message.node, time.monotonic())
             self.metrics.node(message.node, asdict(message))
         else:
             self._step(message)
@@ -481,6 +482,7 @@ class Controller:
         if now >= self._next_account_s:
             self._next_account_s = now + ACCOUNT_EVERY_S
             self.metrics.goodput(self._accounts.totals(time.time()))
+        self._lose_silent_keepers(now)
         state = self.state
         if state.phase not in ("running", "pausing", "forming"):
             return
@@ -498,6 +500,15 @@ class Controller:
                     time.time(), first, generation, state.committed, judgement.stuck
                 )
             )
+
+    def _lose_silent_keepers(self, now: float) -> None:
+        """Stopped, swapped out, cut off: it may come back, but as nobody's keeper."""
+        assert self._server is not None
+        for node, silent in self._progress.silent_keepers(self.state, now).items():
+            name = ev.KEEPER + node
+            self._server.dismiss(name, ev.ReleaseWorker(name, f"{silent.reason}: it was replaced"))
+            self.host.kill_keeper(node)
+            self._step(ev.KeeperLost(time.time(), node, silent.reason))
 
     def _look_for_request(self) -> None:
         """Someone outside may ask for another number of workers."""

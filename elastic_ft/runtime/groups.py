@@ -10,14 +10,15 @@ is aborted through its communicators.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,10 @@ from elastic_ft.runtime.links import Address, Links, Socket, inet_sockets, shut_
 FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
 ABORT_POLL_S = 0.05
 ABORT_GRACE_S = 0.2  # a closed connection ends what waits for it in milliseconds, or never
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
 
 
 class Groups:
@@ -65,6 +70,7 @@ class Groups:
         self._aborted = ""
         self.uses_cuda = False
         self._operation_timeout_s = FORM_TIMEOUT_S
+        self._guarded: set[Closable] = set()
 
     # ------------------------------------------------------------------ forming
 
@@ -191,14 +197,32 @@ class Groups:
         except Exception as error:
             raise GroupBroken(_one_line(error)) from error
 
+    @contextlib.contextmanager
+    def guard(self, connection: Closable) -> Iterator[None]:
+        """Whoever waits for ``connection`` is woken when these groups are aborted: GroupBroken."""
+        with self._lock:
+            self._guarded.add(connection)
+        try:
+            self._check()
+            yield
+        except Exception:
+            self._check()  # it was ended by us: that says nothing of the other end
+            raise
+        finally:
+            with self._lock:
+                self._guarded.discard(connection)
+
     # ------------------------------------------------------------------ fencing
 
     def abort(self, reason: str) -> None:
         """Ends every running and later operation of these groups, from any thread. Idempotent."""
         with self._lock:
             self._aborted = self._aborted or reason
+            guarded = tuple(self._guarded)
             own, everyones = self._own_listeners, self._gloo_listeners
             stores = {s.inode for s in self._store_sockets}
+        for connection in guarded:
+            connection.close()
         for found in list(inet_sockets()):
             if found.peer is None:
                 continue  # a listener: shutting it down would abort the process

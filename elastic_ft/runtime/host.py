@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from elastic_ft.core.events import Assignment, Event, WorkerId
+from elastic_ft.core.events import Assignment, Event, NodeId, WorkerId
 
 Inbox = Callable[[Event], None]  # thread-safe; how a host reports
 
@@ -26,7 +26,8 @@ class Host(Protocol):
     on the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
     a process's end (the connection's end reports too: first come, first served), ``NodeLost`` and
     ``NodeDraining``. On each node that hosts workers it keeps a ``runtime.keeper.run_keeper``
-    running, in a process of its own. No method blocks for longer than a few milliseconds.
+    running, in a process of its own, and starts another, a few times, where one has ended. No
+    method blocks for longer than a few milliseconds.
     """
 
     def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
@@ -37,6 +38,9 @@ class Host(Protocol):
 
     def kill_worker(self, worker: WorkerId) -> None:
         """SIGKILL the worker; idempotent. Its WorkerLost follows."""
+
+    def kill_keeper(self, node: NodeId) -> None:
+        """SIGKILL the node's keeper, which hangs, if there is one; another takes its place."""
 
     def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
         """Extras for each member, handed to its ``on_generation`` hook before it forms."""

@@ -20,9 +20,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Listener
+from multiprocessing.context import AuthenticationError
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +41,36 @@ from elastic_ft.core.events import (
     Member,
     NodeId,
     RecordStep,
+    ReleaseWorker,
     WorkerId,
 )
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StateDamaged, StoreFailed
 from elastic_ft.runtime import emergency
 from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole
-from elastic_ft.runtime.control import Channel, Inspect, NodeHealth, connect
+from elastic_ft.runtime.control import (
+    SEND_TIMEOUT_S,
+    Channel,
+    Inspect,
+    NodeHealth,
+    connect,
+    dial,
+)
 from elastic_ft.runtime.diagnosis import inspect
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
 
-HEALTH_EVERY_S = 5.0
-ANSWER_TIMEOUT_S = 60.0
+HEALTH_EVERY_S = 5.0  # at most: often enough that silence is told from a pause
+BEATS_PER_TIMEOUT = 5
+DIAL_TIMEOUT_S = 5.0
 UPLOAD_TIMEOUT_S = 600.0
 RECORD_STEPS = 200  # kept per worker: so far behind may the controller be when it is killed
 WORKERS_END_S = 10.0  # after the controller; what they had is complete then
 SPARE_BYTES = 256 << 20  # of the node's memory that snapshots leave free
 
 log = logging.getLogger(__name__)
+Guard = Callable[[Channel], contextlib.AbstractContextManager[object]]
 
 # ----------------------------------------------------------------- what is asked of a keeper
 
@@ -220,6 +231,9 @@ class NodeKeeper:
                 self._drop(message.worker, message.after)
             elif isinstance(message, Inspect):
                 inspect(self._controller, message.worker, message.pid)
+            elif isinstance(message, ReleaseWorker):  # it publishes, or has another in our place
+                log.info("keeper of %s ends: %s", self.node, message.reason)
+                return
 
     def _save(self) -> None:
         """The controller can publish nothing any more: see ``runtime.emergency``."""
@@ -397,6 +411,9 @@ class NodeKeeper:
     # --------------------------------------------------------------------- the node
 
     def _watch_node(self) -> None:
+        """Tells how the node is; told so often, it is the keeper's heartbeat as well."""
+        timeout_s = self._welcome.job.elastic.heartbeat_timeout_s
+        every_s = min(HEALTH_EVERY_S, timeout_s / BEATS_PER_TIMEOUT)
         while True:
             with self._lock:
                 owned = [s for o in self._owners.values() for s in o.segments.values()]
@@ -406,7 +423,7 @@ class NodeKeeper:
             health = NodeHealth(self.node, nbytes, free_memory(), disk.free)
             if not self._controller.send(health):
                 return
-            time.sleep(HEALTH_EVERY_S)
+            time.sleep(every_s)
 
 
 def _key(holding: Holding) -> tuple[int, str, str]:
@@ -439,19 +456,39 @@ class KeeperRefused(ElasticError):
     """The keeper could not do what it was asked. The message says why."""
 
 
-class KeeperClient:
-    """A worker's line to its node's keeper; thread-safe. Raises KeeperGone, KeeperRefused."""
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """With a keeper that may be stopped.
 
-    def __init__(self, keeper: Keeper, key: bytes, worker: WorkerId) -> None:
-        self._keeper, self._key = keeper, key
-        self._lock = threading.Lock()
-        self._channel = _dial(keeper, key)
+    Attributes:
+        dial_s: to be reached, and to admit us: less than a pause may take.
+        answer_s: well under the form timeout, so that a refusal comes while it counts.
+    """
+
+    dial_s: float = DIAL_TIMEOUT_S
+    answer_s: float = 20.0
+
+
+class KeeperClient:
+    """A worker's line to its node's keeper; thread-safe. Raises KeeperGone, KeeperRefused.
+
+    Nothing here waits for a keeper that is stopped for longer than its deadline, and nothing waits
+    for what another thread asks.
+    """
+
+    def __init__(
+        self, keeper: Keeper, key: bytes, worker: WorkerId, patience: Patience = Patience()
+    ) -> None:
+        self._keeper, self._key, self._patience = keeper, key, patience
+        self._asking = threading.Lock()  # answers come in the order of questions
+        self._open: set[Channel] = set()
+        self._channel = _dial(keeper, key, patience)
         self._channel.send(Attach(worker))
 
     def allocate(self, nbytes: int) -> tuple[str, mmap.mmap]:
         """A buffer of the keeper's, mapped here: (path, memory)."""
-        with self._lock:
-            path = _ask(self._channel, Allocate(nbytes))
+        with self._asking:
+            path = _ask(self._channel, Allocate(nbytes), self._patience.answer_s)
         fd = os.open(path, os.O_RDWR)
         try:
             return path, mmap.mmap(fd, nbytes)
@@ -460,17 +497,22 @@ class KeeperClient:
 
     def tell(self, message: Unseal | Sealed | Free) -> None:
         """In order, and before this returns in the keeper's hands: it outlives a kill."""
-        with self._lock:
-            self._channel.send(message)
+        self._channel.send(message)
 
     def upload(self, request: Upload) -> tuple[dict[str, Any], ...]:
         """Blocks until it is written, on a connection of its own."""
-        with _dialled(self._keeper, self._key) as channel:
-            entries: tuple[dict[str, Any], ...] = _ask(channel, request, UPLOAD_TIMEOUT_S)
+        with _dialled(self._keeper, self._key, self._patience) as channel:
+            self._open.add(channel)
+            try:
+                entries: tuple[dict[str, Any], ...] = _ask(channel, request, UPLOAD_TIMEOUT_S)
+            finally:
+                self._open.discard(channel)
             return entries
 
     def close(self) -> None:
-        self._channel.close()
+        """Whoever waits for an answer gets KeeperGone."""
+        for channel in (self._channel, *self._open):
+            channel.close()
 
 
 def _slot(slots: list[Slot], box: Box) -> Slot:
@@ -484,9 +526,19 @@ class LeftShard:
     is_far = False  # asked before the store
 
     def __init__(
-        self, keeper: Keeper, key: bytes, worker: WorkerId, step: int, space: str, shard: str
+        self,
+        keeper: Keeper,
+        key: bytes,
+        worker: WorkerId,
+        step: int,
+        space: str,
+        shard: str,
+        guard: Guard = contextlib.nullcontext,
+        patience: Patience = Patience(),
     ) -> None:
+        """``guard``: holds each connection, and ends it where this generation is broken off."""
         self.holder, self._keeper, self._key = keeper.left_by(worker), keeper, key
+        self._guard, self._patience = guard, patience
         self._shard = (worker, step, space, shard)
         self.schema: Schema = self._request(Describe(*self._shard))
 
@@ -498,30 +550,37 @@ class LeftShard:
     def _request(self, message: Describe | Read) -> Any:
         """Raises StateDamaged, naming the keeper, whatever is wrong: another source is tried."""
         try:
-            with _dialled(self._keeper, self._key) as channel:
-                return _ask(channel, message)
+            with (
+                _dialled(self._keeper, self._key, self._patience) as channel,
+                self._guard(channel),
+            ):
+                return _ask(channel, message, self._patience.answer_s)
         except (KeeperGone, KeeperRefused) as error:
             message = f"{self.holder}: {error}"
             raise StateDamaged(message, self.holder, self._shard[-1]) from error
 
 
-def _dial(keeper: Keeper, key: bytes) -> Channel:
+def _dial(keeper: Keeper, key: bytes, patience: Patience) -> Channel:
+    within_s = patience.dial_s
     try:
-        return Channel(Client(keeper.address, authkey=key))
-    except (OSError, EOFError) as error:
-        raise KeeperGone(f"{keeper.name} can't be reached: {error}") from error
+        channel = dial(keeper.address, key, within_s)
+    except (OSError, EOFError, AuthenticationError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise KeeperGone(f"{keeper.name} can't be reached in {within_s:g} s: {why}") from error
+    channel.limit(min(SEND_TIMEOUT_S, within_s))
+    return channel
 
 
 @contextlib.contextmanager
-def _dialled(keeper: Keeper, key: bytes) -> Iterator[Channel]:
-    channel = _dial(keeper, key)
+def _dialled(keeper: Keeper, key: bytes, patience: Patience) -> Iterator[Channel]:
+    channel = _dial(keeper, key, patience)
     try:
         yield channel
     finally:
         channel.close()
 
 
-def _ask(channel: Channel, message: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+def _ask(channel: Channel, message: Any, timeout_s: float) -> Any:
     channel.send(message)
     try:
         answer = channel.receive(timeout_s)

@@ -25,6 +25,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.events import (
     Assignment,
     NodeDraining,
+    NodeId,
     NodeLost,
     WorkerId,
     WorkerLost,
@@ -99,6 +100,12 @@ class LocalHost:
             if process is not None:
                 _kill(process)
 
+    def kill_keeper(self, node: NodeId) -> None:
+        with self._lock:
+            keeper = self._nodes[node].keeper
+            if keeper is not None:
+                _kill(keeper)
+
     def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
         return {}
 
@@ -140,13 +147,13 @@ class LocalHost:
 
         self._later(notice_after_s, report)
 
-    def kill_keeper(self, name: str) -> None:
-        """Raises ProcessLookupError if there is none."""
+    def keeper_of(self, name: str) -> int:
+        """The pid of the node's keeper. Raises ProcessLookupError if there is none."""
         with self._lock:
             keeper = self._nodes[name].keeper
-            if keeper is None:
-                raise ProcessLookupError(f"node {name} has no keeper")
-            _kill(keeper)
+        if keeper is None or keeper.pid is None:
+            raise ProcessLookupError(f"node {name} has no keeper")
+        return keeper.pid
 
     def drain_node(self, name: str, deadline_s: float) -> None:
         """A preemption notice: at ``deadline_s`` (unix) the node is killed."""

@@ -77,7 +77,8 @@ def left_shards(groups: Groups, key: bytes) -> list[LeftShard | StoredState]:
     for shard, holders in sorted(source.holders.items()):
         if all(tier is Tier.KEEPER for _, tier in holders):
             name, _, worker = holders[0][0].rpartition("/")
-            left.append(LeftShard(keepers[name], key, worker, source.step, source.space, shard))
+            what = (worker, source.step, source.space, shard)
+            left.append(LeftShard(keepers[name], key, *what, guard=groups.guard))
     return left
 
 

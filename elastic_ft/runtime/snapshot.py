@@ -331,8 +331,10 @@ class Snapshots:
     def use(self, keeper: KeeperClient) -> None:
         """Buffers are the keeper's from now on: what is in them outlives this process."""
         with self._lock:
-            self._keeper = keeper
+            before, self._keeper = self._keeper, keeper
             useless, self._free = self._free, []
+        if before is not None:  # lost, perhaps stopped: nobody waits for it any more
+            before.close()
         self._let_go(useless)
 
     def _buffer(self, schema: Schema) -> Buffer:

@@ -14,9 +14,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import AuthenticationError
 from typing import Any
 
 import psutil
@@ -66,7 +66,7 @@ from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.faults import Points
 from elastic_ft.runtime.groups import FORM_TIMEOUT_S, Groups
-from elastic_ft.runtime.keeper import KeeperClient, KeeperGone
+from elastic_ft.runtime.keeper import DIAL_TIMEOUT_S, KeeperClient, KeeperGone
 from elastic_ft.runtime.links import Links, use_interface_of
 from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.planning import device_memory_bytes
@@ -171,6 +171,8 @@ class Worker:
         self._live: tuple[Holding, State] | None = None
         self._tools: Tools | None = None
         self._loop: Loop | None = None  # once a generation is restored
+        self._dialling = ThreadPoolExecutor(1, thread_name_prefix="use-keeper")
+        self._dialled: Future[None] | None = None  # the newest keeper, to be used or not
         self._closed = threading.Event()
         for target in (self._read, self._beat):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
@@ -198,8 +200,8 @@ class Worker:
                 with self._news:
                     self._bench = message
                     self._news.notify_all()
-            elif isinstance(message, UseKeeper):
-                self._use_keeper(message.keeper)
+            elif isinstance(message, UseKeeper):  # elsewhere: what it waits for may be stopped
+                self._dialled = self._dialling.submit(self._use_keeper, message.keeper)
             elif isinstance(message, TakeCheckpoint):
                 self._flags.checkpoint = True
             elif isinstance(message, StopAtBoundary):
@@ -247,7 +249,7 @@ class Worker:
         assert self._tools is not None, "a keeper is for workers that are ready"
         try:
             self._tools.snapshots.use(KeeperClient(keeper, self._key, self.member.worker))
-        except (KeeperGone, AuthenticationError) as error:
+        except KeeperGone as error:
             self._note("keeper_refused", f"this worker's snapshots are its own: {error}")
 
     def _note(self, event: str, reason: str) -> None:
@@ -281,6 +283,7 @@ class Worker:
     def close(self) -> None:
         self._closed.set()
         self._training.close()
+        self._dialling.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:
             self._tools.prefetcher.close()
             self._tools.snapshots.close()
@@ -417,6 +420,8 @@ class Worker:
         tools.checkpointed_step = form.checkpointed_step
         if self._on_generation is not None and form.extra is not None:
             self._on_generation(form.extra)
+        if self._dialled is not None and wait([self._dialled], DIAL_TIMEOUT_S).done:
+            self._dialled.result()  # the first snapshot is to outlive this process
         groups = Groups(assignment, self.member.worker, self._links)
         with self._news:
             self._groups = groups

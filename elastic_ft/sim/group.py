@@ -88,7 +88,7 @@ class Group:
             return
         lineage = checks.source(self.world, self)
         if (damaged := self._damaged()) is not None:
-            self._refuse(*damaged)
+            self.world.after(self._answers_after_s(damaged[0]), lambda: self._refuse(*damaged))
             return
         for rank, worker in enumerate(self.members):
             self._overwrite_in_place(rank, worker)
@@ -117,8 +117,15 @@ class Group:
                     return holders[0][0], shard
         return None
 
+    def _answers_after_s(self, holder: str) -> float:
+        """A keeper that hangs is waited for: until some deadline, or this group is broken off."""
+        keeper, _ = self.world.keeper_of(holder)
+        return self.world.rng.uniform(0.5, 6.0) if keeper is not None and keeper.hung else 0.0
+
     def _refuse(self, holder: str, shard: str) -> None:
         """A worker looks at what it gives; what others have is looked at by who gets it."""
+        if self.failed:
+            return  # broken off while it waited
         refuser = self.all.get(holder) or self.world.rng.choice(self.members)
         source = self.assignment.source
         refuser.copies.pop((source.step, source.space, shard), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from elastic_ft.core.events import (
     Tier,
     WorkerId,
 )
-from elastic_ft.sim.places import Lineage, Node
+from elastic_ft.sim.places import HANG_TIMEOUT_S, Lineage, Node
 
 if TYPE_CHECKING:
     from elastic_ft.sim.worker import Copy, Key, SimWorker
@@ -37,10 +38,15 @@ class LeftCopies:
 
 
 class SimKeeper:
-    """One life of a keeper: one that starts again is another, and empty."""
+    """One life of a keeper: one that starts again is another, and empty.
+
+    ``hung``: it says nothing, serves nobody, and may go on later.
+    """
 
     def __init__(self, world: World, node: Node) -> None:
         self.world, self.node, self.alive = world, node, True
+        self.hung = False
+        self._unsaid: list[Callable[[], None]] = []
         self.keeper = Keeper(node.id, (node.id, world.count_keeper()))
         self.left: dict[WorkerId, LeftCopies] = {}
         self._up_at_s = 0.0
@@ -56,8 +62,9 @@ class SimKeeper:
         self._tell(KeeperHolds(self.world.now_s, self.node.id, worker.id, held, record), left)
 
     def find(self, worker: WorkerId, key: Key) -> Copy | None:
-        """As who asks finds it: None if the keeper is gone, cut off, or has it no more."""
-        left = self.left.get(worker) if self.alive and not self.node.cut else None
+        """As who asks finds it: None if the keeper is gone, hung, cut off, or has it no more."""
+        there = self.alive and not self.hung and not self.node.cut
+        left = self.left.get(worker) if there else None
         return left.copies.get(key) if left else None
 
     def lineage_of(self, worker: WorkerId, key: Key) -> Lineage | None:
@@ -79,14 +86,34 @@ class SimKeeper:
             copies = self.left[worker].copies
             self.left[worker].copies = {key: c for key, c in copies.items() if key[0] <= after}
 
+    def hang(self, lasts_s: float) -> None:
+        """The controller notices within HANG_TIMEOUT_S, in whatever phase, and ends it."""
+        self.hung = True
+        self.world.after(HANG_TIMEOUT_S, self._watch)
+        self.world.after(lasts_s, self._go_on)
+
+    def _watch(self) -> None:
+        if self.hung and self.alive:
+            self.world.kill_keeper(self.node)
+
+    def _go_on(self) -> None:
+        self.hung, unsaid = False, self._unsaid
+        self._unsaid = []
+        for say in unsaid if self.alive else ():
+            say()
+
     def die(self) -> None:
         if self.alive:
-            self.alive = False
+            self.alive = self.hung = False
+            self._unsaid.clear()
             self.left.clear()
             self._tell(KeeperLost(self.world.now_s, self.node.id))
 
     def _tell(self, event: Event, left: LeftCopies | None = None) -> None:
         """First in, first out; some of it late, some of it twice."""
+        if self.hung:
+            self._unsaid.append(lambda: self._tell(event, left))
+            return
         world, controller = self.world, self.world.controller
         delay_s = world.latency() if world.rng.random() < 0.7 else world.rng.uniform(0, 3.0)
         self._up_at_s = max(self._up_at_s, world.now_s + delay_s)

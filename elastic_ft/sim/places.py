@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from elastic_ft.sim.keeper import SimKeeper
 
+HANG_TIMEOUT_S = 5.0  # of silence, of a worker or a keeper
 Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
 
 

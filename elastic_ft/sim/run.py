@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from elastic_ft.core.events import NodeDraining, StopRequested, Tier, WorkerRaised
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import checks
-from elastic_ft.sim.places import Node
+from elastic_ft.sim.places import HANG_TIMEOUT_S, Node
 from elastic_ft.sim.scenario import Fault, Scenario
-from elastic_ft.sim.world import HANG_TIMEOUT_S, Decide, World
+from elastic_ft.sim.world import Decide, World
 
 UNNOTICED_S = 0.05  # before the controller can know
 
@@ -138,6 +138,13 @@ class Chaos:
         if node is None or node.keeper is None or not node.keeper.alive:
             return False
         self.world.kill_keeper(node)
+        return None
+
+    def _hang_keeper(self, fault: Fault) -> bool | None:
+        node = self._node(fault)
+        if node is None or node.keeper is None or not node.keeper.alive or node.keeper.hung:
+            return False
+        node.keeper.hang(fault.lasts_s)
         return None
 
     def _node(self, fault: Fault) -> Node | None:

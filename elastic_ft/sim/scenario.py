@@ -14,6 +14,7 @@ KINDS = {  # kind of fault -> how often it is drawn
     "crash_worker": 6,
     "crash_every_worker": 1,
     "crash_keeper": 2,
+    "hang_keeper": 2,
     "crash_node": 4,
     "hang_worker": 3,
     "partition_node": 3,

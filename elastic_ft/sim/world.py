@@ -47,7 +47,6 @@ from elastic_ft.sim.places import Checkpoint, Node, ObjectStore
 from elastic_ft.sim.scenario import Scenario
 from elastic_ft.sim.worker import SimWorker
 
-HANG_TIMEOUT_S = 5.0
 STALL_TIMEOUT_S = 6.0
 START_TIMEOUT_S = 20.0
 KEPT_CHECKPOINTS = 2

@@ -227,6 +227,41 @@ def test_the_wait_ends_with_the_keeper_or_the_node() -> None:
         assert formed(commands).source.tier is Tier.CHECKPOINT
 
 
+def reading_from_n2() -> Script:
+    """Generation 2 forms, and gets b's shard of step 11 from its keeper."""
+    script = kept_here(1, REF)
+    script.train(11)
+    script.tell(WorkerLost, "b", "killed")
+    tells(script, "b", "n2", 11)
+    assert formed(survivors_pause(script, 11, "a", "c")).source.tier is Tier.KEEPER
+    return script
+
+
+def test_a_keeper_lost_while_it_is_read_from_is_not_waited_for() -> None:
+    """It may be stopped: who asks it would answer nobody else before the form timeout."""
+    for event, *args in ((KeeperLost, "n2", "nothing heard"), (NodeLost, "n2", "power")):
+        script = reading_from_n2()
+        commands = script.tell(event, *args)
+        (pause,) = [c for c in commands if isinstance(c, PauseWorkers)]
+        assert (pause.generation, pause.abort, pause.workers) == (3, True, ("a", "c")), event
+        script.paused("a", Holding(11, THREE, S0, Tier.LIVE))
+        assert formed(script.paused("c", Holding(11, THREE, S2, Tier.LIVE))).source.step == 10
+
+
+def test_any_other_keeper_lost_while_forming_disturbs_nobody() -> None:
+    script = reading_from_n2()
+    assert script.tell(KeeperLost, "n3") == []
+    assert script.state.phase == "forming"
+
+
+def test_why_a_keeper_is_lost_is_journalled() -> None:
+    script = kept_here()
+    script.tell(KeeperLost, "n2", "nothing heard for 10.2 s")
+    script.tell(KeeperLost, "n3")
+    what = "its workers' snapshots are their own now"
+    assert script.journalled("keeper_lost") == [f"nothing heard for 10.2 s: {what}", what]
+
+
 def test_a_lost_node_takes_what_its_keeper_had() -> None:
     script = kept_here(1, REF)
     script.train(11)

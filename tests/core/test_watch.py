@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ft.core.events import WorkerLost
+from elastic_ft.core.events import KeeperLost, WorkerLost
 from elastic_ft.core.state import Policy
 from elastic_ft.core.watch import Progress
 from elastic_ft.sim.script import Script
@@ -93,3 +93,28 @@ def test_a_new_step_is_a_move() -> None:
     progress.applied("b", 6, 19.0)
     assert judged(progress, trained(), 21.0) == ([], False)
     assert progress.still_s(trained().state, 21.0) == {0: 21.0, 1: 2.0, 2: 21.0}
+
+
+def test_a_silent_keeper_is_named_in_whatever_phase() -> None:
+    script, progress = Script(Policy(2, 3)), Progress(HANG_S, SILENT_S)
+    script.keeper("n1")
+    script.keeper("n2")
+    assert script.state.phase == "starting"
+    assert progress.silent_keepers(script.state, 0.0) == {}
+    for second in range(1, 12):
+        progress.keeper_beat("n2", float(second))
+    assert progress.silent_keepers(script.state, 10.0) == {}
+    (silent,) = progress.silent_keepers(script.state, 11.0).items()
+    assert silent[0] == "n1" and silent[1].since_s == 0.0
+    progress.overlook(5.0)  # nobody looked
+    assert progress.silent_keepers(script.state, 15.0) == {}
+
+
+def test_a_keeper_that_starts_again_is_heard_of_anew() -> None:
+    script, progress = Script(Policy(1, 3)), Progress(HANG_S, SILENT_S)
+    script.keeper("n1")
+    progress.keeper_beat("n1", 0.0)
+    script.tell(KeeperLost, "n1")
+    assert progress.silent_keepers(script.state, 50.0) == {}
+    script.keeper("n1")
+    assert progress.silent_keepers(script.state, 60.0) == {}

@@ -124,3 +124,37 @@ def test_a_killed_keeper_disturbs_nobody_and_is_replaced(tmp_path: Path, undistu
     (lost,) = run.all("keeper_lost")
     assert [e["node"] for e in run.after(lost, "keeper_ready")] == ["n0"]
     assert [r["cause"] for r in run.recoveries] == ["worker_lost", "worker_joined"], run.story()
+
+
+@pytest.mark.parametrize("copies", [2, 1])
+def test_a_stopped_keeper_costs_a_heartbeat_timeout_and_no_other_worker(
+    tmp_path: Path, undisturbed: Run, copies: int
+) -> None:
+    """Its node's worker dies before anyone has noticed. What it had of it is in a copy, or lost:
+    then a checkpoint has to do."""
+    timeout_s = 3.0
+    stopped: list[int] = []
+
+    def stop_keeper(controller: Controller, line: dict[str, Any]) -> None:
+        if line["step"] == 5 and not stopped:
+            stopped.append(controller.host.keeper_of("n1"))  # type: ignore[attr-defined]
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    gate = Gate(tmp_path / "gate")
+    elastic = {"heartbeat_timeout_s": timeout_s}
+    job = gate.job(
+        "fsdp", snapshot={"copies": copies}, checkpoint={"every_steps": 3}, elastic=elastic
+    )
+    fault = Fault("backward", worker="w1", step=7)
+    run = run_job(job, tmp_path / "run", faults=[fault], on_step=stop_keeper, watch=gate).check()
+    run.same_losses_as(undisturbed)
+    (silent,) = run.all("keeper_lost")
+    assert silent["node"] == "n1" and "nothing heard for" in silent["reason"]
+    assert [e["node"] for e in run.after(silent, "keeper_ready")] == ["n1"]
+    assert [e["worker"] for e in run.all("worker_lost")] == ["w1"], run.story()
+    assert not run.all("worker_hung") and not run.all("keeper_refused"), run.story()
+    first = run.recoveries[0]
+    assert first["survivors_kept_pid"] and first["steps_lost"] <= (0 if copies > 1 else 4)
+    assert first["paused_s"] < 2 * timeout_s, run.story()
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped[0], 0)

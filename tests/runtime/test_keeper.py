@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,22 @@ from elastic_ft.core.events import (
     KeeperHolds,
     KeeperReady,
     RecordStep,
+    ReleaseWorker,
     Tier,
 )
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged
 from elastic_ft.runtime.buffer import DIGEST_BYTES, lay_out, schema_bytes, seal
-from elastic_ft.runtime.control import ControlServer, Welcome
+from elastic_ft.runtime.control import ControlServer, NodeHealth, Welcome
 from elastic_ft.runtime.keeper import (
     Free,
     KeeperClient,
+    KeeperGone,
     KeeperRefused,
     LeftShard,
     NodeKeeper,
+    Patience,
     Sealed,
     Unseal,
     Upload,
@@ -49,12 +54,13 @@ class Desk:
 
     def __init__(self, checkpoint_url: str) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
+        self.ended: list[str] = []
         welcome = Welcome(make_job("ddp"), "run", checkpoint_url, ("", 0))
         self.server = ControlServer(
             "127.0.0.1",
             lambda member: welcome,
             lambda member, message: self.said.put(message),
-            lambda member, silent_s: None,
+            lambda member, silent_s: self.ended.append(member.worker),
         )
         self.server.start()
 
@@ -72,9 +78,13 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 
 
 @pytest.fixture
-def keeper(desk: Desk) -> Keeper:
-    node = NodeKeeper(("127.0.0.1", desk.server.port), desk.server.key, "n0", "127.0.0.1")
-    threading.Thread(target=node.serve, daemon=True).start()
+def node_keeper(desk: Desk) -> NodeKeeper:
+    return NodeKeeper(("127.0.0.1", desk.server.port), desk.server.key, "n0", "127.0.0.1")
+
+
+@pytest.fixture
+def keeper(desk: Desk, node_keeper: NodeKeeper) -> Keeper:
+    threading.Thread(target=node_keeper.serve, daemon=True).start()
     found: Keeper = desk.next(KeeperReady).keeper
     return found
 
@@ -206,3 +216,90 @@ def test_it_writes_checkpoints_from_the_workers_memory(
     with pytest.raises(KeeperRefused, match="is no buffer of a worker here"):
         client.upload(Upload("/nowhere", SCHEMA, owned, str(tmp_path), "data/run/g1-s7", 0))
     client.close()
+
+
+# ------------------------------------------------------------------- that hang, and are replaced
+
+IMPATIENT = Patience(dial_s=0.2, answer_s=0.2)
+
+
+@pytest.fixture
+def stopped() -> Iterator[Keeper]:
+    """As a process that gets SIGSTOP: its kernel takes connections, and nobody serves them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Keeper("n0", ("127.0.0.1", listener.getsockname()[1]))
+
+
+def test_who_dials_a_stopped_keeper_is_told_in_time(stopped: Keeper) -> None:
+    with pytest.raises(KeeperGone, match=r"keeper:n0 can't be reached in 0.2 s"):
+        KeeperClient(stopped, b"key", "w0", IMPATIENT)
+    with pytest.raises(StateDamaged, match=r"keeper:n0/w1: .* can't be reached") as caught:
+        LeftShard(stopped, b"key", "w1", 6, SPACE, SHARD, patience=IMPATIENT)
+    assert (caught.value.holder, caught.value.shard) == ("keeper:n0/w1", SHARD)
+
+
+def test_a_keeper_that_hangs_while_it_is_asked_delays_nobody_for_long(
+    desk: Desk, keeper: Keeper, node_keeper: NodeKeeper
+) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0", IMPATIENT)
+    write(client, 6)
+    with node_keeper._lock:
+        with pytest.raises(KeeperGone, match=r"nothing heard for 0.2 s"):
+            client.allocate(100)
+        with pytest.raises(StateDamaged, match="keeper:n0/w0"):
+            LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD, patience=IMPATIENT)
+        holding = Holding(7, SPACE, SHARD, Tier.KEEPER)
+        told = Sealed("/proc/0/fd/0", holding, SCHEMA * 100)
+        deadline_s = time.monotonic() + 30
+        while client._channel.send(told):  # until the socket is full: then it is given up
+            assert time.monotonic() < deadline_s, "a full socket takes more and more"
+    client.tell(told)  # at once, and without harm
+    client.close()
+
+
+def test_who_asks_is_woken_when_the_line_is_closed(
+    desk: Desk, keeper: Keeper, node_keeper: NodeKeeper
+) -> None:
+    """As another keeper is used, or as the generation is broken off."""
+    client = KeeperClient(keeper, desk.server.key, "w0", Patience(answer_s=60))
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            client.allocate(100)
+        except KeeperGone as error:
+            failed.append(error)
+
+    with node_keeper._lock:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        client.close()
+        asking.join(10)
+    assert failed and not asking.is_alive()
+
+
+def test_it_beats_often_enough_to_be_missed(desk: Desk, keeper: Keeper) -> None:
+    """Three times within the ten seconds that ``next`` waits at most for each."""
+    began_s = time.monotonic()
+    for _ in range(4):
+        assert desk.next(NodeHealth).node == "n0"
+    timeout_s = make_job("ddp").elastic.heartbeat_timeout_s
+    assert time.monotonic() - began_s < 3 * timeout_s
+
+
+def test_who_is_dismissed_ends_and_saves_nothing(
+    desk: Desk, node_keeper: NodeKeeper, tmp_path: Path
+) -> None:
+    """Replaced, it may go on one day: as nobody's keeper."""
+    serving = threading.Thread(target=node_keeper.serve)
+    serving.start()
+    keeper = desk.next(KeeperReady).keeper
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    desk.server.dismiss(keeper.name, ReleaseWorker(keeper.name, "nothing heard: it was replaced"))
+    assert keeper.name not in desk.server.connected()
+    serving.join(10)
+    assert not serving.is_alive()
+    client.close()
+    assert list(tmp_path.iterdir()) == []
+    assert desk.ended == []
