@@ -8,6 +8,7 @@ ElasticError
 │   ├── ModelError        a model that can't be imported or built
 │   └── CheckpointMismatch  a checkpoint of another model
 ├── JobFailed             the job ended; exit code 1; the message names the last good checkpoint
+│   └── Superseded        another controller has the job now: this one ends, and deletes nothing
 ├── GroupBroken           a collective or a transfer broke: a peer is gone, or a newer
 │                         generation has fenced this one (I1); the worker goes to its safe point
 ├── StateDamaged          a digest did not match: this source is refused, the next one tried (I5)
@@ -45,6 +46,10 @@ class CheckpointMismatch(UsageError):
 
 class JobFailed(ElasticError):
     """The job ended without completing. The message names the cause and the last checkpoint."""
+
+
+class Superseded(JobFailed):
+    """Another controller has taken over the run folder or the checkpoint URL; it has the job."""
 
 
 class GroupBroken(ElasticError):

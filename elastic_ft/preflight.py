@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ft.config import Job
 from elastic_ft.core.terms import Terms, changes, data_terms, refusal, terms_in, terms_of
-from elastic_ft.errors import CheckpointMismatch, ConfigError, StateDamaged, StorageError
+from elastic_ft.errors import (
+    CheckpointMismatch,
+    ConfigError,
+    StateDamaged,
+    StorageError,
+    StoreFailed,
+    UsageError,
+)
 from elastic_ft.storage.store import check_access
 
 if TYPE_CHECKING:
@@ -23,6 +30,7 @@ if TYPE_CHECKING:
     from elastic_ft.runtime.data import DataBundle
 
 CONNECT_TIMEOUT_S = 5.0
+CHECK_DEADLINE_S = 20.0  # of one look into a store
 
 TensorTable = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -81,6 +89,7 @@ def check(
     warnings: tuple[str, ...] = ()
     if job.checkpoint.url is not None:
         warnings = check_writable("checkpoint.url", url)
+    check_owner(job, out, url)
     bundle, tensors, parameters, remarks = _check_model_and_data(job)
     warnings += remarks
     check_optimizer(job)
@@ -233,6 +242,20 @@ def _check_folder(url: str) -> None:
         raise StorageError(f"{folder}: cannot write in {found}: {error.strerror}") from None
 
 
+def check_owner(job: Job, out: str, url: str) -> None:
+    """Raises UsageError where the run folder or the checkpoints are another job's."""
+    from elastic_ft.storage import owners
+    from elastic_ft.storage.store import open_store
+
+    for key, where in (("run folder (--out)", out), ("checkpoint.url", url)):
+        try:
+            owners.check_job(open_store(where, deadline_s=CHECK_DEADLINE_S), job.name)
+        except UsageError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        except StoreFailed as error:
+            raise StorageError(f"{key}: {error}") from None
+
+
 # ------------------------------------------------------------------------ model, data
 
 
@@ -273,7 +296,6 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
 
 def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
     """Whether the folder has all of the model. Returns remarks. Raises ModelError, StorageError."""
-    from elastic_ft.errors import StoreFailed
     from elastic_ft.runtime.weights import match
     from elastic_ft.storage.safetensors import open_folder
 
@@ -309,12 +331,11 @@ def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
 
     A damaged manifest is not refused here: the job falls back to an older one, and says so (I5).
     """
-    from elastic_ft.errors import StoreFailed
     from elastic_ft.runtime.restore import mismatch_message
     from elastic_ft.storage import checkpoints
     from elastic_ft.storage.store import open_store
 
-    store = open_store(url, deadline_s=20)
+    store = open_store(url, deadline_s=CHECK_DEADLINE_S)
     try:
         refs = checkpoints.committed(store)
         if not refs:

@@ -6,6 +6,7 @@ mirrored: object stores have no append.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import tempfile
@@ -13,14 +14,16 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import yaml
 
-from elastic_ft.errors import JobFailed
+from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.observe import requests
+from elastic_ft.observe.watch import local_path
+from elastic_ft.storage import owners
+from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.store import StoreError, open_store
 
 MIRROR_EVERY_S = 5.0
-OWNER = "controller.json"  # whose run this is, while it lasts
 FILES = ("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json")
 
 
@@ -32,29 +35,39 @@ class RunFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._remote = "://" in url and not url.startswith("file://")
-        if self._remote:
-            self.path = Path(tempfile.mkdtemp(prefix="elastic_ft_run_"))
-            self._filesystem, self._remote_path = fsspec.core.url_to_fs(
-                self.url, use_listings_cache=False
-            )
-            self._fetch()
-        else:
-            self.path = Path(self.url.removeprefix("file://")).absolute()
-            self.path.mkdir(parents=True, exist_ok=True)
+        self._store = open_store(self.url)
+        folder = local_path(self.url)
+        self._remote = folder is None
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="elastic_ft_run_"))
+        self.path = folder
+        self.path.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, Any] = {}
         self._lock = threading.Lock()
-        self._sequence = count_lines(self.path / "events.jsonl")
-        self._tokens = 0
+        self._sequence = 0
         self._stop_mirror = threading.Event()
         self._mirrored: dict[str, int] = {}
         self._request_seen_ns = 0
-        self._owner: tuple[int, int] | None = None  # what controller.json is, while it is ours
+        self._claim: owners.Claim | None = None
+        self._superseded: Superseded | None = None
+        self._has_result = False
         self._mirror_thread: threading.Thread | None = None
+        self.mirror_error = ""
+
+    def take_over(self, run: str, job: str) -> tuple[str, ...]:
+        """This is controller ``run``'s now. Returns the runs here that did not end.
+
+        Of a remote folder, what they left is fetched now, and mirrored from now on. If one of
+        them lives it ends by ``check_owner``, without another line here. Raises UsageError where
+        this is another job's folder; StoreFailed.
+        """
+        self._claim = owners.take_over(self._store, job=job, run=run, run_folder=self.url)
         if self._remote:
+            self._fetch()
             self._mirror_thread = threading.Thread(target=self._mirror_always, daemon=True)
             self._mirror_thread.start()
-        self.mirror_error = ""
+        self._sequence = count_lines(self.path / "events.jsonl")
+        return self._claim.unended
 
     # ----------------------------------------------------------------- writing
 
@@ -104,28 +117,30 @@ class RunFolder:
                 )
             self._append("steps.jsonl", line)
 
-    def take_over(self, run: str) -> str | None:
-        """This is controller ``run``'s now. Returns whose it was, if that one did not end it.
-
-        If that one lives it ends, by ``check_owner``, without another line here.
-        """
-        path = self.path / OWNER
-        before = json.loads(path.read_text())["run"] if path.exists() else None
-        swap = path.with_suffix(".tmp")
-        swap.write_text(json.dumps({"run": run}) + "\n")
-        self._owner = _identity(swap)
-        swap.replace(path)
-        return before
+    def forget_ended(self) -> None:
+        """Of the runs that did not end, the journal has been told. Raises StoreFailed."""
+        for run in self._claim.unended if self._claim is not None else ():
+            self._claim.ended(run)
 
     def check_owner(self) -> None:
-        """Raises JobFailed if another controller has taken this folder over, or did and ended."""
-        if not self.is_ours:
-            taken = "is no longer this controller's: another has taken it over"
-            raise JobFailed(f"{self.path} {taken}")
+        """Raises Superseded if another has taken this folder over, or did and ended.
+
+        Of a remote folder, once the mirror has seen it: until then nothing left this machine.
+        """
+        if self._superseded is not None:
+            raise self._superseded
+        if self._claim is None or self._remote:
+            return
+        if (self.path / self._claim.next_key).exists():  # no more than a stat before each line
+            self._claim.check()
 
     @property
     def is_ours(self) -> bool:
-        return self._owner is None or self._owner == _identity(self.path / OWNER)
+        try:
+            self.check_owner()
+        except Superseded:
+            return False
+        return True
 
     def last_step(self) -> int:
         """The last step recorded; 0 if none is."""
@@ -158,8 +173,7 @@ class RunFolder:
         swap = self.path / "result.json.tmp"
         swap.write_text(json.dumps(result, indent=2) + "\n")
         swap.replace(self.path / "result.json")
-        self._owner = None
-        (self.path / OWNER).unlink(missing_ok=True)
+        self._has_result = True
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         self.check_owner()
@@ -182,8 +196,11 @@ class RunFolder:
             self._stop_mirror.set()
             self._mirror_thread.join(60)
             self._mirror()
-            if not self.mirror_error:
-                shutil.rmtree(self.path, ignore_errors=True)
+        if self._has_result and self._claim is not None and not self.mirror_error:
+            with contextlib.suppress(StoreFailed):  # the next start says that this one was killed
+                self._claim.ended()
+        if self._remote and not self.mirror_error:
+            shutil.rmtree(self.path, ignore_errors=True)
 
     # --------------------------------------------------------------- requests
 
@@ -205,19 +222,14 @@ class RunFolder:
         if not self._remote:
             return
         try:
-            self._filesystem.rm_file(f"{self._remote_path}/{requests.NAME}")
-        except FileNotFoundError:
-            return
-        except Exception as error:  # any backend's own errors: the next start would obey it
-            self.mirror_error = f"{requests.NAME}: {type(error).__name__}: {error}"
+            self._store.delete(requests.NAME)
+        except StoreFailed as error:  # the next start would obey it
+            self.mirror_error = str(error)
 
     def _fetch_request(self) -> None:
         """From a remote folder: there is nothing to be told by."""
-        remote, path = f"{self._remote_path}/{requests.NAME}", self.path / requests.NAME
-        if not self._filesystem.exists(remote):
-            return
-        content = self._filesystem.cat_file(remote)
-        if not path.exists() or path.read_bytes() != content:
+        path, content = self.path / requests.NAME, self._get(requests.NAME)
+        if content is not None and (not path.exists() or path.read_bytes() != content):
             swap = path.with_suffix(".tmp")
             swap.write_bytes(content)
             swap.replace(path)
@@ -227,34 +239,45 @@ class RunFolder:
     def _fetch(self) -> None:
         self._fetch_request()
         for name in FILES:
-            remote = f"{self._remote_path}/{name}"
-            if self._filesystem.exists(remote):
-                (self.path / name).write_bytes(self._filesystem.cat_file(remote))
+            if (content := self._get(name)) is not None:
+                (self.path / name).write_bytes(content)
+
+    def _get(self, name: str) -> bytes | None:
+        """None if the remote folder has no such file. Raises StoreFailed."""
+        try:
+            return self._store.get(name)
+        except StoreError as error:
+            if error.kind is Kind.MISSING:
+                return None
+            raise
 
     def _mirror_always(self) -> None:
-        while not self._stop_mirror.wait(MIRROR_EVERY_S):
+        while self._superseded is None and not self._stop_mirror.wait(MIRROR_EVERY_S):
             self._mirror()
 
     def _mirror(self) -> None:
         """Uploads what has grown or changed. A failure is kept for the report and retried."""
         self.mirror_error = ""
         try:
+            for name in FILES:
+                self._upload(name)
             self._fetch_request()
-        except Exception as error:  # any backend's own errors: reported, retried
-            self.mirror_error = f"{requests.NAME}: {type(error).__name__}: {error}"
-        for name in FILES:
-            path = self.path / name
-            try:
-                stamp = path.stat().st_mtime_ns
-            except FileNotFoundError:
-                continue
-            if self._mirrored.get(name) == stamp:
-                continue
-            try:
-                self._filesystem.pipe_file(f"{self._remote_path}/{name}", path.read_bytes())
-                self._mirrored[name] = stamp
-            except Exception as error:  # any backend's own errors: reported, retried
-                self.mirror_error = f"{name}: {type(error).__name__}: {error}"
+        except Superseded as error:  # the files there are the other's now
+            self._superseded, self.mirror_error = error, str(error)
+        except (StoreFailed, OSError) as error:  # tried again at the next look
+            self.mirror_error = str(error)
+
+    def _upload(self, name: str) -> None:
+        path = self.path / name
+        try:
+            stamp = path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if self._mirrored.get(name) != stamp:
+            if self._claim is not None:
+                self._claim.check()
+            self._store.put(name, path.read_bytes())
+            self._mirrored[name] = stamp
 
 
 def last_generation(path: Path) -> int:
@@ -273,12 +296,3 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text()
     whole = text[: text.rfind("\n") + 1]
     return [json.loads(line) for line in whole.splitlines()]
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    """Of the file that is there now, also once it is renamed; of none if there is none."""
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return (0, 0)
-    return (found.st_ino, found.st_mtime_ns)

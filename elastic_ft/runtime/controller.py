@@ -27,7 +27,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import Policy, State, Turn
 from elastic_ft.core.watch import Progress
-from elastic_ft.errors import JobFailed, StoreFailed
+from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.run_folder import RunFolder, last_generation
@@ -182,10 +182,12 @@ class Controller:
     def _open(self) -> tuple[ev.CheckpointRef, ...]:
         found = self._publisher.resumable(self.run_folder.last_step())
         self._continuity.check(*self._publisher.terms_of(found))  # before anything is touched
-        killed = self.run_folder.take_over(self.run_id)  # first: nobody else writes from now on
+        # First: nobody else writes in either place from now on.
+        killed = self.run_folder.take_over(self.run_id, self.job.name)
+        self._publisher.take_over(self.run_folder.url, behind=killed)
         self.run_folder.repair()
-        if killed is not None:
-            self._publish_emergency(killed, self.run_folder.last_step())
+        for run in reversed(self._publisher.unrescued):
+            self._publish_emergency(run, self.run_folder.last_step())
         recorded = self.run_folder.last_step()
         found = self._publisher.resumable(recorded)
         self._continuity.check(*self._publisher.terms_of(found))
@@ -193,10 +195,11 @@ class Controller:
         self._continuity.begin(last_generation(self.run_folder.path / "events.jsonl"))
         step = found[0].step if found else 0
         self.run_folder.truncate(step)
-        if killed is not None:
+        if killed:
             reason = f"the one before it did not end, at step {recorded}: from step {step}"
             fields = {"step": step, "steps_lost": recorded - step}
             self._journal("controller_restarted", 0, reason, fields)
+            self.run_folder.forget_ended()
         self._tcp_store = serve_store(self._address)
         self._server = ControlServer(
             self._address, self._welcome, self._on_message, self._on_connection_end
@@ -307,6 +310,8 @@ class Controller:
             self._fault_fired(message)
         elif isinstance(message, Stood):
             self._inquiries.answer(message)
+        elif isinstance(message, Superseded):
+            raise message
         elif isinstance(message, NodeHealth):
             self._progress.keeper_beat(message.node, time.monotonic())
             self.metrics.node(message.node, asdict(message))
@@ -481,6 +486,7 @@ class Controller:
         self._look_for_request()
         if now >= self._next_account_s:
             self._next_account_s = now + ACCOUNT_EVERY_S
+            self._publisher.look()
             self.metrics.goodput(self._accounts.totals(time.time()))
         self._lose_silent_keepers(now)
         state = self.state
@@ -563,6 +569,7 @@ class Controller:
         self.run_folder.drop_request()
         self.run_folder.write_result(result)
         self.run_folder.close()
+        self._publisher.ended()
         return result
 
 

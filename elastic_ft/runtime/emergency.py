@@ -157,9 +157,9 @@ def compose(
     return None
 
 
-def forget(store: Store) -> None:
-    """Deletes all that keepers said; what they wrote goes with what no manifest references."""
-    store.delete("emergency")
+def forget(store: Store, run: str) -> None:
+    """Deletes all that its keepers said; what they wrote goes with what no manifest references."""
+    store.delete(f"emergency/{run}")
 
 
 def _key(run: str, name: str) -> str:

@@ -1,35 +1,61 @@
 """The controller's hand in the checkpoint store: what is published, deleted, and found again.
 
-The controller is one thread that must never wait for a store: what takes time runs on a pool here
-and answers with an event.
+The controller is one thread that must never wait for a store: what takes time runs on threads here
+and answers with an event. What is deleted has a thread of its own, and so has the look at who owns
+the store: neither keeps a checkpoint waiting, nor its outcome.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import queue
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.terms import Terms, terms_in
-from elastic_ft.errors import StateDamaged
+from elastic_ft.errors import StateDamaged, StoreFailed, Superseded
 from elastic_ft.runtime import emergency
 from elastic_ft.runtime.control import Note
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.store import Store, open_store
 
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
+CLOSE_S = 60.0  # for what is still to be deleted
+
+
+class Errands(threading.Thread):
+    """Does one thing after another; a thing that hangs for ever keeps no process alive."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while (errand := self._todo.get()) is not None:
+            errand()
+
+    def submit(self, errand: Callable[[], None]) -> None:
+        self._todo.put(errand)
+
+    def close(self, wait_s: float) -> None:
+        """Ends once what was submitted is done, or after ``wait_s``."""
+        self._todo.put(None)
+        self.join(wait_s)
 
 
 class Publisher:
     """Args:
     run: this start of the controller; names all that it writes.
-    post: takes the events, from any thread.
+    post: takes the events, and ``Superseded``, from any thread.
     in_use: the checkpoints that workers may be reading; they are not deleted.
     """
 
@@ -43,11 +69,68 @@ class Publisher:
     ) -> None:
         self._job, self._run, self._post, self._in_use = job, run, post, in_use
         self._store: Store = open_store(url)
+        self._claim: owners.Claim | None = None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
+        self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
+        self._looking = False
         self._not_deleted: list[ev.AbandonCheckpoint] = []
+        self._deletes.start()
+        self._looks.start()
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._deletes.close(CLOSE_S)
+        self._looks.close(0.0)
+
+    # ------------------------------------------------------------------------ ownership
+
+    def take_over(self, run_folder: str, behind: Collection[str]) -> None:
+        """The checkpoint URL is this run's from now on.
+
+        Args:
+            behind: the runs that this one has superseded in its run folder.
+
+        Raises UsageError where the URL is another job's; StoreFailed.
+        """
+        self._claim = owners.take_over(
+            self._store, job=self._job.name, run=self._run, run_folder=run_folder, behind=behind
+        )
+
+    @property
+    def claim(self) -> owners.Claim:
+        assert self._claim is not None, "the checkpoint URL was not taken over"
+        return self._claim
+
+    @property
+    def unrescued(self) -> tuple[str, ...]:
+        """Earlier runs here that did not end and were not rescued, the oldest first."""
+        return self.claim.unended
+
+    def rescued(self, run: str) -> None:
+        """Nothing of ``run`` is left to be rescued. Raises StoreFailed."""
+        self.claim.ended(run)
+
+    def ended(self) -> None:
+        """This run ends in good order: there will be nothing to rescue."""
+        try:
+            self.claim.ended()
+        except StoreFailed as error:  # the next start looks for what is not there
+            self._warn(0, f"the end of this run is not recorded: {error}")
+
+    def look(self) -> None:
+        """Whether another controller has taken over: if so ``Superseded`` is posted."""
+        if not self._looking:
+            self._looking = True
+            self._looks.submit(self._look)
+
+    def _look(self) -> None:
+        try:
+            self.claim.check()
+        except Superseded as error:
+            self._post(error)
+        except Exception as error:  # not known: nothing is published or deleted meanwhile
+            self._warn(0, f"who owns the checkpoint URL: {type(error).__name__}: {error}")
+        self._looking = False
 
     # ---------------------------------------------------------------- before the start
 
@@ -58,7 +141,10 @@ class Publisher:
         They are left of a run that fell back to an older one: taking them would leave a hole in
         the ledger (I2). Raises StoreFailed.
         """
-        found = checkpoints.committed(self._store)
+        if self._claim is None:  # nothing is decided yet: a look
+            found = checkpoints.committed(self._store)
+        else:
+            found = self._claim.checkpoints()
         within = tuple(ref for ref in found if ref.step <= recorded)
         return within or (found if not recorded else ())
 
@@ -83,17 +169,26 @@ class Publisher:
             if any(ref.step >= saved.manifest.step for ref in self.resumable(recorded)):
                 saved = None
             else:
-                checkpoints.commit(self._store, saved.manifest, CHECKPOINTS_KNOWN)
-        emergency.forget(self._store)
+                checkpoints.publish(self._store, self._signed(saved.manifest), self.claim.check)
+        emergency.forget(self._store, killed)
+        self.rescued(killed)
         return saved
+
+    def _signed(self, manifest: Manifest) -> Manifest:
+        """With the number of its publisher: it shows whose it is once another has taken over."""
+        extra = {**manifest.extra, "owner": self.claim.number}
+        return dataclasses.replace(manifest, extra=extra)
 
     def sweep(self) -> None:
         """Frees what earlier runs wrote and never published."""
-        self._pool.submit(self._sweep)
+        self._deletes.submit(self._sweep)
 
     def _sweep(self) -> None:
+        keep = [self._run, *self.unrescued]
         try:
-            checkpoints.sweep_abandoned(self._store, keep_runs=[self._run])
+            checkpoints.sweep_abandoned(self._store, keep, self.claim.check)
+        except Superseded as error:
+            self._post(error)
         except Exception as error:  # harmless: the next start sweeps again
             self._warn(0, f"sweeping abandoned uploads: {type(error).__name__}: {error}")
 
@@ -105,30 +200,28 @@ class Publisher:
 
     def abandon(self, command: ev.AbandonCheckpoint) -> None:
         """Deletes what was written of it."""
-        self._pool.submit(self._abandon, command)
+        self._deletes.submit(partial(self._abandon, command))
 
     def _commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
         began = time.monotonic()
+        manifest = self._signed(self._manifest(command, layout, terms))
         try:
-            done = self._publish(command, layout, terms)
+            done = checkpoints.publish(self._store, manifest, self.claim.check)
+        except Superseded as error:
+            self._post(error)
+            return
         except Exception as error:  # whatever the store or the check says: the job goes on
             reason = f"{type(error).__name__}: {error}"
             self._post(ev.CheckpointFailed(time.time(), command.step, reason))
             return
-        for warning in done.warnings:
-            self._warn(command.generation, warning)
         seconds = round(time.monotonic() - began, 4)
         self._post(
             ev.CheckpointCommitted(time.time(), command.step, done.ref.url, done.nbytes, seconds)
         )
-        left, self._not_deleted = self._not_deleted, []
-        for abandoned in left:  # the store works again
-            self._abandon(abandoned)
+        self._deletes.submit(partial(self._clean_up, manifest))
 
-    def _publish(
-        self, command: ev.CommitCheckpoint, layout: str, terms: Terms
-    ) -> checkpoints.Committed:
-        manifest = Manifest(
+    def _manifest(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> Manifest:
+        return Manifest(
             job=self._job.name,
             run=self._run,
             step=command.step,
@@ -140,14 +233,33 @@ class Publisher:
             entries=tuple(ShardEntry.from_dict(item) for item in command.shards),
             extra={"terms": dict(terms)},
         )
+
+    def _clean_up(self, newest: Manifest) -> None:
+        """Deletes what nobody needs now that ``newest`` is published."""
         keep = self._job.checkpoint
         keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600
-        return checkpoints.commit(self._store, manifest, keep.keep_last, keep_for_s, self._in_use())
+        try:
+            warnings = checkpoints.prune(
+                self._store, newest, keep.keep_last, keep_for_s, self._in_use(), self.claim.check
+            )
+        except Superseded as error:
+            self._post(error)
+            return
+        except Exception as error:  # tried again after the next one
+            warnings = (f"older checkpoints were not pruned: {type(error).__name__}: {error}",)
+        for warning in warnings:
+            self._warn(newest.generation, warning)
+        left, self._not_deleted = self._not_deleted, []
+        for abandoned in left:  # the store works again
+            self._abandon(abandoned)
 
     def _abandon(self, command: ev.AbandonCheckpoint) -> None:
         prefix = checkpoints.attempt_prefix(self._run, command.generation, command.step)
         try:
+            self.claim.check()
             checkpoints.abandon(self._store, prefix)
+        except Superseded as error:
+            self._post(error)
         except Exception as error:  # tried again after the next commit, or swept at the next start
             self._not_deleted.append(command)
             self._warn(command.generation, f"{prefix}: {type(error).__name__}: {error}")

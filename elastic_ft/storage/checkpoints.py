@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from elastic_ft.core.events import CheckpointRef
@@ -56,6 +56,8 @@ __all__ = [
     "load_manifest",
     "open_checkpoint",
     "prefix_of",
+    "prune",
+    "publish",
     "sweep_abandoned",
     "verify",
     "write_shards",
@@ -63,6 +65,7 @@ __all__ = [
 
 LOOKUP_THREADS = 16
 PUBLISH_ATTEMPTS = 3
+Check = Callable[[], None]  # raises if this writer may write no more
 ATTEMPT_PREFIX = re.compile(r"^data/([^/]+)/g(\d+)-s(\d+)$")
 MANIFEST_KEY = re.compile(r"^manifests/(\d+)-(\d+)\.json$")
 
@@ -86,24 +89,29 @@ def commit(
     keep_for_s: float | None = None,
     in_use: Collection[str] = (),
 ) -> Committed:
-    """Verifies that the shards are there and whole, publishes the manifest, prunes older ones.
+    """``publish``, then ``prune``."""
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, found {keep_last}")
+    done = publish(store, manifest)
+    warnings = prune(store, manifest, keep_last, keep_for_s, in_use)
+    return Committed(done.ref, done.nbytes, warnings)
 
-    What neither ``keep_last`` (steps) nor ``keep_for_s`` (age) keeps is deleted, but for the URLs
-    ``in_use``.
+
+def publish(store: Store, manifest: Manifest, check: Check = lambda: None) -> Committed:
+    """Verifies that the shards are there and whole, and publishes the manifest.
 
     Giving the same manifest again is harmless. Raises StoreFailed if the checkpoint is not whole,
     another writer published this attempt first, or the store failed. In the last case the
     manifest may yet appear: leave its data alone.
+
+    Args:
+        check: raises if this writer may write no more; asked before each attempt to.
     """
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, found {keep_last}")
     if problem := _incomplete_or_short(store, manifest):
         raise StoreFailed(f"checkpoint of step {manifest.step} refused: {problem}")
-    published = _publish(store, manifest)
+    published = _publish(store, manifest, check)
     nbytes = sum(entry.nbytes for entry in manifest.entries)
-    warnings = _prune(store, published, manifest, keep_last, keep_for_s, in_use)
-    ref = CheckpointRef(manifest.step, store.url_of(published.key))
-    return Committed(ref, nbytes, warnings)
+    return Committed(CheckpointRef(manifest.step, store.url_of(published.key)), nbytes)
 
 
 def _incomplete_or_short(store: Store, manifest: Manifest) -> str:
@@ -133,7 +141,7 @@ def file_ends(manifest: Manifest) -> dict[str, int]:
     return ends
 
 
-def _publish(store: Store, manifest: Manifest) -> _Published:
+def _publish(store: Store, manifest: Manifest, check: Check) -> _Published:
     """What the manifest is now published as."""
     body = manifest.to_json()
     same_step = [item for item in _published(store) if item.step == manifest.step]
@@ -143,6 +151,7 @@ def _publish(store: Store, manifest: Manifest) -> _Published:
     own = _Published(manifest.step, same_step[0].attempt + 1 if same_step else 0)
     trouble: StoreFailed | None = None
     for _ in range(PUBLISH_ATTEMPTS):
+        check()
         try:
             if store.put_if_absent(own.key, body):
                 return own
@@ -248,38 +257,45 @@ def abandon(store: Store, prefix: str) -> None:
     store.delete(prefix)
 
 
-def _prune(
+def prune(
     store: Store,
-    newest: _Published,
-    manifest: Manifest,
+    newest: Manifest,
     keep_last: int,
-    keep_for_s: float | None,
-    in_use: Collection[str],
+    keep_for_s: float | None = None,
+    in_use: Collection[str] = (),
+    check: Check = lambda: None,
 ) -> tuple[str, ...]:
     """Deletes what is to be kept no longer, manifest before data; returns what went wrong.
 
-    Counted are steps, newest attempt each, from ``newest`` downwards: it was just verified, so
-    the newest good checkpoint always stays. So do older attempts of its own step: a freed key
+    What neither ``keep_last`` (steps) nor ``keep_for_s`` (age) keeps goes, but for the URLs
+    ``in_use``. Counted are steps, newest attempt each, from ``newest`` downwards: it was just
+    published, so it always stays. So do older attempts of its own step: a freed key
     would have a second winner. What is ahead of it, left from before a fallback, is
     kept until training has passed it: this writer can't know that it is bad.
+
+    Args:
+        check: raises if this writer may delete no more; asked before each checkpoint.
     """
-    kept: list[_Published] = [newest]
+    kept_step, kept = newest.step, 1
     doomed: list[_Published] = []
     try:
         behind = [item for item in _published(store) if item.step < newest.step]
     except StoreFailed as error:
         return (f"older checkpoints were not pruned: {error}",)
     for item in behind:
-        is_kept = item.step != kept[-1].step and len(kept) < keep_last
-        (kept if is_kept else doomed).append(item)
+        if item.step != kept_step and kept < keep_last:
+            kept_step, kept = item.step, kept + 1
+        else:
+            doomed.append(item)
     warnings = []
     for item in reversed(doomed):
         url = store.url_of(item.key)
         if url in in_use:
             continue
-        if keep_for_s is not None and _age_s(store, item, manifest.created_at_s) < keep_for_s:
+        if keep_for_s is not None and _age_s(store, item, newest.created_at_s) < keep_for_s:
             break  # what comes after it is younger still
-        if warning := delete_checkpoint(store, item.key, {prefix_of(manifest)}):
+        check()
+        if warning := delete_checkpoint(store, item.key, {prefix_of(newest)}):
             warnings.append(warning)
     return tuple(warnings)
 
@@ -319,12 +335,18 @@ class Swept:
     warnings: tuple[str, ...] = ()
 
 
-def sweep_abandoned(store: Store, keep_runs: Iterable[str] = ()) -> Swept:
+def sweep_abandoned(
+    store: Store, keep_runs: Iterable[str] = (), check: Check = lambda: None
+) -> Swept:
     """Deletes data that no manifest references, except that of ``keep_runs``.
 
     For the start of a job, when one controller alone is at work. If some manifest can't be
     understood nothing is deleted, for its data may be good. Never raises StoreFailed: what was
     not done is a warning.
+
+    Args:
+        check: raises if this writer may delete no more; asked once the data is listed (what is
+            listed, then, is no younger controller's) and before each attempt.
     """
     keep = set(keep_runs)
     try:
@@ -336,6 +358,7 @@ def sweep_abandoned(store: Store, keep_runs: Iterable[str] = ()) -> Swept:
     doomed = sorted(p for p in found - referenced if p.split("/")[1] not in keep)
     swept, warnings = [], []
     for prefix in doomed:
+        check()
         try:
             store.delete(prefix)
             swept.append(prefix)

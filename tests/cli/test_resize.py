@@ -130,6 +130,7 @@ def test_a_request_in_a_remote_folder_reaches_the_run(run: Path) -> None:
 
     url = "memory://resized/run"
     folder = RunFolder(url)
+    folder.take_over("run1", "tiny")
     try:
         folder.write_job(yaml.safe_load((run / "job.yaml").read_text()))
         assert folder.new_request() is None

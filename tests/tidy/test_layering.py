@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "sim": {"errors", "core"},
     "models": {"errors", "config", "core"},
     "storage": {"errors", "config", "core"},
-    "observe": {"errors", "config", "core"},
+    "observe": {"errors", "config", "core", "storage"},
     "runtime": {"errors", "config", "core", "models", "storage", "observe"},
     "ray_train": {"errors", "config", "core", "models", "storage", "observe", "runtime"},
 }

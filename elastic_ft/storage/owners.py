@@ -1,0 +1,225 @@
+"""Who may write under a URL: the newest of its owners, and the store itself says who that is.
+
+Each controller takes a URL over, at its start, by creating one more object than there is. It holds
+the URL until a higher number exists, and looks before whatever it publishes or deletes. One that
+was stopped meanwhile looks when it wakes up; no clock is needed. Under the URL::
+
+    owners/<n>          a controller, from 1; created by a conditional write, never changed
+    owners/<n>.found    the checkpoints that it found: no other one of earlier owners counts
+    owners/<run>.ended  that controller ended in good order, or what it left has been rescued
+
+Between a look and the write that follows, another may take over. What is published then is not
+among what the other has found, and no reader counts it (``Claim.checkpoints``); what is deleted
+then is what the older one had already done with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import socket
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+from elastic_ft.core.events import CheckpointRef
+from elastic_ft.errors import StateDamaged, StorageError, StoreFailed, Superseded, UsageError
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.shards import parallel
+from elastic_ft.storage.store import Store, StoreError
+
+FOLDER = "owners"
+TAKE_ATTEMPTS = 32  # lost races and lost acknowledgements
+LOOKUP_THREADS = 16
+_NUMBER = re.compile(rf"^{FOLDER}/(\d+)$")
+_FOUND = re.compile(rf"^{FOLDER}/(\d+)\.found$")
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A controller, as its object says.
+
+    Attributes:
+        nonce: drawn once: tells an acknowledgement that was lost from a race that was.
+        unended: runs before it that have not ended, and that nobody has rescued.
+    """
+
+    job: str
+    run: str
+    run_folder: str
+    host: str
+    at_s: float
+    nonce: str
+    unended: tuple[str, ...] = ()
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+
+def check_job(store: Store, job: str) -> None:
+    """Raises UsageError, one line, where the URL is another job's; StoreFailed; StorageError where
+    its newest owner's object can't be understood."""
+    number, _ = _listed(store)
+    _refuse_other(store, _read(store, number) if number else None, job)
+
+
+def take_over(
+    store: Store, *, job: str, run: str, run_folder: str, behind: Collection[str] = ()
+) -> Claim:
+    """The URL is controller ``run``'s from now on. Whoever had it ends as soon as it looks.
+
+    Args:
+        behind: runs that are superseded elsewhere (in the run folder): should one of them come
+            here late, it changes nothing.
+
+    Raises UsageError where the URL is another job's; StoreFailed.
+    """
+    nonce, trouble = secrets.token_hex(16), ""
+    number, ended = _listed(store)
+    for _ in range(TAKE_ATTEMPTS):
+        before = _read(store, number) if number else None
+        _refuse_other(store, before, job)
+        left = () if before is None else (*before.unended, before.run)
+        unended = tuple(one for one in left if one not in ended)
+        owner = Owner(job, run, run_folder, socket.gethostname(), time.time(), nonce, unended)
+        key = f"{FOLDER}/{number + 1}"
+        try:
+            won = store.put_if_absent(key, owner.to_json())
+        except StoreFailed as error:  # it may be there all the same
+            won, trouble = False, f": {error}"
+        found = owner if won else _read(store, number + 1)
+        if found is not None and found.nonce == nonce:
+            return Claim(store, number + 1, found, frozenset(behind))
+        if found is not None:  # another was first: after it
+            number += 1
+            _, ended = _listed(store)
+    raise StoreFailed(f"{store.url} could not be taken over in {TAKE_ATTEMPTS} attempts{trouble}")
+
+
+class Claim:
+    """A controller's hold on a URL. Any method may be called from any thread.
+
+    Attributes:
+        number: among the owners of this URL; manifests carry it (``extra["owner"]``).
+        unended: earlier runs that have not ended and were not rescued, the oldest first.
+    """
+
+    def __init__(self, store: Store, number: int, owner: Owner, behind: frozenset[str]) -> None:
+        self.number, self.owner = number, owner
+        self.unended = owner.unended
+        self._store, self._behind = store, behind
+        self._next = number + 1
+
+    @property
+    def next_key(self) -> str:
+        """The object whose appearance ends this claim."""
+        return f"{FOLDER}/{self._next}"
+
+    def check(self) -> None:
+        """Raises Superseded if another has taken over; StoreFailed if that can't be told."""
+        while (other := _read(self._store, self._next)) is not None:
+            if other.run not in self._behind:
+                since = time.strftime("%H:%M:%S", time.localtime(other.at_s))
+                raise Superseded(
+                    f"{self._store.url}: superseded by run {other.run} of job {other.job}, started "
+                    f"on {other.host} at {since}: it has the job now, this controller ends"
+                )
+            self._next += 1
+
+    def ended(self, run: str | None = None) -> None:
+        """Nothing of ``run`` (by default this one) is left to be rescued. Raises StoreFailed."""
+        self._store.put(f"{FOLDER}/{run or self.owner.run}.ended", b"")
+
+    def checkpoints(self) -> tuple[CheckpointRef, ...]:
+        """All that count, newest first: what earlier owners publish from now on does not.
+
+        Raises StoreFailed.
+        """
+        refs = self._counting(checkpoints.committed(self._store))
+        keys = [self._key(ref) for ref in refs]
+        self._store.put(f"{FOLDER}/{self.number}.found", json.dumps(keys).encode())
+        return refs
+
+    def _counting(self, refs: Sequence[CheckpointRef]) -> tuple[CheckpointRef, ...]:
+        matches = (_FOUND.match(key) for key in self._store.list(FOLDER))
+        number = max((int(found[1]) for found in matches if found), default=0)
+        if not number:
+            return tuple(refs)
+        found = _parse_keys(self._store, f"{FOLDER}/{number}.found")
+
+        def counts(ref: CheckpointRef) -> bool:
+            return self._key(ref) in found or self._owner_of(ref) >= number
+
+        counted = parallel(counts, refs, LOOKUP_THREADS)
+        return tuple(ref for ref, good in zip(refs, counted, strict=True) if good)
+
+    def _owner_of(self, ref: CheckpointRef) -> int:
+        """Who published it. The newest where that can't be understood: readers will refuse it."""
+        try:
+            number = checkpoints.load_manifest(self._store, ref).extra.get("owner", 0)
+        except StateDamaged:
+            return self.number
+        return number if isinstance(number, int) else 0
+
+    def _key(self, ref: CheckpointRef) -> str:
+        return ref.url.removeprefix(f"{self._store.url}/")
+
+
+def _listed(store: Store) -> tuple[int, frozenset[str]]:
+    """The highest number, 0 if there is none, and the runs that have ended."""
+    keys = store.list(FOLDER)
+    matches = (_NUMBER.match(key) for key in keys)
+    number = max((int(found[1]) for found in matches if found), default=0)
+    names = (key.rpartition("/")[2] for key in keys if key.endswith(".ended"))
+    return number, frozenset(name.removesuffix(".ended") for name in names)
+
+
+def _read(store: Store, number: int) -> Owner | None:
+    """Raises StorageError, one line, where the object is none of ours."""
+    key = f"{FOLDER}/{number}"
+    try:
+        values = json.loads(store.get(key))
+        text = ("job", "run", "run_folder", "host", "nonce")
+        if not all(isinstance(values[name], str) for name in text):
+            raise ValueError("a name is no text")
+        unended = tuple(str(run) for run in values["unended"])
+        return Owner(**{n: values[n] for n in text}, at_s=float(values["at_s"]), unended=unended)
+    except StoreError as error:
+        if error.kind is Kind.MISSING:
+            return None
+        raise
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise StorageError(
+            f"{store.url_of(key)} is not what a controller writes ({type(error).__name__}: "
+            f"{error}): if no controller of this URL is alive, delete it"
+        ) from None
+
+
+def _refuse_other(store: Store, owner: Owner | None, job: str) -> None:
+    if owner is None:
+        name, where = _job_of_checkpoints(store), ""
+    else:
+        name, where = owner.job, f" (its run folder: {owner.run_folder})"
+    if name is not None and name != job:
+        raise UsageError(
+            f"{store.url} is job {name!r}'s{where}, not {job!r}'s: each job needs a run folder and "
+            "a checkpoint.url of its own"
+        )
+
+
+def _job_of_checkpoints(store: Store) -> str | None:
+    """Whose they are that a version without owners left; None if there are none."""
+    for ref in checkpoints.committed(store):
+        with suppress(StateDamaged):
+            return checkpoints.load_manifest(store, ref).job
+    return None
+
+
+def _parse_keys(store: Store, key: str) -> frozenset[str]:
+    try:
+        return frozenset(map(str, json.loads(store.get(key))))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StorageError(f"{store.url_of(key)} is not a list of checkpoints: {error}") from None

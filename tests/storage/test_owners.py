@@ -1,0 +1,199 @@
+"""A URL has one owner, its newest, whatever the store does and whoever wakes up late."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.errors import StorageError, StoreFailed, Superseded, UsageError
+from elastic_ft.storage import checkpoints, owners
+from elastic_ft.storage.kinds import Backend
+from elastic_ft.storage.store import Store, open_store
+from tests.storage.test_checkpoints import save, some_state, write
+
+
+def take(store: Store, run: str, job: str = "job", **more: Any) -> owners.Claim:
+    return owners.take_over(store, job=job, run=run, run_folder="runs/x", **more)
+
+
+def test_the_newest_has_it_and_the_older_is_told_in_one_line(url: str) -> None:
+    first = take(open_store(url), "run1")
+    first.check()
+    second = take(open_store(url), "run2")
+    second.check()
+    with pytest.raises(Superseded, match="superseded by run run2 of job job, started on") as told:
+        first.check()
+    assert "\n" not in str(told.value)
+    assert (first.number, second.number) == (1, 2)
+
+
+def test_many_at_once_are_numbered_and_the_last_one_has_it(url: str) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        claims = list(pool.map(lambda i: take(open_store(url), f"run{i}"), range(6)))
+    claims.sort(key=lambda claim: claim.number)
+    assert [claim.number for claim in claims] == [1, 2, 3, 4, 5, 6]
+    claims[-1].check()
+    for claim in claims[:-1]:
+        with pytest.raises(Superseded):
+            claim.check()
+    assert claims[-1].unended == tuple(claim.owner.run for claim in claims[:-1])
+
+
+def test_who_did_not_end_is_known_until_it_is_rescued(url: str) -> None:
+    """Killed twice: the third still knows of the first."""
+    assert take(open_store(url), "run1").unended == ()
+    assert take(open_store(url), "run2").unended == ("run1",)
+    third = take(open_store(url), "run3")
+    assert third.unended == ("run1", "run2")
+    third.ended("run1")
+    fourth = take(open_store(url), "run4")
+    assert fourth.unended == ("run2", "run3")
+    for run in fourth.unended:
+        fourth.ended(run)
+    fourth.ended()
+    assert take(open_store(url), "run5").unended == ()
+
+
+def test_another_job_is_refused_and_changes_nothing(url: str) -> None:
+    store = open_store(url)
+    first = take(store, "run1")
+    before = store.list()
+    for refused in (lambda: take(store, "run2", "other"), lambda: owners.check_job(store, "other")):
+        with pytest.raises(UsageError, match=r"is job 'job''s .*, not 'other''s") as told:
+            refused()
+        assert "\n" not in str(told.value)
+    assert store.list() == before
+    first.check()
+
+
+def test_another_jobs_checkpoints_are_refused_where_nobody_signed(tmp_path: Path) -> None:
+    """As a version without owners left them."""
+    store = open_store(str(tmp_path))
+    save(store, 10)
+    with pytest.raises(UsageError, match="is job 'job''s, not 'other''s"):
+        take(store, "run1", "other")
+    assert take(store, "run1").checkpoints()[0].step == 10
+
+
+class Faulty:
+    """A backend whose conditional writes take place and say that they failed, or the reverse."""
+
+    def __init__(self, backend: Backend, lost: int = 0, failed: int = 0) -> None:
+        self._backend, self.lost, self.failed = backend, lost, failed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def create(self, key: str, data: bytes, timeout_s: float) -> bool:
+        if self.failed:
+            self.failed -= 1
+            raise ConnectionError("refused")
+        done = self._backend.create(key, data, timeout_s)
+        if self.lost:
+            self.lost -= 1
+            raise ConnectionError("cut off before the answer")
+        return done
+
+
+@pytest.mark.parametrize(("lost", "failed"), [(1, 0), (0, 3), (1, 2)])
+def test_a_lost_acknowledgement_is_read_back(url: str, lost: int, failed: int) -> None:
+    store = open_store(url)
+    take(store, "run1")
+    faulty: Any = Faulty(store.backend, lost, failed)
+    claim = take(Store(store.url, faulty), "run2")
+    assert claim.number == 2
+    claim.check()
+    assert (faulty.lost, faulty.failed) == (0, 0)
+
+
+def test_a_store_that_refuses_for_good_is_named(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    faulty: Any = Faulty(store.backend, failed=1000)
+    with pytest.raises(StoreFailed, match=r"could not be taken over.*refused"):
+        take(Store(store.url, faulty), "run1")
+
+
+def test_who_is_superseded_in_the_run_folder_changes_nothing_here(url: str) -> None:
+    """It took this URL late: it was stopped between its run folder and its checkpoints."""
+    second = take(open_store(url), "run2", behind=("run1",))
+    late = take(open_store(url), "run1")
+    second.check()
+    third = take(open_store(url), "run3")
+    for claim in (second, late):
+        with pytest.raises(Superseded, match="run run3"):
+            claim.check()
+    third.check()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\0\0\0", b'{"job": 3}', b"\xff\xfe", b"[" * 100_000]
+)
+def test_an_object_that_is_no_owners_is_named(tmp_path: Path, content: bytes) -> None:
+    store = open_store(str(tmp_path))
+    store.put("owners/1", content)
+    with pytest.raises(StorageError, match="owners/1 is not what a controller writes") as told:
+        take(store, "run1")
+    assert "\n" not in str(told.value)
+
+
+# ------------------------------------------------------------------- what the older one does
+
+
+def signed(store: Store, step: int, claim: owners.Claim) -> Any:
+    manifest = write(store, some_state(step), step, run=claim.owner.run)
+    return dataclasses.replace(manifest, extra={"owner": claim.number})
+
+
+def steps(claim: owners.Claim) -> list[int]:
+    return [ref.step for ref in claim.checkpoints()]
+
+
+def test_what_is_published_late_counts_for_nobody(url: str) -> None:
+    """The first is stopped between its look and its manifest, and wakes up."""
+    store = open_store(url)
+    first = take(store, "run1")
+    checkpoints.publish(store, signed(store, 10, first), first.check)
+    late = signed(store, 20, first)
+    second = take(store, "run2")
+    assert steps(second) == [10]
+    checkpoints.publish(store, late)  # it had looked before
+    assert steps(second) == [10]
+    checkpoints.publish(store, signed(store, 15, second), second.check)
+    third = take(store, "run3")
+    assert steps(third) == [15, 10]
+    assert steps(take(store, "run4")) == [15, 10]
+    with pytest.raises(Superseded):
+        checkpoints.publish(store, signed(store, 25, first), first.check)
+
+
+def test_what_was_published_before_the_new_one_looked_counts(url: str) -> None:
+    store = open_store(url)
+    first = take(store, "run1")
+    manifest = signed(store, 20, first)
+    second = take(store, "run2")
+    checkpoints.publish(store, manifest)
+    assert steps(second) == [20]
+    take(store, "run3")  # killed before it looked
+    assert steps(take(store, "run4")) == [20]
+
+
+def test_the_older_one_deletes_nothing_more(url: str) -> None:
+    store = open_store(url)
+    first = take(store, "run1")
+    for step in (10, 20):
+        checkpoints.publish(store, signed(store, step, first), first.check)
+    newest = signed(store, 30, first)
+    checkpoints.publish(store, newest, first.check)
+    second = take(store, "run2")
+    write(store, some_state(40), 40, run="run2")  # on its way
+    before = store.list()
+    with pytest.raises(Superseded):
+        checkpoints.prune(store, newest, 1, check=first.check)
+    with pytest.raises(Superseded):
+        checkpoints.sweep_abandoned(store, ["run1"], first.check)
+    assert store.list() == before
+    assert steps(second) == [30, 20, 10]
