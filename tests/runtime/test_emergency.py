@@ -64,7 +64,7 @@ def test_the_newest_complete_step_becomes_a_checkpoint(store: Store) -> None:
     rows = np.zeros((ROWS, 4), np.float32)
     reader.read([Want("weight", Box.whole((ROWS, 4)), memoryview(rows).cast("B"))])
     assert rows[:, 0].tolist() == [7, 7, 7, 8, 8, 8]
-    emergency.forget(store)
+    emergency.forget(store, RUN)
     assert found(store) is None and store.list("emergency") == []
 
 
