@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import (
     abandon_attempts_of,
     abandon_void_attempts,
@@ -92,7 +93,6 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic_ft.core.recovery import choose_buddies
 from elastic_ft.core.restoring import (
     choose_source,
     count_redone,

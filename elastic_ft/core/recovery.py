@@ -1,15 +1,13 @@
-"""Which step to go on from, who has each shard of it, and who keeps a second copy. Pure."""
+"""Which step to go on from, and who has each shard of it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
 
 from elastic_ft.core.events import (
     TIER_ORDER,
     CheckpointRef,
     Holding,
-    Member,
     Source,
     Tier,
 )
@@ -102,67 +100,3 @@ def _is_refused(holder: str, held: Holding, refused: Refused) -> bool:
     """Live state has no digest, so none that differs."""
     named = {(holder, held.step, held.shard), (holder, held.step, "")}
     return held.tier is not Tier.LIVE and not refused.isdisjoint(named)
-
-
-def choose_buddies(
-    members: Sequence[Member], layout: Layout, copies: int
-) -> tuple[tuple[int, ...], ...]:
-    """Returns, per rank, the ranks that keep a copy of its shard, so that ``copies`` nodes have it.
-
-    Replicas on several nodes count as copies, and a state that every member holds whole needs
-    none: a copy of it survives no more. Copies go to nodes that have none yet, first to other
-    failure domains, each worker keeping as few as can be. Where there are too few nodes, one copy
-    goes to another worker all the same: it survives a process.
-    """
-    if copies < 2 or len(members) < 2 or len(layout.shards()) == 1:
-        return ((),) * len(members)
-    ranks_of: dict[str, list[int]] = {}
-    for rank in range(len(members)):
-        ranks_of.setdefault(layout.shard_of(rank), []).append(rank)
-    kept = [0] * len(members)
-    buddies = []
-    for rank in range(len(members)):
-        holding = list(ranks_of[layout.shard_of(rank)])
-        replicas = len(holding)
-        while len({members[h].node for h in holding}) < copies:
-            buddy = _next_buddy(members, rank, holding, kept, min(kept))
-            if buddy is None:
-                break
-            holding.append(buddy)
-            kept[buddy] += 1
-        buddies.append(tuple(holding[replicas:]))
-    return tuple(buddies)
-
-
-def _next_buddy(
-    members: Sequence[Member],
-    rank: int,
-    holding: Sequence[int],
-    kept: Sequence[int],
-    fewest: int,
-) -> int | None:
-    """Who keeps the next copy of a shard that ``holding`` have; None if it would be of no use.
-
-    ``kept``: copies that each has by now, ``fewest`` of them all.
-    """
-    nodes = {members[h].node for h in holding}
-    domains = {members[h].domain for h in holding if members[h].domain}
-    best: tuple[bool, int] | None = None
-    found = None
-    for peer in _ring(rank, len(members)):
-        if members[peer].node in nodes:
-            continue
-        worth = (members[peer].domain in domains, kept[peer])
-        if best is None or worth < best:
-            best, found = worth, peer
-            if worth == (False, fewest):  # nobody is better
-                return found
-    if found is None and len(holding) == 1:
-        others = [peer for peer in _ring(rank, len(members)) if peer not in holding]
-        found = min(others, key=lambda peer: kept[peer], default=None)
-    return found
-
-
-def _ring(rank: int, count: int) -> Iterator[int]:
-    """All other ranks, the next one first."""
-    return chain(range(rank + 1, count), range(rank))

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_ft.core import events as ev
+from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.layout import Layout
-from elastic_ft.core.recovery import choose_buddies
 from elastic_ft.observe.accounts import CLASSES, Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, markdown
 from elastic_ft.observe.metrics import TARGETS, Metrics, state_copies, write_targets

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.core import commits, events, layout, membership, recovery, restoring, state
+from elastic_ft.core import buddies, commits, events, layout, membership, recovery, restoring, state
 from elastic_ft.sim import (
     CHANGES,
     KINDS,
@@ -291,7 +291,7 @@ def applied_by_anyone(turn: state.Turn, step: int, pending: state.PendingStep) -
 
 
 def one_copy_less(members: Any, plan: layout.Layout, copies: int) -> Any:
-    return recovery.choose_buddies(members, plan, min(copies, 2))
+    return buddies.choose_buddies(members, plan, min(copies, 2))
 
 
 @pytest.mark.parametrize(
