@@ -105,6 +105,13 @@ AcceptChanges = Annotated[
 Out = Annotated[
     str | None, typer.Option(metavar="DIR", help="The run folder, any fsspec URL [runs/<name>].")
 ]
+FromScratch = Annotated[
+    bool,
+    typer.Option(
+        "--from-scratch",
+        help="Begin anew from the seed where steps are recorded and no checkpoint is good.",
+    ),
+]
 
 
 @app.command()
@@ -116,13 +123,14 @@ def run(
     chaos: Chaos = None,
     out: Out = None,
     accept_changes: AcceptChanges = False,
+    from_scratch: FromScratch = False,
 ) -> int:
     """Train a job; in a run folder that has checkpoints, go on from the newest good one.
 
     Without --address, --local-nodes and --processes: on the cluster at RAY_ADDRESS if that is set,
     else on a local one of as many nodes as the job asks for.
     """
-    job = load_job(job_file)
+    job = _allowed(load_job(job_file), from_scratch)
     where = _where(job, address, local_nodes, processes)
     how = How(chaos, accept_changes=accept_changes)
     return _train(job, out or f"runs/{job.name}", where, how)
@@ -136,13 +144,22 @@ def resume(
     processes: Processes = False,
     chaos: Chaos = None,
     accept_changes: AcceptChanges = False,
+    from_scratch: FromScratch = False,
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
     job = parse_job(
         yaml.safe_load(events_cli.read(run_folder, "job.yaml")), f"{run_folder}/job.yaml"
     )
+    job = _allowed(job, from_scratch)
     where = _where(job, address, local_nodes, processes)
     return _train(job, run_folder, where, How(chaos, True, accept_changes))
+
+
+def _allowed(job: Job, from_scratch: bool) -> Job:
+    if not from_scratch:
+        return job
+    checkpoint = job.checkpoint.model_copy(update={"from_scratch": True})
+    return job.model_copy(update={"checkpoint": checkpoint})
 
 
 @app.command()

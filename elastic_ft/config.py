@@ -224,6 +224,9 @@ class CheckpointConfig(Section):
     final: bool = True
     keep_last: int = Field(2, ge=1)
     keep_for_h: float | None = Field(None, gt=0)  # and whatever is younger than that
+    # Begin anew from the seed where no checkpoint is good, although steps are recorded. It is said
+    # for one start: the run folder's job.yaml leaves it out.
+    from_scratch: bool = False
     max_upload_mb_per_s: float | None = Field(None, gt=0)  # per worker, in 10^6 bytes; none: no cap
 
 

@@ -12,6 +12,7 @@ ElasticError
 ├── GroupBroken           a collective or a transfer broke: a peer is gone, or a newer
 │                         generation has fenced this one (I1); the worker goes to its safe point
 ├── StateDamaged          a digest did not match: this source is refused, the next one tried (I5)
+├── StateUnreadable       its bytes can't be had now: nothing is said of them, they are tried again
 └── StoreFailed           an object-store operation failed after its bounded retries
 """
 
@@ -70,6 +71,22 @@ class StateDamaged(ElasticError):
 
     def __reduce__(self) -> tuple[type["StateDamaged"], tuple[str, str, str]]:
         return StateDamaged, (str(self), self.holder, self.shard)
+
+
+class StateUnreadable(ElasticError):
+    """Bytes that can't be had: the store is unreachable, forbids it, or does not answer in time.
+
+    Attributes:
+        holder: as in StateDamaged.
+        unread_by: the workers that could not, if others could; none: whoever tried.
+    """
+
+    def __init__(self, message: str, holder: str, unread_by: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.holder, self.unread_by = holder, unread_by
+
+    def __reduce__(self) -> tuple[type["StateUnreadable"], tuple[str, str, tuple[str, ...]]]:
+        return StateUnreadable, (str(self), self.holder, self.unread_by)
 
 
 class StoreFailed(ElasticError):

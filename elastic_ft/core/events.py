@@ -15,6 +15,7 @@ from elastic_ft.core.layout import Layout
 WorkerId = str  # one process, never reused: a restarted worker has a new id
 NodeId = str
 KEEPER = "keeper:"  # and the node: a keeper's name among workers
+DAMAGED, UNREACHABLE = "damaged", "unreachable"  # kinds of SourceRefused
 
 
 class Tier(StrEnum):
@@ -135,6 +136,7 @@ class JobStarted:
     at_s: float
     checkpoints: tuple[CheckpointRef, ...] = ()  # committed ones, newest first
     generation: int = 0  # the last one of an earlier controller in this run folder (I1)
+    recorded: int = 0  # steps in this run folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,11 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """State from ``holder`` (of the source, or its URL) was damaged or unreadable (I5)."""
+    """State from ``holder`` (of the source, or its URL) was damaged, or could not be had (I5).
+
+    DAMAGED: it was read and is wrong, or is gone. UNREACHABLE says nothing of it: the store can't
+    be reached, forbids it, or does not answer in time.
+    """
 
     at_s: float
     worker: WorkerId
@@ -271,6 +277,8 @@ class SourceRefused:
     holder: str
     reason: str
     shard: str = ""  # all that the holder has of this step, if it is not said
+    kind: str = DAMAGED
+    unread_by: tuple[WorkerId, ...] = ()  # UNREACHABLE: for these alone, others could read
 
 
 @dataclass(frozen=True, slots=True)

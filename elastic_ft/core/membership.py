@@ -55,6 +55,7 @@ from elastic_ft.core.elasticity import (
 )
 from elastic_ft.core.episodes import blame_node, close_episode, note_lost
 from elastic_ft.core.events import (
+    UNREACHABLE,
     Assignment,
     CheckpointCommitted,
     CheckpointFailed,
@@ -76,6 +77,7 @@ from elastic_ft.core.events import (
     Resumed,
     ShardsFailed,
     ShardsWritten,
+    Source,
     SourceRefused,
     StartTimer,
     StepApplied,
@@ -93,6 +95,13 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic_ft.core.outages import (
+    REREAD,
+    may_read_again,
+    note_unread,
+    suspend_reading,
+    waits_for_store,
+)
 from elastic_ft.core.restoring import (
     choose_source,
     count_redone,
@@ -103,6 +112,7 @@ from elastic_ft.core.restoring import (
     keeper_holds,
     keeper_ready,
     needed_donors,
+    no_way_on,
     pending_after_restore,
     reads_from,
     recent_writers,
@@ -131,10 +141,21 @@ def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Comma
 # -------------------------------------------------------------------- opening a generation
 
 
-def _pause(turn: Turn, cause: str, reason: str, *, abort: bool, noticed_s: float = 0.0) -> None:
-    """Opens the next generation: fence the running one and collect what the survivors hold."""
+def _pause(
+    turn: Turn,
+    cause: str,
+    reason: str,
+    *,
+    abort: bool,
+    noticed_s: float = 0.0,
+    fruitless: int = 1,
+) -> None:
+    """Opens the next generation: fence the running one and collect what the survivors hold.
+
+    ``fruitless``: 0 where the one that ends is not to count as such.
+    """
     state = turn.state
-    if state.fruitless >= turn.policy.max_generations_without_progress:
+    if fruitless and state.fruitless >= turn.policy.max_generations_without_progress:
         reason = f"{state.fruitless} generations without a committed step, the last one: {reason}"
         finish(turn, "failed", f"{reason}; {turn.last_good()}")
         return
@@ -143,7 +164,7 @@ def _pause(turn: Turn, cause: str, reason: str, *, abort: bool, noticed_s: float
         turn.set(episode=episode)
     workers = tuple(turn.holders())
     turn.set(phase="pausing", generation=state.generation + 1, abort=abort)
-    turn.set(asked=workers, answered=0, paused=Table(), fruitless=state.fruitless + 1)
+    turn.set(asked=workers, answered=0, paused=Table(), fruitless=state.fruitless + fruitless)
     if workers:
         turn.do(PauseWorkers(turn.state.generation, workers, abort, reason))
     if abort:
@@ -190,6 +211,12 @@ def _form(turn: Turn) -> None:
     state, policy, members = turn.state, turn.policy, list(world.members)
     source, why = choose_source(turn)
     if source.step < state.committed and is_worth_waiting(turn, source.step):
+        return
+    if source.tier is Tier.INITIAL and state.committed and not policy.from_scratch:
+        finish(turn, "failed", no_way_on(state.committed, why))
+        return
+    if waits_for_store(turn, source):
+        suspend_reading(turn)
         return
     if source.step < state.committed:
         roll_back(turn, source.step, why)
@@ -260,6 +287,10 @@ def _job_started(turn: Turn, event: JobStarted) -> None:
     committed = event.checkpoints[0].step if event.checkpoints else 0
     turn.set(checkpoints=event.checkpoints, committed=committed, generation=event.generation)
     turn.set(started_at_s=event.at_s, checkpoint_asked_at_s=event.at_s)
+    if not event.checkpoints and event.recorded and not turn.policy.from_scratch:
+        turn.set(committed=event.recorded)
+        finish(turn, "failed", no_way_on(event.recorded, "there is no checkpoint"))
+        return
     start = (
         f"resuming from checkpoint {event.checkpoints[0].url}"
         if event.checkpoints
@@ -302,6 +333,8 @@ def _form_first(turn: Turn) -> None:
 
 def _form_again(turn: Turn) -> None:
     """Leave suspension: a generation of its own, as everyone is paused in an older one."""
+    if waits_for_store(turn):
+        return  # its timer says when
     turn.set(generation=turn.state.generation + 1, phase="pausing")
     _form(turn)
 
@@ -537,19 +570,40 @@ def _paused(turn: Turn, event: Paused) -> None:
 
 
 def _source_refused(turn: Turn, event: SourceRefused) -> None:
+    """Also late, once the generation that found it was given up: the next must not try it again."""
     state = turn.state
-    if not is_current(turn, event.worker, event.generation) or state.phase != "forming":
+    is_late = state.phase == "pausing"
+    if not is_current(turn, event.worker, event.generation):
+        return
+    if state.phase != "forming" and not is_late:
         return
     assert state.assignment is not None
     source = state.assignment.source
-    turn.set(refused=state.refused | {(event.holder, source.step, event.shard)})
+    is_unread = event.kind == UNREACHABLE and event.holder == source.url
+    entry = (event.holder, source.step, event.shard)
+    if is_unread:
+        if not note_unread(turn, event) or turn.state.phase == "ended":
+            return
+        if is_late:  # counted as fruitless when it was given up
+            turn.set(fruitless=max(0, state.fruitless - 1))
+    elif entry in state.refused:
+        return
+    else:
+        turn.set(refused=state.refused | {entry})
+        _strike(turn, source, event)
+    if not is_late:
+        reason = f"{event.holder}: {event.reason}"
+        _pause(turn, "source_refused", reason, abort=True, fruitless=0 if is_unread else 1)
+
+
+def _strike(turn: Turn, source: Source, event: SourceRefused) -> None:
+    """It is damaged: nobody is to go on from it."""
     if source.tier is Tier.CHECKPOINT and event.holder == source.url:
-        kept = tuple(ref for ref in state.checkpoints if ref.url != event.holder)
+        kept = tuple(ref for ref in turn.state.checkpoints if ref.url != event.holder)
         turn.set(checkpoints=kept)
         turn.journal("checkpoint_refused", event.reason, step=source.step, url=event.holder)
     else:
         turn.journal("source_refused", event.reason, step=source.step, holder=event.holder)
-    _pause(turn, "source_refused", f"{event.holder}: {event.reason}", abort=True)
 
 
 def _resumed(turn: Turn, event: Resumed) -> None:
@@ -569,7 +623,7 @@ def _formed(turn: Turn) -> None:
     assert assignment is not None
     # A worker drops what it finds damaged: what it holds of the same step from now on is new.
     refused = frozenset(entry for entry in state.refused if entry[0] not in state.ready)
-    turn.set(phase="running", refused=refused)
+    turn.set(phase="running", refused=refused, outage=None)
     dismiss(turn, assignment)
     members = [
         {"worker": m.worker, "rank": rank, "pid": m.pid, "node": m.node, "host": m.host}
@@ -640,6 +694,10 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         return
     if event.timer.startswith(RELEASE):
         release_overdue(turn, event.timer.removeprefix(RELEASE))
+        return
+    if event.timer == REREAD:
+        if may_read_again(turn) and state.phase == "suspended":
+            _form_again(turn)
         return
     if event.generation != state.generation:
         return

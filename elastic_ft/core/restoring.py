@@ -69,6 +69,11 @@ def _is_publishing(turn: Turn, step: int) -> bool:
     return any(a.committing and a.step > step for a in turn.state.attempts)
 
 
+def no_way_on(recorded: int, why: str) -> str:
+    """The seed is no source once steps are recorded: going back to it is the user's decision."""
+    return f"{why}, and {recorded} steps are recorded; --from-scratch begins anew"
+
+
 def needed_donors(
     turn: Turn, members: list[Member], shards: Iterable[tuple[tuple[str, Tier], ...]]
 ) -> list[Member]:

@@ -61,6 +61,7 @@ class Policy:
     max_generations_without_progress: int = 10
     max_user_failures: int = 2
     keep_last: int = 2  # checkpoints
+    from_scratch: bool = False  # the seed may be a source although steps are recorded
     checkpoint_every_s: float | None = None
     checkpoint_auto: bool = False  # as cost and failures advise
 
@@ -140,6 +141,28 @@ class Writers:
     until: int | None = None  # its last step that counts: later ones were void, or not everyone's
 
 
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The store can't be read, by whoever tried.
+
+    Attributes:
+        generation: the last one that could not.
+        waiting: nobody tries until the timer.
+        said: the journal has that the job is suspended.
+        blamed: workers that could not while others could, and how many times in a row.
+        left_out: whether some were left out for it.
+    """
+
+    since_s: float
+    why: str
+    generation: int
+    tries: int = 1
+    waiting: bool = True
+    said: bool = False
+    blamed: dict[WorkerId, int] = field(default_factory=dict)
+    left_out: bool = False
+
+
 @dataclass(frozen=True)  # no slots: see Turn.set
 class State:
     """What grows with the world and changes with every worker's event is a ``Table``."""
@@ -187,6 +210,7 @@ class State:
     closed: frozenset[tuple[int, int]] = frozenset()  # attempts that ended: (step, generation)
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few
     refused: Refused = frozenset()
+    outage: Outage | None = None  # of the store that the next generation is to read
     episode: Episode | None = None
     recoveries: tuple[Recovery, ...] = ()
     fruitless: int = 0  # generations since the last committed step

@@ -24,6 +24,7 @@ from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.store import StoreError, open_store
 
 MIRROR_EVERY_S = 5.0
+ASIDE_MAX = 4  # older versions of a file whose steps were voided
 FILES = ("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json")
 
 
@@ -148,13 +149,19 @@ class RunFolder:
         return lines[-1]["step"] if lines else 0
 
     def truncate(self, step: int) -> None:
-        """Voids the lines of steps after ``step``, and torn last lines."""
+        """Voids the lines of steps after ``step``, and torn last lines.
+
+        Where steps are voided the whole file stays beside it, as ``steps.<n>.jsonl``: the last few.
+        """
         with self._lock:
             for name in ("steps.jsonl", "ledger.jsonl"):
                 self._close_file(name)
                 path = self.path / name
                 if path.exists():
-                    kept = [line for line in read_lines(path) if line["step"] <= step]
+                    lines = read_lines(path)
+                    kept = [line for line in lines if line["step"] <= step]
+                    if len(kept) < len(lines):
+                        _set_aside(path)
                     swap = path.with_suffix(".tmp")
                     swap.write_text("".join(json.dumps(line) + "\n" for line in kept))
                     swap.replace(path)
@@ -278,6 +285,19 @@ class RunFolder:
                 self._claim.check()
             self._store.put(name, path.read_bytes())
             self._mirrored[name] = stamp
+
+
+def _set_aside(path: Path) -> None:
+    """Copies a file to ``name.<n>.jsonl`` beside it, n counting up, and drops old copies."""
+    numbered = {
+        int(old.suffixes[-2][1:]): old
+        for old in path.parent.glob(f"{path.stem}.*{path.suffix}")
+        if old.suffixes[-2][1:].isdecimal()
+    }
+    number = max(numbered, default=0) + 1
+    shutil.copyfile(path, path.with_suffix(f".{number}{path.suffix}"))
+    for old in sorted(numbered)[: max(0, len(numbered) + 1 - ASIDE_MAX)]:
+        numbered[old].unlink()
 
 
 def last_generation(path: Path) -> int:

@@ -69,6 +69,8 @@ SPOKEN: dict[str, Callable[[Line], str]] = {
     "rolled_back": lambda line: f"rolled back to step {line['step']}: {line['reason']}",
     "worker_raised": lambda line: f"{line['worker']} raised: {line['reason']}",
     "source_refused": lambda line: f"refused: {line['reason']}",
+    "source_unreadable": lambda line: f"unreadable: {line['reason']}",
+    "worker_left_out": lambda line: f"{line['worker']} is left out: {line['reason']}",
     "checkpoint_refused": lambda line: f"checkpoint refused: {line['reason']}",
     "checkpoint_failed": lambda line: f"checkpoint failed: {line['reason']}",
     "checkpoint_warning": lambda line: f"checkpoint: {line['reason']}",

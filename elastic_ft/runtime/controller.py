@@ -20,11 +20,13 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
+from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
 from elastic_ft.core.state import Policy, State, Turn
 from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
@@ -51,7 +53,9 @@ from elastic_ft.runtime.planning import planning_of
 from elastic_ft.runtime.publisher import CHECKPOINTS_KNOWN, Publisher
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 WATCH_EVERY_S = 0.25
+FOR_ONE_START = {"checkpoint": {"from_scratch"}}  # of the job: not in job.yaml
 ACCOUNT_EVERY_S = 1.0
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
 
@@ -85,6 +89,7 @@ def policy_of(job: Job) -> Policy:
         boundary_timeout_s=elastic.hang_timeout_s + elastic.pause_timeout_s,
         max_generations_without_progress=elastic.max_generations_without_progress,
         max_user_failures=elastic.max_user_failures,
+        from_scratch=job.checkpoint.from_scratch,
         keep_last=job.checkpoint.keep_last
         if job.checkpoint.keep_for_h is None
         else max(CHECKPOINTS_KNOWN, job.checkpoint.keep_last),
@@ -143,6 +148,7 @@ class Controller:
         self._last_metrics: dict[str, Any] = {}
         self._inquiries = Inquiries(self._send, host.kill_worker, self._journal)
         self._finish: ev.FinishJob | None = None
+        self._recorded = 0  # steps in the run folder, when it was opened
         self.on_step: Callable[[dict[str, Any]], None] | None = None
 
     # ------------------------------------------------------------------- outside
@@ -158,11 +164,13 @@ class Controller:
     def run(self) -> dict[str, Any]:
         """Runs the job to its end. Returns what is in result.json."""
         found = self._open()
+        if found is None:
+            return self._give_up()
         try:
             before = last_generation(self.run_folder.path / "events.jsonl")
             policy = {"type": "Policy", "at_s": self._started_at_s, **asdict(self.policy)}
             self.run_folder.record_inbox(policy)
-            self._handle(ev.JobStarted(time.time(), found, before))
+            self._handle(ev.JobStarted(time.time(), found, before, self._recorded))
             while self._finish is None:
                 self._turn()
             self._drain_releases()
@@ -179,22 +187,26 @@ class Controller:
 
     # --------------------------------------------------------------------- set-up
 
-    def _open(self) -> tuple[ev.CheckpointRef, ...]:
-        found = self._publisher.resumable(self.run_folder.last_step())
-        self._continuity.check(*self._publisher.terms_of(found))  # before anything is touched
+    def _open(self) -> tuple[ev.CheckpointRef, ...] | None:
+        """Returns the checkpoints to go on from; None if it is known by now how the job ends."""
+        with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
+            self._resumable(self.run_folder.last_step())  # before anything is touched
         # First: nobody else writes in either place from now on.
         killed = self.run_folder.take_over(self.run_id, self.job.name)
-        self._publisher.take_over(self.run_folder.url, behind=killed)
+        if not self._when_readable(partial(self._take_over_checkpoints, killed)):
+            return None
         self.run_folder.repair()
         for run in reversed(self._publisher.unrescued):
             self._publish_emergency(run, self.run_folder.last_step())
-        recorded = self.run_folder.last_step()
-        found = self._publisher.resumable(recorded)
-        self._continuity.check(*self._publisher.terms_of(found))
-        self.run_folder.write_job(self.job.model_dump(mode="json"))
+        recorded = self._recorded = self.run_folder.last_step()
+        found = self._when_readable(partial(self._resumable, recorded))
+        if found is None:
+            return None
+        self.run_folder.write_job(self.job.model_dump(mode="json", exclude=FOR_ONE_START))
         self._continuity.begin(last_generation(self.run_folder.path / "events.jsonl"))
         step = found[0].step if found else 0
-        self.run_folder.truncate(step)
+        if found or self.policy.from_scratch:  # else the core says that there is no way on
+            self.run_folder.truncate(step)
         if killed:
             reason = f"the one before it did not end, at step {recorded}: from step {step}"
             fields = {"step": step, "steps_lost": recorded - step}
@@ -211,6 +223,53 @@ class Controller:
         self._publisher.sweep()
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
+
+    def _take_over_checkpoints(self, killed: tuple[str, ...]) -> bool:
+        self._publisher.take_over(self.run_folder.url, behind=killed)
+        return True
+
+    def _resumable(self, recorded: int) -> tuple[ev.CheckpointRef, ...]:
+        """Raises StoreFailed, or ConfigError where the job would go on under other terms."""
+        found = self._publisher.resumable(recorded)
+        self._continuity.check(*self._publisher.terms_of(found))
+        return found
+
+    def _when_readable(self, read: Callable[[], T]) -> T | None:
+        """What ``read`` returns, once the store can be read; None if the job ends before.
+
+        A store that is away for a while loses nothing: the job waits, as it would while it runs.
+        """
+        began_s, timeout_s = time.monotonic(), self.policy.suspend_timeout_s
+        pause_s = REREAD_MIN_S
+        while True:
+            try:
+                return read()
+            except StoreFailed as error:
+                past_s = time.monotonic() - began_s
+                why = f"the store can't be read: {error}"
+            if past_s >= timeout_s:
+                self._finish = ev.FinishJob("suspended", f"{why}; for {past_s:.0f} s now")
+                return None
+            if pause_s == REREAD_MIN_S:
+                tried = f"tried again for up to {timeout_s:g} s"
+                self._journal("suspended", 0, f"{why}: {tried}", {"workers": 0})
+            try:
+                told = self._inbox.get(timeout=min(pause_s, timeout_s - past_s))
+            except queue.Empty:
+                pause_s = min(2 * pause_s, REREAD_MAX_S)
+                continue
+            if isinstance(told, ev.StopRequested):  # nobody else can say anything yet
+                self._finish = ev.FinishJob("stopped", f"{told.reason}; {why}")
+                return None
+
+    def _give_up(self) -> dict[str, Any]:
+        """The job has ended before it could begin: what is in the run folder stays as it is."""
+        assert self._finish is not None
+        self._journal("finished", 0, self._finish.reason, {"status": self._finish.status})
+        self._publisher.close()
+        self._ended_at_s = time.time()
+        self.state = replace(self.state, committed=self._recorded)
+        return self._result(self._finish)
 
     def _publish_emergency(self, run: str, recorded: int) -> None:
         """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ft.core.events import CheckpointRef, Source, Tier
-from elastic_ft.errors import CheckpointMismatch, GroupBroken, StateDamaged, StoreFailed
+from elastic_ft.errors import (
+    CheckpointMismatch,
+    GroupBroken,
+    StateDamaged,
+    StateUnreadable,
+    StoreFailed,
+)
 from elastic_ft.runtime.checkpointer import owners_of
 from elastic_ft.runtime.engines.base import Engine, Reach, State, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
+from elastic_ft.runtime.outcomes import together
 from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
 from elastic_ft.runtime.stored import StoredState
 from elastic_ft.runtime.transfer import Boxes, exchange_boxes, move
@@ -35,12 +42,14 @@ def restore(
     reach: Reach,
     forget_live: Callable[[], None],
     key: bytes,
+    read_deadline_s: float = 60.0,
 ) -> Restored:
     """Lays the engine out over ``groups`` and fills its state; every participant calls it.
 
     ``live``: this worker's state of the generation before, if it has one. ``forget_live`` is
     called before it is overwritten in place. ``key``: the job's, for what keepers have.
-    Raises GroupBroken, or StateDamaged naming the holder.
+    ``read_deadline_s``: of one read from the store, with its retries.
+    Raises GroupBroken, or StateDamaged or StateUnreadable naming the holder: all the same one.
     """
     source = groups.assignment.source
     kept = engine.attach(groups) if groups.rank is not None else False
@@ -58,9 +67,10 @@ def restore(
         if groups.rank is not None:
             engine.initialise()
     elif source.tier is Tier.CHECKPOINT and not source.holders:
-        received = _read_checkpoint(groups, source, boxes, needs)
+        received = _read_checkpoint(groups, source, boxes, needs, read_deadline_s)
     else:
-        received = move(groups, boxes, offers, needs, left_shards(groups, key))
+        left = left_shards(groups, key, read_deadline_s)
+        received = move(groups, boxes, offers, needs, left)
     if groups.rank is not None:
         engine.restored()
         engine.intact = True
@@ -69,17 +79,31 @@ def restore(
     return Restored(boxes, schemas, received)
 
 
-def left_shards(groups: Groups, key: bytes) -> list[LeftShard | StoredState]:
+def left_shards(
+    groups: Groups, key: bytes, read_deadline_s: float
+) -> list[LeftShard | StoredState]:
     """Where the shards of the source are that no living worker has: at keepers, in a checkpoint."""
     source = groups.assignment.source
     keepers = {keeper.name: keeper for keeper in groups.assignment.keepers}
-    left: list[LeftShard | StoredState] = [StoredState(source)] if source.url else []
-    for shard, holders in sorted(source.holders.items()):
-        if all(tier is Tier.KEEPER for _, tier in holders):
-            name, _, worker = holders[0][0].rpartition("/")
+    kept = {
+        shard: holders[0][0]
+        for shard, holders in sorted(source.holders.items())
+        if all(tier is Tier.KEEPER for _, tier in holders)
+    }
+    if not kept and not source.url:
+        return []
+
+    def open_all() -> tuple[list[LeftShard | StoredState], bool]:
+        left: list[LeftShard | StoredState] = []
+        if source.url:
+            left.append(StoredState(source, read_deadline_s))
+        for shard, holder in kept.items():
+            name, _, worker = holder.rpartition("/")
             what = (worker, source.step, source.space, shard)
             left.append(LeftShard(keepers[name], key, *what, guard=groups.guard))
-    return left
+        return left, bool(source.url)
+
+    return together(groups, "opened", open_all)
 
 
 def _is_live_holder(groups: Groups, source: Source) -> bool:
@@ -124,26 +148,27 @@ def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
     }
 
 
-def _read_checkpoint(groups: Groups, source: Source, boxes: list[Boxes], needs: State) -> int:
+def _read_checkpoint(
+    groups: Groups, source: Source, boxes: list[Boxes], needs: State, deadline_s: float
+) -> int:
     """Reads each box once for all ranks that need it, and hands it on. Returns bytes received.
 
-    Every participant calls it. Whoever finds a reason to refuse the source tells the others, and
-    all raise StateDamaged for the manifest's URL (I5): nobody waits for what will not come.
+    Every participant calls it. All raise the same for the manifest's URL, if anybody finds it
+    damaged or can't read it (I5): nobody waits for what will not come.
     """
     readers = _readers(groups, boxes)
     own = set(readers[groups.participant].offers)
     mine = {key: tensor for key, tensor in needs.items() if (tensor_name(key), tensor.box) in own}
-    problem = ""
-    if groups.rank is not None:
-        try:
-            here = {tensor_name(key) for key in needs}
-            elsewhere = {name for listed in boxes for name, _ in listed.needs} - here
-            _read_boxes(source, needs, mine, elsewhere)
-        except StateDamaged as error:
-            problem = str(error)
-    outcomes = groups.exchange("read", problem.encode(), groups.operation_timeout_s)
-    for refused in filter(None, outcomes):
-        raise StateDamaged(refused.decode(), source.url)
+
+    def read() -> tuple[None, bool]:
+        if groups.rank is None:
+            return None, False
+        here = {tensor_name(key) for key in needs}
+        elsewhere = {name for listed in boxes for name, _ in listed.needs} - here
+        _read_boxes(source, needs, mine, elsewhere, deadline_s)
+        return None, any(tensor.local.numel() for tensor in mine.values())
+
+    together(groups, "read", read)
     return move(groups, readers, [mine], needs)
 
 
@@ -156,15 +181,17 @@ def _readers(groups: Groups, boxes: list[Boxes]) -> list[Boxes]:
     ]
 
 
-def _read_boxes(source: Source, state: State, mine: State, elsewhere: Set[str]) -> None:
-    """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged on any doubt.
+def _read_boxes(
+    source: Source, state: State, mine: State, elsewhere: Set[str], deadline_s: float
+) -> None:
+    """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged, StateUnreadable.
 
     ``elsewhere``: names of what other pipeline stages have of the state.
     """
     ref = CheckpointRef(source.step, source.url)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
-        reader = checkpoints.open_checkpoint(ref)
+        reader = checkpoints.open_checkpoint(ref, deadline_s)
         expected = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
         found = {
             name: (spec.dtype, tuple(spec.shape))
@@ -183,7 +210,7 @@ def _read_boxes(source: Source, state: State, mine: State, elsewhere: Set[str]) 
             wanted.append(checkpoints.Want(tensor_name(key), tensor.box, memoryview(raw)))
         reader.read(wanted)
     except StoreFailed as error:
-        raise StateDamaged(f"{source.url}: {error}", source.url) from error
+        raise StateUnreadable(str(error), source.url) from error
     with torch.no_grad():
         for target, buffer in staged:
             target.copy_(buffer)

@@ -8,25 +8,27 @@ import numpy as np
 
 from elastic_ft.core.events import CheckpointRef, Source
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import StateDamaged, StoreFailed
+from elastic_ft.errors import StateUnreadable, StoreFailed
 from elastic_ft.runtime.buffer import DIGEST_BYTES, Schema, Slot, seal
 from elastic_ft.storage import checkpoints
 
 
 class StoredState:
-    """Serves boxes as ``keeper.LeftShard`` does. Raises StateDamaged, naming the URL, on any doubt.
+    """Serves boxes as ``keeper.LeftShard`` does. Raises StateDamaged, naming the URL, on any doubt;
+    StateUnreadable where the store can't be read.
 
     It has every tensor whole, and is asked for what nobody else has.
     """
 
     is_far = True
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, deadline_s: float = 60.0) -> None:
         self.holder = source.url
         try:
-            self._reader = checkpoints.open_checkpoint(CheckpointRef(source.step, source.url))
+            ref = CheckpointRef(source.step, source.url)
+            self._reader = checkpoints.open_checkpoint(ref, deadline_s)
         except StoreFailed as error:
-            raise StateDamaged(f"{source.url}: {error}", source.url) from error
+            raise StateUnreadable(str(error), source.url) from error
         tensors = self._reader.manifest.tensors.items()
         self.schema: Schema = tuple(
             Slot(name, spec.dtype, tuple(spec.shape), Box.whole(spec.shape), 0, 0)
@@ -48,6 +50,6 @@ class StoredState:
         try:
             self._reader.read(wants)
         except StoreFailed as error:
-            raise StateDamaged(f"{self.holder}: {error}", self.holder) from error
+            raise StateUnreadable(str(error), self.holder) from error
         seal(buffer)
         return buffer.tobytes()

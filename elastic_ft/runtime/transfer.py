@@ -14,6 +14,7 @@ import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, permutations, product
 from typing import Any
 
@@ -25,6 +26,7 @@ from elastic_ft.runtime.buffer import DIGEST_BYTES, digest_of, is_whole, seal
 from elastic_ft.runtime.engines.base import State, StateTensor, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
+from elastic_ft.runtime.outcomes import together
 from elastic_ft.runtime.stored import StoredState
 
 LARGE_BYTES = 256 << 10  # a part of that size is worth a message of its own
@@ -74,7 +76,7 @@ def move(
     """Fills ``needs`` from everyone's ``offers`` and from what keepers have ``left`` of the dead.
 
     Returns the bytes received. Raises GroupBroken when a peer breaks off, StateDamaged when a
-    message arrives damaged, or a keeper's copy is.
+    message arrives damaged, or what was ``left`` is; StateUnreadable when that can't be had.
     """
     kept = {_left_holder(index): shard for index, shard in enumerate(left)}
     sources = _pieces(b.offers for b in boxes)
@@ -94,7 +96,11 @@ def move(
     local = [c for c in plan if c.source == me == c.target]
     between = [c for c in plan if c.source not in kept and not c.is_local]
     with torch.no_grad():
-        received = _fetch(kept, [c for c in plan if c.target == me], wanted, itemsizes)
+        received = 0
+        if kept:
+            mine = [c for c in plan if c.target == me]
+            fetch = partial(_fetch, kept, mine, wanted, itemsizes)
+            received = together(groups, "fetched", fetch)
         exchange = _Exchange(groups, between, held, wanted, itemsizes)
         exchange.begin()
         for copy in local:  # while the first batches are on their way
@@ -134,9 +140,12 @@ def _fetch(
     plan: list[Copy],
     needs: Held,
     itemsizes: Mapping[str, int],
-) -> int:
-    """What comes from keepers, asked for by who needs it. Returns the bytes received."""
-    received = 0
+) -> tuple[int, bool]:
+    """What comes from keepers and from the store, asked for by who needs it.
+
+    Returns the bytes received, and whether some came from the store.
+    """
+    received, is_stored = 0, False
     for who, shard in kept.items():
         for copies in _requests((c for c in plan if c.source == who), itemsizes):
             data = shard.read((c.tensor, c.box) for c in copies)
@@ -144,7 +153,8 @@ def _fetch(
             _check(is_whole(buffer.numpy()), shard.holder)
             _unpack(buffer, copies, needs)
             received += len(data)
-    return received
+            is_stored |= shard.is_far
+    return received, is_stored
 
 
 def _requests(copies: Iterable[Copy], itemsizes: Mapping[str, int]) -> Iterator[list[Copy]]:

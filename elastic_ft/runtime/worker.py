@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import (
+    UNREACHABLE,
     Assignment,
     Bench,
     CollectiveFailed,
@@ -44,7 +45,13 @@ from elastic_ft.core.events import (
     WorkerReady,
 )
 from elastic_ft.core.terms import changes, data_terms
-from elastic_ft.errors import DataError, GroupBroken, StateDamaged, UsageError
+from elastic_ft.errors import (
+    DataError,
+    GroupBroken,
+    StateDamaged,
+    StateUnreadable,
+    UsageError,
+)
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime import restore
 from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
@@ -77,6 +84,7 @@ from elastic_ft.runtime.training_thread import TrainingThread
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
+READS_PER_FORMING = 3  # a store that does not answer is found out before forming is given up
 RELEASE_TIMEOUT_S = 3600.0  # with nothing heard: the connection's end is the usual way out
 
 
@@ -443,6 +451,7 @@ class Worker:
             self._points,
             self._forget_live,
             self._key,
+            self.job.elastic.form_timeout_s / READS_PER_FORMING,
         )
         if groups.rank is None:
             self._send(Resumed(time.time(), self.member.worker, groups.generation, step))
@@ -488,11 +497,8 @@ class Worker:
         worker, step = self.member.worker, self._points.step
         if isinstance(error, ControllerLost):
             raise error
-        if isinstance(error, StateDamaged) and self._loop is None:  # while restoring
-            reason = str(error)
-            self._send(
-                SourceRefused(time.time(), worker, generation, error.holder, reason, error.shard)
-            )
+        if self._loop is None and isinstance(error, (StateDamaged, StateUnreadable)):
+            self._send(_refusal(worker, generation, error))
         elif isinstance(error, StateDamaged) or self._is_collective(error):
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             self._send(CollectiveFailed(time.time(), worker, generation, step, text))
@@ -565,6 +571,22 @@ def _check_same_data(groups: Groups, fingerprint: str | None) -> None:
         raise DataError(
             f"workers read different data: fingerprints {sorted(p.decode() for p in set(prints))}"
         )
+
+
+def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable) -> SourceRefused:
+    """Of the source that this generation was to be restored from."""
+    now_s, reason = time.time(), str(error)
+    if isinstance(error, StateDamaged):
+        return SourceRefused(now_s, worker, generation, error.holder, reason, error.shard)
+    return SourceRefused(
+        now_s,
+        worker,
+        generation,
+        error.holder,
+        reason,
+        kind=UNREACHABLE,
+        unread_by=error.unread_by,
+    )
 
 
 def _raised_event(worker: str, generation: int, step: int, error: BaseException) -> WorkerRaised:

@@ -95,18 +95,28 @@ def recorded(world: World, command: RecordStep) -> None:
 def rolled_back(world: World, command: RollBack) -> None:
     """I4: committed steps are given up only when no whole copy of any of them is left."""
     require(command.step < len(world.recorded), "I4", f"rolls back to {command.step}, no older")
+    require(
+        command.step > 0 or world.scenario.from_scratch,
+        "I4",
+        "rolls back to the seed, and nobody has allowed that",
+    )
+    nothing_newer(world, command.step, f"rolls back to {command.step}")
+
+
+def nothing_newer(world: World, step: int, what: str) -> None:
+    """Nothing that is whole and good is newer than ``step``, in any memory or in the store."""
     core = world.core
     alive = [w for w in world.workers.values() if w.answers() and w.id in core.ready]
     refused = core.refused
     left = _left(world, refused)
     require(
-        not _complete_from(alive, command.step + 1, refused, left),
+        not _complete_from(alive, step + 1, refused, left),
         "I4",
-        f"rolls back to {command.step}, but a newer state is complete in memory",
+        f"{what}, but a newer state is complete in memory",
     )
-    newer = [c for c in world.store.published if c.step > command.step]
+    newer = [c for c in world.store.published if c.step > step]
     newer = [c for c in newer if (c.url, c.step, "") not in refused]
-    require(not newer, "I4", f"rolls back to {command.step}, but checkpoints are newer: {newer}")
+    require(not newer, "I4", f"{what}, but checkpoints are newer: {newer}")
 
 
 def _left(world: World, refused: Refused) -> list[tuple[Key, Lineage]]:
@@ -221,6 +231,9 @@ def published(world: World, command: CommitCheckpoint) -> Lineage:
 def finished(world: World, status: str, reason: str) -> None:
     """The job is done, and every member ends with the state that the record describes."""
     if world.stop_requested and status == "stopped":
+        return
+    if status == "failed" and "--from-scratch" in reason and not world.scenario.from_scratch:
+        nothing_newer(world, 0, "ends for want of any state")
         return
     require(status == "completed", "I7", f"the job ends {status}: {reason}")
     require(len(world.recorded) == world.scenario.steps, "I2", f"only {len(world.recorded)} steps")

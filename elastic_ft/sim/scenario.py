@@ -82,6 +82,7 @@ class Scenario:
     spares: int = 0
     evict_stragglers: bool = False
     planned: bool = False  # the planner lays out
+    from_scratch: bool = True  # where nothing is left to go on from; else the job ends
     faults: tuple[Fault, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0  # share of messages that arrive twice
@@ -104,6 +105,7 @@ class Scenario:
             strategy=self.strategy,
             shard_size=self.shard_size,
             copies=self.copies,
+            from_scratch=self.from_scratch,
             gather_s=2.0,
             suspend_timeout_s=10_000.0,
             pause_timeout_s=4.0,
@@ -141,7 +143,8 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         spread_s=rng.choice((0.0, 0.3, 1.0)),
     )
-    return _with_policy(scenario, random.Random(f"policy {seed}"))
+    scenario = _with_policy(scenario, random.Random(f"policy {seed}"))
+    return replace(scenario, from_scratch=random.Random(f"scratch {seed}").random() < 0.7)
 
 
 def _with_policy(scenario: Scenario, rng: random.Random) -> Scenario:

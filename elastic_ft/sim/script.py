@@ -45,7 +45,7 @@ class Script:
         self.journal: list[tuple[str, str]] = []
         self.tell(JobStarted, checkpoints)
 
-    def tell(self, kind: type[Any], *args: Any, **fields: Any) -> list[Command]:
+    def tell(self, kind: type[Any], /, *args: Any, **fields: Any) -> list[Command]:
         """Returns what is to be done about ``kind(now, *args)``, its journal lines aside."""
         event: Event = kind(self.now_s, *args, **fields)
         self.now_s += 1.0

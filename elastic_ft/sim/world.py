@@ -310,11 +310,13 @@ class World:
         within = [c for c in self.store.published if c.step <= len(self.recorded)]
         refs = tuple(CheckpointRef(c.step, c.url) for c in reversed(within))
         refs = tuple(sorted(refs, key=lambda ref: -ref.step))
-        self.recorded = self.recorded[: refs[0].step if refs else 0]
+        recorded = len(self.recorded)
+        if refs or self.policy.from_scratch:
+            self.recorded = self.recorded[: refs[0].step if refs else 0]
         self.flushed = len(self.recorded)
         for node in self.nodes:
             self.start_keeper(node)
-        self.tell(JobStarted(self.now_s, refs, generation), self.controller)
+        self.tell(JobStarted(self.now_s, refs, generation, recorded), self.controller)
         if self.asked is not None:
             self.ask_for(self.asked)
 

@@ -83,7 +83,7 @@ def take_over(
         before = _read(store, number) if number else None
         _refuse_other(store, before, job)
         left = () if before is None else (*before.unended, before.run)
-        unended = tuple(one for one in left if one not in ended)
+        unended = tuple(one for one in left if one not in ended and one != run)
         owner = Owner(job, run, run_folder, socket.gethostname(), time.time(), nonce, unended)
         key = f"{FOLDER}/{number + 1}"
         try:

@@ -124,8 +124,8 @@ def test_tensor_parallel_groups_share_a_node_where_they_can() -> None:
 
 def test_a_whole_node_is_better_than_two_halves() -> None:
     nodes = {"a": "n1", "b": "n1", "c": "n2", "d": "n2"}
-    script = script_of(2, 4, strategy="fsdp", tp=2, multiple_of=2).run(**nodes)
-    script.train(1)
+    script = script_of(2, 4, strategy="fsdp", tp=2, multiple_of=2, from_scratch=True)
+    script.run(**nodes).train(1)
     lose(script, "b", 1)
     assert script.ranks == ("c", "d")
     assert script.state.idle == {"a": "worlds are multiples of 2"}
@@ -398,7 +398,7 @@ def planned(memory_bytes: float, min_workers: int = 1, max_workers: int = 8) -> 
         Limits(micro_batches=(1,), recompute=(False,)),
         memory_bytes,
     )
-    return script_of(min_workers, max_workers, planning=planning)
+    return script_of(min_workers, max_workers, planning=planning, from_scratch=True)
 
 
 def eight(script: Script) -> Script:

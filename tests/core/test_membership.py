@@ -14,6 +14,7 @@ from elastic_ft.core.events import (
     FinishJob,
     FormGeneration,
     Holding,
+    JobStarted,
     KillWorker,
     NodeDraining,
     NodeLost,
@@ -39,19 +40,22 @@ from elastic_ft.core.events import (
     WorkerRaised,
 )
 from elastic_ft.core.layout import Layout
-from elastic_ft.core.state import Policy
+from elastic_ft.core.state import Policy, State
 from elastic_ft.sim.script import Script, formed, member
 
 WHOLE = "pp1.s1.tp1"  # the shard space of DDP, and its only shard
 SHARD = "pp0.s0.tp0"
 
 
+NO_WAY = "{}, and {} steps are recorded; --from-scratch begins anew"
+
+
 def ddp(min_workers: int = 1, max_workers: int = 3, **more: float) -> Script:
     return Script(Policy(min_workers, max_workers, **more))  # type: ignore[arg-type]
 
 
-def fsdp(min_workers: int = 1, max_workers: int = 3) -> Script:
-    return Script(Policy(min_workers, max_workers, strategy="fsdp"))
+def fsdp(min_workers: int = 1, max_workers: int = 3, **more: float) -> Script:
+    return Script(Policy(min_workers, max_workers, strategy="fsdp", **more))  # type: ignore[arg-type]
 
 
 def recorded(commands: list[object]) -> list[int]:
@@ -326,18 +330,19 @@ def test_a_rollback_waits_for_a_checkpoint_that_is_being_published() -> None:
 
 
 def test_a_refused_checkpoint_of_some_shards_is_given_up_and_memory_is_not() -> None:
-    script = Script(Policy(1, 2, strategy="fsdp", copies=1), CheckpointRef(10, "s3://b/10"))
+    refs = (CheckpointRef(10, "s3://b/10"), CheckpointRef(5, "s3://b/5"))
+    script = Script(Policy(1, 2, strategy="fsdp", copies=1), *refs)
     script.run(a="n1", b="n2").tell(WorkerLost, "b", "killed")
     source = formed(script.paused("a", script.live("a", 10))).source
     assert source.holders["pp0.s1.tp0"] == (("s3://b/10", Tier.CHECKPOINT),)
     script.tell(SourceRefused, "a", 2, "s3://b/10", "digest differs")
     assert script.journalled("checkpoint_refused") == ["digest differs"]
     held = Holding(10, "pp1.s2.tp1", "pp0.s0.tp0", Tier.LIVE)
-    assert formed(script.paused("a", held)).source == Source(0, Tier.INITIAL)
+    assert formed(script.paused("a", held)).source == Source(5, Tier.CHECKPOINT, url="s3://b/5")
 
 
 def test_a_checkpoint_that_then_fails_lets_the_rollback_go_on() -> None:
-    script = fsdp(max_workers=2).run(a="n1", b="n2")
+    script = fsdp(max_workers=2, from_scratch=True).run(a="n1", b="n2")
     script.train(1, 2)
     for worker in "ab":
         script.tell(ShardsWritten, worker, 1, 2, ())
@@ -378,7 +383,8 @@ def test_a_refused_checkpoint_makes_room_for_an_older_one() -> None:
     assert isinstance(commands[0], RollBack) and commands[0].step == 10
     assert formed(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
     script.tell(SourceRefused, "a", 2, "s3://b/10", "cut short")
-    assert formed(script.paused("a")).source == Source(0, Tier.INITIAL)
+    why = NO_WAY.format("no state is held and no checkpoint is good", 10)
+    assert script.paused("a")[-1] == FinishJob("failed", why)
     assert script.journalled("checkpoint_refused") == ["digest differs", "cut short"]
 
 
@@ -518,8 +524,8 @@ def test_who_does_not_end_when_released_is_killed() -> None:
 # ------------------------------------------------------------------- suspend, stop, user errors
 
 
-def suspended() -> Script:
-    script = ddp(min_workers=2).run(a="n1", b="n2")
+def suspended(**more: float) -> Script:
+    script = ddp(min_workers=2, **more).run(a="n1", b="n2")
     script.train(1)
     script.tell(WorkerLost, "b", "killed")
     commands = script.paused("a", script.live("a", 1))
@@ -539,12 +545,36 @@ def test_below_min_workers_the_job_waits_and_goes_on_with_a_replacement() -> Non
 
 
 def test_what_a_suspended_worker_held_dies_with_it() -> None:
-    script = suspended()
+    script = suspended(from_scratch=True)
     script.tell(WorkerLost, "a", "killed")
     script.ready("c", "n3")
     commands = script.ready("d", "n4")
     assert isinstance(commands[0], RollBack)
     assert formed(commands).source == Source(0, Tier.INITIAL)
+
+
+def test_the_seed_is_no_source_once_steps_are_recorded() -> None:
+    script = suspended()
+    script.tell(WorkerLost, "a", "killed")
+    script.ready("c", "n3")
+    commands = script.ready("d", "n4")
+    assert not [c for c in commands if isinstance(c, RollBack)]
+    why = NO_WAY.format("no state is held and no checkpoint is good", 1)
+    assert commands[-1] == FinishJob("failed", why)
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_a_run_folder_with_steps_and_no_checkpoint_is_not_begun_anew_unasked(
+    from_scratch: bool,
+) -> None:
+    script = Script(Policy(1, 1, from_scratch=from_scratch))
+    script.state = State()  # of a controller that starts
+    commands = script.tell(JobStarted, (), 3, 120)
+    if from_scratch:
+        assert commands[0] == WantWorkers(1, "max_workers")
+    else:
+        why = NO_WAY.format("there is no checkpoint", 120)
+        assert commands == [WantWorkers(0, "the job has ended"), FinishJob("failed", why)]
 
 
 def test_suspension_ends() -> None:

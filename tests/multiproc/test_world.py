@@ -63,7 +63,8 @@ def newest_checkpoint_before(run: Run, line: dict[str, Any]) -> int:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_nodes_at_once(tmp_path: Path, strategy: str) -> None:
     job = make_job(strategy, steps=16, checkpoint={"every_steps": 3})
-    run = run_job(job, tmp_path, on_step=Once(8, kill_nodes("n1", "n2"))).check()
+    both = Once(8, kill_nodes("n1", "n2"), checkpointed=True)
+    run = run_job(job, tmp_path, on_step=both).check()
     assert {"n1", "n2"} <= {line["node"] for line in run.all("worker_lost")}, run.story()
     for line in run.all("rolled_back"):
         assert line["step"] >= newest_checkpoint_before(run, line), run.story()

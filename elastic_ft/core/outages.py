@@ -1,0 +1,105 @@
+"""A store that can't be read: nothing in it is given up for that. It is tried again, after growing
+pauses, until ``suspend_timeout_s`` has passed; a worker that alone can't read it is left out. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic_ft.core.commits import finish
+from elastic_ft.core.elasticity import choose_world
+from elastic_ft.core.events import Source, SourceRefused, StartTimer, WorkerId
+from elastic_ft.core.state import Outage, Turn
+
+REREAD = "reread"  # a timer, of whatever generation
+REREAD_MIN_S, REREAD_MAX_S = 1.0, 30.0
+BLAMED_MAX = 3  # times in a row that a worker alone can't read: before, it may be chance
+
+
+def note_unread(turn: Turn, event: SourceRefused) -> bool:
+    """A generation could not read its source. Returns False if that is known already."""
+    state, old = turn.state, turn.state.outage
+    assert state.assignment is not None
+    generation = state.assignment.generation
+    if old is None:
+        old = Outage(turn.at_s, "", generation, tries=0)
+    elif old.generation == generation:
+        return False
+    blamed = {worker: old.blamed.get(worker, 0) + 1 for worker in event.unread_by}
+    turn.set(
+        outage=replace(
+            old,
+            why=event.reason,
+            generation=generation,
+            tries=old.tries + 1,
+            waiting=True,
+            blamed=blamed,
+        )
+    )
+    past_s = turn.at_s - old.since_s
+    if _leave_out(turn, event.reason):
+        return True
+    left_s = turn.policy.suspend_timeout_s - past_s
+    if left_s <= 0:
+        reason = f"the store can't be read, for {past_s:.0f} s now: {event.reason}"
+        finish(turn, "suspended", f"{reason}; {turn.last_good()}")
+        return True
+    again_s = min(REREAD_MIN_S * 2 ** min(old.tries, 10), REREAD_MAX_S, left_s)
+    step, fields = state.assignment.source.step, {"url": event.holder, "tries": old.tries + 1}
+    reason = f"{event.reason}; tried again in {again_s:g} s"
+    turn.journal("source_unreadable", reason, step=step, again_s=again_s, **fields)
+    turn.do(StartTimer(REREAD, 0, again_s))
+    return True
+
+
+def _leave_out(turn: Turn, why: str) -> bool:
+    """Whether the world goes on without those who alone can't read the store."""
+    state, outage = turn.state, turn.state.outage
+    assert outage is not None
+    bad = sorted(worker for worker, times in outage.blamed.items() if times >= BLAMED_MAX)
+    if not bad or outage.left_out:
+        return False
+    reason = f"it can't read the store, and others can: {why}"
+    turn.set(leaving={**state.leaving, **dict.fromkeys(bad, reason)})
+    world = choose_world(turn)
+    if isinstance(world, str) or {m.worker for m in world.members} & set(bad):
+        turn.set(leaving=state.leaving)
+        return False
+    for worker in bad:
+        turn.journal("worker_left_out", reason, worker=worker, node=_node_of(turn, worker))
+    turn.set(outage=replace(outage, waiting=False, left_out=True))
+    return True
+
+
+def _node_of(turn: Turn, worker: WorkerId) -> str:
+    return turn.state.ready[worker].node if worker in turn.state.ready else ""
+
+
+def waits_for_store(turn: Turn, source: Source | None = None) -> bool:
+    """Whether ``source``, if it is given, is not to be read before the timer."""
+    outage = turn.state.outage
+    return outage is not None and outage.waiting and (source is None or bool(source.url))
+
+
+def suspend_reading(turn: Turn) -> None:
+    outage = turn.state.outage
+    assert outage is not None
+    turn.set(phase="suspended")
+    if outage.said:
+        return
+    turn.set(outage=replace(outage, said=True))
+    reason = (
+        f"the store can't be read: {outage.why}: tried again for up to "
+        f"{turn.policy.suspend_timeout_s:g} s; {turn.last_good()}"
+    )
+    workers, needed = len(turn.usable()), turn.policy.min_workers
+    turn.journal("suspended", reason, workers=workers, min_workers=needed)
+
+
+def may_read_again(turn: Turn) -> bool:
+    """The timer has fired. False if nobody waits for it."""
+    outage = turn.state.outage
+    if outage is None or not outage.waiting:
+        return False
+    turn.set(outage=replace(outage, waiting=False))
+    return True

@@ -1,0 +1,27 @@
+"""What a run folder keeps of steps that were voided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_ft.observe.run_folder import ASIDE_MAX, RunFolder, read_lines
+
+
+def test_voided_lines_stay_beside_the_record_and_not_for_ever(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    for step in range(1, 11):
+        folder.record_step({"step": step, "generation": 1}, [step])
+    folder.truncate(10)
+    assert not list(tmp_path.glob("*.[0-9]*.jsonl")), "nothing was voided"
+    for step in range(9, 9 - ASIDE_MAX - 2, -1):
+        folder.truncate(step)
+    left = [line["step"] for line in read_lines(tmp_path / "steps.jsonl")]
+    assert left == list(range(1, 9 - ASIDE_MAX))
+    assert len(left) == len(read_lines(tmp_path / "ledger.jsonl"))
+    numbers = range(3, ASIDE_MAX + 3)
+    for name in ("steps", "ledger"):
+        beside = sorted(path.name for path in tmp_path.glob(f"{name}.*.jsonl"))
+        assert beside == [f"{name}.{number}.jsonl" for number in numbers]
+    oldest = [line["step"] for line in read_lines(tmp_path / "steps.3.jsonl")]
+    assert oldest == list(range(1, 9))
+    folder.close()
