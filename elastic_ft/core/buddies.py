@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from elastic_ft.core.events import Member
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layout import Layout, shard_names
 
 
 def choose_buddies(
@@ -22,7 +22,7 @@ def choose_buddies(
     """
     if copies < 2 or len(members) < 2 or len(layout.shards()) == 1:
         return ((),) * len(members)
-    shards = [layout.shard_of(rank) for rank in range(len(members))]
+    shards = shard_names(layout)
     replicas: dict[str, list[int]] = {}
     for rank, shard in enumerate(shards):
         replicas.setdefault(shard, []).append(rank)

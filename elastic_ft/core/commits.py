@@ -28,9 +28,11 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.intervals import checkpoint_every_s
 from elastic_ft.core.state import (
+    CLOSED_KEPT,
     CheckpointAttempt,
     Left,
     PendingStep,
+    State,
     Turn,
     Writers,
     is_current,
@@ -156,9 +158,8 @@ def _checkpoint_every_s(turn: Turn) -> float | None:
     state, policy = turn.state, turn.policy
     if not policy.checkpoint_auto:
         return policy.checkpoint_every_s
-    failures = sum(r.cause not in PLANNED for r in state.recoveries)
     ran_s = max(0.0, turn.at_s - state.started_at_s)  # a clock may be set back
-    between_s = (ran_s + PRIOR_BETWEEN_FAILURES_S) / (failures + 1)
+    between_s = (ran_s + PRIOR_BETWEEN_FAILURES_S) / (state.failures + 1)
     every_s = checkpoint_every_s(_write_s(turn), between_s)
     return min(max(every_s, CHECKPOINT_MIN_S), CHECKPOINT_MAX_S)
 
@@ -211,7 +212,7 @@ def _attempt(turn: Turn, step: int, generation: int) -> CheckpointAttempt | None
     """The attempt, begun by the first message about it, or None if it is void (I1)."""
     state = turn.state
     writers = state.writers.get(generation)
-    if writers is None or (step, generation) in state.closed:
+    if writers is None or _is_closed(state, step, generation):
         return None
     if writers.until is not None and step > writers.until:
         return None
@@ -219,6 +220,14 @@ def _attempt(turn: Turn, step: int, generation: int) -> CheckpointAttempt | None
         if (attempt.step, attempt.generation) == (step, generation):
             return attempt
     return CheckpointAttempt(step, generation, writers.workers)
+
+
+def _is_closed(state: State, step: int, generation: int) -> bool:
+    """It has ended, or is older than all those of which that is still known."""
+    if (step, generation) in state.closed:
+        return True
+    oldest = min(((g, s) for s, g in state.closed), default=(0, 0))
+    return len(state.closed) == CLOSED_KEPT and (generation, step) < oldest
 
 
 def _put_attempt(turn: Turn, attempt: CheckpointAttempt) -> None:
@@ -238,7 +247,7 @@ def _close(turn: Turn, attempt: CheckpointAttempt) -> None:
     key = (attempt.step, attempt.generation)
     turn.set(
         attempts=tuple(a for a in turn.state.attempts if (a.step, a.generation) != key),
-        closed=turn.state.closed | {key},
+        closed=(*turn.state.closed, key)[-CLOSED_KEPT:],
     )
 
 
@@ -252,7 +261,7 @@ def abandon_void_attempts(turn: Turn, writers: dict[int, Writers]) -> None:
             abandon(turn, attempt, "its generation is too old")
         elif known.until is not None and attempt.step > known.until:
             abandon(turn, attempt, f"not every writer reached its step: {known.until} was the last")
-    turn.set(closed=frozenset(key for key in turn.state.closed if key[1] in writers))
+    turn.set(closed=tuple(key for key in turn.state.closed if key[1] in writers))
 
 
 def abandon_attempts_of(turn: Turn, gone: list[WorkerId], how: str = "left") -> None:
@@ -311,7 +320,7 @@ def _learn_write_time(turn: Turn, event: CheckpointCommitted) -> None:
             f"{after_s:.0f} s, {before_s:.0f} s before",
             every_s=round(after_s, 3),
             write_s=round(_write_s(turn), 3),
-            failures=sum(r.cause not in PLANNED for r in turn.state.recoveries),
+            failures=turn.state.failures,
         )
 
 

@@ -137,6 +137,15 @@ def joiners(turn: Turn) -> list[Member]:
     return [member for member in world.members if member.worker not in turn.state.ranks]
 
 
+def has_joiners(turn: Turn) -> bool:
+    """Whether ``joiners`` has any: of worlds made by rule, their size alone says so."""
+    state, each = turn.state, turn.policy.multiple_of
+    if turn.policy.planning is None and not state.draining and not state.leaving:
+        count = turn.count_usable() // each * each
+        return len(turn.members) < count >= turn.policy.min_workers
+    return bool(joiners(turn))
+
+
 def why_idle(turn: Turn, world: World) -> dict[str, str]:
     """Those ready without a rank, and why; who is about to go is not among them."""
     fit = {member.worker for member in world.members}

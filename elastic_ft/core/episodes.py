@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 from elastic_ft.core.commits import PLANNED
 from elastic_ft.core.events import Assignment, NodeLost, WorkerId
-from elastic_ft.core.state import Recovery, Turn
+from elastic_ft.core.state import RECOVERIES_KEPT, Recovery, Turn
 
 NODE_LOSS_LAG_S = 90.0  # Ray's health checks need up to 63 s by default
 
@@ -67,7 +67,9 @@ def close_episode(turn: Turn, after: Assignment) -> None:
         generation=after.generation,
         lost_nodes=tuple(sorted({m.node for m in lost})),
     )
-    turn.set(episode=None, recoveries=(*turn.state.recoveries, recovery))
+    known = (*turn.state.recoveries, recovery)[-RECOVERIES_KEPT:]
+    failures = turn.state.failures + (recovery.cause not in PLANNED)
+    turn.set(episode=None, recoveries=known, failures=failures)
     turn.journal("recovered", f"{recovery.cause}: {after.reason}", **asdict(recovery))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import inf
 from typing import Literal
@@ -62,7 +63,7 @@ class Layout:
 
     def shards(self) -> frozenset[str]:
         """Every shard name; together they are the whole state."""
-        return frozenset(self.shard_of(rank) for rank in range(self.world_size))
+        return frozenset(shard_names(self))
 
     @property
     def shard_space(self) -> str:
@@ -99,6 +100,12 @@ class Layout:
         return "-".join(
             [f"pp{self.pp}"] * (self.pp > 1) + [data] + [f"tp{self.tp}"] * (self.tp > 1)
         )
+
+
+@lru_cache(maxsize=16)
+def shard_names(layout: Layout) -> tuple[str, ...]:
+    """``shard_of`` of every rank, in order: asked for several times while a world of N forms."""
+    return tuple(map(layout.shard_of, range(layout.world_size)))
 
 
 def plan_layout(

@@ -45,6 +45,7 @@ from elastic_ft.core.departures import (
 )
 from elastic_ft.core.elasticity import (
     choose_world,
+    has_joiners,
     joiners,
     learn_rate,
     note_step,
@@ -319,8 +320,9 @@ def _worker_ready(turn: Turn, event: WorkerReady) -> None:
         elif count == turn.policy.min_workers:
             turn.timer("gather", turn.policy.gather_s)
     elif state.phase == "suspended":
-        enough = len(turn.state.ready) >= turn.policy.min_workers
-        if enough and not isinstance(choose_world(turn), str):
+        if turn.count_usable() >= turn.policy.min_workers and not isinstance(
+            choose_world(turn), str
+        ):
             _form_again(turn)
     elif state.phase == "running":
         _await_joiners(turn)
@@ -341,9 +343,9 @@ def _form_again(turn: Turn) -> None:
 
 def _await_joiners(turn: Turn) -> None:
     """Joiners that come together join together, unless the world is full with them."""
-    if turn.state.stopping or not joiners(turn):
+    if turn.state.stopping or not has_joiners(turn):
         return
-    if len(turn.usable()) == turn.workers_max:
+    if turn.count_usable() == turn.workers_max:
         _admit(turn)
     else:
         turn.timer("join", turn.policy.join_batch_s)

@@ -83,17 +83,21 @@ def _by_step_and_space(
     found: dict[tuple[int, str], dict[str, list[tuple[str, Tier]]]] = {}
     for worker, held in sorted(holdings.items()):
         for holding in held:
-            if _is_refused(worker, holding, refused):
+            if refused and _is_refused(worker, holding, refused):
                 continue
             shards = found.setdefault((holding.step, holding.space), {})
             shards.setdefault(holding.shard, []).append((worker, holding.tier))
     return {
         key: {
-            shard: tuple(sorted(who, key=lambda pair: (TIER_ORDER.index(pair[1]), pair[0])))
+            shard: tuple(sorted(who, key=_nearness) if len(who) > 1 else who)
             for shard, who in shards.items()
         }
         for key, shards in found.items()
     }
+
+
+def _nearness(holder: tuple[str, Tier]) -> tuple[int, str]:
+    return TIER_ORDER.index(holder[1]), holder[0]
 
 
 def _is_refused(holder: str, held: Holding, refused: Refused) -> bool:

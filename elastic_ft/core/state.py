@@ -26,6 +26,8 @@ from elastic_ft.core.table import Table
 
 Left = tuple[NodeId, WorkerId]  # what an ended worker left with its node's keeper
 GONE_KEPT = 4096  # workers that are remembered as gone, at least
+RECOVERIES_KEPT = 256
+CLOSED_KEPT = 64  # uploads of checkpoints that ended
 
 V = TypeVar("V")
 
@@ -207,12 +209,13 @@ class State:
     checkpoint_asked_at_s: float = 0.0  # when the last one was due, or the job started
     checkpoint_writes_s: tuple[float, ...] = ()  # of the last few, until they were published
     attempts: tuple[CheckpointAttempt, ...] = ()
-    closed: frozenset[tuple[int, int]] = frozenset()  # attempts that ended: (step, generation)
+    closed: tuple[tuple[int, int], ...] = ()  # the last attempts that ended: (step, generation)
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few
     refused: Refused = frozenset()
     outage: Outage | None = None  # of the store that the next generation is to read
     episode: Episode | None = None
-    recoveries: tuple[Recovery, ...] = ()
+    recoveries: tuple[Recovery, ...] = ()  # the last ones; each is journalled
+    failures: int = 0  # recoveries from what nobody had planned, since the start
     fruitless: int = 0  # generations since the last committed step
     user_failures: tuple[int, int, int] = (-1, 0, 0)  # last step, how many in a row, generation
     stopping: str = ""
@@ -319,11 +322,17 @@ class Turn:
     def usable(self) -> list[Member]:
         """Who may be in the next world: members about to go only where it takes them."""
         chosen = self.staying()
-        if len(chosen) < self.policy.min_workers:
-            leaving = [m for m in self.members if m.worker in self.state.ready]
-            leaving = [m for m in leaving if self.is_leaving(m)]
-            chosen += leaving[: self.workers_max - len(chosen)]
-        return self._by_rank(chosen)
+        if len(chosen) >= self.policy.min_workers:
+            return chosen
+        leaving = [m for m in self.members if m.worker in self.state.ready]
+        leaving = [m for m in leaving if self.is_leaving(m)]
+        return self._by_rank([*chosen, *leaving[: self.workers_max - len(chosen)]])
+
+    def count_usable(self) -> int:
+        """``len(usable())``, without looking at everybody if nobody is about to go."""
+        if self.state.draining or self.state.leaving:
+            return len(self.usable())
+        return min(len(self.state.ready), self.workers_max)
 
     def everyone(self) -> int:
         return (1 << len(self.members)) - 1

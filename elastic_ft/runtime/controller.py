@@ -27,7 +27,7 @@ from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
-from elastic_ft.core.state import Policy, State, Turn
+from elastic_ft.core.state import Policy, Recovery, State, Turn
 from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe.accounts import Accounts
@@ -147,6 +147,7 @@ class Controller:
         self.metrics = Metrics(job.name, self.policy)
         self._last_metrics: dict[str, Any] = {}
         self._inquiries = Inquiries(self._send, host.kill_worker, self._journal)
+        self._recoveries: dict[int, Recovery] = {}  # by generation; the core keeps the last ones
         self._finish: ev.FinishJob | None = None
         self._recorded = 0  # steps in the run folder, when it was opened
         self.on_step: Callable[[dict[str, Any]], None] | None = None
@@ -390,6 +391,8 @@ class Controller:
             self._progress.applied(event.worker, event.step, time.monotonic())
         before = self.state
         self.state, commands = decide(before, event, self.policy)
+        if self.state.recoveries is not before.recoveries:
+            self._recoveries |= {found.generation: found for found in self.state.recoveries}
         if isinstance(event, ev.TimerFired):  # who reached no safe point in time
             late = [c.worker for c in commands if isinstance(c, ev.KillWorker)]
             self._inquiries.ask(before.ready[worker] for worker in late if worker in before.ready)
@@ -621,7 +624,7 @@ class Controller:
             "wall_s": accounts.wall_s,
             "worker_seconds": accounts.as_dict(),
             "generations": self.state.generation,
-            "recoveries": [asdict(recovery) for recovery in self.state.recoveries],
+            "recoveries": [asdict(recovery) for recovery in self._recoveries.values()],
             "checkpoints": [asdict(ref) for ref in self.state.checkpoints],
             "faults_fired": sorted(self._fired),
         }
