@@ -108,7 +108,7 @@ def steps(controller: Controller) -> Iterator[ev.Event]:
 def paused(controller: Controller) -> Iterator[ev.Event]:
     """Everyone alive holds its shard of the newest step, and a copy of its buddy's."""
     old = controller.formed[-1].assignment
-    layout, newest = old.layout, controller.committed
+    newest = controller.committed
     kept: dict[int, int] = {}
     for rank, buddies in enumerate(old.buddies):
         for buddy in buddies:
@@ -116,14 +116,15 @@ def paused(controller: Controller) -> Iterator[ev.Event]:
     for worker in controller.pauses[-1].workers:
         rank = old.rank_of(worker)
         assert rank is not None
-        held = [_holding(layout, rank, newest, ev.Tier.LIVE)]
+        held = [_holding(old, rank, newest, ev.Tier.LIVE)]
         if rank in kept:
-            held.append(_holding(layout, kept[rank], newest, ev.Tier.PEER))
+            held.append(_holding(old, kept[rank], newest, ev.Tier.PEER))
         yield ev.Paused(0.0, worker, controller.state.generation, tuple(held))
 
 
-def _holding(layout: Any, rank: int, step: int, tier: ev.Tier) -> ev.Holding:
-    return ev.Holding(step, layout.shard_space, layout.shard_of(rank), tier)
+def _holding(of: ev.Assignment, rank: int, step: int, tier: ev.Tier) -> ev.Holding:
+    layout = of.layout
+    return ev.Holding(step, layout.shard_space, layout.shard_of(rank), tier, of.computed_by(step))
 
 
 def handle(

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from ranks import on_ranks
 
-from elastic_ft.core.events import Tier
+from elastic_ft.core.events import Holding, Tier
 from elastic_ft.core.sharding import Box, Piece, plan_reshard
 from elastic_ft.models.decoder import PRESETS, Decoder
-from elastic_ft.runtime.buffer import DIGEST_BYTES, schema_bytes, seal
+from elastic_ft.runtime.buffer import DIGEST_BYTES, schema_bytes
 from elastic_ft.runtime.engines.base import State, StateTensor
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.snapshot import Buffer, HostShard, make_schema
@@ -69,10 +69,11 @@ def make_shard(shapes: Shapes, rank: int, world: int) -> State:
 def as_snapshot(state: State) -> HostShard:
     schema = make_schema(state)
     memory = torch.zeros(schema_bytes(schema) + DIGEST_BYTES, dtype=torch.uint8)
-    shard = HostShard(1, "pp1.s4.tp1", "pp0.s3.tp0", Tier.PEER).fill(schema, Buffer(memory))
+    of = Holding(1, "pp1.s4.tp1", "pp0.s3.tp0", Tier.PEER, 1)
+    shard = HostShard(of, "run").fill(schema, Buffer(memory))
     for name, tensor in shard.state().items():
         tensor.local.copy_(state[name].local)
-    seal(shard.buffer.bytes)
+    shard.seal()
     return shard
 
 

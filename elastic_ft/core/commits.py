@@ -285,7 +285,8 @@ def _commit_checkpoints(turn: Turn) -> None:
 
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
-    ref = CheckpointRef(event.step, event.url)
+    computed_by = turn.state.lineage.generation_of(event.step)
+    ref = CheckpointRef(event.step, event.url, computed_by or 0)
     _learn_write_time(turn, event)
     _settle_attempt(turn, event.step)
     older = tuple(r for r in turn.state.checkpoints if r.step != event.step)

@@ -41,14 +41,15 @@ def has_ended(turn: Turn, worker: WorkerId) -> None:
 
 
 def bench(turn: Turn, keep: set[WorkerId], step: int) -> dict[WorkerId, int]:
-    """Members of before that have no rank now, and those benched already: none is of later steps
-    than the one restored. Donors are told once they have given."""
+    """Members of before that have no rank now, and those benched already, with the generation since
+    which each is. They need not keep later steps than the one restored. Donors are told once they
+    have given."""
     state = turn.state
     before = [w for w in state.ranks if w in state.ready]
     idle = [w for w in (*before, *state.benched) if w not in keep]
     for worker in idle:
         turn.do(Bench(worker, state.generation, step))
-    return {worker: min(step, state.benched.get(worker, step)) for worker in idle}
+    return {worker: state.benched.get(worker, state.generation) for worker in idle}
 
 
 def dismiss(turn: Turn, assignment: Assignment) -> None:
@@ -65,8 +66,7 @@ def dismiss(turn: Turn, assignment: Assignment) -> None:
     benched = dict(turn.state.benched)
     for donor in sorted(donors & turn.state.ready.keys()):
         turn.do(Bench(donor, assignment.generation, assignment.source.step))
-        step = assignment.source.step
-        benched[donor] = min(step, benched.get(donor, step))
+        benched[donor] = assignment.generation
     turn.set(assignment=replace(assignment, donors=()), benched=benched)
 
 

@@ -53,6 +53,7 @@ class Holding:
     space: str  # Layout.shard_space
     shard: str  # Layout.shard_of(rank)
     tier: Tier
+    generation: int = 0  # that computed the step: with it, a state is one of a kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Keeper:
 class CheckpointRef:
     step: int
     url: str
+    generation: int = 0  # that computed the step, 0 if this run folder does not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ class Source:
     space: str = ""
     holders: dict[str, tuple[tuple[str, Tier], ...]] = field(default_factory=dict)
     url: str = ""
+    generation: int = 0  # that computed the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,15 @@ class Assignment:
             return range(len(self.members))
         kept = self.members[0].node in {keeper.node for keeper in self.keepers}
         return range(1) if kept else range(0)
+
+    def computed_by(self, step: int) -> int:
+        """Which generation computed ``step``, of the states that this one has."""
+        return self.generation if step > self.source.step else self.source.generation
+
+    def holding_of(self, rank: int, step: int, tier: Tier) -> Holding:
+        """The shard of ``rank`` after ``step``, in ``tier``."""
+        space, shard = self.layout.shard_space, self.layout.shard_of(rank)
+        return Holding(step, space, shard, tier, self.computed_by(step))
 
     def rank_of(self, worker: WorkerId) -> int | None:
         return next((r for r, m in enumerate(self.members) if m.worker == worker), None)
@@ -454,14 +466,10 @@ class UseKeeper:
 
 @dataclass(frozen=True, slots=True)
 class DropKept:
-    """What an ended worker left with the node's keeper is needed no more: of steps after ``after``.
-
-    Those were trained again, and may differ; 0 is all of it.
-    """
+    """What an ended worker left with the node's keeper is needed no more."""
 
     node: NodeId
     worker: WorkerId
-    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ from elastic_ft.core.events import (
     KeeperLost,
     KeeperReady,
     KillWorker,
+    Member,
     NodeDraining,
     NodeId,
     NodeLost,
@@ -96,6 +97,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.outages import (
     REREAD,
     may_read_again,
@@ -107,7 +109,7 @@ from elastic_ft.core.restoring import (
     choose_source,
     count_redone,
     forget_keeper,
-    forget_later_steps,
+    forget_void,
     held_by,
     is_worth_waiting,
     keeper_holds,
@@ -239,6 +241,7 @@ def _form(turn: Turn) -> None:
             release(turn, member.worker, "its node is draining")
     writers = recent_writers(turn, assignment)
     abandon_void_attempts(turn, writers)
+    turn.set(lineage=state.lineage.on(state.generation, source.step))
     turn.set(
         phase="forming",
         assignment=assignment,
@@ -253,7 +256,7 @@ def _form(turn: Turn) -> None:
         writers=writers,
         pending=pending_after_restore(turn, assignment),
     )
-    forget_later_steps(turn, source.step)
+    forget_void(turn)
     turn.do(FormGeneration(assignment))
     turn.timer("form", policy.form_timeout_s)
 
@@ -286,7 +289,11 @@ def _suspend(turn: Turn, why: str) -> None:
 
 def _job_started(turn: Turn, event: JobStarted) -> None:
     committed = event.checkpoints[0].step if event.checkpoints else 0
+    lineage = Lineage()
+    for ref in sorted(event.checkpoints, key=lambda ref: ref.step):
+        lineage = lineage.on(ref.generation, ref.step - 1)
     turn.set(checkpoints=event.checkpoints, committed=committed, generation=event.generation)
+    turn.set(lineage=lineage)
     turn.set(started_at_s=event.at_s, checkpoint_asked_at_s=event.at_s)
     if not event.checkpoints and event.recorded and not turn.policy.from_scratch:
         turn.set(committed=event.recorded)
@@ -434,6 +441,7 @@ def _lose(
     state = turn.state
     gone = [worker for worker in workers if worker in state.ready]
     involved = [worker for worker in gone if turn.takes_part(worker)]
+    out_since = {worker: turn.out_since(worker) for worker in gone}
     turn.forget(workers)  # those that were not ready yet, too
     if not gone:
         return
@@ -443,8 +451,7 @@ def _lose(
         if (node, worker) in state.told:
             turn.set(told=turn.state.told - {(node, worker)})
         elif node in state.keepers:
-            until = state.benched.get(worker)
-            turn.set(awaited={**turn.state.awaited, (node, worker): until})
+            turn.set(awaited={**turn.state.awaited, (node, worker): out_since[worker]})
         turn.journal(event, reason, worker=worker, node=node, rank=state.ranks.get(worker))
     abandon_attempts_of(turn, gone)
     if involved and state.phase in ("running", "forming"):
@@ -469,15 +476,20 @@ def _node_draining(turn: Turn, event: NodeDraining) -> None:
         deadline_s=event.deadline_s,
     )
     for member in state.ready.values():
-        newest = (
-            state.committed
-            if member.worker in state.ranks
-            else state.benched.get(member.worker, -1)
-        )
-        if member.node == event.node and newest < state.committed:
+        if member.node == event.node and _newest_of(turn, member) < state.committed:
             release(turn, member.worker, "its node is draining")
     if state.phase == "running":
         _leave_draining(turn)
+
+
+def _newest_of(turn: Turn, member: Member) -> int:
+    """The last step of this history that it may hold something of; -1: it never had a part."""
+    if member.worker in turn.state.ranks:
+        return turn.state.committed
+    if member.worker not in turn.state.benched:
+        return -1
+    last = turn.state.lineage.last_before(turn.state.benched[member.worker])
+    return turn.state.committed if last is None else last
 
 
 def _leave_draining(turn: Turn) -> bool:

@@ -16,6 +16,7 @@ from elastic_ft.core.layout import Layout
 # (holder or URL, step, shard) whose state proved damaged; no shard: all that it has of the step.
 Refused = frozenset[tuple[str, int, str]]
 Holders = tuple[tuple[str, Tier], ...]  # of one shard, nearest tier first
+Cut = tuple[int, int, str]  # step, generation that computed it, shard space
 
 
 def choose(
@@ -25,21 +26,24 @@ def choose(
 ) -> tuple[Source, str]:
     """Returns the newest state that is complete, and the reason in words.
 
-    A step is complete in memory when every shard of one shard space has a holder. Memory wins
-    over a checkpoint of the same or an older step, and near memory over far. Shards that no memory
-    has come from a checkpoint of the same step; with nothing, step 0 is made from the seed.
+    A step is complete in memory when every shard of one shard space has a holder, all of them as
+    one generation computed it. Memory wins over a checkpoint of the same or an older step, a later
+    generation's state of a step over an earlier one's, and near memory over far. Shards that no
+    memory has come from a checkpoint of the same state; with nothing, step 0 is made from the seed.
     """
-    held = _by_step_and_space(holdings, refused)
+    held = _by_state_and_space(holdings, refused)
     usable = [ref for ref in checkpoints if (ref.url, ref.step, "") not in refused]
     checkpoint = max(usable, key=lambda ref: ref.step, default=None)
     floor = checkpoint.step if checkpoint else 0
     if checkpoint is not None:
         _fill(held, checkpoint)
     skipped = []
-    for step, space in sorted(held, key=lambda key: (-key[0], *_reach(held[key]), key[1])):
+    for step, generation, space in sorted(
+        held, key=lambda key: (-key[0], -key[1], *_reach(held[key]), key[2])
+    ):
         if step < floor or (checkpoint is None and step == 0):
             break
-        shards = held[step, space]
+        shards = held[step, generation, space]
         missing = sorted(Layout.of_shard_space(space).shards() - shards.keys())
         if missing:
             skipped.append(f"step {step} lacks {', '.join(missing)}")
@@ -49,12 +53,16 @@ def choose(
             assert checkpoint is not None
             read = sorted(shard for shard, who in shards.items() if who[0][1] is farthest)
             why = f"step {step} is in memory but for {', '.join(read)}: from its checkpoint"
-            return Source(step, farthest, space, shards, checkpoint.url), _because(why, skipped)
+            source = Source(step, farthest, space, shards, checkpoint.url, generation)
+            return source, _because(why, skipped)
         why = f"step {step} is complete in memory, farthest tier {farthest}"
-        return Source(step, farthest, space, shards), _because(why, skipped)
+        source = Source(step, farthest, space, shards, generation=generation)
+        return source, _because(why, skipped)
     if checkpoint is not None:
         why = f"nothing newer than checkpoint {checkpoint.step} is complete in memory"
-        return Source(checkpoint.step, Tier.CHECKPOINT, url=checkpoint.url), _because(why, skipped)
+        ref = checkpoint
+        source = Source(ref.step, Tier.CHECKPOINT, url=ref.url, generation=ref.generation)
+        return source, _because(why, skipped)
     return Source(0, Tier.INITIAL), _because("no state is held and no checkpoint is good", skipped)
 
 
@@ -64,10 +72,10 @@ def _reach(shards: Mapping[str, Holders]) -> tuple[int, float]:
     return max(tiers), tiers.count(max(tiers)) / len(tiers)
 
 
-def _fill(held: dict[tuple[int, str], dict[str, Holders]], checkpoint: CheckpointRef) -> None:
-    """The checkpoint has each shard of its step that memory lacks, however the state is cut."""
-    for (step, space), shards in held.items():
-        if step == checkpoint.step:
+def _fill(held: dict[Cut, dict[str, Holders]], checkpoint: CheckpointRef) -> None:
+    """The checkpoint has each shard of its state that memory lacks, however the state is cut."""
+    for (step, generation, space), shards in held.items():
+        if (step, generation) == (checkpoint.step, checkpoint.generation):
             for shard in sorted(Layout.of_shard_space(space).shards() - shards.keys()):
                 shards[shard] = ((checkpoint.url, Tier.CHECKPOINT),)
 
@@ -76,16 +84,17 @@ def _because(why: str, skipped: Iterable[str]) -> str:
     return "; ".join([why, *skipped])
 
 
-def _by_step_and_space(
+def _by_state_and_space(
     holdings: Mapping[str, Sequence[Holding]], refused: Refused
-) -> dict[tuple[int, str], dict[str, Holders]]:
-    """(step, shard space) -> shard -> its holders, nearest tier first."""
-    found: dict[tuple[int, str], dict[str, list[tuple[str, Tier]]]] = {}
+) -> dict[Cut, dict[str, Holders]]:
+    """Shard -> its holders, nearest tier first, by state and how it is cut."""
+    found: dict[Cut, dict[str, list[tuple[str, Tier]]]] = {}
     for worker, held in sorted(holdings.items()):
         for holding in held:
             if refused and _is_refused(worker, holding, refused):
                 continue
-            shards = found.setdefault((holding.step, holding.space), {})
+            cut = (holding.step, holding.generation, holding.space)
+            shards = found.setdefault(cut, {})
             shards.setdefault(holding.shard, []).append((worker, holding.tier))
     return {
         key: {

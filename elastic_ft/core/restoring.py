@@ -6,13 +6,13 @@ keepers is accounted for here, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from elastic_ft.core.commits import drop_left
 from elastic_ft.core.events import (
     Assignment,
-    DropKept,
     Holding,
     KeeperHolds,
     KeeperReady,
@@ -23,8 +23,11 @@ from elastic_ft.core.events import (
     Tier,
     UseKeeper,
 )
+from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.recovery import choose
-from elastic_ft.core.state import Left, PendingStep, Turn, Writers
+from elastic_ft.core.state import PendingStep, Turn, Writers
+
+Holder = TypeVar("Holder")
 
 WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
 
@@ -35,12 +38,30 @@ def choose_source(turn: Turn) -> tuple[Source, str]:
     """From what the living hold; from what the dead left too where that is better."""
     state = turn.state
     held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
+    held = _of_this_history(state.lineage, held)
     found = choose(held, state.checkpoints, state.refused)
     if not state.left:
         return found
     left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
+    left = _of_this_history(state.lineage, left)
     with_left = choose(held | left, state.checkpoints, state.refused)
     return with_left if _is_better(with_left[0], found[0]) else found
+
+
+def _of_this_history(
+    lineage: Lineage, holdings: Mapping[Holder, tuple[Holding, ...]]
+) -> dict[Holder, tuple[Holding, ...]]:
+    """Without the steps that were trained again, whoever still has them, and has not heard of it.
+
+    Holders that have nothing else are left out.
+    """
+    states = {(h.step, h.generation) for held in holdings.values() for h in held}
+    good = {state for state in states if lineage.has(*state)}
+    kept = {
+        holder: tuple(h for h in held if (h.step, h.generation) in good)
+        for holder, held in holdings.items()
+    }
+    return {holder: held for holder, held in kept.items() if held}
 
 
 def _is_better(one: Source, other: Source) -> bool:
@@ -54,8 +75,9 @@ def is_worth_waiting(turn: Turn, step: int) -> bool:
     if _is_publishing(turn, step):
         turn.journal("awaiting_checkpoint", f"one newer than step {step} is being published")
         return True
-    awaited = turn.state.awaited.items()
-    if newer := [worker for (_, worker), until in awaited if until is None or until > step]:
+    last_of = turn.state.lineage.last_before
+    awaited = {worker: last_of(since) for (_, worker), since in turn.state.awaited.items()}
+    if newer := [worker for worker, last in awaited.items() if last is None or last > step]:
         who = ", ".join(sorted(newer))
         turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
         turn.timer("keeper", turn.policy.pause_timeout_s)
@@ -124,16 +146,21 @@ def pending_after_restore(turn: Turn, new: Assignment) -> dict[int, PendingStep]
 
     Each has an entry, even where those who reported it are gone: none is left out of the record.
     """
-    old = turn.state.assignment or new
     everyone = (1 << len(new.members)) - 1
-    unheard = PendingStep(old.generation, len(old.members), str(old.layout), {})
-    pending = turn.state.pending
-    said = {step: entry for step, entry in pending.items() if entry.metrics}
-    known = pending | turn.state.heard | said
     return {
-        step: replace(known.get(step, unheard), applied=everyone, held=0)
+        step: replace(_known(turn, step, turn.state.assignment or new), applied=everyone, held=0)
         for step in range(turn.state.committed + 1, new.source.step + 1)
     }
+
+
+def _known(turn: Turn, step: int, old: Assignment) -> PendingStep:
+    """Of a step of this history: what its members said, else what keepers know of the dead's."""
+    state = turn.state
+    computed_by = state.lineage.generation_of(step)
+    generation = old.generation if computed_by is None else computed_by
+    unheard = PendingStep(generation, len(old.members), str(old.layout), {})
+    said = state.pending.get(step, unheard)
+    return said if said.metrics else state.heard.get((step, generation), said)
 
 
 def count_redone(turn: Turn, step: int) -> None:
@@ -192,7 +219,7 @@ def forget_keeper(turn: Turn, node: NodeId) -> None:
 
 
 def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
-    """Without those steps that were trained again since, and may differ. Told twice is no news."""
+    """Told twice is no news."""
     state, pair = turn.state, (event.node, event.worker)
     if event.node not in state.keepers or pair in state.left or pair in state.told:
         return
@@ -201,40 +228,22 @@ def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
     elif pair not in state.awaited:  # it was released, or the wait has ended
         drop_left(turn, [pair])
         return
-    until = state.awaited.get(pair, state.benched.get(event.worker))
-    awaited = {p: until for p, until in state.awaited.items() if p != pair}
-    turn.set(left={**state.left, pair: event.holdings}, awaited=awaited)
-    turn.set(heard=state.heard | _told_of(event, state.committed, until))
-    _drop_later(turn, pair, until)
-
-
-def _told_of(event: KeeperHolds, committed: int, until: int | None) -> dict[int, PendingStep]:
-    return {
-        line.step: PendingStep(line.generation, line.world_size, line.layout, line.metrics)
+    awaited = {p: since for p, since in state.awaited.items() if p != pair}
+    heard = {
+        (line.step, line.generation): PendingStep(
+            line.generation, line.world_size, line.layout, line.metrics
+        )
         for line in event.record
-        if line.step > committed and (until is None or line.step <= until)
     }
-
-
-def forget_later_steps(turn: Turn, step: int) -> None:
-    """Of what the dead left: those after the one restored are trained again, and may differ."""
-    state = turn.state
-    awaited = {p: step if until is None else min(until, step) for p, until in state.awaited.items()}
-    heard = {s: p for s, p in state.heard.items() if state.committed < s <= step}
-    turn.set(awaited=awaited, heard=heard)
-    for pair in sorted(state.left):
-        _drop_later(turn, pair, step)
-
-
-def _drop_later(turn: Turn, pair: Left, step: int | None) -> None:
-    held = turn.state.left[pair]
-    kept = _of_this_history(held, step)
-    if not kept:
+    turn.set(left={**state.left, pair: event.holdings}, awaited=awaited)
+    turn.set(heard=state.heard | heard)
+    if not _of_this_history(state.lineage, {pair: event.holdings}):
         drop_left(turn, [pair])
-    elif kept != held:
-        turn.do(DropKept(*pair, after=step or 0))
-        turn.set(left={**turn.state.left, pair: kept})
 
 
-def _of_this_history(held: tuple[Holding, ...], until: int | None) -> tuple[Holding, ...]:
-    return tuple(h for h in held if until is None or h.step <= until)
+def forget_void(turn: Turn) -> None:
+    """Frees what the dead left of steps that were trained again, and what is known of old ones."""
+    state = turn.state
+    heard = {known: line for known, line in state.heard.items() if known[0] > state.committed}
+    turn.set(heard=heard)
+    drop_left(turn, state.left.keys() - _of_this_history(state.lineage, state.left).keys())

@@ -20,6 +20,7 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.layout import Strategy
+from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.planner import Planning
 from elastic_ft.core.recovery import Refused
 from elastic_ft.core.table import Table
@@ -176,7 +177,8 @@ class State:
     ready: Table[WorkerId, Member] = field(default_factory=Table)  # alive and warm
     target: int | None = None  # workers that someone asked for since the start
     leaving: dict[WorkerId, str] = field(default_factory=dict)  # to be released, and why
-    # Idle, and once a member: the last of its steps that are of this history.
+    lineage: Lineage = field(default_factory=Lineage)  # only its states are a source
+    # Idle, and once a member: the generation since which it has had no rank.
     benched: dict[WorkerId, int] = field(default_factory=dict)
     idle: dict[WorkerId, str] = field(default_factory=dict)  # without a rank as of _form, and why
     deferred_at_s: float | None = None  # since when joiners wait for better times
@@ -197,11 +199,12 @@ class State:
     state_digest: str = ""
     draining: dict[NodeId, float] = field(default_factory=dict)
     keepers: dict[NodeId, Keeper] = field(default_factory=dict)
-    left: dict[Left, tuple[Holding, ...]] = field(default_factory=dict)  # of this history
-    # Whose keeper has not told yet, and the last of its steps that are of this history.
-    awaited: dict[Left, int | None] = field(default_factory=dict)
+    left: dict[Left, tuple[Holding, ...]] = field(default_factory=dict)
+    # Whose keeper has not told yet, and the first generation that it had no part in.
+    awaited: dict[Left, int] = field(default_factory=dict)
     told: frozenset[Left] = frozenset()  # before the worker's loss was known here
-    heard: dict[int, PendingStep] = field(default_factory=dict)  # of the dead's steps, by keepers
+    # Of the dead's steps, by keepers: (step, the generation that computed it).
+    heard: dict[tuple[int, int], PendingStep] = field(default_factory=dict)
     committed: int = 0
     pending: dict[int, PendingStep] = field(default_factory=dict)
     checkpoints: tuple[CheckpointRef, ...] = ()
@@ -288,6 +291,14 @@ class Turn:
         assignment = self.state.assignment
         donors = assignment.donors if assignment else ()
         return worker in self.state.ranks or any(worker == donor.worker for donor in donors)
+
+    def out_since(self, worker: WorkerId) -> int:
+        """The first generation that ``worker`` has no part in; 0 if it never had one in any."""
+        state = self.state
+        if worker in state.benched:
+            return state.benched[worker]
+        newest = state.assignment
+        return newest.generation + 1 if newest and self.takes_part(worker) else 0
 
     def _by_rank(self, members: Iterable[Member]) -> list[Member]:
         """Survivors in rank order, then joiners, those on nodes without a member first."""

@@ -148,6 +148,11 @@ class RunFolder:
         lines = read_lines(self.path / "steps.jsonl")
         return lines[-1]["step"] if lines else 0
 
+    def computed_by(self) -> dict[int, int]:
+        """Of the steps recorded, the generation that computed each."""
+        lines = read_lines(self.path / "steps.jsonl")
+        return {line["step"]: line["generation"] for line in lines}
+
     def truncate(self, step: int) -> None:
         """Voids the lines of steps after ``step``, and torn last lines.
 

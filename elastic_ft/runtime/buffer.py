@@ -1,12 +1,14 @@
 """How one shard of the state lies in a buffer of host memory. No torch: a node's keeper reads it.
 
 The buffer holds the tensors' parts one after the other, each aligned, and ends with the digest
-(xxh3_128) of all before it. So a shard can be verified wherever it is: in its worker's memory, in
-its node's keeper, in a peer's.
+(xxh3_128) of all before it and of a label: which shard of which state that is. So a shard can be
+verified wherever it is, in its worker's memory, in its node's keeper, in a peer's: whole bytes of
+another step are no more taken for it than damaged ones.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from elastic_ft.core.events import Holding
 from elastic_ft.core.sharding import Box
 
 ALIGNMENT = 64  # bytes
@@ -54,18 +57,33 @@ def schema_bytes(schema: Schema) -> int:
     return schema[-1].offset + -(-schema[-1].nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def seal(buffer: Bytes) -> None:
-    """Writes the digest of what is in ``buffer``."""
-    buffer[-DIGEST_BYTES:] = np.frombuffer(digest_of(buffer[:-DIGEST_BYTES]), np.uint8)
+def label(run: str, held: Holding, schema: Schema) -> bytes:
+    """What is sealed with a shard: of which state it is, of which run, and how it lies there.
+
+    Not where it is held: a peer's copy has the same.
+    """
+    slots = [
+        [slot.name, slot.dtype, slot.shape, slot.box.offsets, slot.box.sizes, slot.offset]
+        for slot in schema
+    ]
+    which = [run, held.step, held.generation, held.space, held.shard, slots]
+    return json.dumps(which).encode()
 
 
-def is_whole(buffer: Bytes) -> bool:
-    """Whether the bytes are those that were sealed."""
-    return digest_of(buffer[:-DIGEST_BYTES]) == buffer[-DIGEST_BYTES:].tobytes()
+def seal(buffer: Bytes, label: bytes = b"") -> None:
+    """Writes the digest of what is in ``buffer``, as ``label``; none for parts on their way."""
+    buffer[-DIGEST_BYTES:] = np.frombuffer(digest_of(buffer[:-DIGEST_BYTES], label), np.uint8)
 
 
-def digest_of(data: Bytes) -> bytes:
-    return xxhash.xxh3_128_digest(memoryview(data))
+def is_whole(buffer: Bytes, label: bytes = b"") -> bool:
+    """Whether the bytes are those that were sealed, and sealed as ``label``."""
+    return digest_of(buffer[:-DIGEST_BYTES], label) == buffer[-DIGEST_BYTES:].tobytes()
+
+
+def digest_of(data: Bytes, label: bytes = b"") -> bytes:
+    digest = xxhash.xxh3_128(memoryview(data))
+    digest.update(label)
+    return digest.digest()
 
 
 def cut(buffer: Bytes, slot: Slot, box: Box) -> Bytes:

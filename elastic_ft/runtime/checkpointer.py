@@ -100,20 +100,20 @@ class Checkpointer:
     ) -> None:
         try:
             shard.ready.result(UPLOAD_DEADLINE_S)
-            self._reach("checkpoint_shard", shard.step)
-            prefix = checkpoints.attempt_prefix(self._run, generation, shard.step)
+            self._reach("checkpoint_shard", shard.of.step)
+            prefix = checkpoints.attempt_prefix(self._run, generation, shard.of.step)
             entries = self._write_shards(shard, owned, prefix, rank)
-            self._reach("before_manifest", shard.step)
+            self._reach("before_manifest", shard.of.step)
         except Exception as error:  # a full disk, a store that is down: training goes on
             reason = f"{type(error).__name__}: {error}"
-            self._send(ShardsFailed(time.time(), self._worker, generation, shard.step, reason))
+            self._send(ShardsFailed(time.time(), self._worker, generation, shard.of.step, reason))
         else:
             self._send(
                 ShardsWritten(
                     time.time(),
                     self._worker,
                     generation,
-                    shard.step,
+                    shard.of.step,
                     tuple(entries),
                     tensors,
                     round(time.monotonic() - began_s, 4),
@@ -132,8 +132,9 @@ class Checkpointer:
         keeper = shard.buffer.keeper
         if keeper is not None:
             path, schema, rate = shard.buffer.path, shard.schema, self._max_mb_per_s
+            request = Upload(path, shard.of, schema, owned, self._url, prefix, rank, rate)
             with contextlib.suppress(KeeperGone):  # the memory is still mapped here
-                return keeper.upload(Upload(path, schema, owned, self._url, prefix, rank, rate))
+                return keeper.upload(request)
         if self._store is None:
             self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
         shard.verify(self._worker)  # else it would be given a new digest, and pass for good

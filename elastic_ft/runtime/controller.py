@@ -205,6 +205,8 @@ class Controller:
             return None
         self.run_folder.write_job(self.job.model_dump(mode="json", exclude=FOR_ONE_START))
         self._continuity.begin(last_generation(self.run_folder.path / "events.jsonl"))
+        computed_by = self.run_folder.computed_by()
+        found = tuple(replace(ref, generation=computed_by.get(ref.step, 0)) for ref in found)
         step = found[0].step if found else 0
         if found or self.policy.from_scratch:  # else the core says that there is no way on
             self.run_folder.truncate(step)
@@ -275,8 +277,8 @@ class Controller:
     def _publish_emergency(self, run: str, recorded: int) -> None:
         """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""
         try:
-            terms = recorded_terms(self.run_folder)
-            saved = self._publisher.rescue(run, recorded, terms)
+            terms, computed_by = recorded_terms(self.run_folder), self.run_folder.computed_by()
+            saved = self._publisher.rescue(run, recorded, terms, computed_by)
         except StoreFailed as error:  # the newest checkpoint has to do
             self._journal("checkpoint_warning", 0, f"no emergency checkpoint: {error}", {})
             return

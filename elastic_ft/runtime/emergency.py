@@ -8,7 +8,8 @@ with the record of the steps before it, which is made up for then. Under the che
 the controller's start ``run``::
 
     emergency/<run>/<node>.begun              this keeper is at it
-    emergency/<run>/<step>-<space>-<shard>    the keeper that writes it (a conditional write)
+    emergency/<run>/<step>-g<generation>-<space>-<shard>
+                                              the keeper that writes it (a conditional write)
     data/<run>/g0-s<step>/                    the shards; no generation that trains has number 0
     emergency/<run>/<node>.json               what it wrote; nothing comes after it
 """
@@ -28,7 +29,7 @@ from typing import Any
 from elastic_ft.core.events import Holding, NodeId, RecordStep
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
 from elastic_ft.core.terms import Terms
-from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole
+from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole, label
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store
 
@@ -71,19 +72,21 @@ def save(store: Store, run: str, node: NodeId, held: Iterable[Held]) -> None:
     """Writes what nobody else does, and says what it was. Raises StoreFailed."""
     written = []
     for one in sorted(held, key=lambda one: -one.holding.step):
-        if is_whole(one.buffer) and _claim(store, run, node, one.holding):
+        sealed_as = label(run, one.holding, one.schema)
+        if is_whole(one.buffer, sealed_as) and _claim(store, run, node, one.holding):
             written.append(_write(store, run, one))
     store.put(_key(run, f"{node}.json"), json.dumps(written).encode())
 
 
 def _claim(store: Store, run: str, node: NodeId, holding: Holding) -> bool:
-    name = f"{holding.step}-{holding.space}-{holding.shard}"
+    name = f"{holding.step}-g{holding.generation}-{holding.space}-{holding.shard}"
     return store.put_if_absent(_key(run, _plain(name)), node.encode())
 
 
 def _write(store: Store, run: str, held: Held) -> dict[str, Any]:
     holding = held.holding
-    number = zlib.crc32(f"{holding.space} {holding.shard}".encode())  # in place of a rank
+    whose = f"{holding.generation} {holding.space} {holding.shard}"
+    number = zlib.crc32(whose.encode())  # in place of a rank
     prefix = checkpoints.attempt_prefix(run, GENERATION, holding.step)
     pieces = (
         (slot.name, slot.box, slot.dtype, memoryview(cut(held.buffer, slot, slot.box)))
@@ -92,6 +95,7 @@ def _write(store: Store, run: str, held: Held) -> dict[str, Any]:
     )
     return {
         "step": holding.step,
+        "generation": holding.generation,
         "space": holding.space,
         "entries": checkpoints.write_shards(store, prefix, number, pieces),
         "tensors": {slot.name: [slot.dtype, slot.shape] for slot in held.schema},
@@ -118,17 +122,27 @@ def gather(store: Store, run: str, gather_s: float = GATHER_S) -> list[dict[str,
 
 
 def compose(
-    shards: Iterable[dict[str, Any]], job: str, run: str, recorded: int, terms: Terms | None = None
+    shards: Iterable[dict[str, Any]],
+    job: str,
+    run: str,
+    recorded: int,
+    terms: Terms | None = None,
+    computed_by: Mapping[int, int] | None = None,
 ) -> Saved | None:
-    """The newest step that the shards make up, if one is, with the steps since ``recorded``.
+    """The newest state that the shards make up, if one is, with the steps since ``recorded``.
 
-    ``terms``: under which ``run`` trained them.
+    All of it is what one generation computed. ``terms``: under which ``run`` trained.
+    ``computed_by``: the generations of the recorded steps; a state that came from others is left
+    out.
     """
-    cuts: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
+    cuts: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
     for shard in shards:
-        cuts[shard["step"], shard["space"]].append(shard)
-    for (step, space), parts in sorted(cuts.items(), reverse=True):
+        cuts[shard["step"], shard["generation"], shard["space"]].append(shard)
+    for (step, generation, space), parts in sorted(cuts.items(), reverse=True):
         record = {line["step"]: line for part in parts for line in part["record"]}
+        history = {number: line["generation"] for number, line in record.items()}
+        if not _agree(history | {step: generation}, computed_by or {}):
+            continue  # it was rolled back, and trained again
         since = range(recorded + 1, step + 1)
         if not record.keys() >= set(since):
             continue  # it would leave a hole in what the run folder has
@@ -155,6 +169,11 @@ def compose(
         if not incomplete(manifest):
             return Saved(manifest, tuple(RecordStep(**record[number]) for number in since))
     return None
+
+
+def _agree(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
+    """Whether the steps that both know were computed by the same generations."""
+    return all(one[step] == other[step] for step in one.keys() & other.keys())
 
 
 def forget(store: Store, run: str) -> None:

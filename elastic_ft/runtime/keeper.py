@@ -42,12 +42,14 @@ from elastic_ft.core.events import (
     NodeId,
     RecordStep,
     ReleaseWorker,
+    Source,
+    Tier,
     WorkerId,
 )
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StateDamaged, StoreFailed
 from elastic_ft.runtime import emergency
-from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole
+from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole, label
 from elastic_ft.runtime.control import (
     SEND_TIMEOUT_S,
     Channel,
@@ -127,6 +129,7 @@ class Upload:
     """Answered with the manifest entries, or with Refusal. ``owned``: tensors' names to write."""
 
     path: str
+    holding: Holding
     schema: Schema
     owned: frozenset[tuple[str, Box]]
     url: str
@@ -140,9 +143,7 @@ class Describe:
     """Answered with the schema of a shard that an ended worker left, or with Refusal."""
 
     worker: WorkerId
-    step: int
-    space: str
-    shard: str
+    holding: Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,7 @@ class Read:
     """Answered with the bytes of ``parts`` one after the other, then their digest."""
 
     worker: WorkerId
-    step: int
-    space: str
-    shard: str
+    holding: Holding
     parts: tuple[tuple[str, Box], ...]
 
 
@@ -192,10 +191,10 @@ class Owner:
     def sealed(self) -> list[tuple[Segment, Holding]]:
         return [(s, s.holding) for s in self.segments.values() if s.holding is not None]
 
-    def free(self, after: int | None = None) -> None:
-        """What is not sealed, and what is of steps after ``after``."""
+    def free(self, *, sealed: bool) -> None:
+        """What is not sealed; what is, too, if told so."""
         for path, segment in list(self.segments.items()):
-            if segment.holding is None or (after is not None and segment.holding.step > after):
+            if sealed or segment.holding is None:
                 os.close(self.segments.pop(path).fd)
 
 
@@ -228,7 +227,7 @@ class NodeKeeper:
                 self._save()
                 return
             if isinstance(message, DropKept):
-                self._drop(message.worker, message.after)
+                self._drop(message.worker)
             elif isinstance(message, Inspect):
                 inspect(self._controller, message.worker, message.pid)
             elif isinstance(message, ReleaseWorker):  # it publishes, or has another in our place
@@ -341,35 +340,33 @@ class NodeKeeper:
         """The worker is gone: what it sealed stays, and the controller learns of it."""
         with self._lock:
             self._owners.pop(owner.worker, None)
-            owner.free()
+            owner.free(sealed=False)
             self._left[owner.worker] = owner
             held = tuple(holding for _, holding in owner.sealed())
             newest = max((holding.step for holding in held), default=0)
             record = tuple(line for step, line in sorted(owner.record.items()) if step <= newest)
         self._controller.send(KeeperHolds(time.time(), self.node, owner.worker, held, record))
 
-    def _drop(self, worker: WorkerId, after: int) -> None:
+    def _drop(self, worker: WorkerId) -> None:
         with self._lock:
-            if (left := self._left.get(worker)) is not None:
-                left.free(after)
-                if not left.segments:
-                    del self._left[worker]
+            if (left := self._left.pop(worker, None)) is not None:
+                left.free(sealed=True)
 
     # ---------------------------------------------------------------------- serving
 
     def _find(self, wanted: Describe | Read) -> Segment:
         """What was left of a shard. Raises StateDamaged if its bytes are not those sealed."""
-        key = (wanted.step, wanted.space, wanted.shard)
+        of = wanted.holding
         with self._lock:
             left = self._left.get(wanted.worker, Owner(wanted.worker))
-            found = [segment for segment, holding in left.sealed() if _key(holding) == key]
+            found = [segment for segment, holding in left.sealed() if holding == of]
         for segment in found:
             if not segment.verified:
-                segment.verified = is_whole(segment.buffer)
+                segment.verified = self._is_whole(segment, of)
             if segment.verified:
                 return segment
         what = "digest differs" if found else "is not kept here"
-        message = f"shard {wanted.shard} of step {wanted.step}, left by {wanted.worker}: {what}"
+        message = f"shard {of.shard} of step {of.step}, left by {wanted.worker}: {what}"
         raise StateDamaged(message, self.node)
 
     def _read(self, wanted: Read) -> bytes:
@@ -379,12 +376,19 @@ class NodeKeeper:
             slots.setdefault(slot.name, []).append(slot)
         parts = [cut(segment.buffer, _slot(slots[name], box), box) for name, box in wanted.parts]
         payload = b"".join(memoryview(part) for part in parts)
+        if not self._is_whole(segment, wanted.holding):  # if the worker's line ended, and it lives
+            segment.verified = False
+            message = f"what {wanted.worker} left is being written to"
+            raise StateDamaged(message, self.node)
         return payload + xxhash.xxh3_128_digest(payload)
 
     def _upload(self, wanted: Upload) -> Any:
         """From the buffer to the store. The worker keeps the buffer as it is meanwhile."""
         buffer = self._mapped(wanted.path)
-        if not is_whole(buffer):  # else it would be given a new digest, and pass for good
+        sealed_as = label(self._welcome.run, wanted.holding, wanted.schema)
+        if not is_whole(
+            buffer, sealed_as
+        ):  # else it would be given a new digest, and pass for good
             raise StateDamaged("the snapshot's digest differs: it is not written", self.node)
         pieces = (
             (slot.name, slot.box, slot.dtype, memoryview(cut(buffer, slot, slot.box)))
@@ -394,6 +398,9 @@ class NodeKeeper:
         store = self._store(wanted.url)
         pace = checkpoints.Pace(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
         return checkpoints.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)
+
+    def _is_whole(self, segment: Segment, of: Holding) -> bool:
+        return is_whole(segment.buffer, label(self._welcome.run, of, segment.schema))
 
     def _store(self, url: str) -> Store:
         with self._lock:
@@ -424,10 +431,6 @@ class NodeKeeper:
             if not self._controller.send(health):
                 return
             time.sleep(every_s)
-
-
-def _key(holding: Holding) -> tuple[int, str, str]:
-    return holding.step, holding.space, holding.shard
 
 
 def free_memory() -> int:
@@ -530,8 +533,7 @@ class LeftShard:
         keeper: Keeper,
         key: bytes,
         worker: WorkerId,
-        step: int,
-        space: str,
+        source: Source,
         shard: str,
         guard: Guard = contextlib.nullcontext,
         patience: Patience = Patience(),
@@ -539,7 +541,8 @@ class LeftShard:
         """``guard``: holds each connection, and ends it where this generation is broken off."""
         self.holder, self._keeper, self._key = keeper.left_by(worker), keeper, key
         self._guard, self._patience = guard, patience
-        self._shard = (worker, step, space, shard)
+        of = Holding(source.step, source.space, shard, Tier.KEEPER, source.generation)
+        self._shard = (worker, of)
         self.schema: Schema = self._request(Describe(*self._shard))
 
     def read(self, parts: Iterable[tuple[str, Box]]) -> bytes:
@@ -557,7 +560,7 @@ class LeftShard:
                 return _ask(channel, message, self._patience.answer_s)
         except (KeeperGone, KeeperRefused) as error:
             message = f"{self.holder}: {error}"
-            raise StateDamaged(message, self.holder, self._shard[-1]) from error
+            raise StateDamaged(message, self.holder, self._shard[1].shard) from error
 
 
 def _dial(keeper: Keeper, key: bytes, patience: Patience) -> Channel:

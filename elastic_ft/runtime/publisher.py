@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -159,12 +159,19 @@ class Publisher:
                 return terms_in(checkpoints.load_manifest(self._store, ref).extra), ref
         return {}, None
 
-    def rescue(self, killed: str, recorded: int, terms: Terms) -> emergency.Saved | None:
+    def rescue(
+        self, killed: str, recorded: int, terms: Terms, computed_by: Mapping[int, int]
+    ) -> emergency.Saved | None:
         """What the keepers of controller ``killed`` saved becomes a checkpoint, if it is newer
-        than those there are. ``terms``: what that controller trained under. Raises StoreFailed.
+        than those there are. Raises StoreFailed.
+
+        Args:
+            recorded: the last step of the record.
+            terms: what that controller trained under.
+            computed_by: of the recorded steps, the generation that computed each.
         """
         shards = emergency.gather(self._store, killed)
-        saved = emergency.compose(shards, self._job.name, killed, recorded, terms)
+        saved = emergency.compose(shards, self._job.name, killed, recorded, terms, computed_by)
         if saved is not None:
             if any(ref.step >= saved.manifest.step for ref in self.resumable(recorded)):
                 saved = None

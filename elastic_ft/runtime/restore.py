@@ -99,8 +99,8 @@ def left_shards(
             left.append(StoredState(source, read_deadline_s))
         for shard, holder in kept.items():
             name, _, worker = holder.rpartition("/")
-            what = (worker, source.step, source.space, shard)
-            left.append(LeftShard(keepers[name], key, *what, guard=groups.guard))
+            of = (worker, source, shard)
+            left.append(LeftShard(keepers[name], key, *of, guard=groups.guard))
         return left, bool(source.url)
 
     return together(groups, "opened", open_all)
@@ -124,7 +124,7 @@ def _offers(
         if Tier.LIVE in tiers:
             offers.append(live if kept is None else kept)
         elif tiers:
-            held = snapshots.find(source.step, source.space, shard)
+            held = snapshots.find(source, shard)
             if held is None:
                 raise GroupBroken(f"shard {shard} of step {source.step} is not held here any more")
             try:

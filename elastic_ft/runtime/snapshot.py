@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from elastic_ft.core.events import Holding, RecordStep, Tier
+from elastic_ft.core.events import Holding, RecordStep, Source, Tier
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime.buffer import (
     DIGEST_BYTES,
@@ -28,6 +28,7 @@ from elastic_ft.runtime.buffer import (
     Schema,
     Slot,
     is_whole,
+    label,
     lay_out,
     schema_bytes,
     seal,
@@ -46,6 +47,7 @@ from elastic_ft.runtime.keeper import (
 )
 
 FREE_BUFFERS_MAX = 4
+TIERS = (Tier.HOST, Tier.PEER)  # own before peer's
 
 
 def make_schema(state: State) -> Schema:
@@ -72,10 +74,8 @@ class Buffer:
 class HostShard:
     """One shard of the state after one step, in host memory: empty until it is filled."""
 
-    step: int
-    space: str
-    shard: str
-    tier: Tier
+    of: Holding
+    run: str  # of the controller: sealed with it
     users: int = 0  # uploads that still read it
     ready: Future[None] = field(default_factory=Future)
     schema: Schema = ()
@@ -87,13 +87,20 @@ class HostShard:
 
     def verify(self, holder: str) -> None:
         """Raises StateDamaged when the bytes are not those that were sealed."""
-        if not is_whole(self.buffer.bytes):
+        if not is_whole(self.buffer.bytes, self.label()):
+            of = self.of
             raise StateDamaged(
-                f"{self.tier} copy of shard {self.shard} at step {self.step} in {holder}: "
-                "digest differs",
+                f"{of.tier} copy of shard {of.shard} at step {of.step} in {holder}: digest differs",
                 holder,
-                self.shard,
+                of.shard,
             )
+
+    def seal(self) -> None:
+        """It is complete."""
+        seal(self.buffer.bytes, self.label())
+
+    def label(self) -> bytes:
+        return label(self.run, self.of, self.schema)
 
     def state(self) -> State:
         """The tensors, aliasing the buffer."""
@@ -109,11 +116,8 @@ class HostShard:
 class KeptShard:
     """The live shard of a generation that is over, as it was: no copy, no digest."""
 
-    step: int
-    space: str
-    shard: str
+    of: Holding
     tensors: State
-    tier: Tier = Tier.HOST
     users: int = 0
 
     def verify(self, holder: str) -> None:
@@ -128,10 +132,13 @@ class Snapshots:
 
     Args:
         note: journals (event, reason) for this worker.
+        run: the controller's start that it works for.
     """
 
-    def __init__(self, worker: str, pinned: bool, note: Callable[[str, str], object]) -> None:
-        self.worker, self.note = worker, note
+    def __init__(
+        self, worker: str, pinned: bool, note: Callable[[str, str], object], run: str = ""
+    ) -> None:
+        self.worker, self.note, self._run = worker, note, run
         self._pinned = pinned
         self._held: list[HostShard | KeptShard] = []
         self._record: deque[RecordStep] = deque(maxlen=RECORD_STEPS)
@@ -165,9 +172,8 @@ class Snapshots:
         assert self._running is None, "one snapshot at a time: wait() comes before take()"
         assert groups.rank is not None
         began = time.perf_counter()
-        layout = groups.assignment.layout
-        name = layout.shard_of(groups.rank)
-        shard = HostShard(step, layout.shard_space, name, Tier.HOST)
+        of = groups.assignment.holding_of(groups.rank, step, Tier.HOST)
+        shard = HostShard(of, self._run)
         source = _Source(state)
         exchange = _Exchange(step, groups, peer_schemas) if on_held else None
 
@@ -176,7 +182,7 @@ class Snapshots:
             schema = make_schema(source.state)
             shard.fill(schema, self._buffer(schema))
             source.copy_to(shard)
-            seal(shard.buffer.bytes)
+            shard.seal()
 
         def run() -> None:
             cpu_began = time.thread_time()
@@ -207,8 +213,8 @@ class Snapshots:
     def _exchange(self, own: HostShard, exchange: _Exchange) -> None:
         incoming = []
         for rank, schema in sorted(exchange.peer_schemas.items()):
-            name = exchange.groups.assignment.layout.shard_of(rank)
-            shard = HostShard(own.step, own.space, name, Tier.PEER)
+            of = exchange.groups.assignment.holding_of(rank, own.of.step, Tier.PEER)
+            shard = HostShard(of, self._run)
             incoming.append((rank, shard.fill(schema, self._buffer(schema))))
         try:
             exchange.run(own.buffer.memory, [(rank, s.buffer.memory) for rank, s in incoming])
@@ -224,8 +230,8 @@ class Snapshots:
         """They are complete: sources for others from now on, and kept when this process ends."""
         for shard in shards:
             if shard.buffer.keeper is not None:
-                holding = Holding(shard.step, shard.space, shard.shard, Tier.KEEPER)
-                record = self._take_record(shard.step)
+                holding = replace(shard.of, tier=Tier.KEEPER)
+                record = self._take_record(holding.step)
                 shard.buffer.keeper.tell(Sealed(shard.buffer.path, holding, shard.schema, record))
         with self._lock:
             self._held += shards
@@ -259,7 +265,7 @@ class Snapshots:
         After a change of layout the new cut has no second copy yet; the old one, whole over its
         holders, is what a failure right now would go back to.
         """
-        kept = KeptShard(holding.step, holding.space, holding.shard, state)
+        kept = KeptShard(replace(holding, tier=Tier.HOST), state)
         with self._lock:
             self._held.append(kept)
 
@@ -277,14 +283,14 @@ class Snapshots:
     def drop_before(self, step: int) -> None:
         """Frees every snapshot older than ``step`` that nobody reads."""
         with self._lock:
-            gone = [s for s in self._held if s.step < step and not s.users]
+            gone = [s for s in self._held if s.of.step < step and not s.users]
             self._held = [s for s in self._held if s not in gone]
         self._recycle(gone)
 
     def drop_after(self, step: int) -> None:
         """Frees snapshots of steps that were rolled back."""
         with self._lock:
-            gone = [s for s in self._held if s.step > step]
+            gone = [s for s in self._held if s.of.step > step]
             self._held = [s for s in self._held if s not in gone]
             while self._record and self._record[-1].step > step:
                 self._record.pop()
@@ -306,24 +312,25 @@ class Snapshots:
 
     def holdings(self) -> tuple[Holding, ...]:
         with self._lock:
-            return tuple(Holding(s.step, s.space, s.shard, s.tier) for s in self._held)
+            return tuple(s.of for s in self._held)
 
-    def find(self, step: int, space: str, shard: str) -> HostShard | KeptShard | None:
-        """The copy of a shard, own before peer's."""
+    def find(self, source: Source, shard: str) -> HostShard | KeptShard | None:
+        """The copy of a shard of that state, own before peer's."""
+        wanted = [Holding(source.step, source.space, shard, t, source.generation) for t in TIERS]
         with self._lock:
-            found = [s for s in self._held if (s.step, s.space, s.shard) == (step, space, shard)]
-        return min(found, key=lambda s: s.tier is not Tier.HOST, default=None)
+            found = [s for s in self._held if s.of in wanted]
+        return min(found, key=lambda s: wanted.index(s.of), default=None)
 
     def newest(self) -> int:
         """The newest step of which this rank's own shard is held; 0 if none."""
         with self._lock:
-            return max((s.step for s in self._held if _is_own_copy(s)), default=0)
+            return max((s.of.step for s in self._held if _is_own_copy(s)), default=0)
 
     def corrupt(self, own: bool) -> None:
         """Flips a byte of each own snapshot, or of each copy kept for a peer: an injected fault."""
         with self._lock:
             for shard in self._held:
-                if isinstance(shard, HostShard) and (shard.tier is Tier.HOST) == own:
+                if isinstance(shard, HostShard) and (shard.of.tier is Tier.HOST) == own:
                     shard.buffer.memory[0] ^= 1
 
     # ------------------------------------------------------------------ memory
@@ -400,7 +407,7 @@ class Snapshots:
 
 
 def _is_own_copy(shard: HostShard | KeptShard) -> bool:
-    return isinstance(shard, HostShard) and shard.tier is Tier.HOST
+    return isinstance(shard, HostShard) and shard.of.tier is Tier.HOST
 
 
 class _Exchange:

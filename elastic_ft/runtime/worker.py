@@ -341,7 +341,9 @@ class Worker:
             device = torch.device("cpu")
         engine = _engine_class(job)(job, factory, device, data.sequence_length or 1)
         engine.prepare()
-        snapshots = Snapshots(self.member.worker, device.type == "cuda", self._note)
+        snapshots = Snapshots(
+            self.member.worker, device.type == "cuda", self._note, self._welcome.run
+        )
         self._points.corrupt = snapshots.corrupt
         checkpointer = Checkpointer(
             self.member.worker,
@@ -531,9 +533,7 @@ class Worker:
         state = engine.detach(in_use) if groups.rank is not None else {}
         if loop is not None and groups.rank is not None:
             if intact:
-                layout = groups.assignment.layout
-                name = layout.shard_of(groups.rank)
-                holding = Holding(loop.step, layout.shard_space, name, Tier.LIVE)
+                holding = groups.assignment.holding_of(groups.rank, loop.step, Tier.LIVE)
                 self._live = (holding, state)
             else:
                 self._live = None

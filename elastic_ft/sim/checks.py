@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from elastic_ft.core.events import Assignment, CommitCheckpoint, RecordStep, RollBack, Tier
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.recovery import Refused
-from elastic_ft.sim.places import Lineage
+from elastic_ft.sim.places import Key, Lineage
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
-    from elastic_ft.sim.worker import Key, SimWorker
+    from elastic_ft.sim.worker import SimWorker
     from elastic_ft.sim.world import World
 
 
@@ -131,7 +131,7 @@ def _left(world: World, refused: Refused) -> list[tuple[Key, Lineage]]:
             if left.void or (node.cut and not left.told) or worker in world.core.ready:
                 continue
             for key, copy in left.copies.items():
-                if (name, key[0], key[2]) not in refused and _agrees(world, copy.lineage):
+                if (name, key[0], key[3]) not in refused and _agrees(world, copy.lineage):
                     found.append((key, copy.lineage))
     return found
 
@@ -149,7 +149,7 @@ def _complete_from(
 ) -> bool:
     """Whether the workers hold every shard of one state of ``step`` or later. Deliberately dumb."""
     shards: dict[tuple[int, str, Lineage], set[str]] = {}
-    for (number, space, shard), lineage in left:
+    for (number, _, space, shard), lineage in left:
         if number >= step:
             shards.setdefault((number, space, lineage), set()).add(shard)
     for worker in workers:
@@ -184,7 +184,8 @@ def source(world: World, group: Group) -> Lineage:
             if tier is Tier.CHECKPOINT:
                 require(name == chosen.url, "I5", f"{where}: {name} is another checkpoint")
                 continue
-            lineage = _lineage_at(world, group, name, (chosen.step, chosen.space, shard), tier)
+            key = (chosen.step, chosen.generation, chosen.space, shard)
+            lineage = _lineage_at(world, group, name, key, tier)
             if lineage is not None:
                 lineages.add(lineage)
     if chosen.holders:
@@ -195,6 +196,11 @@ def source(world: World, group: Group) -> Lineage:
         return ()  # all of it was with keepers that died meanwhile: it is refused
     (lineage,) = lineages
     require(len(lineage) == chosen.step, "I2", f"{where} consumed {len(lineage)} batches")
+    require(
+        lineage[-1:] == (chosen.generation,)[: chosen.step],
+        "I4",
+        f"{where} of generation {chosen.generation} is really of {lineage[-1:]}",
+    )
     if not fenced:
         same_history(world, lineage, f"{where}, the source")
     return lineage
@@ -207,7 +213,7 @@ def _lineage_at(world: World, group: Group, name: str, key: Key, tier: Tier) -> 
         return keeper.lineage_of(worker, key) if keeper else None
     where = f"generation {group.generation}: {name}"
     require(name in group.all, "I4", f"{where} takes no part")
-    lineage = group.all[name].lineage_of(*key, tier)
+    lineage = group.all[name].lineage_of(key, tier)
     require(lineage is not None, "I4", f"{where} has no {key} in {tier}")
     return lineage
 

@@ -307,7 +307,8 @@ class _Fleet:
             if (rank := assignment.rank_of(worker)) is None:
                 continue
             layout, step = assignment.layout, self.state.committed
-            held = Holding(step, layout.shard_space, layout.shard_of(rank), Tier.LIVE)
+            generation = assignment.computed_by(step)
+            held = Holding(step, layout.shard_space, layout.shard_of(rank), Tier.LIVE, generation)
             self.tell(Paused(self.now_s, worker, command.generation, (held,)))
 
     def _form(self, command: FormGeneration) -> None:

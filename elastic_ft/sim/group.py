@@ -103,7 +103,7 @@ class Group:
         if source.url and self.world.store.is_damaged(source.url):
             return source.url, ""
         for shard, holders in source.holders.items():
-            key = (source.step, source.space, shard)
+            key = (source.step, source.generation, source.space, shard)
             for name, tier in holders:
                 if tier in (Tier.KEEPER, Tier.CHECKPOINT):
                     continue
@@ -128,7 +128,7 @@ class Group:
             return  # broken off while it waited
         refuser = self.all.get(holder) or self.world.rng.choice(self.members)
         source = self.assignment.source
-        refuser.copies.pop((source.step, source.space, shard), None)
+        refuser.copies.pop((source.step, source.generation, source.space, shard), None)
         now_s, generation = self.world.now_s, self.generation
         refuser.send(SourceRefused(now_s, refuser.id, generation, holder, "bad digest", shard))
 
@@ -157,7 +157,8 @@ class Group:
         if rank is not None:
             self._retain(worker)
             worker.drop(after=step)
-            worker.live = Live(step, layout.shard_space, layout.shard_of(rank), lineage)
+            name = layout.shard_of(rank)
+            worker.live = Live(step, source.generation, layout.shard_space, name, lineage)
             self.resumed.add(worker.id)
         worker.send(Resumed(self.world.now_s, worker.id, self.generation, step))
         if rank is None:
@@ -173,8 +174,7 @@ class Group:
         if not self.world.retain_live or self.assignment.rank_of(worker.id) not in self.holding:
             return
         if live is not None and (live.step, live.space) == (source.step, source.space):
-            key = (live.step, live.space, live.shard)
-            worker.keep(key, Tier.HOST, live.lineage, sealed=False)
+            worker.keep(live.key, Tier.HOST, live.lineage, sealed=False)
 
     # ---------------------------------------------------------------------- training
 
@@ -226,7 +226,8 @@ class Group:
         live = worker.live
         assert live is not None
         lineage = (*live.lineage, self.generation)
-        worker.live = Live(step, live.space, live.shard, lineage)
+        computed_by = self.assignment.computed_by(step)
+        worker.live = Live(step, computed_by, live.space, live.shard, lineage)
         worker.unapplied = None
         metrics = {"loss": round(1.0 / step, 6)}
         new = self.assignment
@@ -245,7 +246,7 @@ class Group:
         holds = rank in self.holding
         if worker.asked > worker.answered and self.failed:
             if holds and step % scenario.snapshot_every == 0:
-                worker.keep((step, live.space, live.shard), Tier.HOST, lineage)
+                worker.keep(worker.live.key, Tier.HOST, lineage)
             worker.answer()
         elif holds and (final or step % scenario.snapshot_every == 0):
             self._snapshot(rank, worker, pause, stop)
@@ -261,7 +262,7 @@ class Group:
         def copied() -> None:
             if not worker.works() or worker.group is not self or worker.live != live:
                 return
-            worker.keep((live.step, live.space, live.shard), Tier.HOST, live.lineage)
+            worker.keep(live.key, Tier.HOST, live.lineage)
             self.copied.setdefault(live.step, set()).add(rank)
             self.sent.setdefault(live.step, set())
             self._exchange(live.step, rank)
@@ -284,8 +285,8 @@ class Group:
         sender, keeper = self.members[owner], self.members[buddy]
         if not self._works(sender) or not self._works(keeper) or not self.connected():
             return
-        layout = self.assignment.layout
-        key = (step, layout.shard_space, layout.shard_of(owner))
+        layout, computed_by = self.assignment.layout, self.assignment.computed_by(step)
+        key = (step, computed_by, layout.shard_space, layout.shard_of(owner))
         copy = sender.copies.get(key)
         if copy is None:
             return

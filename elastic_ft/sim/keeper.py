@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from elastic_ft.core.events import (
     Event,
-    Holding,
     Keeper,
     KeeperHolds,
     KeeperLost,
@@ -16,10 +15,10 @@ from elastic_ft.core.events import (
     Tier,
     WorkerId,
 )
-from elastic_ft.sim.places import HANG_TIMEOUT_S, Lineage, Node
+from elastic_ft.sim.places import HANG_TIMEOUT_S, Key, Lineage, Node, holding
 
 if TYPE_CHECKING:
-    from elastic_ft.sim.worker import Copy, Key, SimWorker
+    from elastic_ft.sim.worker import Copy, SimWorker
     from elastic_ft.sim.world import World
 
 
@@ -56,8 +55,8 @@ class SimKeeper:
         """The worker is gone: what it sealed here stays."""
         kept = {key: copy for key, copy in worker.copies.items() if copy.keeper is self}
         left = self.left[worker.id] = LeftCopies(kept)
-        held = tuple(Holding(*key, Tier.KEEPER) for key in kept)
-        newest = max((holding.step for holding in held), default=0)
+        held = tuple(holding(key, Tier.KEEPER) for key in kept)
+        newest = max((one.step for one in held), default=0)
         record = tuple(line for step, line in worker.record.items() if step <= newest)
         self._tell(KeeperHolds(self.world.now_s, self.node.id, worker.id, held, record), left)
 
@@ -71,20 +70,14 @@ class SimKeeper:
         copy = self.find(worker, key)
         return copy.lineage if copy else None
 
-    def drop(self, worker: WorkerId, after: int) -> None:
-        """What is left of steps after ``after``: once the message has come."""
-        if worker not in self.left:
-            return
-        if after:
-            self.world.after(self.world.latency(), lambda: self._drop_later(worker, after))
-        else:
-            self.left[worker].void = True
-            self.world.after(self.world.latency(), lambda: self.left.pop(worker, None))
-
-    def _drop_later(self, worker: WorkerId, after: int) -> None:
+    def drop(self, worker: WorkerId) -> None:
+        """What it left: once the message has come."""
         if worker in self.left:
-            copies = self.left[worker].copies
-            self.left[worker].copies = {key: c for key, c in copies.items() if key[0] <= after}
+            self.left[worker].void = True
+            self.world.after(self.world.latency(), lambda: self._forget(worker))
+
+    def _forget(self, worker: WorkerId) -> None:
+        self.left.pop(worker, None)
 
     def hang(self, lasts_s: float) -> None:
         """The controller notices within HANG_TIMEOUT_S, in whatever phase, and ends it."""

@@ -6,11 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from elastic_ft.core.events import Holding, Tier
+
 if TYPE_CHECKING:
     from elastic_ft.sim.keeper import SimKeeper
 
 HANG_TIMEOUT_S = 5.0  # of silence, of a worker or a keeper
 Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
+Key = tuple[int, int, str, str]  # step, generation that computed it, space, shard
+
+
+def holding(key: Key, tier: Tier) -> Holding:
+    step, generation, space, shard = key
+    return Holding(step, space, shard, tier, generation)
 
 
 @dataclass(slots=True)

@@ -123,19 +123,21 @@ class Script:
         """What ``worker`` has on its device, if it has applied ``number``."""
         rank = self.assignment.rank_of(worker)
         assert rank is not None
-        layout = self.assignment.layout
-        return Holding(number, layout.shard_space, layout.shard_of(rank), Tier.LIVE)
+        return self.holding(number, rank, Tier.LIVE)
 
     def copies(self, worker: str, number: int) -> tuple[Holding, ...]:
         """What ``worker`` has in host memory once ``number`` is held: its own and its peers'."""
-        rank, layout = self.assignment.rank_of(worker), self.assignment.layout
+        rank = self.assignment.rank_of(worker)
         assert rank is not None
-        own = Holding(number, layout.shard_space, layout.shard_of(rank), Tier.HOST)
         peers = [owner for owner, who in enumerate(self.assignment.buddies) if rank in who]
-        return (
-            own,
-            *(Holding(number, layout.shard_space, layout.shard_of(p), Tier.PEER) for p in peers),
-        )
+        own = self.holding(number, rank, Tier.HOST)
+        return (own, *(self.holding(number, peer, Tier.PEER) for peer in peers))
+
+    def holding(self, number: int, rank: int, tier: Tier) -> Holding:
+        """The shard of ``rank``, as the newest generation has it after ``number``."""
+        layout = self.assignment.layout
+        generation = self.assignment.computed_by(number)
+        return Holding(number, layout.shard_space, layout.shard_of(rank), tier, generation)
 
 
 def keeper(node: str) -> Keeper:

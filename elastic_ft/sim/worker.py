@@ -25,22 +25,25 @@ from elastic_ft.core.events import (
     UseKeeper,
     WorkerDone,
 )
-from elastic_ft.sim.places import Lineage, Node
+from elastic_ft.sim.places import Key, Lineage, Node, holding
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
     from elastic_ft.sim.keeper import SimKeeper
     from elastic_ft.sim.world import World
 
-Key = tuple[int, str, str]  # step, space, shard
-
 
 @dataclass(frozen=True, slots=True)
 class Live:
     step: int
+    generation: int  # that computed the step, as the worker knows it
     space: str
     shard: str
-    lineage: Lineage
+    lineage: Lineage  # the truth
+
+    @property
+    def key(self) -> Key:
+        return self.step, self.generation, self.space, self.shard
 
 
 @dataclass(slots=True)
@@ -94,14 +97,13 @@ class SimWorker:
 
     def everything(self) -> Iterator[tuple[Holding, Lineage]]:
         if self.live is not None:
-            live = self.live
-            yield Holding(live.step, live.space, live.shard, Tier.LIVE), live.lineage
-        for (step, space, shard), copy in self.copies.items():
-            yield Holding(step, space, shard, copy.tier), copy.lineage
+            yield holding(self.live.key, Tier.LIVE), self.live.lineage
+        for key, copy in self.copies.items():
+            yield holding(key, copy.tier), copy.lineage
 
-    def lineage_of(self, step: int, space: str, shard: str, tier: Tier) -> Lineage | None:
+    def lineage_of(self, key: Key, tier: Tier) -> Lineage | None:
         for held, lineage in self.everything():
-            if held == Holding(step, space, shard, tier):
+            if held == holding(key, tier):
                 return lineage
         return None
 

@@ -308,7 +308,7 @@ class World:
         self.controller += 1
         self.up, self.core = True, State()
         within = [c for c in self.store.published if c.step <= len(self.recorded)]
-        refs = tuple(CheckpointRef(c.step, c.url) for c in reversed(within))
+        refs = tuple(CheckpointRef(c.step, c.url, c.lineage[-1]) for c in reversed(within))
         refs = tuple(sorted(refs, key=lambda ref: -ref.step))
         recorded = len(self.recorded)
         if refs or self.policy.from_scratch:
@@ -362,10 +362,10 @@ class World:
                 self._kill_from_afar(self.workers[name])
             case ReleaseWorker(worker=name) | Bench(worker=name) | UseKeeper(worker=name):
                 self.send_down(name, command)
-            case DropKept(node=at, worker=name, after=after):
+            case DropKept(node=at, worker=name):
                 for node in self.nodes:
                     if node.id == at and node.keeper is not None:
-                        node.keeper.drop(name, after)
+                        node.keeper.drop(name)
             case PauseWorkers(workers=names) | StopAtBoundary(workers=names):
                 checks.require(bool(command.reason), "I8", f"no reason: {command}")
                 for name in names:

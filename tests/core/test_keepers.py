@@ -41,10 +41,16 @@ def kept_here(copies: int = 1, *refs: CheckpointRef, min_workers: int = 1) -> Sc
     return script.run(a="n1", b="n2", c="n3")
 
 
-def tells(script: Script, worker: str, node: str, *steps: int) -> list[Command]:
-    """The node's keeper has the worker's own shard of these steps."""
-    held = tuple(Holding(step, THREE, SHARD_OF[worker], Tier.KEEPER) for step in steps)
-    return script.tell(KeeperHolds, node, worker, held)
+def tells(
+    script: Script, worker: str, node: str, *steps: int, generation: int = 1
+) -> list[Command]:
+    """The node's keeper has the worker's own shard of these steps, computed by ``generation``."""
+    held = (kept(step, SHARD_OF[worker], generation) for step in steps)
+    return script.tell(KeeperHolds, node, worker, tuple(held))
+
+
+def kept(step: int, shard: str, generation: int = 1, space: str = THREE) -> Holding:
+    return Holding(step, space, shard, Tier.KEEPER, generation)
 
 
 def survivors_pause(script: Script, number: int, *workers: str) -> list[Command]:
@@ -116,7 +122,7 @@ def test_a_step_that_only_the_dead_had_is_recorded_as_their_keepers_know_it() ->
     lines = tuple(RecordStep(step, 1, 3, "fsdp3", metrics) for step in (1, 2, 3))
     for worker, node in (("a", "n1"), ("b", "n2"), ("c", "n3")):
         script.tell(WorkerLost, worker, "killed")
-        held = (Holding(2, THREE, SHARD_OF[worker], Tier.KEEPER),)
+        held = (kept(2, SHARD_OF[worker]),)
         script.tell(KeeperHolds, node, worker, held, lines[:2])
         script.tell(StepApplied, worker, 1, 2, metrics)
     assert formed(script.ready("d", "n1")).source.step == 2
@@ -132,9 +138,13 @@ def test_what_a_cut_off_worker_trained_again_is_not_recorded() -> None:
     assert formed(survivors_pause(script, 1, "a", "c")).source.step == 1
     script.resume()
     stale = (RecordStep(1, 1, 3, "fsdp3", {"loss": 1.0}), RecordStep(2, 1, 3, "fsdp3", {"loss": 9}))
-    held = tuple(Holding(step, THREE, S1, Tier.KEEPER) for step in (1, 2))
+    held = tuple(kept(step, S1) for step in (1, 2))
     script.tell(KeeperHolds, "n2", "b", held, stale)
-    assert 2 not in script.state.heard
+    for worker in "ac":  # they have trained step 2 again, and nobody has heard of it
+        script.tell(CollectiveFailed, worker, 2, 2, "reset")
+    survivors_pause(script, 2, "a", "c")
+    assert script.state.pending[2].metrics == {}
+    assert script.state.pending[2].generation == 2
 
 
 def test_the_keeper_may_tell_before_the_loss_is_known() -> None:
@@ -162,7 +172,7 @@ def test_the_memory_of_the_living_is_preferred_and_not_waited_beyond() -> None:
 def test_memory_left_behind_wins_over_a_checkpoint_of_the_same_step() -> None:
     script = kept_here(1, REF)
     script.tell(WorkerLost, "b", "killed")
-    tells(script, "b", "n2", 10)
+    tells(script, "b", "n2", 10, generation=REF.generation)
     source = formed(survivors_pause(script, 10, "a", "c")).source
     assert (source.step, source.tier) == (10, Tier.KEEPER)
 
@@ -335,6 +345,37 @@ def test_later_steps_than_the_restored_one_are_forgotten() -> None:
     assert script.state.left == {}
 
 
+def test_what_keepers_said_of_a_step_is_not_recorded_once_it_was_trained_again() -> None:
+    """b's keeper knows the loss of step 12. The job goes back to 10, and 12 has another loss."""
+    script = kept_here(1, REF)
+    script.train(11)
+    script.applied("b", 12)
+    script.tell(WorkerLost, "b", "killed")
+    line = RecordStep(12, 1, 3, "fsdp3", {"loss": 9.0})
+    script.tell(KeeperHolds, "n2", "b", (kept(11, S1), kept(12, S1)), (line,))
+    script.tell(NodeLost, "n3", "power")
+    assert formed(survivors_pause(script, 12, "a")).source.step == 10
+    script.resume()
+    script.train(11)
+    script.tell(CollectiveFailed, "a", 2, 12, "reset")  # 12 is applied, and not heard of
+    source = formed(survivors_pause(script, 12, "a")).source
+    assert (source.step, source.generation) == (12, 2)
+    assert (script.state.pending[12].generation, script.state.pending[12].metrics) == (2, {})
+
+
+def test_two_left_states_of_one_step_are_not_put_together() -> None:
+    """b left step 11 of generation 1, a left that of generation 2, which began from 10 again."""
+    script = rolled_back_past_a_report()
+    script.resume()
+    script.train(11)
+    script.tell(WorkerLost, "a", "killed")
+    whole = Holding(11, "pp1.s1.tp1", S0, Tier.KEEPER, 2)
+    script.tell(KeeperHolds, "n1", "a", (kept(11, S0), kept(11, S2), whole))
+    script.tell(KeeperHolds, "n2", "b", (kept(11, S1),))  # said again, as if it had been lost
+    source = formed(script.ready("d", "n1")).source
+    assert (source.generation, source.space) == (2, "pp1.s1.tp1")
+
+
 def test_of_a_late_report_the_steps_that_were_not_trained_again_count() -> None:
     """The living sufficed. If now one of them dies, the dead one's copy is as good as ever."""
     script = kept_here(copies=2)
@@ -342,11 +383,10 @@ def test_of_a_late_report_the_steps_that_were_not_trained_again_count() -> None:
     script.applied("a", 3)
     script.tell(WorkerLost, "b", "killed")
     survivors_pause(script, 2, "a", "c")
-    assert tells(script, "b", "n2", 2, 3) == [DropKept("n2", "b", after=2)]
-    assert {h.step for h in script.state.left["n2", "b"]} == {2}
+    assert tells(script, "b", "n2", 2, 3) == []
     script.tell(WorkerLost, "c", "killed")  # it alone had b's shard
     script.tell(KeeperLost, "n3")
-    own, peers = Holding(2, THREE, S0, Tier.LIVE), Holding(2, THREE, S2, Tier.PEER)
+    own, peers = Holding(2, THREE, S0, Tier.LIVE, 1), Holding(2, THREE, S2, Tier.PEER, 1)
     source = formed(script.paused("a", own, peers)).source
     assert source.step == 2
     assert source.holders[S1] == (("keeper:n2/b", Tier.KEEPER),)
@@ -392,8 +432,8 @@ def test_a_damaged_copy_at_a_keeper_falls_back_to_the_next_source() -> None:
     refused = script.tell(SourceRefused, "a", 2, "keeper:n2/b", "digest differs", S1)
     assert isinstance(refused[0], PauseWorkers)
     assert script.journalled("source_refused") == ["digest differs"]
-    script.paused("a", Holding(12, THREE, S0, Tier.LIVE))
-    commands = script.paused("c", Holding(12, THREE, S2, Tier.LIVE))
+    script.paused("a", Holding(12, THREE, S0, Tier.LIVE, 1))
+    commands = script.paused("c", Holding(12, THREE, S2, Tier.LIVE, 1))
     assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
     assert [c.step for c in commands if isinstance(c, RollBack)] == [10]
 
@@ -403,7 +443,7 @@ def test_another_ones_copy_at_the_same_keeper_is_not_refused_with_it() -> None:
     script = Script(Policy(1, 2, strategy="fsdp", copies=2), REF)
     script.keeper("n1")
     script.run(a="n1", b="n1").train(11)
-    held = tuple(Holding(11, TWO, shard, Tier.KEEPER) for shard in (S0, S1))
+    held = tuple(kept(11, shard, space=TWO) for shard in (S0, S1))
     for worker in "ab":
         script.tell(WorkerLost, worker, "killed")
         script.tell(KeeperHolds, "n1", worker, held)

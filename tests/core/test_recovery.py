@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,8 @@ IN_MEMORY = (Tier.LIVE, Tier.HOST, Tier.KEEPER, Tier.PEER)
 WORKERS = ("a", "b", "c", "d")
 
 
-def held(layout: Layout, step: int, rank: int, tier: Tier) -> Holding:
-    return Holding(step, layout.shard_space, layout.shard_of(rank), tier)
+def held(layout: Layout, step: int, rank: int, tier: Tier, generation: int = 0) -> Holding:
+    return Holding(step, layout.shard_space, layout.shard_of(rank), tier, generation)
 
 
 # ------------------------------------------------------------------------------ choose
@@ -85,6 +86,33 @@ def test_shards_of_different_cuts_are_not_mixed() -> None:
     assert choose(holdings, ())[0].tier is Tier.INITIAL
 
 
+def test_states_of_two_histories_are_not_mixed() -> None:
+    """Step 5 was trained twice: its halves are of different generations."""
+    holdings = {
+        "a": (held(TWO, 5, 0, Tier.LIVE, 2), held(TWO, 4, 0, Tier.HOST, 1)),
+        "b": (held(TWO, 5, 1, Tier.LIVE, 3), held(TWO, 4, 1, Tier.HOST, 1)),
+    }
+    source, why = choose(holdings, ())
+    assert (source.step, source.generation) == (4, 1)
+    assert why.count("step 5 lacks") == 2
+    both = {**holdings, "c": (held(TWO, 5, 1, Tier.PEER, 2), held(TWO, 5, 0, Tier.PEER, 3))}
+    source, _ = choose(both, ())
+    assert (source.step, source.generation) == (5, 3)  # what was trained again counts
+    assert source.holders == {
+        TWO.shard_of(0): (("c", Tier.PEER),),
+        TWO.shard_of(1): (("b", Tier.LIVE),),
+    }
+
+
+def test_a_checkpoint_completes_no_other_history() -> None:
+    holdings = {"a": (held(TWO, 5, 0, Tier.LIVE, 2),)}
+    ref = CheckpointRef(5, "u", 1)
+    assert choose(holdings, (ref,))[0] == Source(5, Tier.CHECKPOINT, url="u", generation=1)
+    filled = choose(holdings, (replace(ref, generation=2),))[0]
+    assert filled.holders[TWO.shard_of(0)] == (("a", Tier.LIVE),)
+    assert filled.generation == 2
+
+
 def test_a_refused_copy_is_left_out_and_live_state_is_not() -> None:
     holdings = {"a": (held(Layout(), 5, 0, Tier.LIVE), held(Layout(), 4, 0, Tier.HOST))}
     refs = (CheckpointRef(3, "new"), CheckpointRef(2, "old"))
@@ -116,9 +144,10 @@ holdings_of_workers = st.dictionaries(
             st.integers(0, 3),
             st.just(0),
             st.sampled_from(IN_MEMORY),
+            st.integers(0, 1),
         ).flatmap(
             lambda h: st.sampled_from(sorted(Layout.of_shard_space(h.space).shards())).map(
-                lambda shard: Holding(h.step, h.space, shard, h.tier)
+                lambda shard: replace(h, shard=shard)
             )
         ),
         max_size=6,
@@ -148,26 +177,27 @@ def every_source(
     holdings: dict[str, list[Holding]],
     refs: tuple[CheckpointRef, ...],
     refused: Refused,
-) -> list[tuple[int, int]]:
-    """(step, -farthest tier) of each way there is to get a whole state, found by trying all."""
+) -> list[tuple[int, int, int]]:
+    """(step, the generation that computed it, -farthest tier) of each way there is to get a whole
+    state, found by trying all."""
     good = [
         (worker, h)
         for worker, some in holdings.items()
         for h in some
         if h.tier is Tier.LIVE or not refused & {(worker, h.step, h.shard), (worker, h.step, "")}
     ]
-    found = [(0, -TIER_ORDER.index(Tier.INITIAL))]
+    found = [(0, 0, -TIER_ORDER.index(Tier.INITIAL))]
     for ref in refs:
         if (ref.url, ref.step, "") not in refused:
-            found.append((ref.step, -TIER_ORDER.index(Tier.CHECKPOINT)))
+            found.append((ref.step, ref.generation, -TIER_ORDER.index(Tier.CHECKPOINT)))
     for layout in (Layout(), TWO, THREE):
         for picked in itertools.combinations(good, len(layout.shards())):
-            steps = {h.step for _, h in picked}
+            states = {(h.step, h.generation) for _, h in picked}
             spaces = {h.space for _, h in picked}
             shards = {h.shard for _, h in picked}
-            if len(steps) == 1 and spaces == {layout.shard_space} and shards == layout.shards():
+            if len(states) == 1 and spaces == {layout.shard_space} and shards == layout.shards():
                 farthest = max(TIER_ORDER.index(h.tier) for _, h in picked)
-                found.append((steps.pop(), -farthest))
+                found.append((*states.pop(), -farthest))
     return found
 
 
@@ -182,7 +212,7 @@ def test_choose_agrees_with_trying_every_combination(
     if best[0] == 0:
         assert source == Source(0, Tier.INITIAL)  # step 0 is never moved, it is made
         return
-    assert (source.step, -TIER_ORDER.index(source.tier)) == best
+    assert (source.step, source.generation, -TIER_ORDER.index(source.tier)) == best
     assert why
     assert source.url == (f"u{source.step}" if source.tier is Tier.CHECKPOINT else "")
     for shard, who in source.holders.items():
@@ -192,7 +222,8 @@ def test_choose_agrees_with_trying_every_combination(
             if tier is Tier.CHECKPOINT:
                 assert (holder, len(who)) == (source.url, 1)
             else:
-                assert Holding(source.step, source.space, shard, tier) in holdings[holder]
+                of = Holding(source.step, source.space, shard, tier, source.generation)
+                assert of in holdings[holder]
     least = min(missing_shares(holdings, refused, source)) if source.url else 0.0
     assert read_share(source) == pytest.approx(least)
 
@@ -213,7 +244,7 @@ def missing_shares(
         (h.space, h.shard)
         for worker, some in holdings.items()
         for h in some
-        if h.step == source.step
+        if (h.step, h.generation) == (source.step, source.generation)
         and (h.tier is Tier.LIVE or not refused & {(worker, h.step, h.shard), (worker, h.step, "")})
     }
     return [

@@ -11,7 +11,7 @@ import pytest
 from elastic_ft.core.events import Holding, RecordStep, Tier
 from elastic_ft.core.sharding import Box
 from elastic_ft.runtime import emergency
-from elastic_ft.runtime.buffer import DIGEST_BYTES, lay_out, schema_bytes, seal
+from elastic_ft.runtime.buffer import DIGEST_BYTES, label, lay_out, schema_bytes, seal
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import Want
 from elastic_ft.storage.store import Store, open_store
@@ -25,7 +25,12 @@ def store(tmp_path: Path) -> Store:
 
 
 def shard(
-    step: int, number: int, of: int = 2, damaged: bool = False, told: range = range(0)
+    step: int,
+    number: int,
+    of: int = 2,
+    damaged: bool = False,
+    told: range = range(0),
+    generation: int = 1,
 ) -> emergency.Held:
     """A part of a weight's rows, and a counter that every shard has. ``told``: of which steps."""
     each = ROWS // of
@@ -36,11 +41,11 @@ def shard(
     for slot in schema:
         values = np.full(slot.nbytes // 4, step + (number if slot.shape else 0), np.float32)
         buffer[slot.offset : slot.offset + slot.nbytes] = values.view(np.uint8)
-    seal(buffer)
-    buffer[0] ^= damaged
     space = f"pp1.s{of}.tp1"
-    holding = Holding(step, space, f"pp0.s{number}.tp0", Tier.KEEPER)
-    record = {n: RecordStep(n, 1, of, f"fsdp{of}", {"loss": 1 / n}) for n in told}
+    holding = Holding(step, space, f"pp0.s{number}.tp0", Tier.KEEPER, generation)
+    seal(buffer, label(RUN, holding, schema))
+    buffer[0] ^= damaged
+    record = {n: RecordStep(n, generation, of, f"fsdp{of}", {"loss": 1 / n}) for n in told}
     return emergency.Held(holding, schema, buffer, record)
 
 
@@ -107,6 +112,40 @@ def test_an_incomplete_step_is_passed_over(store: Store) -> None:
 def test_shards_of_two_layouts_are_not_mixed(store: Store) -> None:
     save(store, n0=[shard(7, 0)], n1=[shard(7, 1, of=3), shard(7, 2, of=3)])
     assert found(store) is None
+
+
+def test_shards_of_two_histories_are_not_mixed(store: Store) -> None:
+    """n0 was cut off from a living controller at step 7 of generation 1; 7 was trained again."""
+    save(store, n0=[shard(7, 0), shard(6, 0)], n1=[shard(7, 1, generation=2), shard(6, 1)])
+    saved = found(store)
+    assert saved is not None and saved.manifest.step == 6
+
+
+def test_both_histories_of_a_step_are_written_and_the_later_one_is_taken(store: Store) -> None:
+    save(store, n0=[shard(7, 0), shard(7, 1)])
+    save(store, n1=[shard(7, 0, generation=2)], n2=[shard(7, 1, generation=2)])
+    written = emergency.gather(store, RUN, 0.0)
+    assert sorted(one["generation"] for one in written) == [1, 1, 2, 2]
+    saved = found(store)
+    assert saved is not None and checkpoints.verify(store, saved.manifest) == []
+    entries = {entry.file for entry in saved.manifest.entries}
+    assert entries == {
+        e["file"] for one in written if one["generation"] == 2 for e in one["entries"]
+    }
+
+
+def test_a_state_that_the_record_contradicts_is_passed_over(store: Store) -> None:
+    """Steps 5 to 8 of generation 1 were rolled back; 5 and 6 are recorded as 2 computed them."""
+    again = range(5, 9)
+    save(store, n0=[shard(8, 0, told=again), shard(6, 0, generation=2)])
+    save(store, n1=[shard(8, 1, told=again), shard(6, 1, generation=2)])
+    written = emergency.gather(store, RUN, 0.0)
+    saved = emergency.compose(written, JOB, RUN, 6, None, {4: 1, 5: 2, 6: 2})
+    assert saved is not None and saved.manifest.step == 6
+    saved = emergency.compose(
+        written, JOB, RUN, 4, None, {4: 1}
+    )  # it went back, and died right then
+    assert saved is not None and saved.manifest.step == 8
 
 
 def test_who_has_begun_is_waited_for(store: Store) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from elastic_ft.core.events import (
     KeeperReady,
     RecordStep,
     ReleaseWorker,
+    Source,
     Tier,
 )
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged
-from elastic_ft.runtime.buffer import DIGEST_BYTES, lay_out, schema_bytes, seal
+from elastic_ft.runtime.buffer import DIGEST_BYTES, is_whole, label, lay_out, schema_bytes, seal
 from elastic_ft.runtime.control import ControlServer, NodeHealth, Welcome
 from elastic_ft.runtime.keeper import (
     Free,
@@ -47,6 +49,15 @@ WHOLE = Box((0, 0), (4, 3))
 SCHEMA = lay_out([("a", "float32", (8, 3), WHOLE, 4), ("b", "int64", (), Box((), ()), 8)])
 VALUES = np.arange(12, dtype=np.float32)
 SPACE, SHARD = "pp1.s2.tp1", "pp0.s0.tp0"
+RUN = "run"
+
+
+def held(step: int, generation: int = 1) -> Holding:
+    return Holding(step, SPACE, SHARD, Tier.KEEPER, generation)
+
+
+def of(step: int, generation: int = 1) -> Source:
+    return Source(step, Tier.KEEPER, SPACE, generation=generation)
 
 
 class Desk:
@@ -55,7 +66,7 @@ class Desk:
     def __init__(self, checkpoint_url: str) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
         self.ended: list[str] = []
-        welcome = Welcome(make_job("ddp"), "run", checkpoint_url, ("", 0))
+        welcome = Welcome(make_job("ddp"), RUN, checkpoint_url, ("", 0))
         self.server = ControlServer(
             "127.0.0.1",
             lambda member: welcome,
@@ -99,9 +110,9 @@ def write(client: KeeperClient, step: int, *, sealed: bool = True) -> tuple[str,
     buffer = np.frombuffer(memory, np.uint8)
     buffer[:48] = VALUES.view(np.uint8)
     buffer[64:72] = np.array([step], np.int64).view(np.uint8)
-    seal(buffer)
+    holding = held(step)
+    seal(buffer, label(RUN, holding, SCHEMA))
     if sealed:
-        holding = Holding(step, SPACE, SHARD, Tier.KEEPER)
         client.tell(Sealed(path, holding, SCHEMA, (known(step),)))
     return path, memory
 
@@ -115,9 +126,9 @@ def test_what_a_worker_sealed_outlives_it_and_is_cut_as_asked(desk: Desk, keeper
     client.close()
     told = desk.next(KeeperHolds)
     assert (told.worker, told.node) == ("w0", "n0")
-    assert told.holdings == (Holding(6, SPACE, SHARD, Tier.KEEPER),)
+    assert told.holdings == (held(6),)
     assert told.record == (known(6),)  # it went on to step 7, but of that nothing is left
-    left = LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
+    left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
     assert left.schema == SCHEMA
     data = left.read([("a", Box((1, 1), (2, 2))), ("b", Box((), ()))])
     assert np.frombuffer(data[:16], np.float32).tolist() == [4, 5, 7, 8]
@@ -132,13 +143,13 @@ def test_damage_is_refused_naming_the_keeper(desk: Desk, keeper: Keeper) -> None
     client.close()
     desk.next(KeeperHolds)
     with pytest.raises(StateDamaged, match="digest differs") as caught:
-        LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
+        LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
     assert (caught.value.holder, caught.value.shard) == ("keeper:n0/w0", SHARD)
 
 
 def test_what_is_not_kept_is_refused(desk: Desk, keeper: Keeper) -> None:
     with pytest.raises(StateDamaged, match="is not kept here"):
-        LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD)
+        LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
 
 
 def test_two_that_ended_at_one_step_are_told_apart(desk: Desk, keeper: Keeper) -> None:
@@ -148,12 +159,12 @@ def test_two_that_ended_at_one_step_are_told_apart(desk: Desk, keeper: Keeper) -
         path, memory = write(client, 6, sealed=False)
         buffer = np.frombuffer(memory, np.uint8)
         buffer[0] = value
-        seal(buffer)
-        client.tell(Sealed(path, Holding(6, SPACE, SHARD, Tier.KEEPER), SCHEMA))
+        seal(buffer, label(RUN, held(6), SCHEMA))
+        client.tell(Sealed(path, held(6), SCHEMA))
         client.close()
         desk.next(KeeperHolds)
     for worker, value in (("w0", 1), ("w1", 2)):
-        left = LeftShard(keeper, desk.server.key, worker, 6, SPACE, SHARD)
+        left = LeftShard(keeper, desk.server.key, worker, of(6), SHARD)
         assert left.read([("a", WHOLE)])[0] == value
 
 
@@ -161,7 +172,7 @@ def await_dropped(desk: Desk, keeper: Keeper, step: int) -> None:
     """Of w0. The command and the request come over two connections."""
     for _ in range(1000):
         try:
-            LeftShard(keeper, desk.server.key, "w0", step, SPACE, SHARD)
+            LeftShard(keeper, desk.server.key, "w0", of(step), SHARD)
         except StateDamaged:
             return
     pytest.fail(f"step {step}, which w0 left, is still served")
@@ -175,18 +186,53 @@ def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
         desk.next(KeeperHolds)
     desk.server.send(keeper.name, DropKept("n0", "w0"))
     await_dropped(desk, keeper, 6)
-    assert LeftShard(keeper, desk.server.key, "w1", 6, SPACE, SHARD).schema
+    assert LeftShard(keeper, desk.server.key, "w1", of(6), SHARD).schema
 
 
-def test_steps_that_are_trained_again_are_dropped(desk: Desk, keeper: Keeper) -> None:
+def test_a_state_of_another_history_is_not_served(desk: Desk, keeper: Keeper) -> None:
+    """The worker has step 6 as generation 1 computed it; the job has trained it again since."""
     client = KeeperClient(keeper, desk.server.key, "w0")
     write(client, 6)
-    write(client, 7)
     client.close()
     desk.next(KeeperHolds)
-    desk.server.send(keeper.name, DropKept("n0", "w0", after=6))
-    await_dropped(desk, keeper, 7)
-    assert LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD).schema
+    with pytest.raises(StateDamaged, match="is not kept here"):
+        LeftShard(keeper, desk.server.key, "w0", of(6, generation=2), SHARD)
+
+
+def test_bytes_of_a_later_step_are_not_served_as_those_of_an_earlier_one(
+    desk: Desk, keeper: Keeper
+) -> None:
+    """The line to the keeper ends; the worker lives, and goes on with the memory it has mapped."""
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    _, memory = write(client, 40)
+    client.close()
+    desk.next(KeeperHolds)
+    left = LeftShard(keeper, desk.server.key, "w0", of(40), SHARD)
+    buffer = np.frombuffer(memory, np.uint8)
+    buffer[64:72] = np.array([42], np.int64).view(np.uint8)
+    seal(buffer, label(RUN, held(42), SCHEMA))
+    with pytest.raises(StateDamaged, match="is being written to"):
+        left.read([("b", Box((), ()))])
+    with pytest.raises(StateDamaged, match="digest differs"):
+        LeftShard(keeper, desk.server.key, "w0", of(40), SHARD)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 41},
+        {"generation": 2},
+        {"space": "pp1.s3.tp1"},
+        {"shard": "pp0.s1.tp0"},
+    ],
+)
+def test_whole_bytes_are_whole_as_what_they_were_sealed_alone(other: dict[str, Any]) -> None:
+    buffer = np.zeros(schema_bytes(SCHEMA) + DIGEST_BYTES, np.uint8)
+    seal(buffer, label(RUN, held(40), SCHEMA))
+    assert is_whole(buffer, label(RUN, replace(held(40), tier=Tier.PEER), SCHEMA))
+    assert not is_whole(buffer, label(RUN, replace(held(40), **other), SCHEMA))
+    assert not is_whole(buffer, label("another run", held(40), SCHEMA))
+    assert not is_whole(buffer, label(RUN, held(40), SCHEMA[:1]))
 
 
 def test_a_buffer_that_does_not_fit_is_refused_in_words(desk: Desk, keeper: Keeper) -> None:
@@ -205,7 +251,7 @@ def test_it_writes_checkpoints_from_the_workers_memory(
     client = KeeperClient(keeper, desk.server.key, "w0")
     path, memory = write(client, 6)
     owned = frozenset({("a", WHOLE)})
-    request = Upload(path, SCHEMA, owned, str(tmp_path), "data/run/g1-s6", 0)
+    request = Upload(path, held(6), SCHEMA, owned, str(tmp_path), "data/run/g1-s6", 0)
     (entry,) = (ShardEntry.from_dict(values) for values in client.upload(request))
     assert (entry.tensor, entry.box, entry.nbytes) == ("a", WHOLE, 48)
     stored = open_store(str(tmp_path)).get(f"data/run/g1-s6/{entry.file}")
@@ -214,7 +260,9 @@ def test_it_writes_checkpoints_from_the_workers_memory(
     with pytest.raises(KeeperRefused, match="digest differs: it is not written"):
         client.upload(request)
     with pytest.raises(KeeperRefused, match="is no buffer of a worker here"):
-        client.upload(Upload("/nowhere", SCHEMA, owned, str(tmp_path), "data/run/g1-s7", 0))
+        client.upload(
+            Upload("/nowhere", held(7), SCHEMA, owned, str(tmp_path), "data/run/g1-s7", 0)
+        )
     client.close()
 
 
@@ -234,7 +282,7 @@ def test_who_dials_a_stopped_keeper_is_told_in_time(stopped: Keeper) -> None:
     with pytest.raises(KeeperGone, match=r"keeper:n0 can't be reached in 0.2 s"):
         KeeperClient(stopped, b"key", "w0", IMPATIENT)
     with pytest.raises(StateDamaged, match=r"keeper:n0/w1: .* can't be reached") as caught:
-        LeftShard(stopped, b"key", "w1", 6, SPACE, SHARD, patience=IMPATIENT)
+        LeftShard(stopped, b"key", "w1", of(6), SHARD, patience=IMPATIENT)
     assert (caught.value.holder, caught.value.shard) == ("keeper:n0/w1", SHARD)
 
 
@@ -247,9 +295,8 @@ def test_a_keeper_that_hangs_while_it_is_asked_delays_nobody_for_long(
         with pytest.raises(KeeperGone, match=r"nothing heard for 0.2 s"):
             client.allocate(100)
         with pytest.raises(StateDamaged, match="keeper:n0/w0"):
-            LeftShard(keeper, desk.server.key, "w0", 6, SPACE, SHARD, patience=IMPATIENT)
-        holding = Holding(7, SPACE, SHARD, Tier.KEEPER)
-        told = Sealed("/proc/0/fd/0", holding, SCHEMA * 100)
+            LeftShard(keeper, desk.server.key, "w0", of(6), SHARD, patience=IMPATIENT)
+        told = Sealed("/proc/0/fd/0", held(7), SCHEMA * 100)
         deadline_s = time.monotonic() + 30
         while client._channel.send(told):  # until the socket is full: then it is given up
             assert time.monotonic() < deadline_s, "a full socket takes more and more"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.core import buddies, commits, events, layout, membership, recovery, restoring, state
+from elastic_ft.core.lineage import Lineage
 from elastic_ft.sim import (
     CHANGES,
     KINDS,
@@ -28,6 +29,9 @@ from elastic_ft.sim import (
     make_scenario,
     simulate,
 )
+from elastic_ft.sim.keeper import SimKeeper
+from elastic_ft.sim.places import Key
+from elastic_ft.sim.worker import Copy
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "500"))
@@ -149,8 +153,28 @@ def test_what_was_left_of_void_steps_is_never_mixed_with_those_trained_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert not failures(trained_again(seed) for seed in range(60))
-    monkeypatch.setattr(restoring, "_of_this_history", lambda held, until: held)
+    without_identity(monkeypatch)
     assert failures(trained_again(seed) for seed in range(60))
+
+
+def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core takes every state for this history's state of its step, and so do keepers."""
+    Holdings = Mapping[str, tuple[events.Holding, ...]]
+
+    def believed(lineage: Lineage, holdings: Holdings) -> Holdings:
+        return {
+            holder: tuple(replace(h, generation=lineage.generation_of(h.step) or 0) for h in held)
+            for holder, held in holdings.items()
+        }
+
+    def find(keeper: SimKeeper, worker: str, key: Key) -> Copy | None:
+        left = keeper.left.get(worker)
+        same = (key[0], *key[2:])
+        named = {(k[0], *k[2:]): copy for k, copy in left.copies.items()} if left else {}
+        return named.get(same) if keeper.alive and not (keeper.hung or keeper.node.cut) else None
+
+    monkeypatch.setattr(restoring, "_of_this_history", believed)
+    monkeypatch.setattr(SimKeeper, "find", find)
 
 
 def left_over(seed: int) -> Scenario:
@@ -188,9 +212,12 @@ def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
         del turn.commands[asked:]
         return benched
 
-    for broken in (not_told, lambda turn, keep, step: {}):
-        monkeypatch.setattr(membership, "bench", broken)
-        assert failures(scenarios)
+    monkeypatch.setattr(membership, "bench", lambda turn, keep, step: {})
+    assert failures(scenarios)
+    monkeypatch.setattr(membership, "bench", not_told)  # what they keep then is of no history
+    assert not failures(scenarios)
+    without_identity(monkeypatch)
+    assert failures(scenarios)
 
 
 # ------------------------------------------------------------------------------- determinism
