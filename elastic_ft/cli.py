@@ -8,7 +8,6 @@ clean stop. What is heavy (torch, ray) is imported once the cheap checks have pa
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -29,6 +28,7 @@ from chaos import cli as chaos_cli
 from elastic_ft import checkpoint_cli, events_cli, plan_cli, resize_cli, simulate_cli
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
+from elastic_ft.observe.outcome import complete, read_result
 
 if TYPE_CHECKING:
     from chaos.disturbance import Disturbance
@@ -225,9 +225,11 @@ class How:
 
 def _train(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
+    if ended := complete(read_result(out), job.steps):
+        say(f"{job.name} {ended}: nothing was started; run folder: {out}")
+        return COMPLETED
     checked = _check(job, out, where, how)
-    ended = _run(job, out, where, checked, how)
-    return _conclude(ended, out)
+    return _conclude(_run(job, out, where, checked, how), out)
 
 
 def _check(job: Job, out: str, where: Where, how: How) -> Checked:
@@ -311,7 +313,7 @@ def _run_on_ray(
         _quieten_ray()
         stack.enter_context(by.injected(cluster))
         error = _fit(job, out, checked, how)
-        result = _result_of(out)
+        result = read_result(out)
         return Ended(result, error, by.unfired(result))
 
 
@@ -388,17 +390,6 @@ def _forget_result(out: str) -> None:
     fs, path = fsspec.core.url_to_fs(f"{out.rstrip('/')}/result.json", use_listings_cache=False)
     with contextlib.suppress(OSError):
         fs.rm(path)
-
-
-def _result_of(out: str) -> dict[str, Any]:
-    import fsspec
-
-    fs, path = fsspec.core.url_to_fs(f"{out.rstrip('/')}/result.json", use_listings_cache=False)
-    try:
-        found = json.loads(fs.cat_file(path))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # ----------------------------------------------------------------------------- progress

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import typer
 import yaml
 
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.outcome import read_result
 
 FOLLOW_EVERY_S = 0.2
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
@@ -42,7 +42,7 @@ def events(
         if not follow:
             break
         time.sleep(FOLLOW_EVERY_S)
-    result = _result(run_folder)
+    result = read_result(run_folder)
     if result and not raw:
         print()
         print("\n".join(story.summary(result)))
@@ -85,15 +85,6 @@ def read(run_folder: str, name: str) -> str:
     except Exception as error:  # any filesystem may raise anything
         kind = type(error).__name__
         raise ConfigError(f"{run_folder}: not a run folder: no {name} ({kind})") from None
-
-
-def _result(run_folder: str) -> dict[str, Any]:
-    """{} while the run goes on."""
-    try:
-        found = json.loads(read(run_folder, "result.json"))
-    except (ConfigError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _worker_seconds(run_folder: str, result: dict[str, Any]) -> dict[str, Any]:

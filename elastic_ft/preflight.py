@@ -96,6 +96,7 @@ def check(
     terms = terms_of(job.model_dump(mode="json"))
     terms |= data_terms(len(bundle.train), bundle.fingerprint)
     check_checkpoint(url, tensors, {} if accept_changes else terms)
+    check_steps(job.steps, url)
     return Checked(
         checkpoint_url=url,
         samples=len(bundle.train),
@@ -356,3 +357,18 @@ def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
         )
     if other := changes(terms_in(manifest.extra), terms):
         raise ConfigError(refusal(other, manifest.step, refs[0].url))
+
+
+def check_steps(steps: int, url: str) -> None:
+    """Raises ConfigError where the run would go on from a later step than its last."""
+    from elastic_ft.errors import StoreFailed
+    from elastic_ft.observe.outcome import check_resume_point
+    from elastic_ft.storage import checkpoints
+    from elastic_ft.storage.store import open_store
+
+    try:
+        refs = checkpoints.committed(open_store(url, deadline_s=20))
+    except StoreFailed as error:
+        raise StorageError(f"checkpoint.url: {error}") from None
+    for newest in refs[:1]:
+        check_resume_point(steps, newest.step, newest.url)

@@ -145,8 +145,12 @@ class RunFolder:
 
     def last_step(self) -> int:
         """The last step recorded; 0 if none is."""
+        return int(self.last_line().get("step", 0))
+
+    def last_line(self) -> dict[str, Any]:
+        """Of steps.jsonl; {} if it has none."""
         lines = read_lines(self.path / "steps.jsonl")
-        return lines[-1]["step"] if lines else 0
+        return lines[-1] if lines else {}
 
     def computed_by(self) -> dict[int, int]:
         """Of the steps recorded, the generation that computed each."""

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from chaos.check import Folder
-from elastic_ft.cli import COMPLETED, FAILED, INTERRUPTED, _main
+from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, _main
 from elastic_ft.config import load_job
 from elastic_ft.core.invariants import Expected, check_run
 
@@ -47,9 +47,10 @@ def check(path: Path, *, starts: int = 1, **expected: Any) -> Folder:
 
 
 def test_a_run_completes_and_its_folder_tells(
-    start: Start, write_job: WriteJob, folder: Path
+    start: Start, write_job: WriteJob, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = start("run", write_job(), "--processes").finish()
+    job = write_job()
+    code, out, err = start("run", job, "--processes").finish()
     assert (code, err) == (COMPLETED, "")
     assert out.splitlines()[-1].startswith("completed: 12 steps")
     run = check(folder / "runs/tiny", seed=0, global_batch_size=4, steps=12, status="completed")
@@ -68,6 +69,12 @@ def test_a_run_completes_and_its_folder_tells(
     committed = [line for line in run.events if line["event"] == "checkpoint_committed"]
     assert committed[-1].keys() >= {"step", "url", "bytes", "seconds"}
 
+    contents = {path: path.read_bytes() for path in (folder / "runs/tiny").glob("*.*")}
+    assert _main(["run", job, "--processes"]) == COMPLETED
+    (said,) = capfd.readouterr().out.splitlines()
+    assert said.startswith("tiny is complete: 12 steps, result of 20")
+    assert {path: path.read_bytes() for path in (folder / "runs/tiny").glob("*.*")} == contents
+
 
 def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     start: Start, write_job: WriteJob, folder: Path, capfd: pytest.CaptureFixture[str]
@@ -83,6 +90,11 @@ def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     manifest = max((folder / "runs/tiny/checkpoints/manifests").iterdir())
     last = stopped.steps[-1]["step"]
     assert int(manifest.name.split("-")[0]) == last
+
+    fewer = write_job({"steps": last - 1})
+    assert _main(["run", fewer, "--processes"]) == BAD_USAGE
+    (refused,) = capfd.readouterr().err.splitlines()
+    assert f"steps: {last - 1} is below step {last}, from which" in refused
 
     saved = yaml.safe_load((folder / "runs/tiny/job.yaml").read_text()) | {"steps": last + 4}
     (folder / "runs/tiny/job.yaml").write_text(yaml.safe_dump(saved))

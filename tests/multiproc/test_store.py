@@ -64,6 +64,7 @@ def test_replicas_read_a_checkpoint_once(
         first = run_job(job, tmp_path / "run", environment=environment)
         (committed,) = first.all("checkpoint_committed")
         proxy.downloaded.clear()
+        (tmp_path / "run" / "result.json").unlink()  # else it is complete, and nothing is started
         again = run_job(job, tmp_path / "run", environment=environment)
     assert again.result["status"] == "completed", again.story()
     assert again.all("generation_formed")[-1]["source"] == "checkpoint", again.story()

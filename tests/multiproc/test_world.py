@@ -283,6 +283,7 @@ def test_a_second_stop_ends_the_job_at_once(tmp_path: Path) -> None:
 def test_resumes_at_another_world_size_and_layout_bit_by_bit(tmp_path: Path) -> None:
     first = run_job(make_job("fsdp", steps=6, optimizer=CONSTANT), tmp_path).check()
     same = make_job("ddp", steps=6, workers=2, optimizer=CONSTANT)
+    (tmp_path / "result.json").unlink()  # else it is complete, and nothing is started
     assert run_job(same, tmp_path).result["state_digest"] == first.result["state_digest"]
     longer = make_job("hsdp", steps=12, workers=3, optimizer=CONSTANT)
     run = run_job(longer, tmp_path)
