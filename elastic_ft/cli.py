@@ -225,7 +225,8 @@ class How:
 
 def _train(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
-    if ended := complete(read_result(out), job.steps):
+    ended = complete(read_result(out), job.steps)
+    if ended and not job.checkpoint.from_scratch:
         say(f"{job.name} {ended}: nothing was started; run folder: {out}")
         return COMPLETED
     checked = _check(job, out, where, how)

@@ -11,6 +11,7 @@ import typer
 import yaml
 
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.alive import Vigil, seems_dead
 from elastic_ft.observe.outcome import read_result
 
 FOLLOW_EVERY_S = 0.2
@@ -30,7 +31,8 @@ def events(
     from elastic_ft.observe.watch import Tail
 
     read(run_folder, "events.jsonl")
-    tail, first_s = Tail(run_folder, "events.jsonl"), 0.0
+    tail, first_s, ended, dead = Tail(run_folder, "events.jsonl"), 0.0, False, ""
+    vigil = Vigil(run_folder)
     while True:
         for line in tail.read():
             first_s = first_s or line["at_s"]
@@ -38,10 +40,14 @@ def events(
             told = [story.raw(line, elapsed_s)] if raw else story.story(line, elapsed_s)
             for text in told:
                 print(text, flush=True)
-            follow = follow and line["event"] != "finished"
-        if not follow:
+            ended, dead = line["event"] == "finished", ""
+        if not follow or ended:
             break
+        if not dead and (dead := vigil.look()):  # another may come: it is followed, too
+            print(dead, flush=True)
         time.sleep(FOLLOW_EVERY_S)
+    if not ended and not dead and (dead := seems_dead(run_folder)):
+        print(dead)
     result = read_result(run_folder)
     if result and not raw:
         print()

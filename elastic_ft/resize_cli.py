@@ -14,6 +14,7 @@ import yaml
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.errors import ConfigError, JobFailed
+from elastic_ft.observe.alive import Vigil
 from elastic_ft.observe.requests import Resize, ask
 from elastic_ft.observe.watch import Tail
 
@@ -33,11 +34,13 @@ def resize(
     journal.look()
     if journal.ended:
         raise ConfigError(f"{run_folder}: the job has ended: {journal.ended}")
-    asked = ask(run_folder, workers)
+    asked, vigil = ask(run_folder, workers), Vigil(run_folder)
     deadline_s = time.monotonic() + timeout_s
     while not journal.is_done(asked):
         if journal.ended:
             raise JobFailed(f"{run_folder}: the job has ended: {journal.ended}")
+        if dead := vigil.look():
+            raise JobFailed(f"{run_folder}: {dead}, and obeys the request")
         if time.monotonic() > deadline_s:
             raise JobFailed(
                 f"{run_folder}: {journal.world} workers after {timeout_s:g} s, not {workers}; "

@@ -251,6 +251,7 @@ class WorkerRaised:
     step: int
     error: str
     usage: bool = False  # the user's to fix: retrying is pointless
+    frames: tuple[str, ...] = ()  # of user code, the one that raised last
 
 
 @dataclass(frozen=True, slots=True)

@@ -553,6 +553,8 @@ def _collective_failed(turn: Turn, event: CollectiveFailed) -> None:
 def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
     state = turn.state
     if event.usage or state.assignment is None:
+        if event.frames:
+            _journal_raised(turn, event, 1)
         finish(turn, "failed", f"{event.worker}: {event.error}; {turn.last_good()}")
         return
     if not is_current(turn, event.worker, event.generation):
@@ -562,7 +564,7 @@ def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
         # The step after it as well: what raises once a step is applied may find it kept.
         count = count + 1 if step <= event.step <= step + 1 else 1
         turn.set(user_failures=(event.step, count, event.generation))
-    turn.journal("worker_raised", event.error, worker=event.worker, step=event.step, times=count)
+    _journal_raised(turn, event, count)
     if count > turn.policy.max_user_failures:
         again = f", {count} times in a row" if count > 1 else ""
         reason = f"{event.worker} raised at step {event.step}{again}: {event.error}"
@@ -571,6 +573,11 @@ def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
         _pause(turn, "worker_raised", f"{event.worker} raised: {event.error}", abort=True)
     elif state.phase == "pausing" and not state.abort:
         _escalate(turn, f"{event.worker} raised: {event.error}")
+
+
+def _journal_raised(turn: Turn, event: WorkerRaised, times: int) -> None:
+    fields = {"worker": event.worker, "step": event.step, "times": times}
+    turn.journal("worker_raised", event.error, **fields, frames=list(event.frames))
 
 
 def _paused(turn: Turn, event: Paused) -> None:

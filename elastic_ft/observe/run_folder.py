@@ -18,6 +18,7 @@ import yaml
 
 from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.observe import requests
+from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.watch import local_path
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Kind
@@ -25,7 +26,10 @@ from elastic_ft.storage.store import StoreError, open_store
 
 MIRROR_EVERY_S = 5.0
 ASIDE_MAX = 4  # older versions of a file whose steps were voided
-FILES = ("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json")
+FILES = (
+    *("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json"),
+    ALIVE,
+)
 
 
 class RunFolder:

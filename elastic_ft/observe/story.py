@@ -47,11 +47,19 @@ def _recovered_at_length(line: Line) -> str:
     )
 
 
+def _raised(line: Line) -> str:
+    """With where, so that nobody has to look for it: the journal's lines of the user's frames."""
+    frames = "".join(f"\n{INDENT}  {frame}" for frame in line.get("frames", ()))
+    return f"{line['worker']} raised: {line['reason']}{frames}"
+
+
 # What a person who waits wants to know; the story has more.
 SPOKEN: dict[str, Callable[[Line], str]] = {
     "job_started": lambda line: line["reason"],
     "changes_accepted": lambda line: line["reason"],
     "job_changed": lambda line: line["reason"],
+    "controller_restarted": lambda line: f"another controller follows: {line['reason']}",
+    "loop_without_steps": lambda line: f"{line['worker']}: {line['reason']}",
     "generation_formed": _formed,
     "worker_lost": _lost,
     "worker_hung": _lost,
@@ -67,13 +75,16 @@ SPOKEN: dict[str, Callable[[Line], str]] = {
     "straggler_kept": lambda line: f"straggler: {line['reason']}",
     "recovered": _recovered,
     "rolled_back": lambda line: f"rolled back to step {line['step']}: {line['reason']}",
-    "worker_raised": lambda line: f"{line['worker']} raised: {line['reason']}",
+    "worker_raised": _raised,
     "source_refused": lambda line: f"refused: {line['reason']}",
     "source_unreadable": lambda line: f"unreadable: {line['reason']}",
     "worker_left_out": lambda line: f"{line['worker']} is left out: {line['reason']}",
     "checkpoint_refused": lambda line: f"checkpoint refused: {line['reason']}",
     "checkpoint_failed": lambda line: f"checkpoint failed: {line['reason']}",
     "checkpoint_warning": lambda line: f"checkpoint: {line['reason']}",
+    "checkpoint_abandoned": lambda line: (
+        f"checkpoint of step {line['step']} abandoned: {line['reason']}"
+    ),
     "checkpoint_committed": lambda line: f"checkpoint of step {line['step']}: {line['url']}",
     "evaluated": lambda line: f"step {line['step']}: held-out loss {line['loss']:.4f}",
     "fault_fired": lambda line: f"fault injected: {line['reason']}, {line['worker']}",

@@ -85,6 +85,19 @@ class JobFailedError(JobFailed, TrainingFailedError):
     """What ``ElasticTrainer.fit`` raises, and ``Result.error`` holds, when the job has failed."""
 
 
+@dataclass
+class ElasticResult(Result):  # type: ignore[misc]
+    """Ray Train's result, and how the job ended: neither end below is an error.
+
+    Attributes:
+        status: completed, or stopped: someone asked for it, and a rerun goes on from there.
+        reason: in words.
+    """
+
+    status: str = ""
+    reason: str = ""
+
+
 class WholeJobPolicy(ScalingPolicy):
     """One group for the whole job. Pending placement groups are the autoscaler's demand."""
 
@@ -275,7 +288,9 @@ class ElasticController(TrainController):
             result = dataclasses.replace(result, metrics=self._rounds.last_metrics or ended)
         if result.checkpoint is None and ended and ended["checkpoints"]:
             result = dataclasses.replace(result, checkpoint=as_checkpoint(self._run.checkpoint_url))
-        return result
+        values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        status, reason = (ended["status"], ended["reason"]) if ended else ("failed", "")
+        return ElasticResult(**values, status=status, reason=reason)
 
     # ------------------------------------------------------------- elastic_ft's controller
 

@@ -174,11 +174,23 @@ class ElasticTrainer(DataParallelTrainer):
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Ctrl C is ``stop``, where signals can be caught: in the main thread."""
+        """Ctrl C is ``stop``, where signals can be caught: in the main thread.
+
+        The third one ends the driver, and with it the controller: it may be stuck.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = signal.signal(signal.SIGINT, lambda *_: self.stop("interrupted"))
+        interrupts = 0
+
+        def on_interrupt(signum: int, frame: Any) -> None:
+            nonlocal interrupts
+            interrupts += 1
+            if interrupts > 2:
+                raise KeyboardInterrupt
+            self.stop("interrupted")
+
+        previous = signal.signal(signal.SIGINT, on_interrupt)
         try:
             yield
         finally:

@@ -31,6 +31,7 @@ from elastic_ft.core.state import Policy, Recovery, State, Turn
 from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe.accounts import Accounts
+from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.outcome import check_resume_point, complete, read_result
 from elastic_ft.observe.run_folder import RunFolder, last_generation
@@ -147,6 +148,7 @@ class Controller:
         self._accounts = Accounts(self._started_at_s, elastic.workers_per_node, elastic.max_workers)
         self.metrics = Metrics(job.name, self.policy)
         self._last_metrics: dict[str, Any] = {}
+        self._alive = Alive(run.path)
         self._inquiries = Inquiries(self._send, host.kill_worker, self._journal)
         self._recoveries: dict[int, Recovery] = {}  # by generation; the core keeps the last ones
         self._finish: ev.FinishJob | None = None
@@ -170,10 +172,17 @@ class Controller:
         would go on from a later step than its last.
         """
         ended = read_result(str(self.run_folder.path))
-        if complete(ended, self.job.steps):
+        if complete(ended, self.job.steps) and not self.policy.from_scratch:
             self._publisher.close()
             self.run_folder.close()
             return ended
+        self._alive.start()
+        try:
+            return self._run()
+        finally:
+            self._alive.stop()
+
+    def _run(self) -> dict[str, Any]:
         found = self._open()
         if found is None:
             return self._give_up()
@@ -198,17 +207,10 @@ class Controller:
 
     # --------------------------------------------------------------------- set-up
 
-<<<<<<< HEAD
     def _open(self) -> tuple[ev.CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from; None if it is known by now how the job ends."""
         with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
             self._resumable(self.run_folder.last_step())  # before anything is touched
-=======
-    def _open(self) -> tuple[ev.CheckpointRef, ...]:
-        found = self._publisher.resumable(self.run_folder.last_step())
-        self._check_steps(found)  # before anything is touched
-        self._continuity.check(*self._publisher.terms_of(found))
->>>>>>> d28cf91 (cli: a complete job is not run again, nor one of fewer steps)
         # First: nobody else writes in either place from now on.
         killed = self.run_folder.take_over(self.run_id, self.job.name)
         if not self._when_readable(partial(self._take_over_checkpoints, killed)):
@@ -225,14 +227,9 @@ class Controller:
         computed_by = self.run_folder.computed_by()
         found = tuple(replace(ref, generation=computed_by.get(ref.step, 0)) for ref in found)
         step = found[0].step if found else 0
-<<<<<<< HEAD
         if found or self.policy.from_scratch:  # else the core says that there is no way on
             self.run_folder.truncate(step)
-=======
-        self._check_steps(found)  # again: what the killed one left may be later
-        self.run_folder.truncate(step)
         self._last_metrics = self.run_folder.last_line()
->>>>>>> d28cf91 (cli: a complete job is not run again, nor one of fewer steps)
         if killed:
             reason = f"the one before it did not end, at step {recorded}: from step {step}"
             fields = {"step": step, "steps_lost": recorded - step}
@@ -250,14 +247,16 @@ class Controller:
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
 
-<<<<<<< HEAD
     def _take_over_checkpoints(self, killed: tuple[str, ...]) -> bool:
         self._publisher.take_over(self.run_folder.url, behind=killed)
         return True
 
     def _resumable(self, recorded: int) -> tuple[ev.CheckpointRef, ...]:
-        """Raises StoreFailed, or ConfigError where the job would go on under other terms."""
+        """Raises StoreFailed; ConfigError where the job would go on under other terms, or is beyond
+        its last step."""
         found = self._publisher.resumable(recorded)
+        for newest in found[:1]:
+            check_resume_point(self.job.steps, newest.step, newest.url)
         self._continuity.check(*self._publisher.terms_of(found))
         return found
 
@@ -297,11 +296,6 @@ class Controller:
         self._ended_at_s = time.time()
         self.state = replace(self.state, committed=self._recorded)
         return self._result(self._finish)
-=======
-    def _check_steps(self, found: tuple[ev.CheckpointRef, ...]) -> None:
-        for newest in found[:1]:
-            check_resume_point(self.job.steps, newest.step, newest.url)
->>>>>>> d28cf91 (cli: a complete job is not run again, nor one of fewer steps)
 
     def _publish_emergency(self, run: str, recorded: int) -> None:
         """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import threading
 import time
@@ -79,12 +80,17 @@ from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.planning import device_memory_bytes
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
+from elastic_ft.runtime.traces import user_frames
 from elastic_ft.runtime.training_thread import TrainingThread
 
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
+<<<<<<< HEAD
 READS_PER_FORMING = 3  # a store that does not answer is found out before forming is given up
+=======
+LOOP_SILENT_S = 30.0  # a train loop that takes longer to iterate over train() is named
+>>>>>>> a0b6ff4 (cli: who waits is told why: frames, abandoned checkpoints, dead controllers)
 RELEASE_TIMEOUT_S = 3600.0  # with nothing heard: the connection's end is the usual way out
 
 
@@ -119,6 +125,7 @@ def run_worker(
                 pass
         else:
             train_loop()
+            worker.check_iterated()
     except ControllerLost:
         if worker.cut_off:  # a host would keep the process, which nobody can reach to end it (I1)
             os._exit(CUT_OFF)
@@ -174,6 +181,7 @@ class Worker:
         self._bench: Bench | None = None
         self._controller_lost = False
         self.cut_off = False  # it is there, perhaps, and can't be reached
+        self._iterated = False  # someone has begun to iterate over ``steps``
         self._groups: Groups | None = None
         self._flags = Flags()
         self._live: tuple[Holding, State] | None = None
@@ -260,8 +268,8 @@ class Worker:
         except KeeperGone as error:
             self._note("keeper_refused", f"this worker's snapshots are its own: {error}")
 
-    def _note(self, event: str, reason: str) -> None:
-        self._send(Note(self.member.worker, self._points.generation, event, reason))
+    def _note(self, event: str, reason: str, **fields: Any) -> None:
+        self._send(Note(self.member.worker, self._points.generation, event, reason, fields))
 
     def _on_controller_lost(self) -> None:
         with self._news:
@@ -274,10 +282,25 @@ class Worker:
 
     def _beat(self) -> None:
         every_s = self.job.elastic.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        told_at_s = time.monotonic() + LOOP_SILENT_S
         while not self._closed.wait(every_s):
             points = self._points
             self._send(
                 Heartbeat(self.member.worker, points.step, points.place, points.count, points.last)
+            )
+
+            if not self._iterated and time.monotonic() > told_at_s:
+                told_at_s = math.inf
+                reason = f"{LOOP_SILENT_S:g} s on, the train loop has not begun to iterate over "
+                reason += "elastic_ft.train(): nothing is trained"
+                self._note("loop_without_steps", reason, worker=self.member.worker)
+
+    def check_iterated(self) -> None:
+        """Raises UsageError if the train loop has ended and never asked for a step."""
+        if not self._iterated and not self._is_over():
+            raise UsageError(
+                "the train loop ended and never iterated over elastic_ft.train(): expected "
+                "`for step in elastic_ft.train()`, nothing is trained without it"
             )
 
     def _fault_fired(self, index: int) -> None:
@@ -302,6 +325,7 @@ class Worker:
 
     def steps(self) -> Iterator[Step]:
         """Yields every step this worker takes part in, until it is released."""
+        self._iterated = True
         tools = self._tools = self._prepare()
         self._links.wait()  # no survivor is to wait for our DNS
         memory_bytes = device_memory_bytes(tools.engine.device, self.job.elastic.workers_per_node)
@@ -592,7 +616,8 @@ def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable
 def _raised_event(worker: str, generation: int, step: int, error: BaseException) -> WorkerRaised:
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
     usage = isinstance(error, UsageError)
-    return WorkerRaised(time.time(), worker, generation, step, text, usage)
+    frames = () if usage else user_frames(error)
+    return WorkerRaised(time.time(), worker, generation, step, text, usage, frames)
 
 
 def member_here(worker: str, node: str, host: str, raylet_pid: int | None = None) -> Member:

@@ -6,7 +6,11 @@ A job that is really resized: tests/multiproc/test_elastic_policy.py.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,14 +19,18 @@ import pytest
 import yaml
 
 from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
+from elastic_ft.observe import alive
 from elastic_ft.observe.requests import NAME
 from elastic_ft.observe.run_folder import RunFolder
 
-STARTED = {"event": "job_started", "generation": 0, "reason": "starting from the seed"}
+STARTED = {"at_s": 1.0, "event": "job_started", "generation": 0, "reason": "starting from the seed"}
 
 
 def line(event: str, **fields: Any) -> str:
-    return json.dumps({"event": event, "generation": 1, "reason": "because", **fields}) + "\n"
+    return (
+        json.dumps({"at_s": 1.0, "event": event, "generation": 1, "reason": "because", **fields})
+        + "\n"
+    )
 
 
 @pytest.fixture
@@ -75,6 +83,56 @@ def test_nobody_answers_in_time(run: Path, capfd: pytest.CaptureFixture[str]) ->
     assert _main(["resize", str(run), "--workers", "4", "--timeout", "0.5"]) == FAILED
     assert "0 workers after 0.5 s, not 4; the request stands" in capfd.readouterr().err
     assert json.loads((run / NAME).read_text())["workers"] == 4
+
+
+def ended_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def sign(run: Path, **fields: Any) -> None:
+    """The last sign of life of the run's controller."""
+    found = {"at_s": time.time() - 43, "host": os.uname().nodename, "pid": ended_process()}
+    (run / alive.NAME).write_text(json.dumps(found | fields))
+
+
+def test_a_dead_controller_is_told_at_once(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D-task 4: it waited 300 s and said that the request stands."""
+    monkeypatch.setattr(alive, "GONE_S", 0.0)
+    sign(run)
+    assert _main(["resize", str(run), "--workers", "4"]) == FAILED
+    said = capfd.readouterr().err
+    assert "no controller is alive: its last sign of life was 43 s ago" in said
+    assert _main(["events", str(run)]) == COMPLETED
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last.startswith("no controller is alive: its last sign of life was 4")
+
+
+def test_a_sign_that_does_not_change_is_death_elsewhere_too(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alive, "STILL_S", 0.2)
+    monkeypatch.setattr(alive, "EVERY_S", 0.05)
+    sign(run, host="another", at_s=time.time() + 3600)  # and its clock is wrong
+    assert _main(["resize", str(run), "--workers", "4"]) == FAILED
+    assert "no controller is alive" in capfd.readouterr().err
+
+
+def test_a_controller_that_lives_is_waited_for(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(alive, "EVERY_S", 0.05)
+    monkeypatch.setattr(alive, "STILL_S", 0.6)
+    living = alive.Alive(run)
+    living.start()
+    assert _main(["resize", str(run), "--workers", "4", "--timeout", "1.5"]) == FAILED
+    assert "0 workers after 1.5 s, not 4; the request stands" in capfd.readouterr().err
+    assert _main(["events", str(run)]) == COMPLETED
+    assert "no controller" not in capfd.readouterr().out
+    living.stop()
 
 
 @pytest.mark.parametrize(("world", "idle"), [(4, 0), (2, 2)])

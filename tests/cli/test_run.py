@@ -142,10 +142,15 @@ def test_a_failing_job_ends_with_one_line(start: Start, write_job: WriteJob, fol
             "elastic.max_user_failures": 0,
         }
     )
-    code, _, err = start("run", job, "--processes").finish()
+    code, out, err = start("run", job, "--processes").finish()
     assert code == FAILED
     assert err.count("\n") == 1, err
     assert "sample is rotten" in err
+    where = f"{folder}/broken.py:4 in __getitem__: def __getitem__(self, i): raise RuntimeError"
+    assert where in out, "the console says where"
+    events = Folder.of(folder / "runs/tiny").events
+    (raised,) = [line for line in events if line["event"] == "worker_raised"][:1]
+    assert raised["frames"][-1].startswith(where)
     assert "Traceback" not in err
     assert json.loads((folder / "runs/tiny/result.json").read_text())["status"] == "failed"
 

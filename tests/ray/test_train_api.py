@@ -157,10 +157,40 @@ def test_a_completed_job(start: Start) -> None:
     trial = start(job("short", steps=6, elastic=TWO))
     result = trial.join(START_S)
     assert result.error is None
+    assert (result.status, result.reason) == ("completed", "all 6 steps are committed")
     assert result.metrics is not None
     assert result.metrics["step"] == 6
     assert json.loads((trial.folder / "result.json").read_text())["status"] == "completed"
     trial.check()
+    before = (trial.folder / "result.json").read_bytes()
+    again = start(job("short", steps=6, elastic=TWO)).join(SOON_S)
+    assert (again.status, (trial.folder / "result.json").read_bytes()) == ("completed", before)
+    assert len(trial.events("job_started")) == 1, "nothing was started"
+
+
+def test_a_third_interrupt_ends_a_driver_whose_controller_is_stuck() -> None:
+    class Stuck:
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+            self.stop = self
+
+        def remote(self, reason: str) -> None:
+            self.asked.append(reason)
+
+    trainer, stuck = ElasticTrainer(job("stuck"), scaling_config=two_workers()), Stuck()
+    trainer._controller = stuck
+    with trainer._interruptible():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert stuck.asked == ["interrupted", "interrupted"]
+
+
+def two_workers() -> Any:
+    from ray.train import ScalingConfig
+
+    return ScalingConfig(num_workers=2)
 
 
 def test_scaling_config_overrides_the_numbers_of_workers() -> None:

@@ -1,0 +1,122 @@
+"""Whether anybody runs a job: the sign of life that its controller leaves in the run folder.
+
+A sign that is renewed is a controller that lives, whatever the clocks of two machines say. One of
+this machine whose process is gone is dead at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import psutil
+
+from elastic_ft.observe.watch import local_path
+
+NAME = "alive.json"
+EVERY_S = 1.0
+GONE_S = 3.0  # without a new sign, of a process of this machine that is not there
+STILL_S, STILL_REMOTE_S = 15.0, 30.0  # without a new sign; a remote folder is some seconds behind
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    at_s: float  # unix time of the controller's machine
+    host: str
+    pid: int
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was a process of this machine, and that is no more."""
+        return self.host == os.uname().nodename and not psutil.pid_exists(self.pid)
+
+
+class Alive:
+    """Leaves a sign again and again, also while its controller waits for a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._over = folder, threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="alive", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(EVERY_S)
+
+    def _renew(self) -> None:
+        while True:
+            with contextlib.suppress(OSError):  # a full disk: the journal's next line says so
+                leave(self._folder)
+            if self._over.wait(EVERY_S):
+                return
+
+
+def leave(folder: Path) -> None:
+    """This process lives now."""
+    swap = folder / f"{NAME}.tmp"
+    swap.write_text(json.dumps(asdict(Sign(time.time(), os.uname().nodename, os.getpid()))))
+    swap.replace(folder / NAME)
+
+
+def find(run_url: str) -> Sign | None:
+    """The last sign; None if there is none that can be read."""
+    try:
+        with fsspec.open(f"{run_url.rstrip('/')}/{NAME}", "r") as file:
+            found: Any = json.loads(file.read())
+        return Sign(float(found["at_s"]), str(found["host"]), int(found["pid"]))
+    except Exception:  # any filesystem may raise anything; who waits looks again
+        return None
+
+
+def nobody(sign: Sign) -> str:
+    """That no controller is alive, in words."""
+    when = datetime.fromtimestamp(sign.at_s, UTC)
+    ago_s = max(0.0, time.time() - sign.at_s)
+    where = f"process {sign.pid} on {sign.host}"
+    return (
+        f"no controller is alive: its last sign of life was {ago_s:.0f} s ago "
+        f"({when:%Y-%m-%d %H:%M:%S} UTC, {where}); elastic-ft resume goes on from there"
+    )
+
+
+def seems_dead(run_url: str) -> str:
+    """For who does not wait: why the controller of a run without an end is taken for dead."""
+    sign = find(run_url)
+    if sign is None:
+        return ""
+    age_s = time.time() - sign.at_s
+    still_s = STILL_S if local_path(run_url) is not None else STILL_REMOTE_S
+    return nobody(sign) if age_s > still_s or (sign.gone and age_s > GONE_S) else ""
+
+
+class Vigil:
+    """Watches for a sign that stays the same, while something is waited for."""
+
+    def __init__(self, run_url: str) -> None:
+        self._url = run_url
+        self._still_s = STILL_S if local_path(run_url) is not None else STILL_REMOTE_S
+        self._sign: Sign | None = None
+        self._since_s = self._next_look_s = time.monotonic()
+
+    def look(self) -> str:
+        """Why the controller is dead, in words; empty while it may live."""
+        now_s = time.monotonic()
+        if now_s >= self._next_look_s:
+            self._next_look_s = now_s + EVERY_S
+            sign = find(self._url)
+            if sign is not None and sign != self._sign:
+                self._sign, self._since_s = sign, now_s
+        if self._sign is None:
+            return ""
+        patience_s = GONE_S if self._sign.gone else self._still_s
+        return nobody(self._sign) if now_s - self._since_s > patience_s else ""

@@ -1,0 +1,29 @@
+"""Where user code raised: the frames that its author knows, few enough for one journal line."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from pathlib import Path
+
+FRAMES_MAX, LINE_MAX = 6, 160
+OURS = str(Path(__file__).resolve().parents[1])
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
+
+
+def user_frames(error: BaseException) -> tuple[str, ...]:
+    """The innermost frames of the user's own files, the last one where it raised.
+
+    If there are none (it passed something odd to a library, say), those of anybody's files.
+    """
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if error.__cause__ is not None:
+        frames += traceback.walk_tb(error.__cause__.__traceback__)
+    told = traceback.StackSummary.extract(iter(frames))
+    theirs = [frame for frame in told if not frame.filename.startswith((OURS, *LIBRARIES))]
+    return tuple(_line(frame) for frame in (theirs or told)[-FRAMES_MAX:])
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    text = f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return f"{text}: {frame.line}"[:LINE_MAX] if frame.line else text[:LINE_MAX]
