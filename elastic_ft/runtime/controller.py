@@ -171,7 +171,7 @@ class Controller:
         A job that is complete is not run again, and its result stays. Raises ConfigError if it
         would go on from a later step than its last.
         """
-        ended = read_result(str(self.run_folder.path))
+        ended = read_result(self.run_folder.url)
         if complete(ended, self.job.steps) and not self.policy.from_scratch:
             self._publisher.close()
             self.run_folder.close()

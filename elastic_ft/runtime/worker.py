@@ -86,11 +86,8 @@ from elastic_ft.runtime.training_thread import TrainingThread
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
-<<<<<<< HEAD
 READS_PER_FORMING = 3  # a store that does not answer is found out before forming is given up
-=======
 LOOP_SILENT_S = 30.0  # a train loop that takes longer to iterate over train() is named
->>>>>>> a0b6ff4 (cli: who waits is told why: frames, abandoned checkpoints, dead controllers)
 RELEASE_TIMEOUT_S = 3600.0  # with nothing heard: the connection's end is the usual way out
 
 
