@@ -30,6 +30,7 @@ _KEYS_OF_EVENT = {
     "checkpoint_committed": ("step",),
     "worker_lost": ("worker",),
     "worker_hung": ("worker",),
+    "record_incomplete": ("first_step", "last_step"),
 }
 _RECOVERY_KEYS = _KEYS_OF_EVENT["recovered"]
 
@@ -208,8 +209,7 @@ def _same_terms(run: Run, lines: Sequence[Line]) -> Iterable[tuple[int, list[Lin
 
 def all_or_nothing(run: Run) -> Iterable[str]:
     """I4: steps are committed once each, in order, by the whole world of their generation."""
-    steps = [line["step"] for line in run.steps]
-    yield from step_sequence_violations(steps, run.expected.first_step)
+    yield from _step_violations(run, [line["step"] for line in run.steps])
     worlds = {
         line["generation"]: (len(line["members"]), line["layout"])
         for line in run.all("generation_formed")
@@ -222,6 +222,20 @@ def all_or_nothing(run: Run) -> Iterable[str]:
                 f"step {line['step']} was committed by {found[0]} workers as {found[1]}, "
                 f"generation {line['generation']} has {formed[0]} as {formed[1]}"
             )
+
+
+def _step_violations(run: Run, steps: Sequence[int]) -> Iterable[str]:
+    """What is wrong with the order of ``steps``; lines whose loss is journalled are not missed."""
+    lost = {
+        step
+        for line in run.all("record_incomplete")
+        for step in range(line["first_step"], line["last_step"] + 1)
+    }
+    whole: list[int] = []
+    for before, step in pairwise([run.expected.first_step - 1, *steps]):
+        whole += [one for one in range(before + 1, step) if one in lost]
+        whole.append(step)
+    return step_sequence_violations(whole, run.expected.first_step)
 
 
 def no_marker_no_checkpoint(run: Run) -> Iterable[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from elastic_ft.storage.store import StoreError, open_store
 
 MIRROR_EVERY_S = 5.0
 ASIDE_MAX = 4  # older versions of a file whose steps were voided
+RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
 FILES = (
     *("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json"),
     ALIVE,
@@ -48,7 +50,7 @@ class RunFolder:
         self.path = folder
         self.path.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, Any] = {}
-        self._lock = threading.Lock()
+        self._lock, self._uploading = threading.Lock(), threading.Lock()
         self._sequence = 0
         self._stop_mirror = threading.Event()
         self._mirrored: dict[str, int] = {}
@@ -58,6 +60,20 @@ class RunFolder:
         self._has_result = False
         self._mirror_thread: threading.Thread | None = None
         self.mirror_error = ""
+
+    def make_durable(self) -> None:
+        """What is recorded of steps outlasts this machine from now on. From any thread.
+
+        Raises StoreFailed, OSError; Superseded.
+        """
+        for name in RECORD:
+            if self._remote:
+                with self._uploading:
+                    self._upload(name)
+            elif (self.path / name).exists():
+                _sync(self.path / name)
+        if not self._remote:
+            _sync(self.path)
 
     def take_over(self, run: str, job: str) -> tuple[str, ...]:
         """This is controller ``run``'s now. Returns the runs here that did not end.
@@ -175,9 +191,7 @@ class RunFolder:
                     kept = [line for line in lines if line["step"] <= step]
                     if len(kept) < len(lines):
                         _set_aside(path)
-                    swap = path.with_suffix(".tmp")
-                    swap.write_text("".join(json.dumps(line) + "\n" for line in kept))
-                    swap.replace(path)
+                    _replace(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
     def repair(self) -> None:
         """Drops a torn last line of the journals, left by a controller that died writing."""
@@ -190,9 +204,7 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         self.check_owner()
-        swap = self.path / "result.json.tmp"
-        swap.write_text(json.dumps(result, indent=2) + "\n")
-        swap.replace(self.path / "result.json")
+        _replace(self.path / "result.json", (json.dumps(result, indent=2) + "\n").encode())
         self._has_result = True
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
@@ -250,9 +262,7 @@ class RunFolder:
         """From a remote folder: there is nothing to be told by."""
         path, content = self.path / requests.NAME, self._get(requests.NAME)
         if content is not None and (not path.exists() or path.read_bytes() != content):
-            swap = path.with_suffix(".tmp")
-            swap.write_bytes(content)
-            swap.replace(path)
+            _replace(path, content)
 
     # --------------------------------------------------------------- mirroring
 
@@ -280,7 +290,8 @@ class RunFolder:
         self.mirror_error = ""
         try:
             for name in FILES:
-                self._upload(name)
+                with self._uploading:
+                    self._upload(name)
             self._fetch_request()
         except Superseded as error:  # the files there are the other's now
             self._superseded, self.mirror_error = error, str(error)
@@ -311,6 +322,25 @@ def _set_aside(path: Path) -> None:
     shutil.copyfile(path, path.with_suffix(f".{number}{path.suffix}"))
     for old in sorted(numbered)[: max(0, len(numbered) + 1 - ASIDE_MAX)]:
         numbered[old].unlink()
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Whole or not at all, also where the power fails."""
+    swap = path.with_suffix(".tmp")
+    with swap.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    swap.replace(path)
+
+
+def _sync(path: Path) -> None:
+    """The file's content, or the folder's entries, are on the disk from now on."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def last_generation(path: Path) -> int:

@@ -130,7 +130,7 @@ class Controller:
         self.run_id = uuid.uuid4().hex[:12]
         self.checkpoint_url = checkpoint_url
         self._publisher = Publisher(
-            job, self.run_id, checkpoint_url, self.post, self._restoring_from
+            job, self.run_id, checkpoint_url, self.post, self._restoring_from, run.make_durable
         )
         self._address = address
         self._faults = tuple(faults)
@@ -210,7 +210,7 @@ class Controller:
     def _open(self) -> tuple[ev.CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from; None if it is known by now how the job ends."""
         with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
-            self._resumable(self.run_folder.last_step())  # before anything is touched
+            self._resumable()  # before anything is touched
         # First: nobody else writes in either place from now on.
         killed = self.run_folder.take_over(self.run_id, self.job.name)
         if not self._when_readable(partial(self._take_over_checkpoints, killed)):
@@ -219,7 +219,7 @@ class Controller:
         for run in reversed(self._publisher.unrescued):
             self._publish_emergency(run, self.run_folder.last_step())
         recorded = self._recorded = self.run_folder.last_step()
-        found = self._when_readable(partial(self._resumable, recorded))
+        found = self._when_readable(self._resumable)
         if found is None:
             return None
         self.run_folder.write_job(self.job.model_dump(mode="json", exclude=FOR_ONE_START))
@@ -232,9 +232,13 @@ class Controller:
         self._last_metrics = self.run_folder.last_line()
         if killed:
             reason = f"the one before it did not end, at step {recorded}: from step {step}"
-            fields = {"step": step, "steps_lost": recorded - step}
+            fields = {"step": step, "steps_lost": max(0, recorded - step)}
             self._journal("controller_restarted", 0, reason, fields)
             self.run_folder.forget_ended()
+        if step > recorded > 0:
+            reason = f"steps {recorded + 1} to {step} are in the checkpoint, their lines were lost"
+            fields = {"first_step": recorded + 1, "last_step": step}
+            self._journal("record_incomplete", 0, reason, fields)
         self._tcp_store = serve_store(self._address)
         self._server = ControlServer(
             self._address, self._welcome, self._on_message, self._on_connection_end
@@ -251,10 +255,10 @@ class Controller:
         self._publisher.take_over(self.run_folder.url, behind=killed)
         return True
 
-    def _resumable(self, recorded: int) -> tuple[ev.CheckpointRef, ...]:
+    def _resumable(self) -> tuple[ev.CheckpointRef, ...]:
         """Raises StoreFailed; ConfigError where the job would go on under other terms, or is beyond
         its last step."""
-        found = self._publisher.resumable(recorded)
+        found = self._publisher.resumable()
         for newest in found[:1]:
             check_resume_point(self.job.steps, newest.step, newest.url)
         self._continuity.check(*self._publisher.terms_of(found))
@@ -301,13 +305,11 @@ class Controller:
         """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""
         try:
             terms, computed_by = recorded_terms(self.run_folder), self.run_folder.computed_by()
-            saved = self._publisher.rescue(run, recorded, terms, computed_by)
+            saved = self._publisher.rescue(run, recorded, terms, computed_by, self._record_steps)
         except StoreFailed as error:  # the newest checkpoint has to do
             self._journal("checkpoint_warning", 0, f"no emergency checkpoint: {error}", {})
             return
         if saved is not None:
-            for unrecorded in saved.record:
-                self._record_step(unrecorded)
             reason = "put together from what the keepers of a killed controller saved"
             fields = {"step": saved.manifest.step, "recorded": recorded}
             self._journal("emergency_checkpoint", 0, reason, fields)
@@ -498,6 +500,10 @@ class Controller:
         """A worker that can't be reached is lost; the connection's end says so."""
         assert self._server is not None
         return self._server.send(worker, message)
+
+    def _record_steps(self, commands: tuple[ev.RecordStep, ...]) -> None:
+        for command in commands:
+            self._record_step(command)
 
     def _record_step(self, command: ev.RecordStep) -> None:
         metrics = dict(command.metrics)

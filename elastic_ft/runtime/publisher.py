@@ -57,6 +57,7 @@ class Publisher:
     run: this start of the controller; names all that it writes.
     post: takes the events, and ``Superseded``, from any thread.
     in_use: the checkpoints that workers may be reading; they are not deleted.
+    record: makes the steps recorded so far durable, from any thread; a manifest comes after.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Publisher:
         url: str,
         post: Callable[[Any], None],
         in_use: Callable[[], tuple[str, ...]],
+        record: Callable[[], None],
     ) -> None:
         self._job, self._run, self._post, self._in_use = job, run, post, in_use
+        self._record = record
         self._store: Store = open_store(url)
         self._claim: owners.Claim | None = None
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
@@ -134,19 +137,11 @@ class Publisher:
 
     # ---------------------------------------------------------------- before the start
 
-    def resumable(self, recorded: int) -> tuple[ev.CheckpointRef, ...]:
-        """What is committed, the newest first, but for what is ahead of the ``recorded`` steps of
-        the run folder, unless that has none at all.
-
-        They are left of a run that fell back to an older one: taking them would leave a hole in
-        the ledger (I2). Raises StoreFailed.
-        """
+    def resumable(self) -> tuple[ev.CheckpointRef, ...]:
+        """What is committed and counts, the newest first. Raises StoreFailed."""
         if self._claim is None:  # nothing is decided yet: a look
-            found = checkpoints.committed(self._store)
-        else:
-            found = self._claim.checkpoints()
-        within = tuple(ref for ref in found if ref.step <= recorded)
-        return within or (found if not recorded else ())
+            return checkpoints.committed(self._store)
+        return self._claim.checkpoints()
 
     def terms_of(
         self, found: tuple[ev.CheckpointRef, ...]
@@ -160,7 +155,12 @@ class Publisher:
         return {}, None
 
     def rescue(
-        self, killed: str, recorded: int, terms: Terms, computed_by: Mapping[int, int]
+        self,
+        killed: str,
+        recorded: int,
+        terms: Terms,
+        computed_by: Mapping[int, int],
+        record: Callable[[tuple[ev.RecordStep, ...]], None],
     ) -> emergency.Saved | None:
         """What the keepers of controller ``killed`` saved becomes a checkpoint, if it is newer
         than those there are. Raises StoreFailed.
@@ -169,13 +169,16 @@ class Publisher:
             recorded: the last step of the record.
             terms: what that controller trained under.
             computed_by: of the recorded steps, the generation that computed each.
+            record: told of the steps that it had not recorded, before the checkpoint is published.
         """
         shards = emergency.gather(self._store, killed)
         saved = emergency.compose(shards, self._job.name, killed, recorded, terms, computed_by)
         if saved is not None:
-            if any(ref.step >= saved.manifest.step for ref in self.resumable(recorded)):
+            if any(ref.step >= saved.manifest.step for ref in self.resumable()):
                 saved = None
             else:
+                record(saved.record)
+                self._record()
                 checkpoints.publish(self._store, self._signed(saved.manifest), self.claim.check)
         emergency.forget(self._store, killed)
         self.rescued(killed)
@@ -213,6 +216,7 @@ class Publisher:
         began = time.monotonic()
         manifest = self._signed(self._manifest(command, layout, terms))
         try:
+            self._record()
             done = checkpoints.publish(self._store, manifest, self.claim.check)
         except Superseded as error:
             self._post(error)

@@ -86,6 +86,18 @@ def test_a_run_that_went_on_from_a_checkpoint() -> None:
     assert findings(run, Expected(global_batch_size=BATCH, first_step=3)) == []
 
 
+def test_lines_that_were_lost_are_no_hole_where_the_journal_says_so() -> None:
+    run = good_run()
+    for name in ("steps", "ledger"):
+        del run[name][2:4]
+    assert findings(run)
+    lost = dict(run["events"][1], event="record_incomplete", first_step=3, last_step=4)
+    run["events"].insert(2, lost)
+    assert findings(run) == []
+    lost["last_step"] = 3
+    assert findings(run)
+
+
 def find(run: Folder, name: str, nth: int = 0) -> Folder:
     lines: list[Folder] = [line for line in run["events"] if line["event"] == name]
     return lines[nth]

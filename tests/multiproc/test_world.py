@@ -293,6 +293,19 @@ def test_resumes_at_another_world_size_and_layout_bit_by_bit(tmp_path: Path) -> 
     run.same_losses_as(whole)
 
 
+def test_a_record_that_lags_behind_hides_no_checkpoint(tmp_path: Path) -> None:
+    """As the power's loss may leave it where lines were not synced: the journal has the hole."""
+    job = make_job("ddp", steps=6, workers=2)
+    run_job(job, tmp_path).check()
+    for name in ("steps.jsonl", "ledger.jsonl"):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        (tmp_path / name).write_bytes(b"".join(lines[:4]))
+    run = run_job(make_job("ddp", steps=9, workers=2), tmp_path).check()
+    (lost,) = run.all("record_incomplete")
+    assert (lost["first_step"], lost["last_step"]) == (5, 6)
+    assert [line["step"] for line in run.steps] == [1, 2, 3, 4, 7, 8, 9], run.story()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
     tmp_path: Path, strategy: str

@@ -1,0 +1,150 @@
+"""The controller's hand in the store: the record first, then the manifest, then the rest."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from elastic_ft.config import parse_job
+from elastic_ft.core import events as ev
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import StoreFailed, Superseded
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.runtime.publisher import Publisher
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.store import Store, open_store
+
+DEADLINE_S = 20.0
+JOB = parse_job(
+    {
+        "name": "job",
+        "steps": 100,
+        "model": {"preset": "decoder-1m"},
+        "data": {"url": "stdlib:"},
+        "checkpoint": {"keep_last": 1},
+    }
+)
+TERMS: dict[str, Any] = {}
+
+
+class Publishing:
+    """A publisher at a local store, and what it posts."""
+
+    def __init__(self, url: str, run: str, record: Callable[[], None] = lambda: None) -> None:
+        self.store, self.run = open_store(url), run
+        self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.publisher = Publisher(JOB, run, url, self.posted.put, lambda: (), record)
+        self.publisher.take_over("runs/x", ())
+
+    def commit(self, step: int) -> Any:
+        """The outcome."""
+        prefix = checkpoints.attempt_prefix(self.run, 1, step)
+        piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
+        entries = checkpoints.write_shards(self.store, prefix, 0, [piece])
+        command = ev.CommitCheckpoint(step, 1, tuple(entries), {"w": ("float32", (4,))})
+        self.publisher.commit(command, "ddp1", TERMS)
+        return self.posted.get(timeout=DEADLINE_S)
+
+    def steps(self) -> list[int]:
+        return [ref.step for ref in checkpoints.committed(self.store)]
+
+
+@pytest.fixture
+def publishing(tmp_path: Path) -> Iterator[Publishing]:
+    one = Publishing(str(tmp_path), "run1")
+    yield one
+    one.publisher.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[RunFolder]:
+    one = RunFolder(f"memory://t/{uuid4().hex}")
+    one.take_over("run1", "job")
+    yield one
+    one.close()
+
+
+def test_the_record_is_in_the_store_before_a_manifest_is(tmp_path: Path, folder: RunFolder) -> None:
+    """A remote folder is mirrored now and then: a killed controller leaves no checkpoint there
+    that is ahead of the steps."""
+    mirrored = open_store(folder.url)
+    recorded: list[int] = []
+    one: Publishing
+
+    def record() -> None:
+        assert one.steps() == []
+        folder.make_durable()
+        recorded.append(len(mirrored.get("steps.jsonl").splitlines()))
+
+    one = Publishing(str(tmp_path), "run1", record)
+    for step in (1, 2, 3):
+        folder.record_step({"step": step, "generation": 1}, [step])
+    assert isinstance(one.commit(3), ev.CheckpointCommitted)
+    assert (recorded, one.steps()) == ([3], [3])
+    assert len(mirrored.get("ledger.jsonl").splitlines()) == 3
+    one.publisher.close()
+
+
+def test_without_the_record_nothing_is_published(tmp_path: Path) -> None:
+    def record() -> None:
+        raise StoreFailed("cannot write steps.jsonl")
+
+    one = Publishing(str(tmp_path), "run1", record)
+    outcome = one.commit(3)
+    assert isinstance(outcome, ev.CheckpointFailed)
+    assert "cannot write steps.jsonl" in outcome.reason
+    assert one.steps() == []
+    one.publisher.close()
+
+
+class Hanging:
+    """A backend whose deletes wait until they are let go."""
+
+    def __init__(self, store: Store) -> None:
+        self._backend = store.backend
+        self.asked, self.let_go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def delete(self, key: str, timeout_s: float) -> None:
+        self.asked.set()
+        assert self.let_go.wait(DEADLINE_S)
+        self._backend.delete(key, timeout_s)
+
+
+def test_a_delete_that_hangs_delays_no_outcome(publishing: Publishing) -> None:
+    """Neither of that checkpoint nor of the next; a hung sweep or abandoned attempt neither."""
+    backend: Any = Hanging(publishing.store)
+    publishing.publisher._store.backend = backend
+    publishing.publisher.abandon(ev.AbandonCheckpoint(1, 1, "no longer wanted"))
+    for step in (2, 3, 4):
+        assert isinstance(publishing.commit(step), ev.CheckpointCommitted)
+    assert backend.asked.wait(DEADLINE_S)
+    assert publishing.steps() == [4, 3, 2]
+    backend.let_go.set()
+    publishing.publisher.close()
+    assert publishing.steps() == [4], "and then they are pruned"
+
+
+def test_who_is_superseded_says_so_and_publishes_nothing(publishing: Publishing) -> None:
+    assert isinstance(publishing.commit(2), ev.CheckpointCommitted)
+    other = Publishing(publishing.store.url, "run2")
+    assert other.publisher.unrescued == ("run1",)
+    assert isinstance(publishing.commit(3), Superseded)
+    publishing.publisher.look()
+    assert isinstance(publishing.posted.get(timeout=DEADLINE_S), Superseded)
+    piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
+    checkpoints.write_shards(other.store, checkpoints.attempt_prefix("run2", 1, 3), 0, [piece])
+    before = other.store.list()
+    publishing.publisher.sweep()
+    assert isinstance(publishing.posted.get(timeout=DEADLINE_S), Superseded)
+    assert other.store.list() == before
+    assert isinstance(other.commit(4), ev.CheckpointCommitted)
+    other.publisher.close()
