@@ -20,6 +20,7 @@ from typing import Any
 
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import (
+    PUBLISH,
     abandon_attempts_of,
     abandon_void_attempts,
     ask_for_checkpoint,
@@ -28,6 +29,7 @@ from elastic_ft.core.commits import (
     checkpoint_failed,
     commit_steps,
     finish,
+    publish_overdue,
     shards_failed,
     shards_written,
     step_applied,
@@ -217,6 +219,10 @@ def _form(turn: Turn) -> None:
         return
     if source.tier is Tier.INITIAL and state.committed and not policy.from_scratch:
         finish(turn, "failed", no_way_on(state.committed, why))
+        return
+    if source.step < state.committed and source.step < state.unsettled:
+        reason = f"the checkpoint of step {state.unsettled} may yet be published, and {why}"
+        finish(turn, "suspended", f"{reason}; {turn.last_good()}")
         return
     if waits_for_store(turn, source):
         suspend_reading(turn)
@@ -715,6 +721,10 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         return
     if event.timer.startswith(RELEASE):
         release_overdue(turn, event.timer.removeprefix(RELEASE))
+        return
+    if event.timer.startswith(PUBLISH):
+        if publish_overdue(turn, event.timer):
+            _form_if_paused(turn)
         return
     if event.timer == REREAD:
         if may_read_again(turn) and state.phase == "suspended":

@@ -73,7 +73,9 @@ def _is_better(one: Source, other: Source) -> bool:
 def is_worth_waiting(turn: Turn, step: int) -> bool:
     """Something newer than ``step`` may turn up: committed steps aren't given up before that."""
     if _is_publishing(turn, step):
-        turn.journal("awaiting_checkpoint", f"one newer than step {step} is being published")
+        up_to = f"for up to {turn.policy.publish_timeout_s:g} s"
+        reason = f"one newer than step {step} is being published, {up_to}"
+        turn.journal("awaiting_checkpoint", reason)
         return True
     last_of = turn.state.lineage.last_before
     awaited = {worker: last_of(since) for (_, worker), since in turn.state.awaited.items()}
@@ -87,7 +89,7 @@ def is_worth_waiting(turn: Turn, step: int) -> bool:
 
 def _is_publishing(turn: Turn, step: int) -> bool:
     """Whether a checkpoint newer than ``step`` may appear: rolling back past it would leave one
-    ahead of the recorded steps. Its outcome comes within the store's deadline (I7)."""
+    ahead of the recorded steps. Its outcome, or the timer of ``commits``, ends the wait (I7)."""
     return any(a.committing and a.step > step for a in turn.state.attempts)
 
 

@@ -61,6 +61,7 @@ class Policy:
     form_timeout_s: float = 60
     boundary_timeout_s: float = 70  # a running step to end: the hang timeout and some
     stop_timeout_s: float = 120
+    publish_timeout_s: float = 1800  # a checkpoint whose shards are written
     max_generations_without_progress: int = 10
     max_user_failures: int = 2
     keep_last: int = 2  # checkpoints
@@ -213,6 +214,7 @@ class State:
     checkpoint_writes_s: tuple[float, ...] = ()  # of the last few, until they were published
     attempts: tuple[CheckpointAttempt, ...] = ()
     closed: tuple[tuple[int, int], ...] = ()  # the last attempts that ended: (step, generation)
+    unsettled: int = 0  # the newest step whose checkpoint may yet appear, unasked
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few
     refused: Refused = frozenset()
     outage: Outage | None = None  # of the store that the next generation is to read

@@ -89,6 +89,7 @@ def policy_of(job: Job) -> Policy:
         pause_timeout_s=elastic.pause_timeout_s,
         form_timeout_s=elastic.form_timeout_s,
         boundary_timeout_s=elastic.hang_timeout_s + elastic.pause_timeout_s,
+        publish_timeout_s=elastic.suspend_timeout_s,
         max_generations_without_progress=elastic.max_generations_without_progress,
         max_user_failures=elastic.max_user_failures,
         from_scratch=job.checkpoint.from_scratch,

@@ -15,6 +15,7 @@ from elastic_ft.core.events import (
     ResizeRequested,
     ShardsFailed,
     ShardsWritten,
+    StartTimer,
     StepApplied,
     StepHeld,
     Tier,
@@ -47,6 +48,11 @@ def hsdp() -> Script:
 
 def record(step: int, layout: str, generation: int = 1, world_size: int = 2) -> RecordStep:
     return RecordStep(step, generation, world_size, layout, {"loss": 1.0 / step})
+
+
+def publishing(step: int, generation: int) -> list[Any]:
+    timer = StartTimer(f"publish {step} {generation}", 0, 1800)
+    return [CommitCheckpoint(step, generation, BOTH), timer]
 
 
 def recorded(commands: list[Any]) -> list[int]:
@@ -179,7 +185,7 @@ def test_a_checkpoint_is_published_when_all_shards_are_written() -> None:
     script = ddp()
     script.train(1)
     assert write(script, 1, "a") == []
-    assert write(script, 1, "b") == [CommitCheckpoint(1, 1, BOTH)]
+    assert write(script, 1, "b") == publishing(1, 1)
     script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
     assert [ref.step for ref in script.state.checkpoints] == [1]
 
@@ -189,7 +195,7 @@ def test_no_checkpoint_is_ahead_of_the_record() -> None:
     script.train(1, held=False)
     assert write(script, 1, "a", "b") == []
     script.tell(StepHeld, "a", 1, 1)
-    assert script.tell(StepHeld, "b", 1, 1) == [record(1, "fsdp2"), CommitCheckpoint(1, 1, BOTH)]
+    assert script.tell(StepHeld, "b", 1, 1) == [record(1, "fsdp2"), *publishing(1, 1)]
 
 
 def test_uploads_go_on_across_a_change_of_generation() -> None:
@@ -198,7 +204,7 @@ def test_uploads_go_on_across_a_change_of_generation() -> None:
     write(script, 1, "a")
     regroup(script, 1, 1)
     script.train(2)
-    assert write(script, 1, "b") == [CommitCheckpoint(1, 1, BOTH)]
+    assert write(script, 1, "b") == publishing(1, 1)
 
 
 def test_an_upload_that_lost_a_writer_is_abandoned() -> None:
@@ -296,7 +302,7 @@ def test_if_the_first_fails_the_second_is_published() -> None:
     write(script, 1, "a", "b")
     regroup(script, 1, 1)
     write(script, 1, "a", "b", generation=2)
-    assert script.tell(CheckpointFailed, 1, "503") == [CommitCheckpoint(1, 2, BOTH)]
+    assert script.tell(CheckpointFailed, 1, "503") == publishing(1, 2)
 
 
 def test_checkpoints_older_than_those_kept_are_forgotten() -> None:

@@ -317,7 +317,8 @@ def test_a_rollback_waits_for_a_checkpoint_that_is_being_published() -> None:
     script.train(1, 2)
     for worker in "ab":
         commands = script.tell(ShardsWritten, worker, 1, 2, ({"of": worker},))
-    assert commands == [CommitCheckpoint(2, 1, ({"of": "a"}, {"of": "b"}))]
+    both = ({"of": "a"}, {"of": "b"})
+    assert commands == [CommitCheckpoint(2, 1, both), StartTimer("publish 2 1", 0, 1800)]
     script.tell(WorkerLost, "b", "killed")
     assert script.paused("a", script.live("a", 2)) == []  # it could only start over
     assert script.journalled("awaiting_checkpoint")
@@ -351,6 +352,53 @@ def test_a_checkpoint_that_then_fails_lets_the_rollback_go_on() -> None:
     commands = script.tell(CheckpointFailed, 2, "503")
     assert isinstance(commands[0], RollBack) and commands[0].step == 0
     assert formed(commands).source == Source(0, Tier.INITIAL)
+
+
+def publishing_for_ever(**more: float) -> Script:
+    """The publisher never answers: a hung mount, say."""
+    script = fsdp(max_workers=2, **more).run(a="n1", b="n2")
+    script.train(1, 2, 3)
+    for worker in "ab":
+        script.tell(ShardsWritten, worker, 1, 2, ())
+    return script
+
+
+def test_a_checkpoint_that_is_never_published_is_not_waited_for_for_ever() -> None:
+    """It is not rolled back either: it may yet appear, ahead of the record (I2)."""
+    script = publishing_for_ever(from_scratch=True)
+    for worker in "ab":
+        script.tell(WorkerLost, worker, "killed")
+    script.ready("c", "n3")
+    assert script.ready("d", "n4") == [] and script.journalled("awaiting_checkpoint")
+    finish = script.fire("publish 2 1", 0)[-1]
+    assert isinstance(finish, FinishJob) and finish.status == "suspended"
+    assert finish.reason.startswith("the checkpoint of step 2 may yet be published, and no state")
+    assert finish.reason.endswith("there is no checkpoint")
+
+
+def test_a_job_whose_last_checkpoint_is_never_published_ends_all_the_same() -> None:
+    script = publishing_for_ever()
+    for worker in "ab":
+        script.tell(WorkerDone, worker, 1, 3, "digest")
+    assert script.state.phase == "running"
+    finish = script.fire("publish 2 1", 0)[-1]
+    assert finish == FinishJob("completed", "all 3 steps are committed", "digest")
+    assert script.journalled("checkpoint_failed") == ["neither published nor refused within 1800 s"]
+
+
+@pytest.mark.parametrize("late", [CheckpointCommitted, CheckpointFailed])
+def test_an_outcome_that_comes_late_counts(late: type) -> None:
+    """The job trains on meanwhile, and nothing older than the step in doubt is gone back to."""
+    script = publishing_for_ever()
+    assert script.fire("publish 2 1", 0) == []
+    assert script.state.unsettled == 2 and not script.state.attempts
+    if late is CheckpointCommitted:
+        script.tell(late, 2, "s3://b/2", 100, 0.1)
+        assert [ref.url for ref in script.state.checkpoints] == ["s3://b/2"]
+    else:
+        script.tell(late, 2, "503")
+    assert script.state.unsettled == 0
+    assert script.fire("publish 2 1", 0) == []
 
 
 def test_a_damaged_source_is_refused_and_the_next_one_taken() -> None:
@@ -695,6 +743,35 @@ def test_nothing_from_an_older_generation_changes_anything() -> None:
     for timer in ("gather", "start", "join", "boundary", "pause", "form", "suspend"):
         assert script.fire(timer, 1) == []
     assert script.state == before
+
+
+@pytest.mark.parametrize("phase", ["pausing", "forming"])
+def test_nothing_from_an_older_generation_changes_what_is_being_formed(phase: str) -> None:
+    """Where the phase would take it, the generation must not."""
+    script = ddp(max_workers=4).run(a="n1", b="n2", c="n3", d="n4")
+    script.train(1)
+    script.tell(WorkerLost, "d", "killed")  # generation 2
+    for worker in "abc":
+        script.paused(worker, script.live(worker, 1))
+    script.tell(Resumed, "a", 2, 1)
+    script.tell(CollectiveFailed, "b", 2, 1, "reset")  # 3, paused by a alone so far
+    script.paused("a", script.live("a", 1))
+    if phase == "forming":
+        for worker in "bc":
+            script.paused(worker, script.live(worker, 1))
+    assert (script.state.phase, script.state.generation) == (phase, 3)
+    before = script.state
+    late = (
+        (Paused, "b", 1, ()),
+        (Paused, "b", 2, (Holding(7, WHOLE, SHARD, Tier.LIVE),)),
+        (Resumed, "b", 1, 0),
+        (Resumed, "b", 2, 1),
+        (SourceRefused, "b", 1, "a", "damaged"),
+        *([(SourceRefused, "b", 2, "a", "damaged")] if phase == "forming" else []),
+    )
+    for kind, *args in late:
+        assert script.tell(kind, *args) == [], (kind, args)
+        assert script.state == before, (kind, args)
 
 
 def test_the_end_is_the_end_even_with_a_joiner_waiting() -> None:
