@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -105,7 +106,7 @@ def test_a_dead_controller_is_told_at_once(
     sign(run)
     assert _main(["resize", str(run), "--workers", "4"]) == FAILED
     said = capfd.readouterr().err
-    assert "no controller is alive: its last sign of life was 43 s ago" in said
+    assert re.search(r"no controller is alive: its last sign of life was 4\d s ago", said)
     assert _main(["events", str(run)]) == COMPLETED
     last = capfd.readouterr().out.splitlines()[-1]
     assert last.startswith("no controller is alive: its last sign of life was 4")
