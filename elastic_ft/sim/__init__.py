@@ -9,7 +9,7 @@ computed each of its steps, so that a lost, repeated or mixed step shows in the 
 
 from elastic_ft.sim.checks import Violation
 from elastic_ft.sim.run import Report, simulate
-from elastic_ft.sim.scenario import CHANGES, KINDS, Fault, Scenario, bearable, make_scenario
+from elastic_ft.sim.scenario import CHANGES, KINDS, Fault, Scenario, bearable, large, make_scenario
 
 __all__ = [
     "CHANGES",
@@ -19,6 +19,7 @@ __all__ = [
     "Scenario",
     "Violation",
     "bearable",
+    "large",
     "make_scenario",
     "simulate",
 ]

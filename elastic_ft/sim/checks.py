@@ -59,6 +59,12 @@ def applied(world: World, worker: SimWorker, group: Group, step: int) -> None:
     require(worker.live.step == step - 1, "I4", f"{worker.id} applies {step} on {worker.live.step}")
 
 
+def formed(world: World, group: Group) -> None:
+    """I1: a generation is taken for formed once each of its members has said so, in this one."""
+    missing = sorted({worker.id for worker in group.members} - group.resumed)
+    require(not missing, "I1", f"generation {group.generation} is formed without {missing}")
+
+
 def same_history(world: World, lineage: Lineage, what: str) -> None:
     """I4: state never contradicts the record: the same generations computed the same steps.
 

@@ -37,6 +37,12 @@ class Group:
         self.arrived: dict[int, set[WorkerId]] = {}
         self.copied: dict[int, set[int]] = {}  # step -> ranks with their own copy
         self.sent: dict[int, set[tuple[int, int]]] = {}  # step -> (owner, buddy) of copies made
+        self.copies_of: dict[int, set[tuple[int, int]]] = {
+            r: set() for r in range(len(self.members))
+        }
+        for pair in ((o, b) for o, who in enumerate(assignment.buddies) for b in who):
+            for rank in pair:  # the copies that it sends or keeps
+                self.copies_of[rank].add(pair)
         self.then: dict[tuple[int, int], Callable[[], None]] = {}  # (step, rank): once held
         refs = world.core.checkpoints
         self.checkpointed = refs[0].step if refs else 0  # sent along: the same for every member
@@ -275,9 +281,8 @@ class Group:
 
     def _exchange(self, step: int, rank: int) -> None:
         """Sends the copies whose both ends are ready."""
-        pairs = [(o, b) for o, who in enumerate(self.assignment.buddies) for b in who]
-        for owner, buddy in pairs:
-            if rank in (owner, buddy) and {owner, buddy} <= self.copied[step]:
+        for owner, buddy in sorted(self.copies_of[rank]):
+            if {owner, buddy} <= self.copied[step]:
                 after_s = self.world.rng.uniform(0.01, 0.3)
                 self.world.after(after_s, lambda o=owner, b=buddy: self._arrived(step, o, b))  # type: ignore[misc]
 
@@ -296,10 +301,9 @@ class Group:
 
     def _report_held(self, step: int) -> None:
         """A member's part is done: own copy, copy sent, copies received. Then it goes on."""
-        buddies, copied, sent = self.assignment.buddies, self.copied[step], self.sent[step]
+        copied, sent = self.copied[step], self.sent[step]
         for rank, worker in enumerate(self.members):
-            due = {(o, b) for o, who in enumerate(buddies) for b in who if rank in (o, b)}
-            if rank in copied and due <= sent and (step, rank) in self.then:
+            if rank in copied and self.copies_of[rank] <= sent and (step, rank) in self.then:
                 go_on = self.then.pop((step, rank))
                 worker.send(StepHeld(self.world.now_s, worker.id, self.generation, step))
                 go_on()

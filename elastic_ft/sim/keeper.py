@@ -121,4 +121,4 @@ class SimKeeper:
 
         world.at(self._up_at_s, arrive)
         if isinstance(event, KeeperHolds) and world.rng.random() < world.duplicates:
-            world.at(self._up_at_s + world.rng.uniform(0, 3.0), arrive)
+            world.at(self._up_at_s + world.twice_after_s(), arrive)

@@ -143,8 +143,17 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
         duplicates=rng.choice((0.0, 0.0, 0.1)),
         spread_s=rng.choice((0.0, 0.3, 1.0)),
     )
+    scenario = _with_network(scenario, random.Random(f"network {seed}"))
     scenario = _with_policy(scenario, random.Random(f"policy {seed}"))
     return replace(scenario, from_scratch=random.Random(f"scratch {seed}").random() < 0.7)
+
+
+def _with_network(scenario: Scenario, rng: random.Random) -> Scenario:
+    """One in four is bad in both ways at once: what is stale and comes twice finds the next
+    generations still forming."""
+    if rng.random() < 0.25:
+        return replace(scenario, latency_s=0.5, duplicates=0.3)
+    return scenario
 
 
 def _with_policy(scenario: Scenario, rng: random.Random) -> Scenario:
@@ -208,4 +217,18 @@ def bearable(seed: int, strategy: Strategy, copies: int) -> Scenario:
         snapshot_every=rng.choice((1, 2)),
         faults=(fault,) * max(1, copies - 1),  # the second takes another node: the first is gone
         spread_s=rng.choice((0.0, 0.3, 1.0)),
+    )
+
+
+def large(seed: int, strategy: Strategy | None = None) -> Scenario:
+    """The faults of ``seed`` in a world of 64 workers: many are lost and paused at a time."""
+    return replace(
+        make_scenario(seed, strategy),
+        min_workers=16,
+        max_workers=64,
+        multiple_of=1,
+        nodes=17,
+        workers_per_node=4,
+        steps=8,
+        copies=2,
     )

@@ -50,6 +50,7 @@ from elastic_ft.sim.worker import SimWorker
 STALL_TIMEOUT_S = 6.0
 START_TIMEOUT_S = 20.0
 KEPT_CHECKPOINTS = 2
+DUPLICATE_LATE_MAX_S = 30.0
 
 Decide = Callable[[State, Event, Policy], tuple[State, tuple[Command, ...]]]
 
@@ -126,6 +127,10 @@ class World:
     def latency(self) -> float:
         return self.rng.uniform(0.001, self.latency_s)
 
+    def twice_after_s(self) -> float:
+        """A message that arrives again is late by a generation, sometimes by several."""
+        return self.rng.uniform(0, self.rng.choice((3.0, DUPLICATE_LATE_MAX_S)))
+
     def send_up(self, worker: SimWorker, event: Event) -> None:
         """First in, first out per worker, except for what arrives twice."""
         if worker.cut_off:
@@ -141,7 +146,7 @@ class World:
 
         self.at(worker.up_at_s, arrive)
         if self.rng.random() < self.duplicates:
-            self.at(worker.up_at_s + self.rng.uniform(0, 3.0), arrive)
+            self.at(worker.up_at_s + self.twice_after_s(), arrive)
 
     def send_down(self, name: WorkerId, message: Any) -> None:
         worker = self.workers.get(name)
@@ -393,6 +398,8 @@ class World:
                 checks.finished(self, status, reason)
             case Journal(reason=reason):
                 checks.require(bool(reason), "I8", f"no reason: {command}")
+                if command.event == "generation_formed":
+                    checks.formed(self, self.groups[command.generation])
 
     def _kill_from_afar(self, worker: SimWorker) -> None:
         def act() -> None:

@@ -1,0 +1,229 @@
+"""Each check of the simulator, shown what it is there to see: a blinded one is noticed here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.events import (
+    CommitCheckpoint,
+    Journal,
+    RecordStep,
+    RollBack,
+    Source,
+    Tier,
+)
+from elastic_ft.core.layout import Layout
+from elastic_ft.core.membership import step as core_step
+from elastic_ft.sim import Scenario, Violation, checks
+from elastic_ft.sim.places import Checkpoint
+from elastic_ft.sim.run import Chaos
+from elastic_ft.sim.worker import Copy, Live
+from elastic_ft.sim.world import World
+
+
+@pytest.fixture
+def world() -> World:
+    """Three workers that train, two steps recorded."""
+    scenario = Scenario(
+        seed=1,
+        strategy="fsdp",
+        min_workers=2,
+        max_workers=3,
+        nodes=3,
+        workers_per_node=1,
+        steps=12,
+        checkpoint_every=0,
+    )
+    made = World(scenario, core_step, True)
+    made.on_turn = Chaos(made).look
+    made.start_controller()
+    while len(made.recorded) < 2:
+        assert made.turn()
+    return made
+
+
+def sees(invariant: str, check: Callable[..., Any], *args: Any) -> None:
+    with pytest.raises(Violation, match=f"^{invariant}: "):
+        check(*args)
+
+
+def test_a_world_smaller_than_it_could_be(world: World) -> None:
+    new = world.core.assignment
+    assert new is not None
+    checks.world_is_allowed(world, new)
+    fewer = replace(new, members=new.members[:2], layout=Layout(dp_shard=2))
+    sees("policy", checks.world_is_allowed, world, fewer)
+    sees("policy", checks.world_is_allowed, world, replace(new, layout=Layout(dp_shard=2)))
+    sees("policy", checks.world_is_allowed, world, replace(new, members=new.members[:1]))
+    world.asked, world.core = 2, replace(world.core, target=2)
+    sees("policy", checks.world_is_allowed, world, new)
+    sees("I8", checks.world_is_allowed, world, fewer)
+
+
+def test_somebody_who_trains_in_a_generation_that_is_over(world: World) -> None:
+    worker = world.members()[0]
+    group = worker.group
+    assert group is not None
+    assert worker.live is not None
+    step = worker.live.step + 1
+    checks.applied(world, worker, group, step)
+    sees("I4", checks.applied, world, worker, group, step + 1)
+    world.formed = group.generation + 1
+    sees("I1", checks.applied, world, worker, group, step)
+    worker.node.cut = True  # it can't have heard
+    checks.applied(world, worker, group, step)
+
+
+def test_a_generation_formed_without_a_member(world: World) -> None:
+    group = world.groups[world.core.generation]
+    checks.formed(world, group)
+    group.resumed.discard(group.members[0].id)
+    sees("I1", checks.formed, world, group)
+
+
+def test_state_of_another_history(world: World) -> None:
+    generation = world.core.generation
+    checks.same_history(world, (generation,) * 3, "state")
+    sees("I4", checks.same_history, world, (generation, generation + 1), "state")
+
+
+def test_a_step_recorded_twice_or_unknown_or_held_by_nobody(world: World) -> None:
+    number = len(world.recorded) + 1
+    line = RecordStep(number, world.core.generation, 3, "fsdp3", {"loss": 1.0})
+    sees("I2", checks.recorded, world, replace(line, step=number - 1))
+    sees("I2", checks.recorded, world, replace(line, metrics={}))
+    for worker in world.workers.values():
+        worker.live, worker.copies = None, {}
+    sees("I4", checks.recorded, world, line)
+
+
+def test_a_step_recorded_while_a_shard_of_it_is_on_one_node_alone(world: World) -> None:
+    number = len(world.recorded) + 1
+    line = RecordStep(number, world.core.generation, 3, "fsdp3", {"loss": 1.0})
+    lineage = (world.core.generation,) * number
+    space = Layout(dp_shard=3).shard_space
+    members = world.members()
+    for rank, worker in enumerate(members):
+        worker.live = Live(number, lineage[-1], space, f"pp0.s{rank}.tp0", lineage)
+        worker.copies = {}
+    sees("I4", checks.recorded, world, line)
+    for rank, worker in enumerate(members):
+        key = (number, lineage[-1], space, f"pp0.s{(rank + 1) % 3}.tp0")
+        worker.copies = {key: Copy(Tier.PEER, lineage, None)}
+    checks.recorded(world, line)
+
+
+def test_steps_given_up_that_somebody_has(world: World) -> None:
+    recorded = len(world.recorded)
+    sees("I4", checks.rolled_back, world, RollBack(recorded, "no older"))
+    sees("I4", checks.rolled_back, world, RollBack(recorded - 1, "newer in memory"))
+    for worker in world.workers.values():
+        worker.live, worker.copies = None, {}
+    for node in world.nodes:
+        assert node.keeper is not None
+        node.keeper.left.clear()
+    checks.rolled_back(world, RollBack(recorded - 1, "all lost"))
+    world.store.published.append(Checkpoint(recorded, "mem://x", (1,) * recorded))
+    sees("I4", checks.rolled_back, world, RollBack(recorded - 1, "newer in the store"))
+
+
+def test_a_seed_taken_for_a_source_unasked(world: World) -> None:
+    world.scenario = replace(world.scenario, from_scratch=False)
+    sees("I4", checks.rolled_back, world, RollBack(0, "all lost"))
+
+
+def test_a_source_that_nobody_has_or_that_is_mixed(world: World) -> None:
+    group = world.groups[world.core.generation]
+    step, members = len(world.recorded), world.members()
+    layout = group.assignment.layout
+    generation = group.generation
+    for rank, worker in enumerate(members):
+        name, lineage = layout.shard_of(rank), (generation,) * step
+        worker.live = Live(step, generation, layout.shard_space, name, lineage)
+    holders = {
+        layout.shard_of(rank): ((worker.id, Tier.LIVE),) for rank, worker in enumerate(members)
+    }
+    source = replace(
+        group.assignment.source,
+        step=step,
+        generation=generation,
+        tier=Tier.LIVE,
+        space=layout.shard_space,
+        holders=holders,
+        url="",
+    )
+
+    def with_source(**changes: Any) -> Any:
+        group.assignment = replace(group.assignment, source=replace(source, **changes))
+        return group
+
+    assert checks.source(world, with_source()) == (generation,) * step
+    sees("I4", checks.source, world, with_source(step=step + 1))
+    missing = dict(list(holders.items())[1:])
+    sees("I4", checks.source, world, with_source(holders=missing))
+    other = (generation + 1,) * (step - 1) + (generation,)
+    first = members[0].live
+    assert first is not None
+    members[0].live = replace(first, lineage=other)
+    sees("I4", checks.source, world, with_source())
+    for worker in members:
+        assert worker.live is not None
+        worker.live = replace(worker.live, lineage=other)
+    sees("I4", checks.source, world, with_source())  # one history, and not the recorded one
+    for worker in members:
+        assert worker.live is not None
+        worker.live = replace(worker.live, lineage=(generation + 1,) * step)
+    sees("I4", checks.source, world, with_source())  # it is not of the generation it is said to be
+    group.assignment = replace(group.assignment, source=Source(3, Tier.INITIAL))
+    sees("I4", checks.source, world, group)
+    nowhere = Source(step, Tier.CHECKPOINT, url="mem://nowhere")
+    group.assignment = replace(group.assignment, source=nowhere)
+    sees("I5", checks.source, world, group)
+
+
+def test_checkpoints_that_are_ahead_or_in_parts_or_mixed(world: World) -> None:
+    step, generation = len(world.recorded), world.core.generation
+    space = Layout(dp_shard=2).shard_space
+    lineage = (generation,) * step
+    shards = tuple(
+        {"space": space, "shard": f"pp0.s{rank}.tp0", "lineage": lineage} for rank in range(2)
+    )
+    command = CommitCheckpoint(step, generation, shards)
+    assert checks.published(world, command) == lineage
+    sees("I5", checks.published, world, replace(command, step=step + 1))
+    sees("I5", checks.published, world, replace(command, shards=shards[:1]))
+    sees("I5", checks.published, world, replace(command, shards=()))
+    other = ({**shards[0], "lineage": (generation + 1,) * step}, shards[1])
+    sees("I5", checks.published, world, replace(command, shards=other))
+    old = tuple({**shard, "lineage": (generation,) * (step - 1)} for shard in shards)
+    sees("I5", checks.published, world, replace(command, shards=old))
+    void = tuple({**shard, "lineage": (generation + 1,) * step} for shard in shards)
+    sees("I4", checks.published, world, replace(command, shards=void))
+
+
+def test_a_job_that_ends_too_early_or_with_another_state(world: World) -> None:
+    sees("I7", checks.finished, world, "failed", "no reason")
+    sees("I2", checks.finished, world, "completed", "too early")
+    steps = world.scenario.steps
+    generation = world.core.generation
+    world.recorded = [(number, generation) for number in range(1, steps + 1)]
+    sees("I4", checks.finished, world, "completed", "they are not there yet")
+    for worker in world.members():
+        worker.live = Live(steps, generation + 1, "", "", (generation + 1,) * steps)
+    sees("I4", checks.finished, world, "completed", "of another history")
+    for worker in world.members():
+        worker.live = Live(steps, generation, "", "", (generation,) * steps)
+    checks.finished(world, "completed", "done")
+
+
+def test_a_command_without_a_reason(world: World) -> None:
+    sees("I8", world._execute, Journal("suspended", 1, ""))
+
+
+def test_require_is_what_all_of_them_stand_on() -> None:
+    checks.require(True, "I1", "fine")
+    sees("I1", checks.require, False, "I1", "not fine")
