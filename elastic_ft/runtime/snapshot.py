@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -147,6 +147,8 @@ class Snapshots:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
+        self._late: Future[None] | None = None  # a copy of an epoch before that has not ended
+        self._epoch = 0  # a copy of an epoch before is of no use, however it ends
         self.bytes_allocated = 0
         self._cost_s = 0.0
 
@@ -176,6 +178,7 @@ class Snapshots:
         shard = HostShard(of, self._run)
         source = _Source(state)
         exchange = _Exchange(step, groups, peer_schemas) if on_held else None
+        epoch = self._epoch
 
         def copy() -> None:
             reach("snapshot_copy", step)
@@ -188,15 +191,15 @@ class Snapshots:
             cpu_began = time.thread_time()
             try:
                 copy()
+                self._keep_if_due([] if partial else [shard], epoch)
             except BaseException as error:
                 shard.ready.set_exception(error)  # an upload waits for it
+                self._recycle([shard])
                 raise
-            if not partial:
-                self._hold([shard])
             shard.ready.set_result(None)
             if exchange is not None and on_held is not None:
                 reach("buddy_send", step)
-                self._exchange(shard, exchange)
+                self._exchange(shard, exchange, epoch)
                 on_held(step)
             if not self._pinned:  # it takes processor time from training, not only bandwidth
                 self._cost_s += time.thread_time() - cpu_began
@@ -210,7 +213,7 @@ class Snapshots:
         cost_s, self._cost_s = self._cost_s, 0.0
         return cost_s
 
-    def _exchange(self, own: HostShard, exchange: _Exchange) -> None:
+    def _exchange(self, own: HostShard, exchange: _Exchange, epoch: int) -> None:
         incoming = []
         for rank, schema in sorted(exchange.peer_schemas.items()):
             of = exchange.groups.assignment.holding_of(rank, own.of.step, Tier.PEER)
@@ -220,21 +223,31 @@ class Snapshots:
             exchange.run(own.buffer.memory, [(rank, s.buffer.memory) for rank, s in incoming])
             for _, shard in incoming:
                 shard.verify(f"rank {exchange.groups.rank}")
+            self._keep_if_due([shard for _, shard in incoming], epoch)
         except BaseException:
             # A transfer may still write: they are not used again, and freed once it lets go.
             self._let_go(shard.buffer for _, shard in incoming)
             raise
-        self._hold([shard for _, shard in incoming])
 
-    def _hold(self, shards: list[HostShard]) -> None:
-        """They are complete: sources for others from now on, and kept when this process ends."""
+    def _keep_if_due(self, shards: list[HostShard], epoch: int) -> None:
+        """They are complete: sources for others from now on, and kept when this process ends.
+
+        Raises GroupBroken if their generation was left meanwhile: what they are copies of may have
+        been overwritten since, and nobody has been told of them.
+        """
+        self._check(epoch)
         for shard in shards:
             if shard.buffer.keeper is not None:
                 holding = replace(shard.of, tier=Tier.KEEPER)
                 record = self._take_record(holding.step)
                 shard.buffer.keeper.tell(Sealed(shard.buffer.path, holding, shard.schema, record))
         with self._lock:
+            self._check(epoch)
             self._held += shards
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise GroupBroken("a snapshot was complete only after its generation had been left")
 
     def wait(self, deadline_s: float) -> None:
         """Waits for the snapshot under way, until ``deadline_s`` on the monotonic clock.
@@ -252,10 +265,23 @@ class Snapshots:
         finally:
             self._cost_s += time.perf_counter() - began
 
-    def quiesce(self, deadline_s: float) -> None:
-        """At the safe point: lets the copy under way end, whatever becomes of it."""
+    def quiesce(self, deadline_s: float) -> bool:
+        """At the safe point: lets the copy under way end, whatever becomes of it.
+
+        Returns False if one never seems to: it had not ended the last time, either. One that ends
+        after this is not held, and not uploaded: what it reads may be overwritten from now on.
+        """
+        late, running = self._late, self._running
         with contextlib.suppress(Exception):  # then it is not held, as the holdings tell
             self.wait(deadline_s)
+        with self._lock:
+            self._epoch += 1
+        if late is None:
+            self._late = running
+            return True
+        wait([late], max(0.0, deadline_s - time.monotonic()))
+        self._late = running
+        return late.done()
 
     # ----------------------------------------------------------------- keeping
 

@@ -85,6 +85,7 @@ from elastic_ft.runtime.training_thread import TrainingThread
 
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
+STUCK = 70  # of one whose snapshots never end (EX_SOFTWARE)
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
 READS_PER_FORMING = 3  # a store that does not answer is found out before forming is given up
 LOOP_SILENT_S = 30.0  # a train loop that takes longer to iterate over train() is named
@@ -546,7 +547,9 @@ class Worker:
             return
         groups.abort(groups.aborted or "retreat")
         tools.prefetcher.cancel()
-        tools.snapshots.quiesce(time.monotonic() + self.job.elastic.pause_timeout_s / 2)
+        if not tools.snapshots.quiesce(time.monotonic() + self.job.elastic.pause_timeout_s / 2):
+            self._note("snapshot_stuck", "a snapshot has not ended since a generation: this ends")
+            os._exit(STUCK)
         engine, loop = tools.engine, self._loop
         intact, in_use = engine.intact, self._training.left_behind
         if in_use is not None:

@@ -1,0 +1,147 @@
+"""Snapshots of one worker: which are held, and which come too late."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ft.core.events import Assignment, Holding, Source, Tier
+from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import GroupBroken
+from elastic_ft.runtime.engines.base import State, StateTensor
+from elastic_ft.runtime.snapshot import HostShard, Snapshots
+from elastic_ft.sim.script import member
+
+LAYOUT, _ = plan_layout("fsdp", 2, None, 1, 1)
+MEMBERS = (member("a", "n1"), member("b", "n2"))
+SOURCE = Source(59, Tier.INITIAL)
+ASSIGNMENT = Assignment(3, MEMBERS, (), LAYOUT, SOURCE, ((), ()), "a test")
+GROUPS: Any = SimpleNamespace(assignment=ASSIGNMENT, rank=0, host=None)
+DEADLINE_S = 10.0
+
+
+class Slow:
+    """Holds up the copy of a snapshot until it is let go."""
+
+    def __init__(self) -> None:
+        self.copying, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, point: str, step: int = 0) -> None:
+        if point == "snapshot_copy":
+            self.copying.set()
+            assert self.go_on.wait(DEADLINE_S)
+
+
+@pytest.fixture
+def snapshots() -> Iterator[Snapshots]:
+    made = Snapshots("a", False, lambda event, reason: None)
+    yield made
+    made.close()
+
+
+def state_of(step: int) -> State:
+    local = torch.full((1024,), float(step))
+    return {"w": StateTensor((2048,), Box((0,), (1024,)), local)}
+
+
+def take(snapshots: Snapshots, step: int, reach: Any, **options: Any) -> HostShard:
+    return snapshots.take(step, state_of(step), GROUPS, {}, reach, **options)
+
+
+def at_once(point: str, step: int = 0) -> None:
+    pass
+
+
+def ended(shard: HostShard) -> bool:
+    """Whether it was complete in time; waits until it is decided."""
+    return shard.ready.exception(DEADLINE_S) is None
+
+
+def soon() -> float:
+    return time.monotonic() + 0.05
+
+
+def test_a_snapshot_is_known_by_the_generation_that_computed_its_step(
+    snapshots: Snapshots,
+) -> None:
+    for step, generation in ((59, SOURCE.generation), (60, 3)):
+        shard = take(snapshots, step, at_once)
+        snapshots.wait(time.monotonic() + DEADLINE_S)
+        assert shard.of.generation == generation
+    held = snapshots.holdings()
+    assert held == tuple(ASSIGNMENT.holding_of(0, step, Tier.HOST) for step in (59, 60))
+    source = Source(60, Tier.HOST, LAYOUT.shard_space, generation=3)
+    assert snapshots.find(source, LAYOUT.shard_of(0)) is shard
+    other = Source(60, Tier.HOST, LAYOUT.shard_space, generation=2)
+    assert snapshots.find(other, LAYOUT.shard_of(0)) is None
+
+
+@pytest.mark.parametrize("partial", [False, True], ids=["to be held", "for an upload"])
+def test_a_copy_that_ends_after_its_generation_is_neither_held_nor_uploaded(
+    snapshots: Snapshots, partial: bool
+) -> None:
+    """What it reads may have been overwritten: its digest would be right all the same."""
+    slow, told = Slow(), []
+    shard = take(snapshots, 60, slow, on_held=None if partial else told.append, partial=partial)
+    assert slow.copying.wait(DEADLINE_S)
+    assert snapshots.quiesce(soon())
+    assert snapshots.holdings() == ()
+    snapshots.drop_after(50)
+    slow.go_on.set()
+    assert not ended(shard)
+    with pytest.raises(GroupBroken, match="after its generation had been left"):
+        shard.ready.result()
+    after = take(snapshots, 51, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    assert [held.step for held in snapshots.holdings()] == [51] and not told
+    snapshots.drop_before(snapshots.newest())
+    assert [held.step for held in snapshots.holdings()] == [51]
+    assert snapshots.bytes_allocated == after.buffer.memory.numel()  # the late one's is used again
+
+
+def test_a_copy_that_ends_in_time_is_held(snapshots: Snapshots) -> None:
+    take(snapshots, 60, at_once)
+    assert snapshots.quiesce(time.monotonic() + DEADLINE_S)
+    assert [held.step for held in snapshots.holdings()] == [60]
+
+
+def test_copies_that_a_peer_sent_too_late_are_not_held(snapshots: Snapshots) -> None:
+    """The exchange, not the copy, outlives the generation: the own snapshot is good, and told."""
+    slow = Slow()
+
+    def reach(point: str, step: int = 0) -> None:
+        slow("snapshot_copy" if point == "buddy_send" else point + "?", step)
+
+    told: list[int] = []
+    take(snapshots, 60, reach, on_held=told.append)
+    assert slow.copying.wait(DEADLINE_S)
+    assert snapshots.quiesce(soon())
+    assert [held.step for held in snapshots.holdings()] == [60]
+    slow.go_on.set()
+    take(snapshots, 61, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    assert told == []
+
+
+def test_a_copy_that_never_ends_is_told_once_a_generation_has_passed(snapshots: Snapshots) -> None:
+    slow = Slow()
+    take(snapshots, 60, slow)
+    assert slow.copying.wait(DEADLINE_S)
+    assert snapshots.quiesce(soon())
+    assert not snapshots.quiesce(soon())
+    slow.go_on.set()
+    assert snapshots.quiesce(time.monotonic() + DEADLINE_S)
+
+
+def test_what_was_kept_of_an_older_cut_has_the_name_it_had(snapshots: Snapshots) -> None:
+    live = Holding(60, "pp1.s3.tp1", "pp0.s0.tp0", Tier.LIVE, 2)
+    snapshots.keep(live, {})
+    (held,) = snapshots.holdings()
+    assert (held.generation, held.tier) == (2, Tier.HOST)
