@@ -267,6 +267,8 @@ class Group:
 
         def copied() -> None:
             if not worker.works() or worker.group is not self or worker.live != live:
+                if worker.works() and worker.live is not None and self.world.hold_late:
+                    worker.keep(live.key, Tier.HOST, worker.live.lineage)  # what it was copied from
                 return
             worker.keep(live.key, Tier.HOST, live.lineage)
             self.copied.setdefault(live.step, set()).add(rank)
@@ -277,7 +279,7 @@ class Group:
             if pause:  # the boundary does not wait for buddies
                 self._go_on(worker, pause=True, stop=False)
 
-        self.world.after(self.world.rng.uniform(0.01, 0.3), copied)
+        self.world.after(self.world.rng.uniform(0.01, self.world.scenario.copy_s), copied)
 
     def _exchange(self, step: int, rank: int) -> None:
         """Sends the copies whose both ends are ready."""

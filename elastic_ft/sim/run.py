@@ -36,6 +36,7 @@ def simulate(
     *,
     decide: Decide = core_step,
     retain_live: bool = True,
+    hold_late: bool = False,
     trace: bool = False,
 ) -> Report:
     """Returns what happened. Raises checks.Violation, with the seed, if an invariant broke.
@@ -43,7 +44,7 @@ def simulate(
     ``decide`` is the core's step function: tests put a broken one here to see the checks fail.
     ``trace`` collects every event and command in words.
     """
-    world = World(scenario, decide, retain_live)
+    world = World(scenario, decide, retain_live, hold_late)
     if trace:
         world.trace = []
     chaos = Chaos(world)

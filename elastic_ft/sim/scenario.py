@@ -77,6 +77,7 @@ class Scenario:
     copies: int = 2
     keepers: bool = True
     snapshot_every: int = 1
+    copy_s: float = 0.3  # that copying a snapshot takes at most
     checkpoint_every: int = 5
     multiple_of: int = 1
     spares: int = 0

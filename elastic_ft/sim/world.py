@@ -61,10 +61,14 @@ class World:
     recorded: (step, generation that computed it), the lines of steps.jsonl.
     formed: the newest generation whose members all have their state.
     retain_live: workers keep the shards that a new cut was made from until that is held.
+    hold_late: workers hold a snapshot of a generation that they have left when its copy ended.
     """
 
-    def __init__(self, scenario: Scenario, decide: Decide, retain_live: bool) -> None:
-        self.scenario, self.decide, self.retain_live = scenario, decide, retain_live
+    def __init__(
+        self, scenario: Scenario, decide: Decide, retain_live: bool, hold_late: bool = False
+    ) -> None:
+        self.scenario, self.decide = scenario, decide
+        self.retain_live, self.hold_late = retain_live, hold_late
         self.policy = scenario.policy()
         self.rng = random.Random(f"world {scenario.seed}")
         self.now_s = 0.0

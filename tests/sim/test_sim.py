@@ -187,6 +187,34 @@ def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimKeeper, "find", find)
 
 
+def slow_copies(seed: int) -> Scenario:
+    """Two nodes go at once: back to the checkpoint, while copies of later steps still run. Then one
+    more node goes, which two copies of each step are to bear."""
+    two = (Fault("crash_node", 7, "running", seed % 20 / 10, seed % 3, 60.0),) * 2
+    third = Fault("crash_node", 1, "forming", 2.0 + seed % 40 / 2, seed % 5, 60.0)
+    return Scenario(
+        seed=seed,
+        strategy=STRATEGIES[1 + seed % 2],
+        min_workers=1,
+        max_workers=5,
+        nodes=5,
+        workers_per_node=1,
+        steps=12,
+        keepers=False,
+        checkpoint_every=4,
+        copy_s=8.0,
+        faults=(*two, third),
+    )
+
+
+def test_a_snapshot_whose_copy_outlives_its_generation_is_not_held() -> None:
+    """Held, it is of no history, and newer than all that is trained again: that is dropped."""
+    kept = [simulate(slow_copies(seed)) for seed in range(80)]
+    assert {report.rollbacks for report in kept} == {0, 1}
+    late = [simulate(slow_copies(seed), hold_late=True) for seed in range(80)]
+    assert any(report.rollbacks > 1 for report in late)
+
+
 def left_over(seed: int) -> Scenario:
     """Worlds of two or four: one of four goes, and another has no rank. Then two more go."""
     phase = ("running", "forming")[seed // 3 % 2]
