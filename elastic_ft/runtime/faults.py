@@ -104,7 +104,8 @@ class Points:
         self._faults, self._fired, self._spent = faults, fired, set[int]()
 
     def __call__(self, point: str, step: int | None = None) -> None:
-        """``step``: where it is not the one the training thread is at (background work)."""
+        """``step``: given by background work, and where a point is reached again within a step:
+        that is progress, but no place by which ranks can be compared."""
         self.count += 1
         if step is None:
             self.place += 1

@@ -357,7 +357,7 @@ class Loop:
         if not every or held_out is None or (number % every and number != self.job.steps):
             return None
         self.tools.points("data")
-        loss, tokens = self.engine.evaluate(list(self._eval_batches(held_out)))
+        loss, tokens = self.engine.evaluate(self._eval_batches(number, held_out))
         packed = torch.tensor([loss, float(tokens)], dtype=torch.float64)
         dist.all_reduce(packed)
         mean = float(packed[0] / packed[1].clamp(min=1))
@@ -367,7 +367,8 @@ class Loop:
             self._send(Note(self.tools.worker, self._generation, "evaluated", reason, fields))
         return mean
 
-    def _eval_batches(self, held_out: Any) -> Iterator[MicroBatch]:
+    def _eval_batches(self, number: int, held_out: Any) -> Iterator[MicroBatch]:
+        """Each is loaded, and a mark of progress, when the engine comes to it."""
         size = self.job.batch.micro_batch_size
         count = min(self.job.data.eval_samples, len(held_out))
         starts = range(0, count, size)
@@ -375,6 +376,7 @@ class Loop:
         mine = [starts[i] for i in dealt[self.data_rank]]
         padding = max(len(d) for d in dealt) - len(mine)
         for weight, first in [*((1.0, s) for s in mine), *((0.0, 0) for _ in range(padding))]:
+            self.tools.points("data", number)
             samples = [held_out[i] for i in range(first, min(first + size, count))]
             yield MicroBatch(first, held_out.collate(samples), weight)
 
@@ -402,7 +404,9 @@ class Loop:
         if not self._await_uploads():
             return
         self._note_memory()
-        digest = state_digest(self.groups, self.engine.state(), self.formed.boxes)
+        owned = tools.checkpointer.owned_state(self.engine.state(), self.formed.owned)
+        # It takes as long as the state is large: this is no hang.
+        digest = state_digest(self.groups, owned, lambda: tools.points("finishing", self.step))
         self._send(WorkerDone(time.time(), tools.worker, self._generation, self.step, digest))
 
     def _await_uploads(self) -> bool:

@@ -44,3 +44,20 @@ def test_other_terms_are_refused_unless_asked_for(tmp_path: Path) -> None:
     again = run_job(make_job(steps=6, workers=1, batch={"global_batch_size": 16}), tmp_path)
     assert again.result["status"] == "failed", again.story()
     assert "data.samples was" in again.result["reason"]
+
+
+def test_a_long_evaluation_and_a_long_digest_are_no_hang(tmp_path: Path) -> None:
+    """Each takes longer than ``hang_timeout_s``, in parts that don't."""
+    kwargs = {"evaluate_s": 0.2, "digest_s": 0.05}
+    job = make_job(
+        steps=1,
+        workers=1,
+        model={"path": "tests.multiproc.slow:slow_at_the_end", "kwargs": kwargs},
+        data={"eval_every_steps": 1, "eval_samples": 16},
+        batch={"global_batch_size": 1},
+        elastic={"hang_timeout_s": 2, "heartbeat_timeout_s": 10},
+    )
+    run = run_job(job, tmp_path).check()
+    assert run.all("evaluated"), run.story()
+    assert len(run.all("generation_formed")) == 1, run.story()
+    assert len(run.result["state_digest"]) == 32

@@ -17,7 +17,9 @@ import torch
 from elastic_ft.core.sharding import Box
 from elastic_ft.runtime.groups import Groups
 
-Reach = Callable[..., None]  # (point, step=None): announces a named point, see runtime.faults
+# (point, step=None): announces a named point, see runtime.faults. With the step: more of the same
+# point, once per micro-batch, so that many of them are no hang.
+Reach = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,5 +132,5 @@ class Engine(Protocol):
     def apply(self, step: int, tokens: int, reach: Reach) -> Update:
         """Clips and applies the optimizer; ``tokens`` is the whole batch's count."""
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Returns this rank's (loss sum, tokens) without gradients."""

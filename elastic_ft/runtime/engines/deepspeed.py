@@ -14,7 +14,7 @@ import contextlib
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -257,8 +257,7 @@ class DeepSpeedEngine:
         for index, micro_batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             seed_for(self.job.seed, step, micro_batch.number)
-            if index == 0:
-                reach("forward")
+            reach("forward", None if index == 0 else step)
             with self._autocast():
                 loss, count = loss_sum(engine, _to_device(micro_batch.data, self.device))
                 if index == 0:
@@ -356,7 +355,7 @@ class DeepSpeedEngine:
             self._scale.mul_(2.0)
             self._good_steps.zero_()
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         total, tokens = 0.0, 0
         self._engine.eval()
         try:

@@ -301,12 +301,11 @@ class NativeEngine:
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self._reach_in_backward(reach)
         if self._pipeline is not None:
-            return self._run_pipeline(self._pipeline, micro_batches, factor, reach)
+            return self._run_pipeline(step, self._pipeline, micro_batches, factor, reach)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             seed_for(self.job.seed, step, micro_batch.number)
-            if index == 0:
-                reach("forward")
+            reach("forward", None if index == 0 else step)
             with self._accumulating(last), self._autocast():
                 loss, count = loss_sum(self._runner, _to_device(micro_batch.data, self.device))
                 if index == 0:
@@ -318,15 +317,29 @@ class NativeEngine:
         return self._counted(float(total), tokens)
 
     def _run_pipeline(
-        self, pipeline: Pipeline, micro_batches: Sequence[MicroBatch], factor: float, reach: Reach
+        self,
+        step: int,
+        pipeline: Pipeline,
+        micro_batches: Sequence[MicroBatch],
+        factor: float,
+        reach: Reach,
     ) -> tuple[float, int]:
+        passed = 0
+
         def left(block: nn.Module, args: Any, output: torch.Tensor) -> None:
-            handle.remove()
-            output.register_hook(lambda _: reach("backward"))
+            nonlocal passed
+            passed += 1
+            if passed == 1:
+                output.register_hook(lambda _: reach("backward"))
+            else:
+                reach("forward", step)
 
         reach("forward")
         handle = self._blocks[-1].register_forward_hook(left)
-        found = pipeline.run(micro_batches, factor)
+        try:
+            found = pipeline.run(micro_batches, factor)
+        finally:
+            handle.remove()
         return self._counted(*found)
 
     def _counted(self, loss: float, tokens: int) -> tuple[float, int]:
@@ -447,7 +460,7 @@ class NativeEngine:
             self._scale.mul_(2.0)
             self._good_steps.zero_()
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         (first, *_), pipeline = self._parts, self._pipeline
         total, tokens = 0.0, 0
         for part in self._parts:

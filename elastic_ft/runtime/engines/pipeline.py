@@ -7,7 +7,7 @@ padded with ones that have no targets where the schedule or FSDP needs as many e
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -218,7 +218,7 @@ class Pipeline:
         self._total += loss.detach().double()
         return loss * self._factor
 
-    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
         total, count = 0.0, 0
         for micro_batch in micro_batches:
