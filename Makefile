@@ -8,13 +8,13 @@ STAMP := .venv/.installed
 SOURCES := elastic_ft chaos tests benchmarks examples deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-peers chaos soak clean venv \
+.PHONY: help demo test lint bench bench-peers chaos soak fuzz clean venv \
   test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make lint | bench | bench-peers | chaos | soak | clean | test-<tier>"
+	@echo "also: make lint | bench | bench-peers | chaos | soak | fuzz | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -84,6 +84,10 @@ soak: $(STAMP)
 bench-peers: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/peers/run.py --repeats 3
+
+# Ten thousand mutations of everything that others may write: a minute or two.
+fuzz: $(STAMP)
+	$(PYTEST) -m fuzz --timeout=600 tests/core/test_parsers.py
 
 # What the targets above made; runs/ is yours.
 clean:

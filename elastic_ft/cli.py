@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 
 from chaos import cli as chaos_cli
 from elastic_ft import checkpoint_cli, events_cli, plan_cli, resize_cli, simulate_cli
-from elastic_ft.config import Job, load_job, parse_job
+from elastic_ft.config import Job, load_job, parse_job, parse_text
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 from elastic_ft.observe.outcome import complete, read_result
 
@@ -147,10 +146,11 @@ def resume(
     from_scratch: FromScratch = False,
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
-    job = parse_job(
-        yaml.safe_load(events_cli.read(run_folder, "job.yaml")), f"{run_folder}/job.yaml"
-    )
+    content = events_cli.read(run_folder, "job.yaml")
+    job = parse_text(content.encode(), f"{run_folder}/job.yaml")
     job = _allowed(job, from_scratch)
+    if imported := job.imports():
+        say(f"{run_folder}/job.yaml imports {', '.join(imported)}")  # whoever wrote it chose it
     where = _where(job, address, local_nodes, processes)
     return _train(job, run_folder, where, How(chaos, True, accept_changes))
 

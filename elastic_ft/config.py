@@ -6,6 +6,8 @@ pydantic's findings into one line (``ConfigError``). The resolved job is saved w
 
 from __future__ import annotations
 
+import difflib
+import reprlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,9 +23,27 @@ from pydantic import (
 
 from elastic_ft.errors import ConfigError
 
+YEAR_S = 366 * 86400.0
+COUNT_MAX = 10**15  # of steps, samples, tokens: beyond all use, and far from overflows
+WORKERS_MAX = 10**6
+BATCH_MAX = 10**9
+SEQUENCE_MAX = 1 << 30
+SEED_MAX = (1 << 63) - 1
+FILE_BYTES_MAX = 4 << 20  # of a job file
+VALUES_MAX = 100_000  # in a job file, aliases resolved
+MERGED_MAX = 100  # of merge keys in one mapping
+SHOWN = 80  # characters of a value, in a message
+
+
+Seconds = Annotated[float, Field(ge=1e-3, le=YEAR_S)]  # to wait for something
+Delay = Annotated[float, Field(ge=0, le=YEAR_S)]
+Count = Annotated[int, Field(ge=1, le=COUNT_MAX)]
+CountFrom0 = Annotated[int, Field(ge=0, le=COUNT_MAX)]
+Workers = Annotated[int, Field(ge=1, le=WORKERS_MAX)]
+
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -51,13 +71,13 @@ class DataConfig(Section):
     format: Literal["auto", "text", "jsonl", "parquet", "tokens"] = "auto"
     text_field: str = "text"  # jsonl, parquet
     tokenizer: str | None = None  # a tokenizer.json; none: a BPE is trained on the data
-    vocab_size: int = Field(4096, ge=258)  # of a trained BPE
+    vocab_size: int = Field(4096, ge=258, le=1 << 31)  # of a trained BPE
     token_bytes: Literal[2, 4] = 2  # format "tokens": little-endian unsigned
-    sequence_length: int = Field(256, ge=2)
-    max_tokens: int | None = Field(None, ge=1)  # use at most this many
+    sequence_length: int = Field(256, ge=2, le=SEQUENCE_MAX)
+    max_tokens: Count | None = None  # use at most this many
     eval_fraction: float = Field(0.02, ge=0, lt=1)  # held out, from the end
-    eval_every_steps: int = Field(0, ge=0)  # 0: never
-    eval_samples: int = Field(64, ge=1)  # at most so many of the held-out ones
+    eval_every_steps: CountFrom0 = 0  # 0: never
+    eval_samples: Count = 64  # at most so many of the held-out ones
     cache_dir: str = "~/.cache/elastic_ft"  # tokenised data
     path: str | None = None  # "package.module:callable" returning a map-style dataset
     kwargs: dict[str, Any] = Field(default_factory=dict)  # for path
@@ -69,15 +89,18 @@ class DataConfig(Section):
         return self
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section):
     name: str = "adamw"  # adamw, adam, sgd, or "package.module:class"
-    lr: float = Field(3e-4, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
+    lr: float = Field(3e-4, gt=0, le=1e6)
+    weight_decay: float = Field(0.1, ge=0, le=1e6)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, le=1e6)
     kwargs: dict[str, Any] = Field(default_factory=dict)
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: CountFrom0 = 0
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     grad_clip: float | None = Field(1.0, gt=0)  # maximum global norm
 
@@ -85,8 +108,8 @@ class OptimizerConfig(Section):
 class BatchConfig(Section):
     """Sizes in samples. Micro-batches are the unit that is dealt to workers."""
 
-    global_batch_size: int = Field(32, ge=1)
-    micro_batch_size: int = Field(4, ge=1)
+    global_batch_size: int = Field(32, ge=1, le=BATCH_MAX)
+    micro_batch_size: int = Field(4, ge=1, le=BATCH_MAX)
 
     @property
     def micro_batches(self) -> int:
@@ -105,7 +128,7 @@ class BatchConfig(Section):
 class PrecisionConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of compute; parameters stay fp32
     initial_loss_scale: float = Field(2.0**16, gt=0)  # fp16
-    loss_scale_growth_steps: int = Field(2000, ge=1)
+    loss_scale_growth_steps: Count = 2000
 
 
 class DeviceConfig(Section):
@@ -162,27 +185,28 @@ class ParallelConfig(Section):
 class ElasticConfig(Section):
     """Who may take part, and how long to wait for what."""
 
-    min_workers: int = Field(1, ge=1)
-    max_workers: int = Field(1, ge=1)
-    workers_per_node: int = Field(1, ge=1)
-    multiple_of: int = Field(1, ge=1)  # worlds are multiples of this; the rest stays warm
-    spares: int = Field(0, ge=0)  # kept warm beside max_workers, to take a lost one's place
+    min_workers: Workers = 1
+    max_workers: Workers = 1
+    workers_per_node: Workers = 1
+    multiple_of: Workers = 1  # worlds are multiples of this; the rest stays warm
+    # Kept warm beside max_workers, to take a lost one's place.
+    spares: int = Field(0, ge=0, le=WORKERS_MAX)
     # Until min_workers are ready; on Ray, also from each worker's place to its process.
-    start_timeout_s: float = Field(300, gt=0)
-    gather_s: float = Field(10, ge=0)  # at the start: wait so long for more than min_workers
-    join_batch_s: float = Field(0.5, ge=0)  # joiners that come together join together
-    suspend_timeout_s: float = Field(1800, gt=0)  # below min_workers
-    pause_timeout_s: float = Field(10, gt=0)  # survivors to reach a safe point once aborted
-    form_timeout_s: float = Field(60, gt=0)  # forming plus re-sharding
-    hang_timeout_s: float = Field(60, gt=0)  # no progress inside a step
-    heartbeat_timeout_s: float = Field(10, gt=0)  # nothing at all from a worker
-    max_generations_without_progress: int = Field(10, ge=1)
-    max_user_failures: int = Field(2, ge=0)  # retries, until a step goes by without an exception
-    regrow_repaid_s: float = Field(300, gt=0)  # a joiner must be worth its pause within that
-    regrow_delay_max_s: float = Field(120, ge=0)  # and waits at most so long if it is not
+    start_timeout_s: Seconds = 300
+    gather_s: Delay = 10  # at the start: wait so long for more than min_workers
+    join_batch_s: Delay = 0.5  # joiners that come together join together
+    suspend_timeout_s: Seconds = 1800  # below min_workers
+    pause_timeout_s: Seconds = 10  # survivors to reach a safe point once aborted
+    form_timeout_s: Seconds = 60  # forming plus re-sharding
+    hang_timeout_s: Seconds = 60  # no progress inside a step
+    heartbeat_timeout_s: Seconds = 10  # nothing at all from a worker
+    max_generations_without_progress: Count = 10
+    max_user_failures: CountFrom0 = 2  # retries, until a step goes by without an exception
+    regrow_repaid_s: Seconds = 300  # a joiner must be worth its pause within that
+    regrow_delay_max_s: Delay = 120  # and waits at most so long if it is not
     evict_stragglers: bool = False
     straggler_factor: float = Field(1.5, gt=1)  # times the median of all members
-    straggler_window_steps: int = Field(20, ge=2)  # for so long
+    straggler_window_steps: int = Field(20, ge=2, le=100_000)  # for so long
 
     @property
     def workers_wanted(self) -> int:
@@ -210,19 +234,19 @@ class ElasticConfig(Section):
 class SnapshotConfig(Section):
     """Of sharded layouts, to host memory and to buddies."""
 
-    every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"  # auto: by measured cost
+    every_steps: Count | Literal["auto"] = "auto"  # auto: by measured cost
     max_cost: float = Field(0.01, gt=0, lt=1)  # auto: share of the step time
-    max_steps: int = Field(50, ge=1)  # auto: at most; what a failure may make redo
+    max_steps: Count = 50  # auto: at most; what a failure may make redo
     copies: int = Field(2, ge=1, le=8)  # of each shard, on as many nodes
     domain_label: str | None = None  # Ray node label of what fails together: a rack, a zone
 
 
 class CheckpointConfig(Section):
     url: str | None = None  # any fsspec URL; none: checkpoints/ in the run folder
-    every_steps: int = Field(0, ge=0)  # 0: not by steps
-    every_s: Annotated[float, Field(gt=0)] | Literal["auto"] | None = "auto"  # auto: Young/Daly
+    every_steps: CountFrom0 = 0  # 0: not by steps
+    every_s: Seconds | Literal["auto"] | None = "auto"  # auto: Young/Daly
     final: bool = True
-    keep_last: int = Field(2, ge=1)
+    keep_last: Count = 2
     keep_for_h: float | None = Field(None, gt=0)  # and whatever is younger than that
     # Begin anew from the seed where no checkpoint is good, although steps are recorded. It is said
     # for one start: the run folder's job.yaml leaves it out.
@@ -238,8 +262,8 @@ class FaultConfig(Section):
 
 class Job(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(0, ge=0)
-    steps: int = Field(ge=1)
+    seed: int = Field(0, ge=0, le=SEED_MAX)
+    steps: Count
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -251,6 +275,16 @@ class Job(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     faults: FaultConfig = FaultConfig()
     audit: bool = False  # write ledger.jsonl: the samples each committed step consumed
+
+    def imports(self) -> list[str]:
+        """The code of the user's that the job names, as key and "module:name"."""
+        named = {
+            "model.path": self.model.path,
+            "data.path": self.data.path,
+            "optimizer.name": self.optimizer.name,
+            "parallel.tp_plan": self.parallel.tp_plan,
+        }
+        return [f"{key} {path}" for key, path in named.items() if path and ":" in path]
 
     @model_validator(mode="after")
     def every_worker_has_work(self) -> Job:
@@ -264,33 +298,111 @@ class Job(Section):
 
 
 def parse_job(values: Any, where: str = "job") -> Job:
-    """Returns the typed job. Raises ConfigError with one line: the first bad key and why."""
+    """Returns the typed job. Raises ConfigError with one line: the first bad key and why.
+
+    ``where``: what the values are from; a file's name is part of the line.
+    """
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a mapping of sections, found {type(values).__name__}")
+    if _count(values) > VALUES_MAX:
+        raise ConfigError(f"{where}: more than {VALUES_MAX} values, which no job has")
     try:
         return Job.model_validate(values)
     except ValidationError as error:
-        first, *others = error.errors()
-        key = ".".join(str(part) for part in first["loc"]) or where
+        first, *others = error.errors(include_url=False)
+        key = ".".join(_line(part) for part in first["loc"]) or where
         message = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
-            first["type"], first["msg"].removeprefix("Value error, ")
+            first["type"], _line(first["msg"].removeprefix("Value error, "), 300)
         )
+        if first["type"] == "extra_forbidden":
+            message += _did_you_mean(first["loc"])
         found = ""
         if first["type"] not in ("extra_forbidden", "missing", "value_error"):
-            found = f", found {first['input']!r}"
+            found = f", found {_line(_shown(first['input']))}"
         more = f" (and {len(others)} more)" if others else ""
-        raise ConfigError(f"{key}: {message}{found}{more}") from None
+        inside = f" (in {where})" if where not in ("job", key) else ""
+        raise ConfigError(f"{key}: {message}{found}{more}{inside}") from None
+    except (RecursionError, OverflowError, TypeError) as error:  # of a value that refers to itself
+        raise ConfigError(f"{where}: not a job: {_line(error)}") from None
+
+
+def _count(values: Any) -> int:
+    """How many values there are, aliases counted wherever they are used: one more than VALUES_MAX
+    if there are more, or if they go round in a circle."""
+    count, left = 0, [values]
+    while left and count <= VALUES_MAX:
+        count += 1
+        one = left.pop()
+        if isinstance(one, dict):
+            left.extend(one.values())
+        elif isinstance(one, list | tuple | set):
+            left.extend(one)
+    return count
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > COUNT_MAX**2:
+        return "a number of very many digits"
+    return reprlib.repr(value)
+
+
+def _line(value: object, length: int = SHOWN) -> str:
+    """One line that any terminal takes."""
+    text = " ".join(str(value).split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def _did_you_mean(path: tuple[int | str, ...]) -> str:
+    """The known key nearest to the last of ``path``, if one is near; and where it is known."""
+    section: Any = Job
+    for part in path[:-1]:
+        found = section.model_fields.get(part)
+        if found is None:
+            return ""
+        section = found.annotation
+        if not hasattr(section, "model_fields"):
+            return ""
+    near = difflib.get_close_matches(str(path[-1])[:SHOWN], section.model_fields, 1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Merge keys ("<<") copy what they merge: bounded, or a few lines of them would fill memory."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        for _, value in node.value:
+            if isinstance(value, yaml.SequenceNode) and len(value.value) > MERGED_MAX:
+                self._refuse(node) if any(k.value == "<<" for k, _ in node.value) else None
+        super().flatten_mapping(node)
+        if len(node.value) > MERGED_MAX * 10:
+            self._refuse(node)
+
+    def _refuse(self, node: Any) -> None:
+        raise yaml.constructor.ConstructorError(None, None, "too many keys", node.start_mark)
 
 
 def load_job(path: str | Path) -> Job:
     """Returns the job in a YAML file. Raises ConfigError."""
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        with Path(path).open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_text(content, str(path))
+
+
+def parse_text(content: bytes, where: str) -> Job:
+    """As ``parse_job``, of a job file's content."""
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"{where}: larger than {FILE_BYTES_MAX} bytes, which no job file is")
+    try:
+        values = yaml.load(content.decode(), _Loader)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file: {error.reason}") from None
+        raise ConfigError(f"{where}: not a text file: {error.reason}") from None
     except yaml.YAMLError as error:
-        line = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not YAML: {line}") from None
-    return parse_job(values, str(path))
+        raise ConfigError(f"{where}: not YAML: {_line(error, 300)}") from None
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        # PyYAML's constructors let these through, as for the date 2024-13-45.
+        raise ConfigError(f"{where}: not YAML: {_line(error, 300)}") from None
+    return parse_job(values, where)

@@ -16,9 +16,22 @@ ElasticError
 └── StoreFailed           an object-store operation failed after its bounded retries
 """
 
+import re
+
+_USER = re.compile(r"(?<=://)[^\s/@]+:[^\s/@]*(?=@)")
+_QUERY = re.compile(r"(?P<url>\w://[^\s?]*\?)[\w.%~-]+=[^\s'\"]*")
+
+
+def redacted(text: str) -> str:
+    """``text`` without what URLs in it must keep to themselves: user:password, and queries."""
+    return _QUERY.sub(r"\g<url>***", _USER.sub("***", text))
+
 
 class ElasticError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose. No secret of a URL is in its message."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(redacted(str(message)))
 
 
 class UsageError(ElasticError):

@@ -33,6 +33,8 @@ from elastic_ft.core.sharding import Box, overlapping, uncovered
 from elastic_ft.errors import StateDamaged
 
 FORMAT_VERSION = 1
+NAME_CHARACTERS_MAX = 200
+COUNT_MAX = (1 << 63) - 1  # of bytes, places, steps
 
 _HEAD = b'{"digest":"sha256:'
 _DIGEST_LENGTH = hashlib.sha256().digest_size * 2
@@ -89,7 +91,7 @@ class ShardEntry:
             tensor=_text(values, "tensor"),
             box=Box(_counts(values, "offsets"), _counts(values, "sizes")),
             dtype=_text(values, "dtype"),
-            file=_text(values, "file"),
+            file=_file(values, "file"),
             offset=_count(values, "offset"),
             nbytes=_count(values, "nbytes"),
             digest=_text(values, "digest"),
@@ -152,8 +154,9 @@ class Manifest:
         body = _verified_body(data, url)
         try:
             return _manifest_of(json.loads(body))
-        except (ValueError, RecursionError) as error:
-            raise StateDamaged(f"{url}: not a manifest of this version: {error}", url) from None
+        except (ValueError, RecursionError, OverflowError) as error:
+            why = one_line(error)
+            raise StateDamaged(f"{url}: not a manifest of this version: {why}", url) from None
 
 
 # --------------------------------------------------------------------------- what it says
@@ -169,7 +172,7 @@ def incomplete(manifest: Manifest) -> list[str]:
         entries_of[entry.tensor].append(entry)
     names = sorted({*manifest.tensors, *entries_of})
     flaws = ((name, _flaw(manifest.tensors.get(name), entries_of[name])) for name in names)
-    return [f"{name}: {flaw}" for name, flaw in flaws if flaw]
+    return [one_line(f"{name}: {flaw}") for name, flaw in flaws if flaw]
 
 
 def _flaw(spec: TensorSpec | None, entries: list[ShardEntry]) -> str:
@@ -248,7 +251,7 @@ def _manifest_of(values: Any) -> Manifest:
     _check_keys(values, tuple(Manifest.__dataclass_fields__), "manifest")
     return Manifest(
         job=_text(values, "job"),
-        run=_text(values, "run"),
+        run=_run(values, "run"),
         step=_count(values, "step"),
         generation=_count(values, "generation"),
         nonce=_text(values, "nonce"),
@@ -275,7 +278,7 @@ def _check_keys(values: Any, known: Iterable[str], where: str) -> None:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= COUNT_MAX
 
 
 def _take(values: Mapping[str, Any], key: str, what: str, good: bool) -> Any:
@@ -296,8 +299,39 @@ def _counts(values: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 def _number(values: Mapping[str, Any], key: str) -> float:
     good = isinstance(values[key], int | float) and not isinstance(values[key], bool)
+    good = good and abs(values[key]) < COUNT_MAX  # no NaN, no infinity
     number: float = _take(values, key, "a number", good)
     return number
+
+
+def _run(values: Mapping[str, Any], key: str) -> str:
+    """Part of every path below the checkpoint URL, and never a way out of it."""
+    name: str = _take(values, key, "a plain name", _is_plain(values[key]))
+    return name
+
+
+def _file(values: Mapping[str, Any], key: str) -> str:
+    """A path relative to the attempt's prefix, below it."""
+    parts = values[key].split("/") if isinstance(values[key], str) else [""]
+    path: str = _take(values, key, "a plain relative path", all(map(_is_plain, parts)))
+    return path
+
+
+def _is_plain(name: Any) -> bool:
+    return (
+        isinstance(name, str)
+        and 0 < len(name) <= NAME_CHARACTERS_MAX
+        and name.isprintable()
+        and name not in (".", "..")
+        and not {*name} & {"/", "\\"}
+    )
+
+
+def one_line(said: object) -> str:
+    """One line that any terminal takes: names are their writer's."""
+    text = " ".join(str(said).split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import fsspec
 
+from elastic_ft.config import WORKERS_MAX
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.watch import local_path
 
@@ -48,7 +49,14 @@ def ask(run_url: str, workers: int) -> Resize:
 
 def parse(content: bytes) -> Resize:
     """Raises ValueError."""
-    found: Any = json.loads(content)
-    if not isinstance(found, dict) or not isinstance(found.get("workers"), int):
-        raise ValueError(f"{NAME}: expected workers, a number; found {content[:80]!r}")
-    return Resize(found["workers"], str(found.get("request", "")))
+    try:
+        found: Any = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{NAME}: not JSON: {' '.join(str(error).split())[:80]}") from None
+    workers = found.get("workers") if isinstance(found, dict) else None
+    if not isinstance(workers, int) or isinstance(workers, bool) or not 0 < workers <= WORKERS_MAX:
+        raise ValueError(
+            f"{NAME}: expected workers, a number from 1 to {WORKERS_MAX}; found {content[:80]!r}"
+        )
+    request = "".join(c for c in str(found.get("request", ""))[:40] if c.isprintable())
+    return Resize(workers, request)

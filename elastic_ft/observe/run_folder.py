@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from elastic_ft.errors import StoreFailed, Superseded
+from elastic_ft.errors import StoreFailed, Superseded, redacted
 from elastic_ft.observe import requests
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.watch import local_path
@@ -93,7 +93,11 @@ class RunFolder:
     # ----------------------------------------------------------------- writing
 
     def write_job(self, job: dict[str, Any]) -> None:
-        (self.path / "job.yaml").write_text(yaml.safe_dump(job, sort_keys=False))
+        """Readable for its owner alone: kwargs and data URLs may be private."""
+        path = self.path / "job.yaml"
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        path.write_text(yaml.safe_dump(job, sort_keys=False))
 
     def recorded_job(self) -> dict[str, Any]:
         """The job of the run before this one; {} if there was none, or it can't be read."""
@@ -113,7 +117,7 @@ class RunFolder:
                 "seq": self._sequence,
                 "generation": generation,
                 "event": event,
-                "reason": reason,
+                "reason": redacted(reason),
                 **fields,
             }
             self._sequence += 1

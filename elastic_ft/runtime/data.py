@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from elastic_ft.config import DataConfig, Job
-from elastic_ft.errors import DataError
+from elastic_ft.errors import DataError, redacted
 from elastic_ft.models.build import build_model
 from elastic_ft.models.imports import call_object, import_object, one_line
 from elastic_ft.runtime.corpus import Corpus, open_corpus
@@ -133,8 +133,8 @@ def _open_url(config: DataConfig) -> DataBundle:
         vocab_size=corpus.vocab_size,
         sequence_length=config.sequence_length,
         description=(
-            f"{config.url}: {corpus.file_count} files, {corpus.token_count} tokens, vocabulary "
-            f"{corpus.vocab_size}; {train} training and {held_out} held-out samples of "
+            f"{redacted(str(config.url))}: {corpus.file_count} files, {corpus.token_count} tokens, "
+            f"vocabulary {corpus.vocab_size}; {train} training and {held_out} held-out samples of "
             f"{config.sequence_length} tokens"
         ),
         fingerprint=corpus.fingerprint,

@@ -52,6 +52,7 @@ from elastic_ft.errors import (
     StateDamaged,
     StateUnreadable,
     UsageError,
+    redacted,
 )
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime import restore
@@ -524,7 +525,7 @@ class Worker:
         if self._loop is None and isinstance(error, (StateDamaged, StateUnreadable)):
             self._send(_refusal(worker, generation, error))
         elif isinstance(error, StateDamaged) or self._is_collective(error):
-            text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            text = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"
             self._send(CollectiveFailed(time.time(), worker, generation, step, text))
         else:
             self._send(_raised_event(worker, generation, step, error))
@@ -614,7 +615,7 @@ def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable
 
 
 def _raised_event(worker: str, generation: int, step: int, error: BaseException) -> WorkerRaised:
-    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    text = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:500]}"
     usage = isinstance(error, UsageError)
     frames = () if usage else user_frames(error)
     return WorkerRaised(time.time(), worker, generation, step, text, usage, frames)

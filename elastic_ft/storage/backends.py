@@ -19,7 +19,7 @@ from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-from elastic_ft.errors import StorageError
+from elastic_ft.errors import StorageError, redacted
 from elastic_ft.storage import objects
 from elastic_ft.storage.kinds import Backend, Bytes, Kind, one_line
 
@@ -29,8 +29,13 @@ TMP_SUFFIX = ".tmp~"  # of local files not yet whole; never listed
 def backend_of(url: str) -> tuple[Backend, str]:
     """The filesystem for a local path or URL, and the URL in its clean form.
 
-    Raises StorageError if no installed filesystem understands it.
+    Raises StorageError if no installed filesystem understands it, or if it holds a secret.
     """
+    if redacted(url) != url:
+        raise StorageError(
+            f"{url}: a URL with a password or a token would stand in journals and manifests: put "
+            "it into the environment (AWS_SECRET_ACCESS_KEY, FSSPEC_FTP_PASSWORD) instead"
+        )
     protocol, path = fsspec.core.split_protocol(url)
     if protocol in (None, "file", "local"):
         root = Path(LocalFileSystem._strip_protocol(url)).absolute()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from elastic_ft.core.manifest import TensorSpec
+from elastic_ft.core.manifest import COUNT_MAX, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StorageError, StoreFailed
 from elastic_ft.storage.kinds import Bytes, Kind
@@ -25,6 +25,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FILE_BYTES = 2**30  # of an exported file; one is in memory at a time
 HEADER_BYTES_MAX = 100 * 2**20  # as the reference implementation has it
+
+# What untrusted JSON makes of code that expects another shape of it.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 
 # torch's name -> the format's, bytes per element
 DTYPES = {
@@ -239,8 +242,11 @@ def _files(store: Store) -> list[str]:
         return [SINGLE]
     try:
         files = sorted(set(json.loads(bytes(index))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{store.url_of(INDEX)}: not an index: {error!r}") from None
+        for file in files:
+            if not file.isprintable() or {"", ".", ".."} & {*file.split("/")} or "\\" in file:
+                raise ValueError(f"not the name of a file of this folder: {file[:80]!r}")
+    except MALFORMED as error:
+        raise StorageError(f"{store.url_of(INDEX)}: not an index: {_line(error)}") from None
     return files
 
 
@@ -268,8 +274,9 @@ def _read_header(store: Store, file: str) -> dict[str, Stored]:
         entries = json.loads(bytes(store.get(file, 8, 8 + length)))
         entries.pop("__metadata__", None)
         found = {name: _stored(file, entry, 8 + length) for name, entry in entries.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StorageError(f"{store.url_of(file)}: not a safetensors header: {error!r}") from None
+    except MALFORMED as error:
+        why = _line(error)
+        raise StorageError(f"{store.url_of(file)}: not a safetensors header: {why}") from None
     end = max((stored.stop for stored in found.values()), default=8 + length)
     if end != size:
         raise StorageError(f"{store.url_of(file)} has {size} bytes, its header says {end}")
@@ -278,8 +285,21 @@ def _read_header(store: Store, file: str) -> dict[str, Stored]:
 
 def _stored(file: str, entry: Mapping[str, Any], base: int) -> Stored:
     dtype, itemsize = _NAMES.get(entry["dtype"], (entry["dtype"], 0))
-    spec = TensorSpec(dtype, tuple(map(int, entry["shape"])))
-    start, stop = (base + int(offset) for offset in entry["data_offsets"])
-    if start < base or (itemsize and stop - start != prod(spec.shape) * itemsize):
+    if not isinstance(dtype, str):
+        raise TypeError("a dtype that is no text")
+    spec = TensorSpec(dtype, tuple(map(_count, entry["shape"])))
+    start, stop = (base + _count(offset) for offset in entry["data_offsets"])
+    if stop < start or (itemsize and stop - start != prod(spec.shape) * itemsize):
         raise ValueError(f"{spec} in {stop - start} bytes")
     return Stored(file, spec, start, stop)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= COUNT_MAX:
+        raise ValueError(f"expected a whole number from 0, found {str(value)[:40]}")
+    return value
+
+
+def _line(error: BaseException) -> str:
+    text = "".join(c if c.isprintable() else " " for c in f"{type(error).__name__}: {error}")
+    return " ".join(text.split())[:200]

@@ -1,0 +1,37 @@
+"""No message of ours tells the secrets of a URL."""
+
+import pickle
+
+import pytest
+
+from elastic_ft.errors import DataError, StateDamaged, redacted
+from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.store import StorageError, StoreError, open_store
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("ftp://trainer:S3cr3t@host/ck: gone", "ftp://***@host/ck: gone"),
+        ("cannot read http://h/x?sig=TOKEN&e=1 twice", "cannot read http://h/x?*** twice"),
+        ("'https://u:p@h:8080/x?sig=T/manifests'", "'https://***@h:8080/x?***'"),
+        (
+            "s3://bucket/part-?.txt and s3://bucket/a@b:c",
+            "s3://bucket/part-?.txt and s3://bucket/a@b:c",
+        ),
+        ("ftp://trainer@host/x", "ftp://trainer@host/x"),
+    ],
+)
+def test_secrets_of_urls_are_left_out(said: str, shown: str) -> None:
+    assert redacted(said) == shown
+    assert str(DataError(said)) == shown
+    damaged = pickle.loads(pickle.dumps(StateDamaged(said, "holder", "s0")))
+    assert (str(damaged), damaged.holder, damaged.shard) == (shown, "holder", "s0")
+    assert str(pickle.loads(pickle.dumps(StoreError(said, Kind.MISSING)))) == shown
+
+
+@pytest.mark.parametrize("url", ["s3://KEY:S3cr3t@bucket/ck", "http://h/ck?sig=S3cr3t"])
+def test_a_url_with_a_secret_is_no_place_for_a_run(url: str) -> None:
+    with pytest.raises(StorageError, match="a URL with a password or a token") as refused:
+        open_store(url)
+    assert "S3cr3t" not in str(refused.value)
