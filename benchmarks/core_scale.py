@@ -4,7 +4,7 @@
 
 The real core handles what as many workers would send through one life: all come up, form, train
 some steps; one is lost, the others reach their safe point, a smaller world forms and trains on.
-Each event comes pickled, as on the wire, and each command is pickled as it would be sent. A phase
+Each event comes encoded, as on the wire, and each command is encoded as it would be sent. A phase
 that takes longer than ``--phase-s`` is cut short, a single event after twice that: its rate is
 that of what was handled. Seconds are of computing (CPU time), which a busy machine hardly
 changes. Where the time goes is kept as a profile of each phase at the largest size.
@@ -18,12 +18,12 @@ import cProfile
 import gc
 import json
 import os
-import pickle
 import platform
 import pstats
 import signal
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,9 +36,11 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.state import Policy, State
-from elastic_ft.runtime.control import Form, Pickled
+from elastic_ft.runtime import wire
+from elastic_ft.runtime.control import Form
 
 STEPS = 2
+TOLD = wire.Messages(*typing.get_args(ev.Event))
 PHASES = ("come up", "form", "train", "pause", "form again", "train on")
 
 
@@ -54,14 +56,15 @@ class Controller:
     sent_bytes: int = 0
 
     def tell(self, message: bytes) -> None:
-        self.state, commands = core_step(self.state, pickle.loads(message), self.policy)
+        event = TOLD.decode(message)
+        self.state, commands = core_step(self.state, event, self.policy)
         for command in commands:
             if isinstance(command, ev.PauseWorkers):
                 self.pauses.append(command)
-                self._send(Pickled(command), len(command.workers))
+                self._send(wire.Encoded(command), len(command.workers))
             elif isinstance(command, ev.FormGeneration):
                 self.formed.append(command)
-                everyones: Any = Pickled(command.assignment)
+                everyones: Any = wire.Packed(command.assignment)
                 self._send(Form(everyones), len(command.assignment.members))
             else:
                 self._send(command, 1)
@@ -71,7 +74,8 @@ class Controller:
     def _send(self, message: Any, receivers: int) -> None:
         """As the controller does, up to the socket."""
         for _ in range(receivers):
-            self.sent_bytes += len(pickle.dumps(message))
+            encoded = message if isinstance(message, wire.Encoded) else wire.Encoded(message)
+            self.sent_bytes += len(encoded.body)
 
 
 def member(index: int) -> ev.Member:
@@ -130,8 +134,8 @@ def _holding(of: ev.Assignment, rank: int, step: int, tier: ev.Tier) -> ev.Holdi
 def handle(
     controller: Controller, events: Iterable[ev.Event], phase_s: float, profile: bool
 ) -> dict[str, Any]:
-    """Tells them one by one; the time that pickling takes at the workers' end is not counted."""
-    messages = [pickle.dumps(event) for event in events]
+    """Tells them one by one; the time that encoding takes at the workers' end is not counted."""
+    messages = [wire.encode(event) for event in events]
     profiler = cProfile.Profile() if profile else None
     before, slowest_s, done = controller.sent_bytes, 0.0, 0
     began_s = last_s = time.process_time()
@@ -208,7 +212,7 @@ def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[
         phases[name] = handle(controller, events(), phase_s, profile)
         return bool(phases[name]["events"] == phases[name]["of"])
 
-    controller.tell(pickle.dumps(ev.JobStarted(0.0)))
+    controller.tell(wire.encode(ev.JobStarted(0.0)))
     whole = phase("come up", lambda: ready(count))
     whole = whole and phase("form", lambda: resumed(controller))
     whole = whole and phase("train", lambda: steps(controller))
@@ -222,7 +226,7 @@ def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[
             and phase("form again", lambda: resumed(controller))
             and phase("train on", lambda: steps(controller))
         )
-        form = len(pickle.dumps(Pickled(controller.formed[-1].assignment)))
+        form = len(wire.Packed(controller.formed[-1].assignment).part.data)
         found |= {"assignment_bytes": form, "bytes_per_worker": memory_bytes / count}
     if whole:
         # Everything the core does between the loss and the new assignment.

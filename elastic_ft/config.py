@@ -254,6 +254,28 @@ class CheckpointConfig(Section):
     max_upload_mb_per_s: float | None = Field(None, gt=0)  # per worker, in 10^6 bytes; none: no cap
 
 
+class NetworkConfig(Section):
+    """Where the job's own processes listen. The ports of Gloo and NCCL are the kernel's choice."""
+
+    ports: str | None = Field(None, pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")  # "20000-20099"; none: any
+    metrics_address: str = "127.0.0.1"  # of the controller's machine; 0.0.0.0: all it has
+
+    @model_validator(mode="after")
+    def some_ports(self) -> NetworkConfig:
+        found = self.port_range
+        if found is not None and not (found and found[0] >= 1024 and found[-1] <= 65535):
+            raise ValueError(f"ports {self.ports!r} are not between 1024 and 65535, in this order")
+        return self
+
+    @property
+    def port_range(self) -> range | None:
+        """Every socket that we listen at has one of these ports, if there are any."""
+        if self.ports is None:
+            return None
+        first, last = map(int, self.ports.split("-"))
+        return range(first, last + 1)
+
+
 class FaultConfig(Section):
     """Faults to inject: off by default. See chaos/ for scenarios."""
 
@@ -273,6 +295,7 @@ class Job(Section):
     elastic: ElasticConfig = ElasticConfig()
     snapshot: SnapshotConfig = SnapshotConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    network: NetworkConfig = NetworkConfig()
     faults: FaultConfig = FaultConfig()
     audit: bool = False  # write ledger.jsonl: the samples each committed step consumed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import time
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from elastic_ft.core import events as ev
 from elastic_ft.core.state import Policy, State
+from elastic_ft.errors import ConfigError
 from elastic_ft.observe.accounts import Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, RECOVERY_BUCKETS_S, Metric
 
@@ -19,6 +21,7 @@ PHASES = ("starting", "running", "pausing", "forming", "suspended", "ended")
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 NODE_GAUGES = ("keeper_memory", "node_memory_free", "node_disk_free")
 OUTCOMES = ("committed", "failed", "abandoned", "refused")
+REQUEST_TIMEOUT_S = 10.0
 TARGETS = "prometheus_targets.json"  # in the run folder, for Prometheus' file_sd_configs
 COUNTED = {  # journal event -> (metric, labels)
     "worker_lost": ("worker_losses_total", {"kind": "lost"}),
@@ -88,10 +91,23 @@ class Metrics:
 
     # ----------------------------------------------------------------------- serving
 
-    def serve(self, address: str) -> int:
-        """Serves /metrics on a free port, which it returns."""
-        self._server, _ = start_http_server(0, address, self.registry)
-        return int(self._server.server_port)
+    def serve(self, address: str, ports: range | None = None) -> int:
+        """Serves /metrics on a free port, one of ``ports``, which it returns.
+
+        Raises ConfigError where none of them is free, or ``address`` is not of this machine.
+        """
+        for port in ports or (0,):
+            try:
+                self._server, _ = start_http_server(port, address, self.registry)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise ConfigError(f"network.metrics_address: {address}: {error}") from None
+                continue
+            handler = self._server.RequestHandlerClass
+            patient = type("Handler", (handler,), {"timeout": REQUEST_TIMEOUT_S})
+            self._server.RequestHandlerClass = patient  # who says nothing keeps no thread
+            return int(self._server.server_port)
+        raise ConfigError(f"network.ports: none of {ports} is free at {address}")
 
     def close(self) -> None:
         if self._server is not None:

@@ -6,10 +6,7 @@ changed since, or that the journal is not what happened.
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import json
-import types
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from typing import Any
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import Policy, State
+from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.accounts import Accounts, Totals
 from elastic_ft.observe.run_folder import read_lines
@@ -26,31 +24,6 @@ from elastic_ft.observe.run_folder import read_lines
 Line = dict[str, Any]
 EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
 SHOWN = ("event", "generation", "reason")
-
-
-# ------------------------------------------------------------------------------ decoding
-
-
-def decode(hint: Any, value: Any) -> Any:
-    """Returns what ``dataclasses.asdict`` and JSON have made ``value`` of, by its type."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        return decode(next(arg for arg in args if arg is not types.NoneType), value)
-    if origin is tuple:
-        if len(args) == 2 and args[1] is ...:
-            return tuple(decode(args[0], item) for item in value)
-        return tuple(decode(arg, item) for arg, item in zip(args, value, strict=True))
-    if origin is dict:
-        return {key: decode(args[1], item) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
-        known = {name: decode(hints[name], item) for name, item in value.items() if name in hints}
-        return typing.cast(type, hint)(**known)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
-    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +61,24 @@ Item = Begun | Told | Noted | Ended
 
 def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
     """Raises ConfigError where a line is of no kind that this version knows."""
-    for line in lines:
-        kind = line["type"]
-        if kind == "Policy":
-            yield Begun(line["at_s"], decode(Policy, line))
-        elif kind == "Ended":
-            yield Ended(line["at_s"])
-        elif kind == "Noted":
-            yield Noted(line["seq"])
-        elif kind in EVENTS:
-            told_at_s = line["told_at_s"] if "told_at_s" in line else line["at_s"]
-            yield Told(told_at_s, decode(EVENTS[kind], line))
-        else:
-            raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
+    try:
+        yield from map(_parse, lines)
+    except Undecodable as error:
+        raise ConfigError(f"inbox.jsonl: {error}") from None
+
+
+def _parse(line: Line) -> Item:
+    kind = line["type"]
+    if kind == "Policy":
+        return Begun(line["at_s"], decoder(Policy)(line))
+    if kind == "Ended":
+        return Ended(line["at_s"])
+    if kind == "Noted":
+        return Noted(line["seq"])
+    if kind in EVENTS:
+        told_at_s = line["told_at_s"] if "told_at_s" in line else line["at_s"]
+        return Told(told_at_s, decoder(EVENTS[kind])(line))
+    raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
 
 
 # ------------------------------------------------------------------------------ replaying

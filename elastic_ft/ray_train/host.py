@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -135,7 +135,11 @@ class RayHost:
     def kill_keeper(self, node: NodeId) -> None:
         self._call(self._give_up_keeper, node)
 
-    def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, dict[str, Any]]:
+        seated = self._seats(assignment)
+        return {worker: asdict(seat) for worker, seat in seated.items()}
+
+    def _seats(self, assignment: Assignment) -> dict[WorkerId, Seat]:
         places = seats([member.node for member in assignment.members])
         reports = self._launch.reports()
         return {
@@ -145,7 +149,7 @@ class RayHost:
 
     def formed(self, assignment: Assignment) -> None:
         members: dict[WorkerId, Worker] = {}
-        for member, seat in self.prepare(assignment).items():
+        for member, seat in self._seats(assignment).items():
             hosted = self._hosted.get(member)
             if hosted is not None and hosted.handle is not None:  # lost meanwhile: its turn comes
                 hosted.handle.distributed_context = seat.place

@@ -22,6 +22,7 @@ from ray.exceptions import RayTaskError
 from ray.train import Checkpoint
 
 from elastic_ft.core.events import Member, NodeId, WorkerId
+from elastic_ft.core.typed import decoder
 from elastic_ft.ray_train.compat import (
     DistributedContext,
     DistributedTrainFnUtils,
@@ -189,7 +190,7 @@ class ElasticWorker(RayTrainWorker):
                 task.key,
                 _member_here(task),
                 train_loop=train_loop if task.train_loop is not None else None,
-                on_generation=self.take_seat,
+                on_generation=lambda extra: self.take_seat(decoder(Seat)(extra)),
             )
         except BaseException as error:
             self._end = f"{type(error).__name__}: {error}"

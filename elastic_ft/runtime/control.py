@@ -1,36 +1,25 @@
 """The connection between a controller and its workers: core events up, core commands down.
 
-One authenticated connection per worker (``multiprocessing.connection``: an HMAC challenge with the
-job's random key, then pickles). Its end is the first sign of a worker's death, and of a
-controller's.
+One connection per worker, admitted with the job's key (``runtime.wire``). Its end is the first sign
+of a worker's death, and of a controller's.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
 import secrets
-import socket
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import (
-    Client,
-    Connection,
-    Listener,
-    answer_challenge,
-    deliver_challenge,
-)
-from multiprocessing.context import AuthenticationError
 from typing import Any, Literal
 
 from elastic_ft.config import Job
+from elastic_ft.core import events as ev
 from elastic_ft.core.events import Assignment, Member, WorkerId
 from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.wire import HANDSHAKE_S, Channel, MessageRefused, Messages, Reception, dial
+
+CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
 
 SEND_TIMEOUT_S = 3.0  # for the other end to take what was sent to it
 
@@ -59,23 +48,9 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class Form:
     assignment: Assignment
-    extra: Any = None  # of the host, for the worker's ``on_generation`` hook
+    extra: dict[str, Any] | None = None  # of the host, for the worker's ``on_generation`` hook
     fired: frozenset[int] = frozenset()  # faults that have fired
     checkpointed_step: int = 0  # of the newest committed checkpoint
-
-
-class Pickled:
-    """What is sent to everyone: pickled and compressed once, and itself again on arrival."""
-
-    def __init__(self, value: Any) -> None:
-        self._data = zlib.compress(pickle.dumps(value), level=1)
-
-    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-        return _unpickled, (self._data,)
-
-
-def _unpickled(data: bytes) -> Any:
-    return pickle.loads(zlib.decompress(data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,125 +119,74 @@ class FaultFired:
     at_s: float
 
 
+# ------------------------------------------------------------------- who may be sent what
+
+TO_CONTROLLER = Messages(
+    Hello,
+    Heartbeat,
+    NodeHealth,
+    Note,
+    Stood,
+    FaultFired,
+    ev.WorkerReady,
+    ev.CollectiveFailed,
+    ev.WorkerRaised,
+    ev.Paused,
+    ev.Resumed,
+    ev.SourceRefused,
+    ev.StepApplied,
+    ev.StepHeld,
+    ev.ShardsWritten,
+    ev.ShardsFailed,
+    ev.WorkerDone,
+    ev.KeeperReady,
+    ev.KeeperHolds,
+)
+TO_WORKER = Messages(  # and to keepers
+    Welcome,
+    Form,
+    Inspect,
+    ev.PauseWorkers,
+    ev.StopAtBoundary,
+    ev.ReleaseWorker,
+    ev.Bench,
+    ev.UseKeeper,
+    ev.TakeCheckpoint,
+    ev.DropKept,
+)
+
+
+def check_sender(member: Member, message: Any) -> None:
+    """Raises MessageRefused where a worker speaks for another one, a keeper for another node."""
+    if member.worker.startswith(ev.KEEPER):
+        claimed, own = getattr(message, "node", member.node), member.node
+    else:
+        claimed, own = getattr(message, "worker", member.worker), member.worker
+    if claimed != own:
+        kind = type(message).__name__
+        raise MessageRefused(f"a {kind} of {str(claimed)[:40]!r}, sent by {member.worker}")
+
+
 # ------------------------------------------------------------------------------- both ends
 
 
-class CutOff(EOFError):
-    """What was sent to the other end has not arrived there for too long."""
-
-
-class Channel:
-    """One end of a connection; ``send`` may be called from any thread."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._lock, self._closing = threading.Lock(), threading.Lock()
-        self._unheard = False
-
-    def send(self, message: Any) -> bool:
-        """Returns False if the other end is gone, or takes nothing any more (``limit``): that has
-        been or will be noticed by reading."""
-        with self._lock:
-            try:
-                self._connection.send(message)
-            except (OSError, ValueError) as error:
-                self._unheard = self._unheard or isinstance(error, TimeoutError)
-                if isinstance(error, BlockingIOError):  # half a message is of use to nobody
-                    self.close()
-                return False
-        return True
-
-    def receive(self, timeout_s: float | None = None) -> Any:
-        """Blocks. Raises EOFError when the other end is gone, or silent for ``timeout_s``; CutOff
-        when it can't be reached (``end_when_unheard``)."""
-        try:
-            if timeout_s is not None and not self._connection.poll(timeout_s):
-                raise EOFError(f"nothing heard for {timeout_s:g} s")
-            return self._connection.recv()
-        except TimeoutError as error:
-            raise CutOff(str(error)) from None
-        except EOFError as error:
-            if self._unheard:  # a sender was told so, and the kernel tells once
-                raise CutOff(str(error)) from None
-            raise
-        except (OSError, TypeError) as error:  # closed under our hands
-            raise EOFError(str(error)) from None
-
-    def limit(self, send_s: float, receive_s: float | None = None) -> None:
-        """From now on sending fails that can't go on for ``send_s``, and so does receiving a
-        message that stops half-way for ``receive_s``. The connection is of no use then."""
-        limits = ((socket.SO_SNDTIMEO, send_s), (socket.SO_RCVTIMEO, receive_s))
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
-            for option, limit_s in limits:
-                if limit_s is not None:
-                    copy.setsockopt(socket.SOL_SOCKET, option, timeval(limit_s))
-
-    @property
-    def own_address(self) -> str:
-        """This machine's, as the other end sees it."""
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
-            return str(copy.getsockname()[0])
-
-    def end_when_unheard(self, timeout_s: float) -> None:
-        """The kernel ends the connection once something sent has not arrived for so long.
-
-        So whoever sends heartbeats and is cut off, in either direction, knows it in time (I1). A
-        controller that is stopped, or slow, is no cut: its kernel still acknowledges.
-        """
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
-                timeout_ms = int(timeout_s * 1000)
-                copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
-
-    def close(self) -> None:
-        """Ends the connection; whoever blocks in ``receive`` is woken."""
-        with self._closing:
-            if self._connection.closed:
-                return
-            try:
-                with socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
-                    copy.shutdown(socket.SHUT_RDWR)  # close alone leaves a reader blocked
-            except OSError:
-                pass  # the other end was faster
-            self._connection.close()
-
-
-def timeval(seconds: float) -> bytes:
-    """For SO_SNDTIMEO and SO_RCVTIMEO."""
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def dial(address: tuple[str, int], key: bytes, timeout_s: float) -> Channel:
-    """Connects to a listener and is admitted, each within ``timeout_s`` of silence.
-
-    Raises OSError, EOFError or AuthenticationError.
-    """
-    with socket.create_connection(address, timeout_s) as sock:
-        sock.settimeout(None)
-        connection = Connection(sock.detach())
-    channel = Channel(connection)
-    try:
-        channel.limit(timeout_s, timeout_s)
-        answer_challenge(connection, key)
-        deliver_challenge(connection, key)
-    except BaseException:
-        channel.close()
-        raise
-    return channel
-
-
 def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Channel, Welcome]:
-    """Connects a worker. Raises OSError, EOFError or AuthenticationError."""
-    channel = Channel(Client(address, authkey=key))
+    """Connects a worker. Raises OSError, EOFError, WrongKey or WrongVersion."""
+    channel = dial(address, key, TO_WORKER, CONNECT_TIMEOUT_S)
     channel.send(Hello(member))
-    welcome = channel.receive()
-    assert isinstance(welcome, Welcome)
+    welcome = channel.receive(CONNECT_TIMEOUT_S)
+    if not isinstance(welcome, Welcome):
+        channel.close()
+        raise MessageRefused(f"{type(welcome).__name__} instead of a welcome")
     channel.end_when_unheard(welcome.job.elastic.heartbeat_timeout_s)
     return channel, welcome
 
 
 class ControlServer:
-    """Accepts workers and reads them, a thread each; what they say goes to ``on_message``."""
+    """Accepts workers and reads them, a thread each; what they say goes to ``on_message``.
+
+    ``on_refused``: told of a message that can't be read; it was its sender's last.
+    """
 
     def __init__(
         self,
@@ -270,74 +194,43 @@ class ControlServer:
         welcome: Callable[[Member], Welcome],
         on_message: Callable[[Member, Any], None],
         on_end: Callable[[Member, float], None],
+        on_refused: Callable[[Member, str], None] = lambda member, reason: None,
+        ports: range | None = None,
     ) -> None:
         self.key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), backlog=128)
+        self._reception = Reception("control", host, self.key, TO_CONTROLLER, self._serve, ports)
         self._welcome, self._on_message, self._on_end = welcome, on_message, on_end
+        self._on_refused = on_refused
         self._channels: dict[WorkerId, Channel] = {}
-        self._strangers: set[Channel] = set()  # not yet admitted
         self._heard: dict[WorkerId, float] = {}
         self._lock = threading.Lock()
-        self._closed = False
-        self._acceptor = threading.Thread(target=self._accept, name="control-accept", daemon=True)
 
     @property
     def port(self) -> int:
-        return int(self._listener.address[1])
+        return self._reception.port
 
     def start(self) -> None:
-        self._acceptor.start()
+        self._reception.start()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                continue  # gone before it was accepted
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _admit(self, connection: Connection) -> tuple[Channel, Member] | None:
-        """Who connects, or None if it is not one of ours.
-
-        In the connection's own thread: one that says nothing (a stopped process, a port scanner)
-        keeps nobody else out.
-        """
-        channel = Channel(connection)
-        with self._lock:
-            self._strangers.add(channel)
+    def _serve(self, channel: Channel) -> None:
         try:
-            deliver_challenge(connection, self.key)
-            answer_challenge(connection, self.key)
-            hello = channel.receive()
-        except (AuthenticationError, OSError, EOFError):
-            hello = None
-        finally:
-            with self._lock:
-                self._strangers.discard(channel)
-        if isinstance(hello, Hello) and not self._closed:
-            return channel, hello.member
-        channel.close()
-        return None
-
-    def _serve(self, connection: Connection) -> None:
-        admitted = self._admit(connection)
-        if admitted is None:
+            hello = channel.receive(HANDSHAKE_S)
+        except EOFError:
             return
-        channel, member = admitted
+        if not isinstance(hello, Hello):
+            return
+        member = hello.member
         channel.limit(SEND_TIMEOUT_S)  # who is stopped must not stop the controller
         with self._lock:
             self._channels[member.worker] = channel
             self._heard[member.worker] = time.monotonic()
         channel.send(self._welcome(member))
-        while True:
-            try:
-                message = channel.receive()
-            except EOFError:
-                break
-            if self._channels.get(member.worker) is not channel:
-                break  # dismissed, or it has started again: this was its last life
-            self._heard[member.worker] = time.monotonic()
-            self._on_message(member, message)
+        try:
+            self._read(channel, member)
+        except MessageRefused as error:
+            self._on_refused(member, str(error))
+        except EOFError:
+            pass  # its end is what ``on_end`` tells
         silent_s = self.silent_s(member.worker)
         with self._lock:
             superseded = self._channels.get(member.worker) is not channel
@@ -346,6 +239,15 @@ class ControlServer:
         channel.close()
         if not superseded:  # a keeper that has started again is not lost with its last life
             self._on_end(member, silent_s)
+
+    def _read(self, channel: Channel, member: Member) -> None:
+        while True:
+            message = channel.receive()
+            if self._channels.get(member.worker) is not channel:
+                return  # dismissed, or it has started again: this was its last life
+            check_sender(member, message)
+            self._heard[member.worker] = time.monotonic()
+            self._on_message(member, message)
 
     def send(self, worker: WorkerId, message: Any) -> bool:
         with self._lock:
@@ -361,6 +263,13 @@ class ControlServer:
             channel.send(message)
             channel.close()
 
+    def hang_up(self, worker: WorkerId) -> None:
+        """Ends its connection, which is told as its end."""
+        with self._lock:
+            channel = self._channels.get(worker)
+        if channel is not None:
+            channel.close()
+
     def silent_s(self, worker: WorkerId) -> float:
         """Seconds since the worker's last message."""
         return time.monotonic() - self._heard.get(worker, time.monotonic())
@@ -371,14 +280,4 @@ class ControlServer:
 
     def close(self) -> None:
         """Ends every connection and the threads that read them. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(OSError), socket.create_connection(self._listener.address, 5):
-            pass  # wakes the acceptor, which closing the listener would not
-        self._acceptor.join(5)
-        self._listener.close()
-        with self._lock:
-            channels = [*self._channels.values(), *self._strangers]
-        for channel in channels:
-            channel.close()
+        self._reception.close()

@@ -17,9 +17,10 @@ import logging
 import queue
 import socket
 import time
+import typing
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -43,7 +44,6 @@ from elastic_ft.runtime.control import (
     Heartbeat,
     NodeHealth,
     Note,
-    Pickled,
     Stood,
     Welcome,
 )
@@ -53,6 +53,7 @@ from elastic_ft.runtime.inquiry import Inquiries
 from elastic_ft.runtime.links import serve_store
 from elastic_ft.runtime.planning import planning_of
 from elastic_ft.runtime.publisher import CHECKPOINTS_KNOWN, Publisher
+from elastic_ft.runtime.wire import Encoded, MessageRefused, Packed
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -60,6 +61,28 @@ WATCH_EVERY_S = 0.25
 FOR_ONE_START = {"checkpoint": {"from_scratch"}}  # of the job: not in job.yaml
 ACCOUNT_EVERY_S = 1.0
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
+
+
+# What handling a message may raise for what is in it.
+UNREADABLE = (MessageRefused, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+EVENTS = frozenset(typing.get_args(ev.Event))
+JOURNALS_OWN = frozenset({"at_s", "seq", "event", "generation", "reason"})
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What came over a worker's, or a keeper's, connection."""
+
+    member: ev.Member
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Over such a connection came what could not be read."""
+
+    member: ev.Member
+    reason: str
 
 
 def policy_of(job: Job) -> Policy:
@@ -240,13 +263,21 @@ class Controller:
             reason = f"steps {recorded + 1} to {step} are in the checkpoint, their lines were lost"
             fields = {"first_step": recorded + 1, "last_step": step}
             self._journal("record_incomplete", 0, reason, fields)
-        self._tcp_store = serve_store(self._address)
+        network = self.job.network
+        self._tcp_store = serve_store(self._address, network.port_range)
         self._server = ControlServer(
-            self._address, self._welcome, self._on_message, self._on_connection_end
+            self._address,
+            self._welcome,
+            self._on_message,
+            self._on_connection_end,
+            self._on_refused,
+            network.port_range,
         )
         self._server.start()
-        port = self.metrics.serve(self._address)
-        write_targets(self.run_folder.path, f"{self._address}:{port}")
+        port = self.metrics.serve(network.metrics_address, network.port_range)
+        served = network.metrics_address
+        served = self._address if served in ("0.0.0.0", "::") else served
+        write_targets(self.run_folder.path, f"{served}:{port}")
         self._journal("metrics_served", 0, "Prometheus metrics of this job", {"port": port})
         self._publisher.sweep()
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
@@ -351,7 +382,10 @@ class Controller:
     # ------------------------------------------------------------------- the inbox
 
     def _on_message(self, member: ev.Member, message: Any) -> None:
-        self._inbox.put(message)
+        self._inbox.put(Said(member, message))
+
+    def _on_refused(self, member: ev.Member, reason: str) -> None:
+        self._inbox.put(Refused(member, reason))
 
     def _on_connection_end(self, member: ev.Member, silent_s: float) -> None:
         now, why = time.time(), "its connection ended"
@@ -387,12 +421,38 @@ class Controller:
             self._handle(replace(fired, at_s=time.time()))
 
     def _handle(self, message: Any) -> None:
+        if isinstance(message, Refused):
+            self._refuse(message.member, message.reason)
+        elif isinstance(message, Said):
+            self._hear(message.member, message.message)
+        else:
+            self._handle_known(message)
+
+    def _hear(self, member: ev.Member, message: Any) -> None:
+        """What is said may be wrong in ways that no type can tell."""
+        if type(message) in EVENTS:
+            self._step(message, member)
+            return
+        try:
+            self._handle_known(message)
+        except UNREADABLE as error:
+            self._refuse(member, f"{type(message).__name__}: {type(error).__name__}: {error}")
+
+    def _refuse(self, member: ev.Member, reason: str) -> None:
+        """Nothing that a worker says may end the job: it is its last word."""
+        assert self._server is not None
+        self._journal("message_refused", self.state.generation, reason, {"worker": member.worker})
+        self._server.hang_up(member.worker)
+
+    def _handle_known(self, message: Any) -> None:
         if isinstance(message, Heartbeat):
             self._inquiries.reached(message.worker, message.point)
             self._progress.beat(
                 message.worker, message.step, message.place, message.points, time.monotonic()
             )
         elif isinstance(message, Note):
+            if clash := JOURNALS_OWN & message.fields.keys():
+                raise MessageRefused(f"a note with the journal's own fields: {sorted(clash)}")
             self._journal(message.event, message.generation, message.reason, message.fields)
         elif isinstance(message, FaultFired):
             self._fault_fired(message)
@@ -406,7 +466,8 @@ class Controller:
         else:
             self._step(message)
 
-    def _step(self, event: ev.Event) -> None:
+    def _step(self, event: ev.Event, sender: ev.Member | None = None) -> None:
+        """``sender``: who told it, if it came over the wire."""
         if self._finish is not None:
             return
         now_s = time.time()
@@ -418,7 +479,13 @@ class Controller:
         if isinstance(event, ev.StepApplied):
             self._progress.applied(event.worker, event.step, time.monotonic())
         before = self.state
-        self.state, commands = decide(before, event, self.policy)
+        try:
+            self.state, commands = decide(before, event, self.policy)
+        except UNREADABLE as error:
+            if sender is None:
+                raise
+            self._refuse(sender, f"{type(event).__name__}: {type(error).__name__}: {error}")
+            return
         if self.state.recoveries is not before.recoveries:
             self._recoveries |= {found.generation: found for found in self.state.recoveries}
         if isinstance(event, ev.TimerFired):  # who reached no safe point in time
@@ -483,7 +550,7 @@ class Controller:
         if isinstance(command, ev.PauseWorkers):
             fields = {"abort": command.abort}
             self._write("pausing", command.generation, command.reason, fields)
-        message = Pickled(command)
+        message = Encoded(command)
         for worker in command.workers:
             self._send(worker, message)
 
@@ -492,7 +559,7 @@ class Controller:
         extras = self.host.prepare(assignment)
         refs = self.state.checkpoints
         checkpointed = refs[0].step if refs else 0
-        everyones: Any = Pickled(assignment)
+        everyones: Any = Packed(assignment)
         for member in (*assignment.members, *assignment.donors):
             extra = extras.get(member.worker)
             self._send(member.worker, Form(everyones, extra, frozenset(self._fired), checkpointed))

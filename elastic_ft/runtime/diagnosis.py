@@ -20,7 +20,8 @@ from types import FrameType
 from typing import Any
 
 from elastic_ft.core.events import WorkerId
-from elastic_ft.runtime.control import Channel, Stood
+from elastic_ft.runtime.control import Stood
+from elastic_ft.runtime.wire import Channel
 
 FRAMES_MAX = 40
 KERNEL_FRAMES_MAX = 6

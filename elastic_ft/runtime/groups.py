@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from elastic_ft.core.events import Assignment, WorkerId
 from elastic_ft.core.layout import Layout
+from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import GroupBroken
-from elastic_ft.runtime import compat
-from elastic_ft.runtime.links import Address, Links, Socket, inet_sockets, shut_down
+from elastic_ft.runtime import compat, wire
+from elastic_ft.runtime.links import Address, Links, SealedStore, Socket, inet_sockets, shut_down
 
+T = TypeVar("T")
 FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
 ABORT_POLL_S = 0.05
 ABORT_GRACE_S = 0.2  # a closed connection ends what waits for it in milliseconds, or never
@@ -37,6 +39,13 @@ ABORT_GRACE_S = 0.2  # a closed connection ends what waits for it in millisecond
 
 class Closable(Protocol):
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Gloo's, in one process."""
+
+    addresses: tuple[Address, ...]
 
 
 class Groups:
@@ -62,6 +71,8 @@ class Groups:
         self.mesh: DeviceMesh | None = None
         self.host: Any = None
         self.store: dist.Store | None = None
+        self._bare_store: dist.Store | None = None
+        self._sealed_store: SealedStore | None = None  # torch keeps no hold on what is Python of it
         self._links = store if isinstance(store, Links) else Links(store, FORM_TIMEOUT_S)
         self._store_sockets: tuple[Socket, ...] = ()
         self._own_listeners: frozenset[Address] = frozenset()
@@ -119,7 +130,10 @@ class Groups:
         link = self._links.take()
         with self._lock:
             self._store_sockets = link.sockets
-        self.store = dist.PrefixStore(f"g{self.generation}", link.store)
+        prefix = f"g{self.generation}"
+        self._sealed_store = SealedStore(link.store, self._links.key)
+        self.store = dist.PrefixStore(prefix, self._sealed_store)
+        self._bare_store = dist.PrefixStore(prefix, link.store)
         self._check()
 
     def _make_groups(self, device: torch.device, reach: Callable[[str], None]) -> None:
@@ -133,7 +147,8 @@ class Groups:
             return
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("world", self.store),
+            # NCCL's own threads ask the store, where they must not wait for Python.
+            store=dist.PrefixStore("world", self._bare_store if self.uses_cuda else self.store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
@@ -143,8 +158,8 @@ class Groups:
 
     def _exchange_listeners(self, own: list[Address]) -> None:
         """Each listener has the address of one interface: the one that Gloo gives to its peers."""
-        listed = [json.loads(raw) for raw in self.exchange("listeners", json.dumps(own).encode())]
-        everyones = frozenset((ip, port) for own in listed for ip, port in own)
+        listed = self.exchange_values("listeners", Listeners(tuple(own)))
+        everyones = frozenset(address for peer in listed for address in peer.addresses)
         with self._lock:
             self._own_listeners, self._gloo_listeners = frozenset(own), everyones
 
@@ -168,6 +183,15 @@ class Groups:
             return [self.store.get(key) for key in keys]
         except Exception as error:
             raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
+
+    def exchange_values(self, name: str, value: T) -> list[T]:
+        """Every participant's data class, in participant order."""
+        raw = self.exchange(name, wire.pack(value))
+        try:
+            decode = decoder(type(value))  # type: ignore[arg-type]
+            return [decode(wire.unpack(each)) for each in raw]
+        except (wire.MessageRefused, Undecodable) as error:
+            raise GroupBroken(f"exchange {name}: {error}") from error
 
     def wait(self, *works: Any) -> None:
         """Waits for transfers over ``host``. Raises GroupBroken if one fails, is late or aborted.
@@ -252,7 +276,7 @@ class Groups:
             in_use += [self.host, self.mesh, *compat.process_groups()]
         self.mesh = None
         self.host = None
-        self.store = None
+        self.store = self._bare_store = None
         if dist.is_initialized():
             dist.destroy_process_group()
         compat.reset_group_names()

@@ -42,7 +42,7 @@ class Host(Protocol):
     def kill_keeper(self, node: NodeId) -> None:
         """SIGKILL the node's keeper, which hangs, if there is one; another takes its place."""
 
-    def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, dict[str, Any]]:
         """Extras for each member, handed to its ``on_generation`` hook before it forms."""
 
     def formed(self, assignment: Assignment) -> None:

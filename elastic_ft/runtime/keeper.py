@@ -22,10 +22,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Listener
-from multiprocessing.context import AuthenticationError
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -50,15 +48,18 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StateDamaged, StoreFailed
 from elastic_ft.runtime import emergency
 from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole, label
-from elastic_ft.runtime.control import (
-    SEND_TIMEOUT_S,
+from elastic_ft.runtime.control import SEND_TIMEOUT_S, Inspect, NodeHealth, connect
+from elastic_ft.runtime.diagnosis import inspect
+from elastic_ft.runtime.wire import (
+    MESSAGE_BYTES_MAX,
     Channel,
-    Inspect,
-    NodeHealth,
-    connect,
+    MessageRefused,
+    Messages,
+    Reception,
+    WrongKey,
+    WrongVersion,
     dial,
 )
-from elastic_ft.runtime.diagnosis import inspect
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
@@ -73,6 +74,7 @@ SPARE_BYTES = 256 << 20  # of the node's memory that snapshots leave free
 
 log = logging.getLogger(__name__)
 Guard = Callable[[Channel], contextlib.AbstractContextManager[object]]
+T = TypeVar("T")
 
 # ----------------------------------------------------------------- what is asked of a keeper
 
@@ -89,6 +91,11 @@ class Allocate:
     """Answered with a path to open and map, or with Refusal."""
 
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    path: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +162,26 @@ class Read:
     parts: tuple[tuple[str, Box], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Described:
+    schema: Schema
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    entries: tuple[dict[str, Any], ...]
+
+
+TO_KEEPER = Messages(Attach, Allocate, Unseal, Sealed, Free, Upload, Describe, Read)
+FROM_KEEPER = Messages(
+    Allocated, Described, Content, Uploaded, Refusal, bytes_max=2 * MESSAGE_BYTES_MAX
+)
+
 # ------------------------------------------------------------------------------- the keeper
 
 
@@ -210,11 +237,12 @@ class NodeKeeper:
         self._owners: dict[WorkerId, Owner] = {}
         self._left: dict[WorkerId, Owner] = {}  # workers that are gone, with what they sealed
         self._stores: dict[str, Store] = {}
-        self._listener = Listener((host, 0), backlog=64, authkey=key)
-        address = (host, int(self._listener.address[1]))
         member = Member(KEEPER + node, node, os.uname().nodename, os.getpid())
         self._controller, self._welcome = connect(controller, key, member)
-        threading.Thread(target=self._accept, name="keeper-accept", daemon=True).start()
+        ports = self._welcome.job.network.port_range
+        self._reception = Reception("keeper", host, key, TO_KEEPER, self._serve, ports)
+        address = (host, self._reception.port)
+        self._reception.start()
         threading.Thread(target=self._watch_node, name="keeper-health", daemon=True).start()
         self._controller.send(KeeperReady(time.time(), Keeper(node, address)))
 
@@ -256,21 +284,14 @@ class NodeKeeper:
 
     # ------------------------------------------------------------------ connections
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except Exception:  # a stranger, or a worker killed while it connected
-                time.sleep(0.01)
-                continue
-            threading.Thread(target=self._serve, args=(Channel(connection),), daemon=True).start()
-
     def _serve(self, channel: Channel) -> None:
         owner: Owner | None = None
         while True:
             try:
                 message = channel.receive()
-            except EOFError:
+            except EOFError as error:
+                if isinstance(error, MessageRefused):
+                    log.error("keeper of %s: %s", self.node, error)
                 break
             if isinstance(message, Attach):
                 owner = self._attach(message.worker)
@@ -278,7 +299,6 @@ class NodeKeeper:
                 answer = self._answer(owner, message)
                 if answer is not None:
                     channel.send(answer)
-        channel.close()
         if owner is not None:
             self._orphan(owner)
 
@@ -286,11 +306,11 @@ class NodeKeeper:
         """The answer to a request; a Refusal rather than an exception. None: none is due."""
         try:
             if isinstance(message, Describe):
-                return self._find(message).schema
+                return Described(self._find(message).schema)
             if isinstance(message, Read):
-                return self._read(message)
+                return Content(self._read(message))
             if isinstance(message, Upload):
-                return self._upload(message)
+                return Uploaded(tuple(self._upload(message)))
             assert owner is not None, "attach first"
             if isinstance(message, Allocate):
                 return self._allocate(owner, message.nbytes)
@@ -305,7 +325,7 @@ class NodeKeeper:
         with self._lock:
             return self._owners.setdefault(worker, Owner(worker))
 
-    def _allocate(self, owner: Owner, nbytes: int) -> str | Refusal:
+    def _allocate(self, owner: Owner, nbytes: int) -> Allocated | Refusal:
         free = free_memory()
         if nbytes + SPARE_BYTES > free:
             return Refusal(f"a buffer takes {nbytes:,} bytes, {free:,} are free on the node")
@@ -319,7 +339,7 @@ class NodeKeeper:
         path = f"/proc/{os.getpid()}/fd/{fd}"
         with self._lock:
             owner.segments[path] = Segment(fd, buffer)
-        return path
+        return Allocated(path)
 
     def _note(self, owner: Owner, message: Unseal | Sealed | Free) -> None:
         with self._lock:
@@ -491,7 +511,7 @@ class KeeperClient:
     def allocate(self, nbytes: int) -> tuple[str, mmap.mmap]:
         """A buffer of the keeper's, mapped here: (path, memory)."""
         with self._asking:
-            path = _ask(self._channel, Allocate(nbytes), self._patience.answer_s)
+            path = _ask(self._channel, Allocate(nbytes), Allocated, self._patience.answer_s).path
         fd = os.open(path, os.O_RDWR)
         try:
             return path, mmap.mmap(fd, nbytes)
@@ -507,10 +527,9 @@ class KeeperClient:
         with _dialled(self._keeper, self._key, self._patience) as channel:
             self._open.add(channel)
             try:
-                entries: tuple[dict[str, Any], ...] = _ask(channel, request, UPLOAD_TIMEOUT_S)
+                return _ask(channel, request, Uploaded, UPLOAD_TIMEOUT_S).entries
             finally:
                 self._open.discard(channel)
-            return entries
 
     def close(self) -> None:
         """Whoever waits for an answer gets KeeperGone."""
@@ -543,21 +562,20 @@ class LeftShard:
         self._guard, self._patience = guard, patience
         of = Holding(source.step, source.space, shard, Tier.KEEPER, source.generation)
         self._shard = (worker, of)
-        self.schema: Schema = self._request(Describe(*self._shard))
+        self.schema: Schema = self._request(Describe(*self._shard), Described).schema
 
     def read(self, parts: Iterable[tuple[str, Box]]) -> bytes:
         """The bytes of ``parts``, one after the other, then DIGEST_BYTES of their digest."""
-        data: bytes = self._request(Read(*self._shard, tuple(parts)))
-        return data
+        return self._request(Read(*self._shard, tuple(parts)), Content).payload
 
-    def _request(self, message: Describe | Read) -> Any:
+    def _request(self, message: Describe | Read, answer: type[T]) -> T:
         """Raises StateDamaged, naming the keeper, whatever is wrong: another source is tried."""
         try:
             with (
                 _dialled(self._keeper, self._key, self._patience) as channel,
                 self._guard(channel),
             ):
-                return _ask(channel, message, self._patience.answer_s)
+                return _ask(channel, message, answer, self._patience.answer_s)
         except (KeeperGone, KeeperRefused) as error:
             message = f"{self.holder}: {error}"
             raise StateDamaged(message, self.holder, self._shard[1].shard) from error
@@ -566,8 +584,8 @@ class LeftShard:
 def _dial(keeper: Keeper, key: bytes, patience: Patience) -> Channel:
     within_s = patience.dial_s
     try:
-        channel = dial(keeper.address, key, within_s)
-    except (OSError, EOFError, AuthenticationError) as error:
+        channel = dial(keeper.address, key, FROM_KEEPER, within_s)
+    except (OSError, EOFError, WrongKey, WrongVersion) as error:
         why = f"{type(error).__name__}: {error}"
         raise KeeperGone(f"{keeper.name} can't be reached in {within_s:g} s: {why}") from error
     channel.limit(min(SEND_TIMEOUT_S, within_s))
@@ -583,7 +601,7 @@ def _dialled(keeper: Keeper, key: bytes, patience: Patience) -> Iterator[Channel
         channel.close()
 
 
-def _ask(channel: Channel, message: Any, timeout_s: float) -> Any:
+def _ask(channel: Channel, message: Any, expected: type[T], timeout_s: float) -> T:
     channel.send(message)
     try:
         answer = channel.receive(timeout_s)
@@ -591,4 +609,6 @@ def _ask(channel: Channel, message: Any, timeout_s: float) -> Any:
         raise KeeperGone(f"no answer from the keeper: {error}") from None
     if isinstance(answer, Refusal):
         raise KeeperRefused(answer.reason)
+    if not isinstance(answer, expected):
+        raise KeeperGone(f"the keeper answers with {type(answer).__name__}")
     return answer

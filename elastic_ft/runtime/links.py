@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hmac
 import os
 import socket
 import threading
@@ -13,7 +14,10 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from elastic_ft.runtime.wire import listen
+
 SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
+SEAL_BYTES = 32
 TRIES = 2  # of a spare link: the first one may have to wait for the DNS, the second does not
 
 
@@ -80,10 +84,9 @@ def shut_down(found: Socket) -> None:
                 return  # not connected any more
 
 
-def serve_store(address: str) -> dist.TCPStore:
+def serve_store(address: str, ports: range | None = None) -> dist.TCPStore:
     """A store at ``address`` alone. By itself torch's listens everywhere, whatever it is told."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family, backlog=1024) as listener:
+    with listen(address, ports) as listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(
             address,
@@ -93,6 +96,52 @@ def serve_store(address: str) -> dist.TCPStore:
             use_libuv=True,
             master_listen_fd=listener.detach(),
         )
+
+
+class SealedStore(dist.Store):
+    """A store whose values are this job's: each is sealed with its key and its place.
+
+    torch's takes values from anyone. What it counts (``add``) is not sealed: a stranger can disturb
+    who waits for that, as by deleting a value, and can't have anything read as ours. Gloo's threads
+    and ours call this from C++ as well.
+    """
+
+    def __init__(self, store: dist.Store, key: bytes) -> None:
+        super().__init__()
+        self._store, self._key = store, key
+
+    def set(self, name: str, value: str | bytes) -> None:
+        plain = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(name, self._seal(name, plain) + plain)
+
+    def get(self, name: str) -> bytes:
+        """Raises ValueError where the value is of someone else."""
+        sealed = self._store.get(name)
+        seal, value = sealed[:SEAL_BYTES], sealed[SEAL_BYTES:]
+        if not hmac.compare_digest(seal, self._seal(name, value)):
+            raise ValueError(f"what the store has as {name} was not put there by this job")
+        return value
+
+    def _seal(self, name: str, value: bytes) -> bytes:
+        return hmac.digest(self._key, name.encode() + b"\0" + value, "sha256")
+
+    def add(self, name: str, amount: int) -> int:
+        return self._store.add(name, amount)
+
+    def check(self, names: list[str]) -> bool:
+        return self._store.check(names)
+
+    def delete_key(self, name: str) -> bool:
+        return self._store.delete_key(name)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    def wait(self, names: list[str], timeout: datetime.timedelta | None = None) -> None:
+        self._store.wait(names, *([] if timeout is None else [timeout]))
 
 
 @dataclass(frozen=True)
@@ -109,9 +158,13 @@ class Links:
     torch asks the DNS for the peer's name when it connects for the first time, sometimes again.
     Where the resolver is slow, or has gone with the network that just failed, that takes 10 s, and
     the connect fails for it: nobody may wait for that.
+
+    Attributes:
+        key: of this job and of this store, which seals what is put into it.
     """
 
-    def __init__(self, address: tuple[str, int], timeout_s: float) -> None:
+    def __init__(self, address: tuple[str, int], timeout_s: float, key: bytes = b"") -> None:
+        self.key = key
         self._address, self._timeout_s = address, timeout_s
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)  # an IP, as a rule: no DNS
         self._peers = {_address(name) for *_, name in found}

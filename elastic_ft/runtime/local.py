@@ -106,7 +106,7 @@ class LocalHost:
             if keeper is not None:
                 _kill(keeper)
 
-    def prepare(self, assignment: Assignment) -> dict[WorkerId, Any]:
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, dict[str, Any]]:
         return {}
 
     def formed(self, assignment: Assignment) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from elastic_ft.errors import (
 from elastic_ft.runtime.checkpointer import owners_of
 from elastic_ft.runtime.engines.base import Engine, Reach, State, tensor_name
 from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.keeper import LeftShard
+from elastic_ft.runtime.keeper import Described, LeftShard
 from elastic_ft.runtime.outcomes import together
 from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
 from elastic_ft.runtime.stored import StoredState
@@ -140,9 +139,9 @@ def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
     """Sizes of the snapshots to expect from the ranks whose buddy this one is."""
     if not any(groups.assignment.buddies):
         return {}
-    schemas = groups.exchange("schemas", pickle.dumps(make_schema(state)))
+    schemas = groups.exchange_values("schemas", Described(make_schema(state)))
     return {
-        rank: pickle.loads(schemas[rank])
+        rank: schemas[rank].schema
         for rank, buddies in enumerate(groups.assignment.buddies)
         if groups.rank in buddies
     }

@@ -10,7 +10,6 @@ that is written for the first time costs more than a good network does.
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,17 +43,39 @@ class Boxes:
     itemsizes: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class NumberedBoxes:
+    """As they are published: many tensors are cut alike, and each box is sent once."""
+
+    offers: tuple[tuple[str, int], ...]
+    needs: tuple[tuple[str, int], ...]
+    itemsizes: dict[str, int]
+    boxes: tuple[Box, ...]
+
+    def whole(self) -> Boxes:
+        """Raises GroupBroken where there is no box of a number."""
+        try:
+            offers, needs = (
+                tuple([(name, self.boxes[number]) for name, number in listed])
+                for listed in (self.offers, self.needs)
+            )
+        except IndexError:
+            raise GroupBroken("a participant names boxes that it has not") from None
+        return Boxes(offers, needs, self.itemsizes)
+
+
 Held = dict[str, list[StateTensor]]  # by tensor name
 
 
 def exchange_boxes(groups: Groups, offers: Iterable[State], needs: State) -> list[Boxes]:
     """Publishes this participant's boxes. Returns everyone's, in participant order."""
-    same: dict[Box, Box] = {}  # many tensors are cut alike: each box is pickled once
+    numbers: dict[Box, int] = {}
 
-    def listed(state: State) -> list[tuple[str, Box]]:
-        return [(tensor_name(k), same.setdefault(t.box, t.box)) for k, t in state.items()]
+    def listed(state: State) -> list[tuple[str, int]]:
+        return [(tensor_name(k), numbers.setdefault(t.box, len(numbers))) for k, t in state.items()]
 
-    own = Boxes(
+    offers = tuple(offers)
+    own = NumberedBoxes(
         offers=tuple(item for state in offers for item in listed(state)),
         needs=tuple(listed(needs)),
         itemsizes={
@@ -62,8 +83,9 @@ def exchange_boxes(groups: Groups, offers: Iterable[State], needs: State) -> lis
             for state in (*offers, needs)
             for key, t in state.items()
         },
+        boxes=tuple(numbers),
     )
-    return [pickle.loads(raw) for raw in groups.exchange("boxes", pickle.dumps(own))]
+    return [listed.whole() for listed in groups.exchange_values("boxes", own)]
 
 
 def move(

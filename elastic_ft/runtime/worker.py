@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hmac
+import logging
 import math
 import os
 import threading
@@ -58,8 +60,6 @@ from elastic_ft.models.build import build_model
 from elastic_ft.runtime import restore
 from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
 from elastic_ft.runtime.control import (
-    Channel,
-    CutOff,
     FaultFired,
     Form,
     Heartbeat,
@@ -83,7 +83,9 @@ from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
 from elastic_ft.runtime.traces import user_frames
 from elastic_ft.runtime.training_thread import TrainingThread
+from elastic_ft.runtime.wire import Channel, CutOff, MessageRefused
 
+log = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
 STUCK = 70  # of one whose snapshots never end (EX_SOFTWARE)
@@ -167,7 +169,8 @@ class Worker:
         self._welcome: Welcome
         self._channel, self._welcome = connect(address, key, member)
         self.job: Job = self._welcome.job
-        self._links = Links(self._welcome.store, FORM_TIMEOUT_S)
+        store_key = hmac.digest(key, self._welcome.run.encode(), "sha256")
+        self._links = Links(self._welcome.store, FORM_TIMEOUT_S, store_key)
         self._links.prepare()
         use_interface_of(self._channel.own_address)
         self._training = TrainingThread()
@@ -203,6 +206,8 @@ class Worker:
                 message = self._channel.receive()
             except EOFError as error:
                 self.cut_off = isinstance(error, CutOff)
+                if isinstance(error, MessageRefused):
+                    log.error("what the controller says can't be read: %s", error)
                 self._on_controller_lost()
                 if self.cut_off and not self._closed.wait(self.job.elastic.pause_timeout_s):
                     os._exit(CUT_OFF)  # the training thread waits for what can't be reached either

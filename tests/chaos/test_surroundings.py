@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,8 @@ from chaos.network import Bridge, iptables, network_lacks, rules_of, run, sweep
 from chaos.scenario import Network, Scenario
 from chaos.surroundings import ENDPOINT, surroundings
 from elastic_ft.errors import ConfigError
-from elastic_ft.runtime.control import Channel, CutOff
+from elastic_ft.runtime.control import TO_CONTROLLER, Heartbeat
+from elastic_ft.runtime.wire import CutOff, Reception, dial
 
 
 def scenario(**fault: object) -> Scenario:
@@ -122,16 +123,25 @@ def test_who_is_cut_off_knows_it_in_time(way: str) -> None:
     over = threading.Event()
     try:
         node = bridge.add()
-        with Listener((bridge.address, 0)) as listener:
-            connecting = node.starter.submit(Client, listener.address)
-            other, channel = listener.accept(), Channel(connecting.result(10))
+        key, ended = b"k" * 32, threading.Event()
+        reception = Reception(
+            "there",
+            bridge.address,
+            key,
+            TO_CONTROLLER,
+            lambda channel: ended.wait(60),
+        )
+        reception.start()
+        with contextlib.closing(reception):
+            address = (bridge.address, reception.port)
+            channel = node.starter.submit(dial, address, key, TO_CONTROLLER).result(10)
             channel.end_when_unheard(2.0)
             cut = Network(at_step=1, network="cut", of_rank=0, way=way, lasts_s=1)  # type: ignore[arg-type]
             iptables(node.name, "-A", rules_of(cut)[0])
 
             def beat() -> None:
                 while not over.wait(0.25):
-                    channel.send("still here")
+                    channel.send(Heartbeat("w0", 1, 1, 1, "still here"))
 
             heart = threading.Thread(target=beat, daemon=True)
             heart.start()
@@ -139,7 +149,7 @@ def test_who_is_cut_off_knows_it_in_time(way: str) -> None:
                 channel.receive(timeout_s=30)
             over.set()
             heart.join()
-            other.close()
+            ended.set()
             channel.close()
     finally:
         over.set()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 import socket
 import threading
-from multiprocessing import AuthenticationError
 from typing import Any
 
 import pytest
 
 from elastic_ft.core.events import Member
-from elastic_ft.runtime.control import ControlServer, Form, Pickled, Welcome, connect
+from elastic_ft.runtime.control import ControlServer, Welcome, connect
+from elastic_ft.runtime.wire import WrongKey
 from tests.multiproc.harness import make_job
 
 MEMBER = Member("w0", "n0", "localhost", 1)
@@ -45,7 +44,7 @@ def test_one_that_says_nothing_keeps_nobody_out() -> None:
 
 def test_a_stranger_without_the_key_is_refused() -> None:
     with Server() as server:
-        with pytest.raises((AuthenticationError, EOFError, OSError)):
+        with pytest.raises(WrongKey):
             connect(server.address, b"not the key", MEMBER)
         assert server.server.connected() == ()
 
@@ -57,8 +56,7 @@ def test_closing_ends_every_connection() -> None:
         server.server.close()
         with pytest.raises(EOFError):
             channel.receive()
-        while stranger.recv(1024):
-            pass  # the challenge, then the end
+        assert stranger.recv(1024) == b""
         stranger.close()
         channel.close()
         channel.close()  # twice is harmless
@@ -74,19 +72,3 @@ def test_one_that_has_started_again_is_not_lost_with_its_last_life() -> None:
         assert server.server.connected() == ("w0",)
         second.close()
         assert server.ended.wait(10)
-
-
-def test_what_everyone_is_sent_is_pickled_once_and_itself_on_arrival() -> None:
-    pickled = 0
-
-    class Counted:
-        def __reduce__(self) -> Any:
-            nonlocal pickled
-            pickled += 1
-            return str, ("an assignment",)
-
-    everyones: Any = Pickled(Counted())
-    for checkpointed in range(3):
-        received = pickle.loads(pickle.dumps(Form(everyones, checkpointed_step=checkpointed)))
-        assert received == Form("an assignment", checkpointed_step=checkpointed)  # type: ignore[arg-type]
-    assert pickled == 1

@@ -13,6 +13,7 @@ from elastic_ft.cli import COMPLETED, FAILED, _main
 from elastic_ft.core import events as ev
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.state import Policy
+from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import replay
 from elastic_ft.observe.run_folder import read_lines
@@ -90,7 +91,7 @@ def test_a_line_of_another_version_is_refused() -> None:
 def test_what_json_keeps_comes_back_whole(value: Any) -> None:
     from dataclasses import asdict
 
-    assert replay.decode(type(value), json.loads(json.dumps(asdict(value)))) == value
+    assert decoder(type(value))(json.loads(json.dumps(asdict(value)))) == value
 
 
 # --------------------------------------------------------------------------------- the story

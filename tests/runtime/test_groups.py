@@ -18,8 +18,9 @@ from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import Layout
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.links import Address
+from elastic_ft.runtime.links import Address, Links, SealedStore
 
+KEY = b"k" * 32
 ELSEWHERE = "127.0.0.77"
 
 
@@ -29,7 +30,8 @@ def pair() -> Iterator[list[Groups]]:
     donors = tuple(Member(f"w{i}", f"n{i}", "localhost", 1) for i in range(2))
     assignment = Assignment(1, (), donors, Layout(), Source(0, Tier.INITIAL), (), "a test")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    formed = [Groups(assignment, m.worker, ("127.0.0.1", store.port)) for m in donors]
+    address = ("127.0.0.1", store.port)
+    formed = [Groups(assignment, m.worker, Links(address, 10.0, KEY)) for m in donors]
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(g.form, torch.device("cpu"), 10.0) for g in formed]:
             done.result(30)
@@ -76,3 +78,32 @@ def test_an_abort_ends_what_a_peer_waits_for(pair: list[Groups]) -> None:
         pair[0].abort("fenced")
         with pytest.raises(GroupBroken, match="onnection closed"):
             received.result(5)
+
+
+def test_what_a_stranger_puts_into_the_store_is_refused(pair: list[Groups]) -> None:
+    """It takes values from anyone, also before a generation forms; what is read is ours."""
+    address = pair[0]._links._address
+    stranger = dist.TCPStore(*address, is_master=False)
+    stranger.set("g1/boxes/1", b"\x80\x04evil")
+    with pytest.raises(GroupBroken, match="g1/boxes/1 was not put there by this job"):
+        pair[0].exchange("boxes", b"ours")
+    with pytest.raises(GroupBroken, match="was not put there by this job"):
+        stranger.set("g1/read/1", stranger.get("g1/boxes/0"))  # ours, and put elsewhere
+        pair[0].exchange("read", b"")
+
+
+def test_what_gloo_puts_into_the_store_is_sealed() -> None:
+    donor = Member("w0", "n0", "localhost", 1)
+    assignment = Assignment(1, (), (donor,), Layout(), Source(0, Tier.INITIAL), (), "a test")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups = Groups(assignment, "w0", Links(("127.0.0.1", store.port), 10.0, KEY))
+    groups.form(torch.device("cpu"), 10.0)
+    of_gloo = [name for name in store.list_keys() if "/host/" in name]
+    assert of_gloo
+    sealed = SealedStore(store, KEY)
+    for name in of_gloo:
+        assert sealed.get(name.removeprefix("/"))
+        store.set(name, store.get(name)[1:])
+        with pytest.raises(ValueError, match="not put there by this job"):
+            sealed.get(name.removeprefix("/"))
+    groups.abort("the end")

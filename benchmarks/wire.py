@@ -1,0 +1,190 @@
+"""Messages between processes: what the typed, sealed ones cost beside pickles.
+
+    python benchmarks/wire.py
+
+Two processes of this machine. The first side is what ``multiprocessing.connection`` does (an HMAC
+when it connects, then pickles), which anybody in between could change, and which runs whatever is
+in a pickle. ``round_trips_per_s``: a message there and the same back. ``one_way_per_s``: many, then
+one answer, as a worker's steps go. Both sides are measured in turn, several times; the best counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from elastic_ft.core import events as ev
+from elastic_ft.core.layout import Layout
+from elastic_ft.runtime import wire
+from elastic_ft.runtime.control import TO_CONTROLLER, TO_WORKER, Form, Heartbeat
+from elastic_ft.runtime.keeper import Content
+
+KEY = b"k" * 32
+HELD = ev.StepHeld(1.7e9, "w12", 3, 800)
+BEAT = Heartbeat("w12", 800, 12, 9876, "after_backward")
+APPLIED = ev.StepApplied(
+    1.7e9,
+    "w12",
+    3,
+    800,
+    {
+        "loss": 2.345,
+        "lr": 1e-3,
+        "grad_norm": 0.5,
+        "tokens": 8192,
+        "step_time_s": 0.25,
+        "applied_at_s": 1.7e9,
+    },
+    pace_s=0.2,
+    took_s=0.25,
+    spent={"data_s": 0.001, "save_s": 0.002},
+)
+ALL = wire.Messages(Heartbeat, ev.StepHeld, ev.StepApplied, Content, bytes_max=1 << 30)
+END = Heartbeat("", 0, 0, 0, "")
+
+
+class Pickles:
+    """One end of a connection as it was."""
+
+    def __init__(self, connection: Any) -> None:
+        self.send, self.receive = connection.send, connection.recv
+
+
+def echo_pickles(pipe: Any) -> None:
+    with multiprocessing.connection.Listener(("127.0.0.1", 0), authkey=KEY) as listener:
+        pipe.send(listener.address)
+        with listener.accept() as connection:
+            echo(Pickles(connection))
+
+
+def echo_sealed(pipe: Any) -> None:
+    reception = wire.Reception("echo", "127.0.0.1", KEY, ALL, echo)
+    reception.start()
+    pipe.send(("127.0.0.1", reception.port))
+    pipe.recv()
+
+
+def echo(end: Any) -> None:
+    """Each message back; those after an END only once another END comes."""
+    quiet = False
+    try:
+        while True:
+            message = end.receive()
+            quiet = quiet is not (message == END)
+            if not quiet or message == END:
+                end.send(message)
+    except EOFError:
+        return
+
+
+def measure(end: Any, message: Any, seconds: float) -> dict[str, float]:
+    trips, began = 0, time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        end.send(message)
+        end.receive()
+        trips += 1
+    found = {"round_trips_per_s": trips / (time.perf_counter() - began)}
+    end.send(END)
+    end.receive()
+    count, began = max(2, trips), time.perf_counter()
+    for _ in range(count):
+        end.send(message)
+    end.send(END)
+    end.receive()
+    return found | {"one_way_per_s": count / (time.perf_counter() - began)}
+
+
+def run(target: Callable[[Any], None], seconds: float) -> dict[str, dict[str, float]]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs,))
+    process.start()
+    address = ours.recv()
+    if target is echo_pickles:
+        end: Any = Pickles(multiprocessing.connection.Client(address, authkey=KEY))
+    else:
+        end = wire.dial(address, KEY, ALL)
+    cases = {
+        "StepApplied": APPLIED,
+        "StepHeld": HELD,
+        "Heartbeat": BEAT,
+        "read of 64 MiB": Content(bytes(64 << 20)),
+    }
+    found = {name: measure(end, message, seconds) for name, message in cases.items()}
+    process.kill()
+    process.join()
+    return found
+
+
+def assignment(count: int) -> ev.Assignment:
+    members = tuple(
+        ev.Member(f"w{i}", f"n{i // 8}", f"host{i // 8}", i, i // 8) for i in range(count)
+    )
+    buddies = tuple((((i + 8) % count),) for i in range(count))
+    source = ev.Source(100, ev.Tier.HOST, "pp1.s1.tp1")
+    return ev.Assignment(2, members, (), Layout(dp_replicate=count), source, buddies, "a loss")
+
+
+def form(count: int) -> dict[str, dict[str, float]]:
+    """Of an assignment to ``count`` workers: packed once, sealed for each, read by each."""
+    made = assignment(count)
+
+    def old() -> tuple[bytes, Callable[[], Any]]:
+        data = zlib.compress(pickle.dumps(made), level=1)
+        return data, lambda: pickle.loads(zlib.decompress(data))
+
+    def new() -> tuple[bytes, Callable[[], Any]]:
+        everyones: Any = wire.Packed(made)
+        body = wire.encode(Form(everyones))
+        return body, lambda: TO_WORKER.decode(body)
+
+    found = {}
+    for name, make in (("pickle", old), ("sealed", new)):
+        began = time.process_time()
+        data, read = make()
+        made_s, began = time.process_time() - began, time.process_time()
+        read()
+        found[name] = {
+            "bytes": len(data),
+            "made_ms": made_s * 1e3,
+            "read_ms": (time.process_time() - began) * 1e3,
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--members", type=int, default=10_000)
+    arguments = parser.parse_args()
+    best: dict[str, dict[str, dict[str, float]]] = {}
+    for _ in range(arguments.rounds):
+        for side, target in (("pickle", echo_pickles), ("sealed", echo_sealed)):
+            for name, rates in run(target, arguments.seconds).items():
+                known = best.setdefault(name, {}).setdefault(side, {})
+                for what, rate in rates.items():
+                    known[what] = max(rate, known.get(what, 0.0))
+    TO_CONTROLLER.decode(wire.encode(APPLIED))
+    best[f"form of {arguments.members:,} members"] = form(arguments.members)
+    for name, sides in best.items():
+        for side, numbers in sides.items():
+            shown = ", ".join(f"{what} {number:,.1f}" for what, number in numbers.items())
+            print(f"{name:28} {side:8} {shown}")
+    print(json.dumps(best))
+
+
+if __name__ == "__main__":
+    main()
