@@ -69,6 +69,8 @@ def step_held(turn: Turn, event: StepHeld) -> None:
     if pending is None:
         return
     bit = 1 << turn.state.ranks[event.worker]
+    if not pending.held & bit:  # else it was said before the worker lost its keeper
+        turn.set(unkept=turn.state.unkept - {event.worker})
     _set_pending(turn, event.step, replace(pending, held=pending.held | bit))
     commit_steps(turn)
 
@@ -99,7 +101,7 @@ def commit_steps(turn: Turn) -> None:
     if state.assignment is None or state.phase not in ("running", "pausing"):
         return
     everyone = turn.everyone()
-    held = (1 << len(state.assignment.holding)) - 1
+    held = turn.to_be_held_by()
     safe = [s for s, p in state.pending.items() if p.held & held == held]
     durable = max(safe, default=0)
     while (pending := turn.state.pending.get(turn.state.committed + 1)) is not None:

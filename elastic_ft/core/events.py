@@ -122,10 +122,15 @@ class Assignment:
         each other, and the first one's snapshot is for when all end at once: their controller is
         killed, say. It needs a keeper to outlive its worker.
         """
-        if self.layout.pp * self.layout.dp_shard * self.layout.tp > 1:
+        if self.is_cut:
             return range(len(self.members))
         kept = self.members[0].node in {keeper.node for keeper in self.keepers}
         return range(1) if kept else range(0)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no member has all of the state."""
+        return self.layout.pp * self.layout.dp_shard * self.layout.tp > 1
 
     def computed_by(self, step: int) -> int:
         """Which generation computed ``step``, of the states that this one has."""
@@ -213,6 +218,18 @@ class KeeperLost:
     at_s: float
     node: NodeId
     cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unkept:
+    """The worker's snapshots are in memory of its own: they end with it.
+
+    Where every rank has all of the state, it says so in place of ``StepHeld``, step by step.
+    """
+
+    at_s: float
+    worker: WorkerId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +417,7 @@ Event = (
     | KeeperReady
     | KeeperLost
     | KeeperHolds
+    | Unkept
     | CollectiveFailed
     | WorkerRaised
     | Paused

@@ -90,6 +90,7 @@ from elastic_ft.core.events import (
     StopRequested,
     Tier,
     TimerFired,
+    Unkept,
     UseKeeper,
     WantWorkers,
     WorkerDone,
@@ -122,6 +123,7 @@ from elastic_ft.core.restoring import (
     reads_from,
     recent_writers,
     roll_back,
+    unkept,
 )
 from elastic_ft.core.state import (
     Episode,
@@ -524,6 +526,11 @@ def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
     _form_if_paused(turn)
 
 
+def _unkept(turn: Turn, event: Unkept) -> None:
+    unkept(turn, event)
+    commit_steps(turn)  # what waited for it
+
+
 def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
     if event.node not in turn.state.keepers:
         return
@@ -793,6 +800,7 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     KeeperReady: keeper_ready,
     KeeperLost: _keeper_lost,
     KeeperHolds: _keeper_holds,
+    Unkept: _unkept,
     CollectiveFailed: _collective_failed,
     WorkerRaised: _worker_raised,
     Paused: _paused,

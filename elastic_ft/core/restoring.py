@@ -21,6 +21,7 @@ from elastic_ft.core.events import (
     RollBack,
     Source,
     Tier,
+    Unkept,
     UseKeeper,
 )
 from elastic_ft.core.lineage import Lineage
@@ -197,6 +198,17 @@ def keeper_ready(turn: Turn, event: KeeperReady) -> None:
     for member in turn.state.ready.values():
         if member.node == keeper.node:
             turn.do(UseKeeper(member.worker, keeper))
+
+
+def unkept(turn: Turn, event: Unkept) -> None:
+    """Until a step is held by a keeper again, none waits for this worker's."""
+    state = turn.state
+    if event.worker not in state.ready or event.worker in state.unkept:
+        return
+    others = frozenset(worker for worker in state.unkept if worker in state.ready)
+    turn.set(unkept=others | {event.worker})
+    node = state.ready[event.worker].node
+    turn.journal("snapshots_unkept", event.reason, worker=event.worker, node=node)
 
 
 def reads_from(turn: Turn, node: NodeId) -> bool:

@@ -200,6 +200,7 @@ class State:
     state_digest: str = ""
     draining: dict[NodeId, float] = field(default_factory=dict)
     keepers: dict[NodeId, Keeper] = field(default_factory=dict)
+    unkept: frozenset[WorkerId] = frozenset()  # whose snapshots no keeper has
     left: dict[Left, tuple[Holding, ...]] = field(default_factory=dict)
     # Whose keeper has not told yet, and the first generation that it had no part in.
     awaited: dict[Left, int] = field(default_factory=dict)
@@ -349,6 +350,15 @@ class Turn:
 
     def everyone(self) -> int:
         return (1 << len(self.members)) - 1
+
+    def to_be_held_by(self) -> int:
+        """Bits by rank: who is to hold a step before it is committed."""
+        assignment = self.state.assignment
+        if assignment is None:
+            return 0
+        if not assignment.is_cut and assignment.members[0].worker in self.state.unkept:
+            return 0
+        return (1 << len(assignment.holding)) - 1
 
     def last_good(self) -> str:
         refs = self.state.checkpoints

@@ -519,8 +519,12 @@ class KeeperClient:
             os.close(fd)
 
     def tell(self, message: Unseal | Sealed | Free) -> None:
-        """In order, and before this returns in the keeper's hands: it outlives a kill."""
-        self._channel.send(message)
+        """In order, and before this returns in the keeper's hands: it outlives a kill.
+
+        Raises KeeperGone if the line has ended: what is in its memory is of no use to others.
+        """
+        if not self._channel.send(message):
+            raise KeeperGone(f"the line to {self._keeper.name} has ended")
 
     def upload(self, request: Upload) -> tuple[dict[str, Any], ...]:
         """Blocks until it is written, on a connection of its own."""

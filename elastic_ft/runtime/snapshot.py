@@ -77,6 +77,7 @@ class HostShard:
     of: Holding
     run: str  # of the controller: sealed with it
     users: int = 0  # uploads that still read it
+    recycled: bool = False  # its buffer is another's
     ready: Future[None] = field(default_factory=Future)
     schema: Schema = ()
     buffer: Buffer = field(default_factory=lambda: Buffer(torch.empty(0, dtype=torch.uint8)))
@@ -131,19 +132,24 @@ class Snapshots:
     """The snapshots of one worker, over all generations.
 
     Args:
-        note: journals (event, reason) for this worker.
+        unkept: is told that no keeper has this worker's snapshots, and why.
         run: the controller's start that it works for.
     """
 
     def __init__(
-        self, worker: str, pinned: bool, note: Callable[[str, str], object], run: str = ""
+        self,
+        worker: str,
+        pinned: bool,
+        unkept: Callable[[str], object],
+        run: str = "",
     ) -> None:
-        self.worker, self.note, self._run = worker, note, run
+        self.worker, self._unkept, self._run = worker, unkept, run
         self._pinned = pinned
         self._held: list[HostShard | KeptShard] = []
         self._record: deque[RecordStep] = deque(maxlen=RECORD_STEPS)
         self._free: list[Buffer] = []
         self._keeper: KeeperClient | None = None
+        self._why = "it has no keeper"  # that its snapshots are its own
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
@@ -169,7 +175,8 @@ class Snapshots:
         All of it happens on a thread of its own: training waits in ``wait`` alone.
         ``partial``: ``state`` is a part of the shard, for an upload alone; ``release`` frees it.
         ``peer_schemas``: of the ranks whose copies this one keeps. ``on_held(step)`` is called
-        once own copy, sent copy and received copies are complete.
+        once own copy, sent copy and received copies are complete; where every rank has all of the
+        state, a keeper must have the copy.
         """
         assert self._running is None, "one snapshot at a time: wait() comes before take()"
         assert groups.rank is not None
@@ -191,16 +198,19 @@ class Snapshots:
             cpu_began = time.thread_time()
             try:
                 copy()
-                self._keep_if_due([] if partial else [shard], epoch)
+                kept = self._keep_if_due([] if partial else [shard], epoch)
             except BaseException as error:
-                shard.ready.set_exception(error)  # an upload waits for it
                 self._recycle([shard])
+                shard.ready.set_exception(error)  # an upload waits for it
                 raise
             shard.ready.set_result(None)
             if exchange is not None and on_held is not None:
                 reach("buddy_send", step)
                 self._exchange(shard, exchange, epoch)
-                on_held(step)
+                if kept or groups.assignment.is_cut:
+                    on_held(step)
+                else:
+                    self._unkept(self._why)
             if not self._pinned:  # it takes processor time from training, not only bandwidth
                 self._cost_s += time.thread_time() - cpu_began
 
@@ -229,21 +239,42 @@ class Snapshots:
             self._let_go(shard.buffer for _, shard in incoming)
             raise
 
-    def _keep_if_due(self, shards: list[HostShard], epoch: int) -> None:
-        """They are complete: sources for others from now on, and kept when this process ends.
+    def _keep_if_due(self, shards: list[HostShard], epoch: int) -> bool:
+        """They are complete: sources for others from now on. Returns whether a keeper has them.
 
         Raises GroupBroken if their generation was left meanwhile: what they are copies of may have
         been overwritten since, and nobody has been told of them.
         """
         self._check(epoch)
+        kept = True
         for shard in shards:
-            if shard.buffer.keeper is not None:
-                holding = replace(shard.of, tier=Tier.KEEPER)
-                record = self._take_record(holding.step)
-                shard.buffer.keeper.tell(Sealed(shard.buffer.path, holding, shard.schema, record))
+            holding = replace(shard.of, tier=Tier.KEEPER)
+            record = self._take_record(holding.step) if shard.buffer.keeper else ()
+            sealed = Sealed(shard.buffer.path, holding, shard.schema, record)
+            kept = self._tell(shard.buffer, sealed) and kept
         with self._lock:
             self._check(epoch)
             self._held += shards
+        return kept
+
+    def _tell(self, buffer: Buffer, message: Unseal | Sealed | Free) -> bool:
+        """Whether the keeper whose memory it is has heard it. One that can't gives no more."""
+        if buffer.keeper is None:
+            return False
+        try:
+            buffer.keeper.tell(message)
+        except KeeperGone as error:
+            self._leave(buffer.keeper, error)
+            return False
+        return True
+
+    def _leave(self, keeper: KeeperClient, error: Exception) -> None:
+        with self._lock:
+            if self._keeper is not keeper:
+                return  # it was left before
+            self._keeper = None
+        self._why = str(error)
+        self._unkept(self._why)
 
     def _check(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -389,8 +420,7 @@ class Snapshots:
         try:
             path, memory = keeper.allocate(size)
         except (KeeperGone, KeeperRefused, OSError) as error:
-            self.note("keeper_refused", f"this worker's snapshots are its own: {error}")
-            self._keeper = None
+            self._leave(keeper, error)
             return None
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if self._pinned:
@@ -405,10 +435,12 @@ class Snapshots:
         """They are no source any more; what no upload reads is used again."""
         gone = [s for s in shards if isinstance(s, HostShard)]
         for shard in gone:
-            if shard.buffer.keeper is not None:
-                shard.buffer.keeper.tell(Unseal(shard.buffer.path))
-        buffers = [s.buffer for s in gone if not s.users]
+            self._tell(shard.buffer, Unseal(shard.buffer.path))
         with self._lock:
+            unread = [s for s in gone if not s.users and not s.recycled]
+            for shard in unread:  # once: two snapshots in one buffer would be none
+                shard.recycled = True
+            buffers = [s.buffer for s in unread]
             sizes = {s.buffer.memory.numel() for s in self._held if isinstance(s, HostShard)}
             free, self._free = [*self._free, *buffers], []
             for buffer in free:
@@ -424,7 +456,7 @@ class Snapshots:
             if buffer.keeper is not None:
                 if self._pinned:
                     unpin(buffer.memory)
-                buffer.keeper.tell(Free(buffer.path))
+                self._tell(buffer, Free(buffer.path))
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -43,6 +43,7 @@ from elastic_ft.core.events import (
     StopAtBoundary,
     TakeCheckpoint,
     Tier,
+    Unkept,
     UseKeeper,
     WorkerRaised,
     WorkerReady,
@@ -270,7 +271,11 @@ class Worker:
         try:
             self._tools.snapshots.use(KeeperClient(keeper, self._key, self.member.worker))
         except KeeperGone as error:
-            self._note("keeper_refused", f"this worker's snapshots are its own: {error}")
+            self._unkept(str(error))
+
+    def _unkept(self, why: str) -> None:
+        reason = f"this worker's snapshots are its own: {why}"
+        self._send(Unkept(time.time(), self.member.worker, reason))
 
     def _note(self, event: str, reason: str, **fields: Any) -> None:
         self._send(Note(self.member.worker, self._points.generation, event, reason, fields))
@@ -370,7 +375,7 @@ class Worker:
         engine = _engine_class(job)(job, factory, device, data.sequence_length or 1)
         engine.prepare()
         snapshots = Snapshots(
-            self.member.worker, device.type == "cuda", self._note, self._welcome.run
+            self.member.worker, device.type == "cuda", self._unkept, self._welcome.run
         )
         self._points.corrupt = snapshots.corrupt
         checkpointer = Checkpointer(

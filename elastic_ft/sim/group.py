@@ -307,5 +307,6 @@ class Group:
         for rank, worker in enumerate(self.members):
             if rank in copied and self.copies_of[rank] <= sent and (step, rank) in self.then:
                 go_on = self.then.pop((step, rank))
-                worker.send(StepHeld(self.world.now_s, worker.id, self.generation, step))
+                if worker.is_held(cut=self.assignment.is_cut):
+                    worker.send(StepHeld(self.world.now_s, worker.id, self.generation, step))
                 go_on()

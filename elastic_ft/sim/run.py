@@ -141,6 +141,13 @@ class Chaos:
         self.world.kill_keeper(node)
         return None
 
+    def _lose_keeper_line(self, fault: Fault) -> bool | None:
+        workers = [w for w in self.world.alive() if w.keeper is not None and w.keeper.alive]
+        if not workers:
+            return False
+        workers[fault.target % len(workers)].lose_keeper_line()
+        return None
+
     def _hang_keeper(self, fault: Fault) -> bool | None:
         node = self._node(fault)
         if node is None or node.keeper is None or not node.keeper.alive or node.keeper.hung:

@@ -22,6 +22,7 @@ from elastic_ft.core.events import (
     ShardsWritten,
     StopAtBoundary,
     Tier,
+    Unkept,
     UseKeeper,
     WorkerDone,
 )
@@ -112,6 +113,21 @@ class SimWorker:
         old = self.copies.get(key)
         if old is None or old.tier is Tier.PEER:
             self.copies[key] = Copy(tier, lineage, self.keeper if sealed else None)
+
+    def lose_keeper_line(self) -> None:
+        """The keeper takes it for gone, and it lives: what it holds from now on is its own."""
+        if self.keeper is not None and self.keeper.alive:
+            self.keeper.inherit(self)
+        self.keeper = None
+        for copy in self.copies.values():
+            copy.keeper = None
+
+    def is_held(self, *, cut: bool) -> bool:
+        """Whether its snapshot is of use: where state is not cut, to a keeper alone."""
+        if cut or (self.keeper is not None and self.keeper.alive):
+            return True
+        self.send(Unkept(self.world.now_s, self.id, "its keeper does not hear it"))
+        return False
 
     def drop(self, *, before: int = 0, after: int | None = None) -> None:
         self.copies = {

@@ -13,6 +13,7 @@ from elastic_ft.core.costs import Choice, Devices, Links, ModelShape, Work, step
 from elastic_ft.core.elasticity import WINDOW_S
 from elastic_ft.core.events import (
     Bench,
+    CollectiveFailed,
     Command,
     FormGeneration,
     NodeDraining,
@@ -96,6 +97,29 @@ def test_what_a_benched_worker_holds_still_counts() -> None:
     commands = script.ready("e", "n5")
     assert formed(commands).source.step == 1
     assert formed(commands).source.holders == {"pp0.s0.tp0": (("c", Tier.HOST),)}
+
+
+def test_steps_that_others_trained_again_are_not_believed_of_a_benched_worker() -> None:
+    """c had applied step 2 before it lost its rank. a and b train 2 again, twice: from 1, as b's
+    copy of the second one is lost, too. What c has of step 2 is no part of either history."""
+    script = script_of(2, 4, multiple_of=2).run(**FOUR)
+    script.train(1)
+    void = script.live("c", 2)
+    lose(script, "d", 1)
+    script.resume()
+    script.train(2)
+    script.tell(CollectiveFailed, "a", 2, 2, "reset")
+    for worker in "ab":
+        script.paused(worker, script.live(worker, 2))
+    source = formed(script.paused("c", void)).source  # it has not heard that it is benched
+    assert (source.step, source.generation) == (2, 2)
+    assert source.holders == {"pp0.s0.tp0": (("a", Tier.LIVE), ("b", Tier.LIVE))}
+    script.resume()
+    for worker in "ab":
+        script.tell(WorkerLost, worker, "killed")
+    script.paused("c", void)
+    script.ready("e", "n5")
+    assert script.state.status == "failed"  # and not: trained on from a state that never was
 
 
 def test_a_worker_left_over_gives_its_shard_first_and_then_idles() -> None:

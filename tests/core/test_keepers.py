@@ -20,7 +20,9 @@ from elastic_ft.core.events import (
     SourceRefused,
     StartTimer,
     StepApplied,
+    StepHeld,
     Tier,
+    Unkept,
     UseKeeper,
     WorkerLost,
 )
@@ -94,6 +96,42 @@ def test_a_single_worker_commits_what_its_keeper_holds() -> None:
     assert [c.step for c in script.train(1) if isinstance(c, RecordStep)] == [1]
     without = Script(Policy(1, 1)).run(a="n1")
     assert [c.step for c in without.applied("a", 1) if isinstance(c, RecordStep)] == [1]
+
+
+def test_a_worker_without_a_keeper_holds_up_no_commit() -> None:
+    """Replicas survive each other. The first one's snapshot is for when all of them end."""
+    script = Script(Policy(1, 2))
+    script.keeper("n1")
+    script.run(a="n1", b="n2").train(1)
+    for worker in "ab":
+        script.applied(worker, 2)
+    assert script.state.committed == 1
+    commands = script.tell(Unkept, "a", "the line has ended")
+    assert [c.step for c in commands if isinstance(c, RecordStep)] == [2]
+    assert script.journalled("snapshots_unkept") == ["the line has ended"]
+    assert [c.step for c in script.train(3, held=False) if isinstance(c, RecordStep)] == [3]
+    assert UseKeeper("a", keeper("n1")) in script.keeper("n1")  # another one
+    script.tell(StepHeld, "a", 1, 4)
+    assert [c.step for c in script.train(4, held=False) if isinstance(c, RecordStep)] == [4]
+    assert [c for c in script.train(5, held=False) if isinstance(c, RecordStep)] == []
+    assert [c.step for c in script.train(5) if isinstance(c, RecordStep)] == [5]
+
+
+def test_what_was_said_before_is_no_keepers_copy() -> None:
+    script = Script(Policy(1, 1))
+    script.keeper("n1")
+    script.run(a="n1")
+    for kind, *more in ((StepHeld, 1, 1), (Unkept, "no room"), (StepHeld, 1, 1)):
+        script.tell(kind, "a", *more)
+    assert script.state.unkept == {"a"}
+    assert [c.step for c in script.applied("a", 1) if isinstance(c, RecordStep)] == [1]
+
+
+def test_where_state_is_cut_own_memory_and_a_buddys_are_enough() -> None:
+    script = kept_here(copies=2)
+    script.tell(Unkept, "a", "the line has ended")
+    assert [c for c in script.train(1, held=False) if isinstance(c, RecordStep)] == []
+    assert [c.step for c in script.train(1) if isinstance(c, RecordStep)] == [1]
 
 
 # ------------------------------------------------------------------------------- what is used

@@ -300,7 +300,8 @@ def test_a_keeper_that_hangs_while_it_is_asked_delays_nobody_for_long(
         deadline_s = time.monotonic() + 30
         while client._channel.send(told):  # until the socket is full: then it is given up
             assert time.monotonic() < deadline_s, "a full socket takes more and more"
-    client.tell(told)  # at once, and without harm
+    with pytest.raises(KeeperGone, match="the line to keeper:n0 has ended"):
+        client.tell(told)  # at once
     client.close()
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime.engines.base import State, StateTensor
+from elastic_ft.runtime.keeper import KeeperGone
 from elastic_ft.runtime.snapshot import HostShard, Snapshots
 from elastic_ft.sim.script import member
 
@@ -41,7 +44,7 @@ class Slow:
 
 @pytest.fixture
 def snapshots() -> Iterator[Snapshots]:
-    made = Snapshots("a", False, lambda event, reason: None)
+    made = Snapshots("a", False, lambda reason: None)
     yield made
     made.close()
 
@@ -145,3 +148,78 @@ def test_what_was_kept_of_an_older_cut_has_the_name_it_had(snapshots: Snapshots)
     snapshots.keep(live, {})
     (held,) = snapshots.holdings()
     assert (held.generation, held.tier) == (2, Tier.HOST)
+
+
+# ------------------------------------------------------------------------------- a line that ends
+
+
+class Line:
+    """A keeper that is there until ``ended``."""
+
+    def __init__(self) -> None:
+        self.ended, self.told = False, list[Any]()
+
+    def allocate(self, nbytes: int) -> tuple[str, Any]:
+        return f"/{nbytes}", mmap.mmap(-1, nbytes)
+
+    def tell(self, message: Any) -> None:
+        if self.ended:
+            raise KeeperGone("the line has ended")
+        self.told.append(message)
+
+    def close(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_keeper_that_hears_nothing_is_not_relied_on(strategy: Any) -> None:
+    """Where all have all of the state, a step is held by a keeper, or it is not said to be."""
+    layout, _ = plan_layout(strategy, 2, None, 1, 1)
+    groups: Any = SimpleNamespace(assignment=replace(ASSIGNMENT, layout=layout), rank=0, host=None)
+    why: list[str] = []
+    held: list[int] = []
+    snapshots, line = Snapshots("a", False, why.append), Line()
+    snapshots.use(line)  # type: ignore[arg-type]
+
+    def snapshot(step: int) -> HostShard:
+        shard = snapshots.take(step, state_of(step), groups, {}, at_once, on_held=held.append)
+        snapshots.wait(time.monotonic() + DEADLINE_S)
+        return shard
+
+    assert snapshot(60).buffer.keeper is line
+    assert held == [60] and not why
+    line.ended = True
+    snapshot(61)
+    snapshots.drop_before(61)
+    own = snapshot(62)
+    assert own.buffer.keeper is None  # never again memory that a keeper serves as another's
+    assert set(why) == {"the line has ended"}
+    assert len(why) == (3 if strategy == "ddp" else 1)  # in place of a step held, each time
+    assert held == ([60] if strategy == "ddp" else [60, 61, 62])
+    assert [one.step for one in snapshots.holdings()] == [61, 62]
+    other = Line()
+    snapshots.use(other)  # type: ignore[arg-type]
+    assert snapshot(63).buffer.keeper is other
+    assert held[-1] == 63 and len(why) == (3 if strategy == "ddp" else 1)
+    snapshots.close()
+
+
+def test_a_buffer_is_anothers_once() -> None:
+    """Who drops a shard and who has uploaded it both give its buffer back."""
+    snapshots = Snapshots("a", False, lambda reason: None)
+    take(snapshots, 60, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    shard = snapshots.find(
+        Source(60, Tier.HOST, LAYOUT.shard_space, generation=3), LAYOUT.shard_of(0)
+    )
+    assert isinstance(shard, HostShard)
+    shard.users += 1
+    snapshots.drop_after(50)
+    snapshots.release(shard)
+    snapshots.discard(shard)
+    one = take(snapshots, 61, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    two = take(snapshots, 62, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    assert one.buffer is not two.buffer
+    snapshots.close()

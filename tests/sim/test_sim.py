@@ -187,6 +187,34 @@ def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimKeeper, "find", find)
 
 
+def deaf_keeper(seed: int) -> Scenario:
+    """Some workers' lines to their keepers end; then a worker dies, or all do."""
+    last = ("crash_worker", "crash_every_worker", "crash_node")[seed % 3]
+    lines = tuple(Fault("lose_keeper_line", 2 + n, "running", 0.3 * n, n, 1.0) for n in range(2))
+    return Scenario(
+        seed=seed,
+        strategy=STRATEGIES[seed // 3 % 3],
+        min_workers=1,
+        max_workers=3,
+        nodes=3,
+        workers_per_node=1,
+        steps=12,
+        checkpoint_every=5,
+        faults=(*lines, Fault(last, 4 + seed % 4, "running", seed % 10 / 10, seed % 2, 2.0)),
+    )
+
+
+def test_a_keeper_line_that_ends_is_no_keepers_copy_and_holds_up_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenarios = [deaf_keeper(seed) for seed in range(90)]
+    assert not failures(scenarios)
+    for scenario in scenarios[:3]:
+        assert simulate(scenario).fired["lose_keeper_line"] == 2
+    monkeypatch.setitem(membership.handlers, events.Unkept, lambda turn, event: None)
+    assert failures(scenarios)  # nobody tells: what is not held is awaited for ever
+
+
 def slow_copies(seed: int) -> Scenario:
     """Two nodes go at once: back to the checkpoint, while copies of later steps still run. Then one
     more node goes, which two copies of each step are to bear."""
