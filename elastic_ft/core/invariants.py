@@ -171,7 +171,6 @@ def exactly_once(run: Run) -> Iterable[str]:
 
 def _ledger_violations(run: Run, lines: Sequence[Line]) -> Iterable[str]:
     expected = run.expected
-    ledger = Ledger.of(((line["step"], line["samples"]) for line in lines), expected.first_step)
     yield from _step_violations(run, [line["step"] for line in lines])
     for generation, some in _same_terms(run, lines):
         part = Ledger.of((line["step"], line["samples"]) for line in some)

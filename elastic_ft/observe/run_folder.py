@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -195,7 +196,7 @@ class RunFolder:
                     kept = [line for line in lines if line["step"] <= step]
                     if len(kept) < len(lines):
                         _set_aside(path)
-                    _replace(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+                    _replace(path, "".join(line_of(line) for line in kept).encode())
 
     def repair(self) -> None:
         """Drops a torn last line of the journals, left by a controller that died writing."""
@@ -208,7 +209,7 @@ class RunFolder:
 
     def write_result(self, result: dict[str, Any]) -> None:
         self.check_owner()
-        _replace(self.path / "result.json", (json.dumps(result, indent=2) + "\n").encode())
+        _replace(self.path / "result.json", (json.dumps(_finite(result), indent=2) + "\n").encode())
         self._has_result = True
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
@@ -216,7 +217,7 @@ class RunFolder:
         file = self._files.get(name)
         if file is None:
             file = self._files[name] = (self.path / name).open("a")
-        file.write(json.dumps(line) + "\n")
+        file.write(line_of(line))
         file.flush()
 
     def _close_file(self, name: str) -> None:
@@ -345,6 +346,24 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def line_of(values: dict[str, Any]) -> str:
+    """One line of JSON, which has no NaN and no infinities: they are null."""
+    try:
+        return json.dumps(values, allow_nan=False) + "\n"
+    except ValueError:
+        return json.dumps(_finite(values), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def last_generation(path: Path) -> int:

@@ -281,6 +281,7 @@ class Groups:
             dist.destroy_process_group()
         compat.reset_group_names()
         compat.forget_meshes()
+        self._sealed_store = None  # last: what is torn down may still ask it
 
 
 def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -351,3 +352,15 @@ def test_who_is_dismissed_ends_and_saves_nothing(
     client.close()
     assert list(tmp_path.iterdir()) == []
     assert desk.ended == []
+
+
+def test_strangers_who_say_nothing_keep_no_worker_from_its_keeper(
+    desk: Desk, keeper: Keeper
+) -> None:
+    with contextlib.ExitStack() as strangers:
+        for _ in range(3):
+            strangers.enter_context(socket.create_connection(keeper.address))
+        client = KeeperClient(keeper, desk.server.key, "w0")
+        path, _ = client.allocate(4096)
+        assert path
+        client.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 from elastic_ft.observe.run_folder import ASIDE_MAX, RunFolder, read_lines
@@ -25,3 +27,18 @@ def test_voided_lines_stay_beside_the_record_and_not_for_ever(tmp_path: Path) ->
     oldest = [line["step"] for line in read_lines(tmp_path / "steps.3.jsonl")]
     assert oldest == list(range(1, 9))
     folder.close()
+
+
+def test_what_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.record_step({"step": 1, "generation": 1, "loss": math.nan, "of": [math.inf, 0.5]}, [1])
+    folder.write_result({"final_loss": math.nan})
+    folder.close()
+
+    def refuse(found: str) -> None:
+        raise AssertionError(f"{found} is not JSON")
+
+    line = json.loads((tmp_path / "steps.jsonl").read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "generation": 1, "loss": None, "of": [None, 0.5]}
+    result = json.loads((tmp_path / "result.json").read_text(), parse_constant=refuse)
+    assert result == {"final_loss": None}
