@@ -27,6 +27,7 @@ from chaos import cli as chaos_cli
 from elastic_ft import checkpoint_cli, events_cli, plan_cli, resize_cli, simulate_cli
 from elastic_ft.config import Job, load_job, parse_job, parse_text
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
+from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.outcome import complete, read_result
 
 if TYPE_CHECKING:
@@ -225,12 +226,21 @@ class How:
 
 def _train(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
-    ended = complete(read_result(out), job.steps)
-    if ended and not job.checkpoint.from_scratch:
-        say(f"{job.name} {ended}: nothing was started; run folder: {out}")
+    if _is_complete(job, out):
         return COMPLETED
     checked = _check(job, out, where, how)
+    await_handover(out, say)
+    if _is_complete(job, out):  # by the one that was asked
+        return COMPLETED
     return _conclude(_run(job, out, where, checked, how), out)
+
+
+def _is_complete(job: Job, out: str) -> bool:
+    ended = complete(read_result(out), job.steps)
+    if not ended or job.checkpoint.from_scratch:
+        return False
+    say(f"{job.name} {ended}: nothing was started; run folder: {out}")
+    return True
 
 
 def _check(job: Job, out: str, where: Where, how: How) -> Checked:

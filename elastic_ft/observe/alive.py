@@ -51,7 +51,8 @@ class Alive:
 
     def stop(self) -> None:
         self._over.set()
-        self._thread.join(EVERY_S)
+        if self._thread.is_alive():
+            self._thread.join(EVERY_S)
 
     def _renew(self) -> None:
         while True:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from elastic_ft.errors import StoreFailed, Superseded, redacted
-from elastic_ft.observe import requests
+from elastic_ft.observe import handover, requests
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.watch import local_path
 from elastic_ft.storage import owners
@@ -253,21 +253,38 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
+    def is_asked_to_hand_over(self) -> bool:
+        """By another start of the job. Raises ValueError if the request makes no sense."""
+        try:
+            asked = handover.asked_of((self.path / handover.NAME).read_bytes())
+        except FileNotFoundError:
+            return False
+        return self._claim is not None and asked == self._claim.owner.run
+
     def drop_request(self) -> None:
         """The job has ended: nobody is to obey it any more."""
-        (self.path / requests.NAME).unlink(missing_ok=True)
+        for name in (requests.NAME, handover.NAME):
+            self._remove(name)
+
+    def forget_result(self) -> None:
+        """An earlier run's is not this one's."""
+        self._remove("result.json")
+
+    def _remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
         if not self._remote:
             return
         try:
-            self._store.delete(requests.NAME)
-        except StoreFailed as error:  # the next start would obey it
+            self._store.delete(name)
+        except StoreFailed as error:  # of a request: the next start would obey it
             self.mirror_error = str(error)
 
     def _fetch_request(self) -> None:
         """From a remote folder: there is nothing to be told by."""
-        path, content = self.path / requests.NAME, self._get(requests.NAME)
-        if content is not None and (not path.exists() or path.read_bytes() != content):
-            _replace(path, content)
+        for name in (requests.NAME, handover.NAME):
+            path, content = self.path / name, self._get(name)
+            if content is not None and (not path.exists() or path.read_bytes() != content):
+                _replace(path, content)
 
     # --------------------------------------------------------------- mirroring
 

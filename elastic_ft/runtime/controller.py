@@ -33,6 +33,7 @@ from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.alive import Alive
+from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.outcome import check_resume_point, complete, read_result
 from elastic_ft.observe.run_folder import RunFolder, last_generation
@@ -195,16 +196,27 @@ class Controller:
         A job that is complete is not run again, and its result stays. Raises ConfigError if it
         would go on from a later step than its last.
         """
-        ended = read_result(self.run_folder.url)
-        if complete(ended, self.job.steps) and not self.policy.from_scratch:
-            self._publisher.close()
-            self.run_folder.close()
+        if ended := self._complete():
             return ended
-        self._alive.start()
+        with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
+            self._resumable()  # before anything is touched
+            # A controller that lives ends with a checkpoint: not a step of it is lost.
+            await_handover(self.run_folder.url, log.info)
+        if ended := self._complete():  # by the one that was asked
+            return ended
         try:
             return self._run()
         finally:
             self._alive.stop()
+
+    def _complete(self) -> dict[str, Any]:
+        """The result of the job that is complete; {} if it is not."""
+        ended = read_result(self.run_folder.url)
+        if self.policy.from_scratch or not complete(ended, self.job.steps):
+            return {}
+        self._publisher.close()
+        self.run_folder.close()
+        return ended
 
     def _run(self) -> dict[str, Any]:
         found = self._open()
@@ -233,10 +245,10 @@ class Controller:
 
     def _open(self) -> tuple[ev.CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from; None if it is known by now how the job ends."""
-        with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
-            self._resumable()  # before anything is touched
         # First: nobody else writes in either place from now on.
         killed = self.run_folder.take_over(self.run_id, self.job.name)
+        self._alive.start()
+        self.run_folder.forget_result()
         if not self._when_readable(partial(self._take_over_checkpoints, killed)):
             return None
         self.run_folder.repair()
@@ -678,17 +690,20 @@ class Controller:
             self._step(ev.KeeperLost(time.time(), node, silent.reason))
 
     def _look_for_request(self) -> None:
-        """Someone outside may ask for another number of workers."""
+        """Someone outside may ask for another number of workers, or to hand the job over."""
         if self.state.phase == "ended":
             return
         try:
             asked = self.run_folder.new_request()
+            hand_over = self.run_folder.is_asked_to_hand_over() and not self.state.stopping
         except (OSError, ValueError) as error:
             fields = {"workers": 0, "request": ""}
             self._journal("resize_refused", self.state.generation, str(error), fields)
             return
         if asked is not None:
             self._step(ev.ResizeRequested(time.time(), asked.workers, asked.request))
+        if hand_over:
+            self._step(ev.StopRequested(time.time(), "another start of the job takes over"))
 
     def _fault_fired(self, message: FaultFired) -> None:
         self._fired.add(message.index)

@@ -66,6 +66,16 @@ def check_job(store: Store, job: str) -> None:
     _refuse_other(store, _read(store, number) if number else None, job)
 
 
+def newest(store: Store) -> tuple[Owner | None, bool]:
+    """Who has the URL, None if nobody ever had, and whether that one has ended in good order.
+
+    Raises StoreFailed; StorageError where its object can't be understood.
+    """
+    number, ended = _listed(store)
+    owner = _read(store, number) if number else None
+    return owner, owner is not None and owner.run in ended
+
+
 def take_over(
     store: Store, *, job: str, run: str, run_folder: str, behind: Collection[str] = ()
 ) -> Claim:

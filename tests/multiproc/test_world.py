@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,12 +133,9 @@ def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: s
     assert generations == sorted(set(generations)), "generations go on across controllers (I1)"
 
 
-@pytest.mark.parametrize("stopped", [False, True])
-def test_the_newest_controller_of_a_run_folder_has_it(tmp_path: Path, stopped: bool) -> None:
-    """A job is started again while it runs: the first one ends, and writes nothing more there.
-
-    ``stopped``: it does not even see it until the second one has ended.
-    """
+def test_the_newest_controller_of_a_run_folder_has_it(tmp_path: Path) -> None:
+    """A job is started again while its controller is stopped, and can't hand it over: once it
+    wakes up it ends, and writes nothing more there."""
     job_file, out = tmp_path / "job.yaml", tmp_path / "run"
     job = make_job("ddp", steps=100_000, workers=2)
     job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
@@ -148,8 +146,7 @@ def test_the_newest_controller_of_a_run_folder_has_it(tmp_path: Path, stopped: b
     try:
         wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
         pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
-        if stopped:
-            first.send_signal(signal.SIGSTOP)
+        first.send_signal(signal.SIGSTOP)
         run = run_job(make_job("ddp", steps=40, workers=2), out).check()
         first.send_signal(signal.SIGCONT)
         _, said = first.communicate(timeout=DEADLINE_S)
@@ -265,6 +262,31 @@ def test_a_clean_stop_checkpoints_and_a_rerun_completes(tmp_path: Path) -> None:
     again = run_job(job, tmp_path)
     assert again.result["status"] == "completed", again.story()
     assert [line["step"] for line in again.steps] == list(range(1, 41)), again.story()
+
+
+def test_a_job_that_is_started_twice_is_handed_over(tmp_path: Path) -> None:
+    """D5: the second start killed the first, and the steps since the newest checkpoint."""
+
+    def stop(controller: Controller, host: LocalHost) -> None:
+        controller.stop("the test has seen enough")
+
+    job = make_job("fsdp", steps=100_000, workers=2, checkpoint={"every_s": 3600.0})
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_job, job, tmp_path)
+        wait_for("some steps", lambda: len(read_lines(tmp_path / "steps.jsonl")) >= 10)
+        second = run_job(job, tmp_path, on_step=Once(3, stop))
+        first = running.result(60)
+    assert first.result["status"] == "stopped"
+    assert first.result["reason"].startswith("another start of the job takes over")
+    handed_over = first.result["steps"]
+    assert handed_over >= 10
+    (_, started) = second.all("job_started")
+    assert started["step"] == handed_over, second.story()
+    assert not second.all("controller_restarted"), "none was killed"
+    steps = [line["step"] for line in second.steps]
+    assert steps == list(range(1, second.result["steps"] + 1)), "each once, none of them lost"
+    assert second.result["steps"] > handed_over
+    assert not (tmp_path / "handover.json").exists()
 
 
 def test_a_second_stop_ends_the_job_at_once(tmp_path: Path) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +19,11 @@ import pytest
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError
-from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.handover import await_handover
+from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.local import LocalHost
-from elastic_ft.storage import checkpoints
+from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.store import open_store
 from tests.multiproc.harness import make_job
 
@@ -71,3 +78,53 @@ def test_fewer_steps_than_there_are_is_refused(tmp_path: Path) -> None:
         controller(tmp_path, steps=900).run()
     assert not (tmp_path / "controller.json").exists(), "nothing was cut off: nobody is to restart"
     assert not (tmp_path / "result.json").exists()
+
+
+def test_a_second_start_asks_the_first_to_hand_over(tmp_path: Path) -> None:
+    """Of a job that has no worker yet; with workers: tests/multiproc/test_world.py."""
+
+    def waiting() -> Controller:
+        job, run = make_job(steps=9), RunFolder(str(tmp_path))
+        return Controller(job, LocalHost({}), run, str(tmp_path / "checkpoints"))
+
+    first, second, said = waiting(), waiting(), []
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(first.run)
+        until(lambda: len(starts(tmp_path)) == 1)
+        await_handover(str(tmp_path), said.append)
+        assert running.result(30)["reason"].startswith("another start of the job takes over")
+        follows = pool.submit(second.run)
+        until(lambda: len(starts(tmp_path)) == 2)
+        second.stop("enough")
+        assert follows.result(30)["reason"].startswith("enough")
+    asked, handed_over = said
+    assert asked.endswith(": it is asked to hand over")
+    assert "has handed over, after" in handed_over
+    names = [line["event"] for line in read_lines(tmp_path / "events.jsonl")]
+    assert "controller_restarted" not in names
+    await_handover(str(tmp_path), said.append)
+    assert len(said) == 2, "nobody lives: nobody is asked"
+
+
+def test_one_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
+    owners.take_over(open_store(str(tmp_path)), job="tiny", run="old", run_folder=str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    sign = {"at_s": time.time(), "host": os.uname().nodename, "pid": ended.pid}
+    (tmp_path / "alive.json").write_text(json.dumps(sign))
+    said: list[str] = []
+    await_handover(str(tmp_path), said.append)
+    assert said == []
+    assert not (tmp_path / "handover.json").exists()
+
+
+def starts(folder: Path) -> list[Any]:
+    lines = read_lines(folder / "events.jsonl")
+    return [line for line in lines if line["event"] == "job_started"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s, pause = time.monotonic() + 30, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline_s
+        pause.wait(0.02)
