@@ -297,14 +297,16 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
 
 def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
     """Whether the folder has all of the model. Returns remarks. Raises ModelError, StorageError."""
-    from elastic_ft.runtime.weights import match
+    from elastic_ft.runtime.weights import differences, match
     from elastic_ft.storage.safetensors import open_folder
 
     try:
         folder = open_folder(url)
+        config = folder.config()
     except (StorageError, StoreFailed) as error:
         raise StorageError(f"model.weights: {error}") from None
-    return match(model, {name: t.spec for name, t in folder.tensors.items()}, folder.url).remarks
+    matched = match(model, {name: t.spec for name, t in folder.tensors.items()}, folder.url)
+    return (*differences(config, model, folder.url), *matched.remarks)
 
 
 def check_optimizer(job: Job) -> None:

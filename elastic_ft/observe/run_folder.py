@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import yaml
 
 from elastic_ft.errors import StoreFailed, Superseded, redacted
-from elastic_ft.observe import handover, requests
+from elastic_ft.observe import handover, requests, scratch
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.watch import local_path
 from elastic_ft.storage import owners
@@ -47,7 +46,7 @@ class RunFolder:
         folder = local_path(self.url)
         self._remote = folder is None
         if folder is None:
-            folder = Path(tempfile.mkdtemp(prefix="elastic_ft_run_"))
+            folder = scratch.make("elastic_ft_run_")
         self.path = folder
         self.path.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, Any] = {}

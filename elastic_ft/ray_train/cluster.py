@@ -12,7 +12,6 @@ import contextlib
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import psutil
 import ray
 
 from elastic_ft.core.events import NodeId
+from elastic_ft.observe import scratch
 from elastic_ft.ray_train import compat
 
 MB = 2**20
@@ -61,7 +61,7 @@ class LocalCluster:
         self._cpus_per_node = cpus_per_node
         self._object_store_bytes = object_store_mb * MB
         # Unix socket paths are at most 107 bytes long: a short folder, whatever TMPDIR says.
-        self._folder = tempfile.mkdtemp(prefix="eft-", dir="/tmp")
+        self._folder = str(scratch.make("eft-", "/tmp"))
         # The kernel kills a node when the *thread* that started it ends; this one ends in close().
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="local-cluster")
         if durable_head:  # what the GCS knows is on disk, and outlives it

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from elastic_ft.core.manifest import TensorSpec
 from elastic_ft.errors import ModelError
 from elastic_ft.runtime.engines.base import State, StateTensor
-from elastic_ft.storage.safetensors import Folder, Rows
+from elastic_ft.storage.safetensors import CONFIG, Folder, Rows
 
 CONVERTED = ("float64", "float32", "float16", "bfloat16")  # into one another; nothing else is
 NAMED_MAX = 3  # in a message
@@ -67,6 +69,45 @@ def match(model: nn.Module, found: Mapping[str, TensorSpec], url: str) -> Matche
     if unused := sorted(found.keys() - used):
         remarks.append(f"not used, for the model has no such tensors: {_some(unused, ', ')}")
     return Matched(sources, tuple(f"model.weights: {url}: {remark}" for remark in remarks))
+
+
+# What changes the result and no tensor's shape: names of Hugging Face's configurations, and ours.
+SETTINGS = {
+    "rms_norm_eps": "norm_eps",
+    **{name: name for name in ("rope_theta", "rope_type", "layer_norm_eps", "layer_norm_epsilon")},
+    **{name: name for name in ("hidden_act", "activation_function", "sliding_window", "factor")},
+    **{name: name for name in ("partial_rotary_factor", "attn_logit_softcapping")},
+    **{name: name for name in ("final_logit_softcapping", "query_pre_attn_scalar")},
+}
+
+
+def differences(config: Mapping[str, Any], model: nn.Module, url: str) -> tuple[str, ...]:
+    """Where a folder's configuration contradicts the model's: a remark for each such setting.
+
+    Tensors of the same shapes would be taken, and be another model's: norms, rotations and
+    activations are in no tensor.
+    """
+    own = getattr(model, "config", None)
+    if dataclasses.is_dataclass(own) and not isinstance(own, type):
+        has = dataclasses.asdict(own)
+    else:
+        has = own.to_dict() if hasattr(own, "to_dict") else {}
+    theirs, ours = _flat(config), _flat(has)
+    found = []
+    for name, alias in SETTINGS.items():
+        key = name if name in ours else alias
+        if name in theirs and key in ours and theirs[name] != ours[key]:
+            found.append(f"{name} is {theirs[name]} there, the model has {key} {ours[key]}")
+    return tuple(f"model.weights: {url}/{CONFIG}: {difference}" for difference in found)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the rotation's parameters, which are nested in some versions."""
+    flat = {name: value for name, value in config.items() if value is not None}
+    for nested in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(nested), Mapping):
+            flat |= config[nested]
+    return flat
 
 
 def _some(items: list[str], separator: str) -> str:

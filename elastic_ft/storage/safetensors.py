@@ -21,6 +21,7 @@ from elastic_ft.storage.kinds import Bytes, Kind
 from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, parallel
 from elastic_ft.storage.store import Store, StoreError, open_store
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FILE_BYTES = 2**30  # of an exported file; one is in memory at a time
@@ -161,6 +162,15 @@ class Folder:
     @property
     def url(self) -> str:
         return self.store.url
+
+    def config(self) -> dict[str, Any]:
+        """The model's configuration beside the tensors; {} if there is none. Raises StoreFailed."""
+        content = _get(self.store, CONFIG)
+        try:
+            found = json.loads(bytes(content)) if content is not None else {}
+        except (ValueError, RecursionError):  # it is no part of the weights
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def read(self, wants: Iterable[Rows], use: Callable[[Rows, memoryview], None]) -> int:
         """Calls ``use`` with the bytes of the wanted rows, at most OBJECT_BYTES of them at a time,

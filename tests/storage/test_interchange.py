@@ -15,8 +15,10 @@ import torch.distributed.checkpoint as dcp
 
 import elastic_ft
 from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
+from elastic_ft.config import ModelConfig
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ModelError, StorageError
+from elastic_ft.models import build_model
 from elastic_ft.preflight import check_weights
 from elastic_ft.runtime import weights
 from elastic_ft.runtime.engines.base import StateTensor
@@ -339,6 +341,29 @@ def test_a_tied_tensor_may_have_any_of_its_names(tmp_path: Path, kept: str) -> N
     assert torch.equal(state["model.inner.weight"].local, model.inner.weight)
     assert torch.equal(state["model.scale"].local, model.scale.detach())
     assert torch.equal(state["model.count"].local, model.count)
+
+
+@pytest.mark.parametrize(
+    "rotation", [{"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 500.0}}]
+)
+def test_a_folder_of_a_model_that_computes_otherwise_is_named(
+    tmp_path: Path, rotation: dict[str, Any]
+) -> None:
+    """D3: its tensors fit, and it trained with the default rotation and norm without a word."""
+    kwargs = {"dim": 16, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": 32}
+    config = ModelConfig(preset="decoder-1m", kwargs=kwargs)
+    model = build_model(config, vocab_size=300, sequence_length=16)
+    url = str(save(dict(model.state_dict()), tmp_path))
+    assert check_weights(url, model) == (), "it has no config.json"
+    same_as_ours = {"rope_theta": 10_000, "rms_norm_eps": 1e-5, "hidden_size": 16, "torch_dtype": 1}
+    (tmp_path / "config.json").write_text(json.dumps(same_as_ours))
+    assert check_weights(url, model) == ()
+    (tmp_path / "config.json").write_text(json.dumps({"rms_norm_eps": 1e-2, **rotation}))
+    norm, theta = check_weights(url, model)
+    assert "config.json: rms_norm_eps is 0.01 there, the model has norm_eps 1e-05" in norm
+    assert "config.json: rope_theta is 500.0 there, the model has rope_theta 10000.0" in theta
+    (tmp_path / "config.json").write_text("[")
+    assert check_weights(url, model) == ()
 
 
 def test_floats_are_converted_and_that_is_said(tmp_path: Path) -> None:
