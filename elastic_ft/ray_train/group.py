@@ -243,6 +243,8 @@ class ElasticWorkerGroup(WorkerGroup):
             last = self._flushed.get(worker)
             value = last.return_value if finished and last is not None else None
             statuses[rank] = WorkerStatus(running=not finished, return_value=value)
+        if finished and not statuses:  # nobody took part: without one Ray Train would wait on
+            statuses[0] = WorkerStatus(running=False)
         return WorkerGroupPollStatus(statuses, self._worker_rank_to_replica_group_rank)
 
     @property

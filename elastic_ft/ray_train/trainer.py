@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError
 
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.outcome import complete, read_result
 from elastic_ft.ray_train.compat import (
     RAY_NODE_ID_KEY,
     BackendConfig,
@@ -32,10 +33,12 @@ from elastic_ft.ray_train.compat import (
 )
 from elastic_ft.ray_train.controller import (
     ElasticController,
+    ElasticResult,
     JobFailedError,
     RaiseAlways,
     Run,
     WholeJobPolicy,
+    as_checkpoint,
 )
 from elastic_ft.ray_train.host import describe
 from elastic_ft.ray_train.placement import remove_placement_groups
@@ -119,6 +122,8 @@ class ElasticTrainer(DataParallelTrainer):
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Result:
         """Runs a controller to the job's end; one that dies is followed by another."""
+        if ended := self._complete():
+            return ended
         kwargs["scaling_policy"] = WholeJobPolicy(self.scaling_config)
         kwargs["failure_policy"] = RaiseAlways(self.run_config.failure_config)
         placements = f"elastic_ft:{uuid.uuid4().hex}:"
@@ -145,6 +150,20 @@ class ElasticTrainer(DataParallelTrainer):
         raise JobFailedError(
             f"{CONTROLLER_STARTS} controllers died; the newest checkpoint is under "
             f"{self.job.checkpoint.url or self.run_url}"
+        )
+
+    def _complete(self) -> ElasticResult | None:
+        """The result of a job that an earlier run has completed: nothing is started for it."""
+        ended = read_result(self.run_url)
+        if not complete(ended, self.job.steps) or self.job.checkpoint.from_scratch:
+            return None
+        return ElasticResult(
+            metrics=ended,
+            checkpoint=as_checkpoint(self.job.checkpoint.url or f"{self.run_url}/checkpoints"),
+            error=None,
+            path=self.run_url,
+            status=ended["status"],
+            reason=ended.get("reason", ""),
         )
 
     def _run_once(self, run: Run, kwargs: dict[str, Any]) -> Result:
