@@ -253,10 +253,10 @@ class RunFolder:
             return None
 
     def is_asked_to_hand_over(self) -> bool:
-        """By another start of the job. Raises ValueError if the request makes no sense."""
+        """By another start of the job: what names another run, or no run at all, is no request."""
         try:
             asked = handover.asked_of((self.path / handover.NAME).read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return False
         return self._claim is not None and asked == self._claim.owner.run
 

@@ -6,6 +6,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+from elastic_ft.errors import redacted
+
 FRAMES_MAX, LINE_MAX = 6, 160
 OURS = str(Path(__file__).resolve().parents[1])
 LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib")})
@@ -26,4 +28,4 @@ def user_frames(error: BaseException) -> tuple[str, ...]:
 
 def _line(frame: traceback.FrameSummary) -> str:
     text = f"{frame.filename}:{frame.lineno} in {frame.name}"
-    return f"{text}: {frame.line}"[:LINE_MAX] if frame.line else text[:LINE_MAX]
+    return redacted(f"{text}: {frame.line}" if frame.line else text)[:LINE_MAX]
