@@ -141,6 +141,7 @@ TO_CONTROLLER = Messages(
     ev.WorkerDone,
     ev.KeeperReady,
     ev.KeeperHolds,
+    ev.Unkept,
 )
 TO_WORKER = Messages(  # and to keepers
     Welcome,

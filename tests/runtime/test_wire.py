@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import pytest
@@ -235,6 +235,22 @@ def test_any_mutation_is_a_message_or_is_refused(
             mutated[at : at + random.choice((0, 1, len(new), 40))] = new
         with contextlib.suppress(MessageRefused):
             messages.decode(bytes(mutated))
+
+
+MADE_HERE = (  # by the controller and its host
+    *(ev.JobStarted, ev.StopRequested, ev.ResizeRequested, ev.TimerFired),
+    *(ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost),
+    *(ev.CheckpointCommitted, ev.CheckpointFailed),
+)
+
+
+@pytest.mark.parametrize("kind", get_args(ev.Event), ids=lambda kind: kind.__name__)
+def test_the_controller_takes_every_event_that_it_does_not_make_itself(kind: type) -> None:
+    """A kind that was left out would be refused, and who sent it for a stranger."""
+    body = msgpack.packb([kind.__name__, {}])
+    with pytest.raises(MessageRefused) as refused:
+        TO_CONTROLLER.decode(body)
+    assert ("is no message for this process" in str(refused.value)) == (kind in MADE_HERE)
 
 
 # ------------------------------------------------------------------------- between two ends
