@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -103,9 +104,7 @@ class Metrics:
                 if error.errno != errno.EADDRINUSE:
                     raise ConfigError(f"network.metrics_address: {address}: {error}") from None
                 continue
-            handler = self._server.RequestHandlerClass
-            patient = type("Handler", (handler,), {"timeout": REQUEST_TIMEOUT_S})
-            self._server.RequestHandlerClass = patient  # who says nothing keeps no thread
+            self._server.RequestHandlerClass = _bounded(self._server.RequestHandlerClass)
             return int(self._server.server_port)
         raise ConfigError(f"network.ports: none of {ports} is free at {address}")
 
@@ -231,6 +230,19 @@ class Metrics:
         counter = self._of(name, **{"class": kind}) if kind else self._of(name)
         counter.inc(max(0.0, seconds - before))
         self._counted[name, kind] = max(before, seconds)
+
+
+def _bounded(handler: Any) -> Any:
+    """A request handler that waits for no request for ever: who says nothing keeps no thread."""
+
+    class Bounded(handler):
+        timeout = REQUEST_TIMEOUT_S
+
+        def handle(self) -> None:
+            with contextlib.suppress(TimeoutError):
+                super().handle()
+
+    return Bounded
 
 
 def state_copies(assignment: ev.Assignment) -> int:

@@ -162,7 +162,8 @@ def check_sender(member: Member, message: Any) -> None:
     if member.worker.startswith(ev.KEEPER):
         claimed, own = getattr(message, "node", member.node), member.node
     else:
-        claimed, own = getattr(message, "worker", member.worker), member.worker
+        named = message.member if isinstance(message, ev.WorkerReady) else message
+        claimed, own = getattr(named, "worker", member.worker), member.worker
     if claimed != own:
         kind = type(message).__name__
         raise MessageRefused(f"a {kind} of {str(claimed)[:40]!r}, sent by {member.worker}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from elastic_ft.core import events as ev
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.layout import Layout
+from elastic_ft.observe import metrics as served
 from elastic_ft.observe.accounts import CLASSES, Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, markdown
 from elastic_ft.observe.metrics import TARGETS, Metrics, state_copies, write_targets
@@ -154,3 +156,17 @@ def test_ray_is_told_each_sample_by_its_own_name(monkeypatch: pytest.MonkeyPatch
     assert told["elastic_ft_layout_info", "job_name=job,layout=ddp2"] == 1
     gone = told["elastic_ft_layout_info", "job_name=job,layout=ddp3"]
     assert gone != gone  # NaN: Ray forgets no series
+
+
+def test_who_asks_for_nothing_keeps_no_thread(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(served, "REQUEST_TIMEOUT_S", 0.1)
+    metrics = Metrics("job")
+    try:
+        with socket.create_connection(("127.0.0.1", metrics.serve("127.0.0.1"))) as silent:
+            silent.settimeout(10)
+            assert silent.recv(1) == b"", "its connection is ended"
+    finally:
+        metrics.close()
+    assert not capsys.readouterr().err, "and that is no error"

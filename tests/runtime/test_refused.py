@@ -20,6 +20,7 @@ from tests.multiproc.harness import make_job
 
 SOON_S = 10.0
 MEMBER = ev.Member("w0", "n0", "host", 1)
+OTHER = ev.Member("w9", "n0", "host", 1)
 
 
 class Nobody:
@@ -107,6 +108,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
         (Note("w0", 0, "x", "y", {"seq": "oops"}), "a note with the journal's own fields"),
         (Note("w0", 0, "recovered", "y"), "Note: KeyError"),
         (ev.StepApplied(1.0, "w9", 1, 1), "a StepApplied of 'w9', sent by w0"),
+        (ev.WorkerReady(1.0, OTHER), "a WorkerReady of 'w9', sent by w0"),
         (ev.StepApplied(float("nan"), "w0", 1, 1), "StepApplied.at_s: expected a finite number"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else type(value).__name__,
