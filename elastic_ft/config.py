@@ -202,6 +202,7 @@ class ElasticConfig(Section):
     heartbeat_timeout_s: Seconds = 10  # nothing at all from a worker
     max_generations_without_progress: Count = 10
     max_user_failures: CountFrom0 = 2  # retries, until a step goes by without an exception
+    max_node_failures: Count = 2  # unfit workers, before it is avoided for a while
     regrow_repaid_s: Seconds = 300  # a joiner must be worth its pause within that
     regrow_delay_max_s: Delay = 120  # and waits at most so long if it is not
     evict_stragglers: bool = False

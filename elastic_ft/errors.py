@@ -4,6 +4,7 @@ ElasticError
 ├── UsageError            the user can fix it; one line, exit code 2, nothing was started
 │   ├── ConfigError       a key of the job file: unknown, wrong type, impossible value
 │   ├── DataError         data missing, empty, or not what the job says
+│   │   └── DataDiffers   on this worker alone: the others agree on theirs
 │   ├── StorageError      a URL that can't be reached, read or written (found before the start)
 │   ├── ModelError        a model that can't be imported or built
 │   └── CheckpointMismatch  a checkpoint of another model
@@ -44,6 +45,10 @@ class ConfigError(UsageError):
 
 class DataError(UsageError):
     """Data that is missing, empty, or not of the declared format."""
+
+
+class DataDiffers(DataError):
+    """This worker reads other data than the others, who agree: it alone is at fault."""
 
 
 class StorageError(UsageError):

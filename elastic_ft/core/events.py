@@ -15,6 +15,7 @@ from elastic_ft.core.layout import Layout
 WorkerId = str  # one process, never reused: a restarted worker has a new id
 NodeId = str
 KEEPER = "keeper:"  # and the node: a keeper's name among workers
+ITS_OWN, EVERYONES = "its own", "everyone's"  # whose trouble a WorkerRaised is, if that is known
 DAMAGED, UNREACHABLE = "damaged", "unreachable"  # kinds of SourceRefused
 
 
@@ -269,6 +270,8 @@ class WorkerRaised:
     error: str
     usage: bool = False  # the user's to fix: retrying is pointless
     frames: tuple[str, ...] = ()  # of user code, the one that raised last
+    node: NodeId = ""
+    whose: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,6 +451,15 @@ class WantWorkers:
 
 
 @dataclass(frozen=True, slots=True)
+class AvoidNode:
+    """Start no worker on the node for ``for_s`` seconds: none that was could take part."""
+
+    node: NodeId
+    for_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class KillWorker:
     """SIGKILL, and forget it."""
 
@@ -588,6 +600,7 @@ class FinishJob:
 
 Command = (
     WantWorkers
+    | AvoidNode
     | KillWorker
     | ReleaseWorker
     | Bench

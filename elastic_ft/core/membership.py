@@ -58,6 +58,7 @@ from elastic_ft.core.elasticity import (
 )
 from elastic_ft.core.episodes import blame_node, close_episode, note_lost
 from elastic_ft.core.events import (
+    EVERYONES,
     UNREACHABLE,
     Assignment,
     CheckpointCommitted,
@@ -108,6 +109,7 @@ from elastic_ft.core.outages import (
     suspend_reading,
     waits_for_store,
 )
+from elastic_ft.core.refusals import is_its_own, refuse
 from elastic_ft.core.restoring import (
     choose_source,
     count_redone,
@@ -565,12 +567,14 @@ def _collective_failed(turn: Turn, event: CollectiveFailed) -> None:
 
 def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
     state = turn.state
-    if event.usage or state.assignment is None:
-        if event.frames:
-            _journal_raised(turn, event, 1)
-        finish(turn, "failed", f"{event.worker}: {event.error}; {turn.last_good()}")
+    if is_its_own(turn, event):
+        _refuse_worker(turn, event)
         return
-    if not is_current(turn, event.worker, event.generation):
+    everyones = event.whose == EVERYONES and state.assignment is None
+    if not everyones and not is_current(turn, event.worker, event.generation):
+        return
+    if everyones or event.usage:
+        finish(turn, "failed", f"{event.worker}: {event.error}; {turn.last_good()}")
         return
     step, count, generation = state.user_failures
     if generation != event.generation:  # else another rank raises the same
@@ -591,6 +595,16 @@ def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
 def _journal_raised(turn: Turn, event: WorkerRaised, times: int) -> None:
     fields = {"worker": event.worker, "step": event.step, "times": times}
     turn.journal("worker_raised", event.error, **fields, frames=list(event.frames))
+
+
+def _refuse_worker(turn: Turn, event: WorkerRaised) -> None:
+    involved = event.worker in turn.live_members()
+    refuse(turn, event)
+    if involved and turn.state.phase in ("running", "forming"):
+        _pause(turn, "worker_refused", f"{event.worker}: {event.error}", abort=True)
+    elif involved and turn.state.phase == "pausing" and not turn.state.abort:
+        _escalate(turn, f"{event.worker}: {event.error}")
+    _form_if_paused(turn)
 
 
 def _paused(turn: Turn, event: Paused) -> None:
@@ -748,7 +762,8 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
             _form_first(turn)
         else:
             reason = f"{usable} workers ready after {policy.start_timeout_s:g} s"
-            finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}")
+            unfit = f"; {state.unfit_why}" if state.unfit_why else ""
+            finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}{unfit}")
     elif key in (("join", "running"), ("regrow", "running")):
         _admit(turn)
     elif key == ("checkpoint", "running"):

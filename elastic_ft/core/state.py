@@ -64,6 +64,8 @@ class Policy:
     publish_timeout_s: float = 1800  # a checkpoint whose shards are written
     max_generations_without_progress: int = 10
     max_user_failures: int = 2
+    max_node_failures: int = 2  # workers that could not take part, before their node is avoided
+    avoid_node_s: float = 600
     keep_last: int = 2  # checkpoints
     from_scratch: bool = False  # the seed may be a source although steps are recorded
     checkpoint_every_s: float | None = None
@@ -198,6 +200,8 @@ class State:
     bytes_moved: int = 0
     done: int = 0  # bits by rank
     state_digest: str = ""
+    unfit: dict[WorkerId, NodeId] = field(default_factory=dict)  # could not take part; the last few
+    unfit_why: str = ""  # of the last one
     draining: dict[NodeId, float] = field(default_factory=dict)
     keepers: dict[NodeId, Keeper] = field(default_factory=dict)
     unkept: frozenset[WorkerId] = frozenset()  # whose snapshots no keeper has

@@ -78,6 +78,8 @@ SPOKEN: dict[str, Callable[[Line], str]] = {
     "worker_raised": _raised,
     "source_refused": lambda line: f"refused: {line['reason']}",
     "source_unreadable": lambda line: f"unreadable: {line['reason']}",
+    "worker_refused": lambda line: f"{line['worker']} can't take part: {line['reason']}",
+    "node_avoided": lambda line: f"node {line['node'][:12]} is avoided: {line['reason']}",
     "worker_left_out": lambda line: f"{line['worker']} is left out: {line['reason']}",
     "checkpoint_refused": lambda line: f"checkpoint refused: {line['reason']}",
     "checkpoint_failed": lambda line: f"checkpoint failed: {line['reason']}",

@@ -97,6 +97,7 @@ class Nodes:
     used: set[NodeId] = field(default_factory=set)
     kept: set[NodeId] = field(default_factory=set)  # with a keeper, or what starts one
     draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
+    avoided: set[NodeId] = field(default_factory=set)  # nobody is placed there for now
     lost: set[NodeId] = field(default_factory=set)
     keepers: dict[NodeId, HostedKeeper] = field(default_factory=dict)
 
@@ -128,6 +129,9 @@ class RayHost:
 
     def want_workers(self, total: int) -> None:
         self._call(self._set_wanted, total)
+
+    def avoid_node(self, node: NodeId, for_s: float) -> None:
+        self._call(self._avoid, node, for_s)
 
     def kill_worker(self, worker: WorkerId) -> None:
         self._call(self._kill, worker)
@@ -228,7 +232,9 @@ class RayHost:
 
     async def _bring_up(self, hosted: Hosted) -> None:
         others = [other.node for other in self._hosted.values() if other.node]
-        hosted.placement, hosted.node = await self._placements.take(hosted.worker, others)
+        avoided = sorted(self._nodes.avoided)
+        placed = await self._placements.take(hosted.worker, others, avoided)
+        hosted.placement, hosted.node = placed
         hosted.actor = self._group.create_actor(hosted.placement)
         handle = await self._meet(hosted, hosted.actor)
         hosted.node = handle.metadata.node_id
@@ -300,7 +306,7 @@ class RayHost:
             return
         if hosted.actor is not None:
             ray.kill(hosted.actor)
-        usable = hosted.node and hosted.node not in self._nodes.draining
+        usable = hosted.node and hosted.node not in {*self._nodes.draining, *self._nodes.avoided}
         waiting = any(other.handle is None for other in self._hosted.values())
         short = len(self._hosted) < self._wanted  # fewer may have been asked for meanwhile
         keep = bool(usable and short and not waiting and not self._closed)
@@ -313,6 +319,23 @@ class RayHost:
         if hosted.actor is not None:
             ray.kill(hosted.actor)
         self._placements.give_back(hosted.placement, keep=False)
+
+    def _avoid(self, node: NodeId, for_s: float) -> None:
+        """Places that wait for capacity don't know of it: they are asked for anew, now and then."""
+        self._nodes.avoided.add(node)
+        self._place_anew()
+        self._loop.call_later(for_s, self._avoid_no_more, node)
+
+    def _avoid_no_more(self, node: NodeId) -> None:
+        self._nodes.avoided.discard(node)
+        self._place_anew()
+
+    def _place_anew(self) -> None:
+        self._placements.clear()  # what is kept may lie there
+        for hosted in list(self._hosted.values()):
+            if hosted.placement is not None and not hosted.node:
+                self._cancel(hosted)
+        self._fill()
 
     def _kill(self, worker: WorkerId) -> None:
         hosted = self._hosted.get(worker)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ray.util.placement_group import (
@@ -39,21 +39,22 @@ class Placements:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def take(
-        self, worker: WorkerId, nodes: Sequence[NodeId]
+        self, worker: WorkerId, nodes: Sequence[NodeId], avoid: Sequence[NodeId] = ()
     ) -> tuple[PlacementGroup, NodeId]:
         """Returns a group, and its node or "" if it waits for capacity.
 
-        ``nodes``: of the other workers. One call after the other, so that they spread.
+        ``nodes``: of the other workers. One call after the other, so that they spread. ``avoid``:
+        not these in any case.
         """
         async with self._turn:
             if self._kept:
                 return self._kept.pop(), ""
             full = [n for n, count in Counter(nodes).items() if count >= self.workers_per_node]
-            group = self._reserve(worker, full)
+            group = self._reserve(worker, {*full, *avoid})
             node = await _placed(group)
             if full and not node:
                 remove_placement_group(group)
-                group = self._reserve(worker, [])
+                group = self._reserve(worker, avoid)
                 node = await _placed(group)
             return group, node
 
@@ -68,7 +69,7 @@ class Placements:
         while self._kept:
             remove_placement_group(self._kept.pop())
 
-    def _reserve(self, worker: WorkerId, avoid: Sequence[NodeId]) -> PlacementGroup:
+    def _reserve(self, worker: WorkerId, avoid: Collection[NodeId]) -> PlacementGroup:
         self._count += 1
         selector = dict(self.label_selector or {})
         if avoid:

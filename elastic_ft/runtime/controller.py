@@ -116,6 +116,7 @@ def policy_of(job: Job) -> Policy:
         publish_timeout_s=elastic.suspend_timeout_s,
         max_generations_without_progress=elastic.max_generations_without_progress,
         max_user_failures=elastic.max_user_failures,
+        max_node_failures=elastic.max_node_failures,
         from_scratch=job.checkpoint.from_scratch,
         keep_last=job.checkpoint.keep_last
         if job.checkpoint.keep_for_h is None
@@ -547,6 +548,9 @@ class Controller:
     def _want_workers(self, command: ev.WantWorkers) -> None:
         self.host.want_workers(command.total)
 
+    def _avoid_node(self, command: ev.AvoidNode) -> None:
+        self.host.avoid_node(command.node, command.for_s)
+
     def _kill_worker(self, command: ev.KillWorker) -> None:
         self._inquiries.kill(command.worker)
 
@@ -752,6 +756,7 @@ class Controller:
 
 executors: dict[type, Callable[[Controller, Any], None]] = {
     ev.WantWorkers: Controller._want_workers,
+    ev.AvoidNode: Controller._avoid_node,
     ev.KillWorker: Controller._kill_worker,
     ev.ReleaseWorker: Controller._to_worker,
     ev.Bench: Controller._to_worker,

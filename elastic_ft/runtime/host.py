@@ -36,6 +36,9 @@ class Host(Protocol):
     def want_workers(self, total: int) -> None:
         """Keep ``total`` workers alive or starting; start replacements as capacity allows."""
 
+    def avoid_node(self, node: NodeId, for_s: float) -> None:
+        """Start no worker on ``node`` for so long; those that are there stay."""
+
     def kill_worker(self, worker: WorkerId) -> None:
         """SIGKILL the worker; idempotent. Its WorkerLost follows."""
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import (
+    EVERYONES,
     Assignment,
     NodeDraining,
     NodeId,
@@ -49,6 +50,7 @@ class Node:
     slots: int
     alive: bool = True
     draining: bool = False
+    avoided_until_s: float = 0.0  # on the monotonic clock
     workers: set[WorkerId] = field(default_factory=set)
     keeper: BaseProcess | None = None
     keepers_left: int = KEEPER_STARTS_MAX
@@ -92,6 +94,15 @@ class LocalHost:
     def want_workers(self, total: int) -> None:
         with self._lock:
             self._wanted = total
+            self._fill()
+
+    def avoid_node(self, node: NodeId, for_s: float) -> None:
+        with self._lock:
+            self._nodes[node].avoided_until_s = time.monotonic() + for_s
+        self._later(for_s, self._fill_again)
+
+    def _fill_again(self) -> None:
+        with self._lock:
             self._fill()
 
     def kill_worker(self, worker: WorkerId) -> None:
@@ -199,6 +210,7 @@ class LocalHost:
                 node
                 for node in self._nodes.values()
                 if node.alive and not node.draining and len(node.workers) < node.slots
+                if time.monotonic() >= node.avoided_until_s
             ]
             if not free:
                 return
@@ -256,7 +268,7 @@ class LocalHost:
             self._failures += 1
             if self._failures == START_FAILURES_MAX:  # it can't start here: trying on is pointless
                 reason = f"{START_FAILURES_MAX} workers ended before any could train, {end}"
-                self._post(WorkerRaised(time.time(), worker, 0, 0, reason))
+                self._post(WorkerRaised(time.time(), worker, 0, 0, reason, whose=EVERYONES))
         with self._lock:
             self._fill()
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import hmac
+import json
 import logging
 import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -28,6 +30,7 @@ import torch.distributed as dist
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import (
+    ITS_OWN,
     UNREACHABLE,
     Assignment,
     Bench,
@@ -50,6 +53,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.terms import changes, data_terms
 from elastic_ft.errors import (
+    DataDiffers,
     DataError,
     GroupBroken,
     StateDamaged,
@@ -318,7 +322,7 @@ class Worker:
     def raised(self, error: BaseException) -> None:
         """Tells the controller of an exception that user code let through."""
         step, generation = self._points.step, self._points.generation
-        self._send(_raised_event(self.member.worker, generation, step, error))
+        self._send(_raised_event(self.member, generation, step, error))
 
     def close(self) -> None:
         self._closed.set()
@@ -475,7 +479,7 @@ class Worker:
         self._points("forming")
         groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s, self._points)
         self._links.prepare()  # for the generation after this one
-        _check_same_data(groups, tools.data.fingerprint)
+        _check_same_data(groups, tools.data.fingerprint, self._live is not None)
         live = self._live[1] if self._live else {}
         began_restoring = time.perf_counter()
         restored = restore.restore(
@@ -538,7 +542,7 @@ class Worker:
             text = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"
             self._send(CollectiveFailed(time.time(), worker, generation, step, text))
         else:
-            self._send(_raised_event(worker, generation, step, error))
+            self._send(_raised_event(self.member, generation, step, error))
 
     def _is_collective(self, error: BaseException) -> bool:
         """Whether ``error`` comes from a broken group rather than from user code."""
@@ -599,13 +603,29 @@ def _check_data_of_run(run: dict[str, Any], data: DataBundle) -> None:
         raise DataError(f"{found}: going on would repeat samples and skip others")
 
 
-def _check_same_data(groups: Groups, fingerprint: str | None) -> None:
-    """Raises DataError if workers read different data, which no ledger would show (I2)."""
-    prints = groups.exchange("data", (fingerprint or "").encode())
-    if len(set(prints)) > 1:
-        raise DataError(
-            f"workers read different data: fingerprints {sorted(p.decode() for p in set(prints))}"
+def _check_same_data(groups: Groups, fingerprint: str | None, has_trained: bool) -> None:
+    """Raises where workers read different data, which no ledger would show (I2).
+
+    What those read who have trained counts, else what most do: DataDiffers where this worker is
+    at fault, GroupBroken where others are; DataError where nobody can say who is.
+    """
+    own = {"print": fingerprint or "", "has_trained": has_trained}
+    told = [json.loads(raw) for raw in groups.exchange("data", json.dumps(own).encode())]
+    prints = [one["print"] for one in told]
+    if len(set(prints)) == 1:
+        return
+    votes = [one["print"] for one in told if one["has_trained"]] or prints
+    ((usual, count),) = Counter(votes).most_common(1)
+    if 2 * count <= len(votes):
+        raise DataError(f"workers read different data: fingerprints {sorted(set(prints))}")
+    if own["print"] != usual:
+        raise DataDiffers(
+            f"this worker reads other data than the others: fingerprint {own['print']}, "
+            f"theirs {usual}"
         )
+    everyone = (*groups.assignment.members, *groups.assignment.donors)
+    odd = [m.worker for m, other in zip(everyone, prints, strict=True) if other != usual]
+    raise GroupBroken(f"{', '.join(odd)} read other data than the others")
 
 
 def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable) -> SourceRefused:
@@ -624,11 +644,19 @@ def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable
     )
 
 
-def _raised_event(worker: str, generation: int, step: int, error: BaseException) -> WorkerRaised:
-    text = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:500]}"
+def _raised_event(member: Member, generation: int, step: int, error: BaseException) -> WorkerRaised:
     usage = isinstance(error, UsageError)
-    frames = () if usage else user_frames(error)
-    return WorkerRaised(time.time(), worker, generation, step, text, usage, frames)
+    return WorkerRaised(
+        time.time(),
+        member.worker,
+        generation,
+        step,
+        f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:500]}",
+        usage,
+        frames=() if usage else user_frames(error),
+        node=member.node,
+        whose=ITS_OWN if isinstance(error, DataDiffers) else "",
+    )
 
 
 def member_here(worker: str, node: str, host: str, raylet_pid: int | None = None) -> Member:

@@ -9,11 +9,21 @@ computed each of its steps, so that a lost, repeated or mixed step shows in the 
 
 from elastic_ft.sim.checks import Violation
 from elastic_ft.sim.run import Report, simulate
-from elastic_ft.sim.scenario import CHANGES, KINDS, Fault, Scenario, bearable, large, make_scenario
+from elastic_ft.sim.scenario import (
+    CHANGES,
+    KINDS,
+    OUTAGES,
+    Fault,
+    Scenario,
+    bearable,
+    large,
+    make_scenario,
+)
 
 __all__ = [
     "CHANGES",
     "KINDS",
+    "OUTAGES",
     "Fault",
     "Report",
     "Scenario",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from elastic_ft.core.events import (
+    UNREACHABLE,
     Assignment,
     RecordStep,
     Resumed,
@@ -93,6 +94,10 @@ class Group:
         if self.failed or not self.connected():
             return
         lineage = checks.source(self.world, self)
+        if unread := self._unread():
+            after_s = self.world.rng.uniform(0.1, 3.0)  # what the client's own retries take
+            self.world.after(after_s, lambda: self._refuse_unread(unread))
+            return
         if (damaged := self._damaged()) is not None:
             self.world.after(self._answers_after_s(damaged[0]), lambda: self._refuse(*damaged))
             return
@@ -102,6 +107,34 @@ class Group:
             self.world.rng.choice((0.05, self.world.rng.uniform(0.1, 3.0))),
             lambda: self._moved(lineage),
         )
+
+    def _unread(self) -> list[WorkerId]:
+        """Who can't read the store, of those who are to."""
+        source, store = self.assignment.source, self.world.store
+        if not source.url:
+            return []
+        readers = self.all.values() if source.holders else self.members
+        return [w.id for w in readers if store.down or w.node.id in store.unread_on]
+
+    def _refuse_unread(self, unread: list[WorkerId]) -> None:
+        """All know who could not, and say the same."""
+        world, source = self.world, self.assignment.source
+        if self.failed:
+            return
+        alone = tuple(unread) if len(unread) < len(self.members) else ()
+        for worker in self.members:
+            if worker.works() and worker.group is self:
+                worker.send(
+                    SourceRefused(
+                        world.now_s,
+                        worker.id,
+                        self.generation,
+                        source.url,
+                        "cannot read: unreachable",
+                        kind=UNREACHABLE,
+                        unread_by=alone,
+                    )
+                )
 
     def _damaged(self) -> tuple[str, str] | None:
         """Who has something damaged, and which shard."""

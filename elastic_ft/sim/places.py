@@ -29,6 +29,8 @@ class Node:
     draining: bool = False
     cut: bool = False  # partitioned from everything else
     lost: bool = False  # the controller has been told so
+    spoiled: bool = False  # who starts there as a joiner finds no data
+    avoided_until_s: float = 0.0
     held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
     keeper: SimKeeper | None = None  # its present life, or the last one
 
@@ -43,8 +45,12 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class ObjectStore:
+    """``unread_on``: nodes that can't read. ``silent``: of what is published nobody hears."""
+
     published: list[Checkpoint] = field(default_factory=list)  # newest last
     down: bool = False
+    unread_on: set[str] = field(default_factory=set)
+    silent: bool = False
 
     def is_damaged(self, url: str) -> bool:
         return any(c.damaged for c in self.published if c.url == url)

@@ -102,7 +102,11 @@ class Chaos:
         """No more faults; everything comes back."""
         world, self.healed = self.world, True
         self.waiting.clear()
-        world.store.down, world.duplicates = False, 0.0
+        world.store.down = world.store.silent = False
+        world.store.unread_on.clear()
+        world.duplicates = 0.0
+        for node in world.nodes:
+            node.spoiled = False
         world.latency_s = world.scenario.latency_s
         for node in list(world.nodes):
             if node.cut:
@@ -133,6 +137,41 @@ class Chaos:
         for worker in alive:
             self.world.kill(worker, "crashed")
         return None if alive else False
+
+    def _crash_everything(self, fault: Fault) -> None:
+        """Every process on every node: what is left is in the store."""
+        for node in self.world.nodes:
+            self.world.kill_keeper(node)
+        for worker in self.world.alive():
+            self.world.kill(worker, "crashed")
+
+    def _store_half_down(self, fault: Fault) -> bool | None:
+        """One node can't read it, the others can."""
+        if (node := self._node(fault)) is None:
+            return False
+        unread = self.world.store.unread_on
+        unread.add(node.id)
+        self.world.after(fault.lasts_s, lambda: unread.discard(node.id))
+        return None
+
+    def _publisher_silent(self, fault: Fault) -> None:
+        def back() -> None:
+            self.world.store.silent = False
+
+        self.world.store.silent = True
+        self.world.after(fault.lasts_s, back)
+
+    def _spoil_node(self, fault: Fault) -> bool | None:
+        """Its data is gone: who trains there has read it, who comes there can't."""
+        if (node := self._node(fault)) is None:
+            return False
+        node.spoiled = True
+
+        def well() -> None:
+            node.spoiled = False
+
+        self.world.after(fault.lasts_s, well)
+        return None
 
     def _crash_keeper(self, fault: Fault) -> bool | None:
         node = self._node(fault)

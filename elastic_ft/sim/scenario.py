@@ -29,6 +29,12 @@ KINDS = {  # kind of fault -> how often it is drawn
     "request_stop": 1,
 }
 CHANGES = ("resize", "resize", "slow_worker")  # drawn apart: what no fault is
+OUTAGES = {  # drawn apart, and often together with the loss of all that is in memory
+    "store_down": 3,
+    "store_half_down": 2,
+    "publisher_silent": 1,
+    "spoil_node": 2,
+}
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
 
 
@@ -109,6 +115,8 @@ class Scenario:
             from_scratch=self.from_scratch,
             gather_s=2.0,
             suspend_timeout_s=10_000.0,
+            publish_timeout_s=40.0,
+            avoid_node_s=15.0,
             pause_timeout_s=4.0,
             form_timeout_s=8.0,
             boundary_timeout_s=9.0,
@@ -146,6 +154,7 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
     )
     scenario = _with_network(scenario, random.Random(f"network {seed}"))
     scenario = _with_policy(scenario, random.Random(f"policy {seed}"))
+    scenario = _with_outages(scenario, random.Random(f"outages {seed}"))
     return replace(scenario, from_scratch=random.Random(f"scratch {seed}").random() < 0.7)
 
 
@@ -173,6 +182,18 @@ def _with_policy(scenario: Scenario, rng: random.Random) -> Scenario:
         evict_stragglers=rng.random() < 0.5,
         faults=(*scenario.faults, *changes),
     )
+
+
+def _with_outages(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Every third job: what its next state is to come from can't be had when it is needed."""
+    if rng.random() < 0.65:
+        return scenario
+    kind = rng.choices(list(OUTAGES), list(OUTAGES.values()))[0]
+    outage = replace(_fault(rng, scenario.steps, kind), phase="running", lasts_s=rng.uniform(3, 40))
+    faults = [outage]
+    if rng.random() < 0.7:
+        faults.append(replace(outage, kind="crash_everything", after_s=outage.after_s + 0.2))
+    return replace(scenario, faults=(*scenario.faults, *faults))
 
 
 def _fault(rng: random.Random, steps: int, kind: str | None = None) -> Fault:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from elastic_ft.core.events import (
+    AvoidNode,
     Bench,
     CheckpointCommitted,
     CheckpointFailed,
@@ -37,6 +38,7 @@ from elastic_ft.core.events import (
     WorkerHung,
     WorkerId,
     WorkerLost,
+    WorkerRaised,
     WorkerReady,
 )
 from elastic_ft.core.state import Policy, State
@@ -94,6 +96,7 @@ class World:
         self.up = False
         self.want = 0
         self.publishing: list[CommitCheckpoint] = []
+        self.silenced: list[CommitCheckpoint] = []  # their outcome came late, or never
         self.stop_requested = False
         self.asked: int | None = None  # how many workers, until the job has ended
         self.finish: FinishJob | None = None
@@ -220,6 +223,8 @@ class World:
         """Starts workers up to ``want``, where there is room."""
         missing = self.want - sum(not w.node.lost and not w.released for w in self.alive())
         for node in self.nodes:
+            if self.now_s < node.avoided_until_s:
+                continue
             while missing > 0 and len(self.on(node)) < node.slots and self._may_start_on(node):
                 self._start(node)
                 missing -= 1
@@ -232,7 +237,12 @@ class World:
         self.workers[worker.id] = worker
 
         def ready() -> None:
-            if worker.works():
+            if worker.works() and node.spoiled and self.core.assignment is not None:
+                error = "DataError: no such mount"
+                raised = WorkerRaised(self.now_s, worker.id, 0, 0, error, usage=True, node=node.id)
+                worker.send(raised)
+                self.after(0.05, lambda: self.kill(worker, "exited with code 1"))
+            elif worker.works():
                 worker.ready = True
                 worker.send(WorkerReady(self.now_s, worker.member))
 
@@ -367,6 +377,11 @@ class World:
             case WantWorkers(total=total):
                 self.want = total
                 self.fill()
+            case AvoidNode(node=at, for_s=for_s):
+                for node in self.nodes:
+                    if node.id == at:
+                        node.avoided_until_s = self.now_s + for_s
+                self.after(for_s, self.fill)
             case KillWorker(worker=name):
                 self._kill_from_afar(self.workers[name])
             case ReleaseWorker(worker=name) | Bench(worker=name) | UseKeeper(worker=name):
@@ -439,6 +454,11 @@ class World:
 
         def done() -> None:
             if controller != self.controller or command not in self.publishing:
+                return
+            if self.store.silent and not self.silenced.count(command):
+                self.silenced.append(command)
+                if self.rng.random() < 0.5:  # else nobody ever hears of it
+                    self.after(self.rng.uniform(20.0, 100.0), done)
                 return
             self.publishing.remove(command)
             if self.store.down:

@@ -22,6 +22,7 @@ from elastic_ft.core.lineage import Lineage
 from elastic_ft.sim import (
     CHANGES,
     KINDS,
+    OUTAGES,
     Fault,
     Scenario,
     Violation,
@@ -83,7 +84,9 @@ def test_every_schedule_is_safe_and_completes(strategy: str) -> None:
         except Violation:
             pytest.fail(history_of(scenario))
     if COUNT >= 500:  # a fault that never fires tests nothing
-        wanted = {*KINDS, *CHANGES} - ({"damage_memory"} if strategy == "ddp" else set())
+        wanted = {*KINDS, *CHANGES, *OUTAGES, "crash_everything"} - (
+            {"damage_memory"} if strategy == "ddp" else set()
+        )
         assert wanted <= fired.keys(), wanted - fired.keys()
 
 
@@ -345,6 +348,23 @@ def test_the_checks_see_silent_rollbacks() -> None:
     assert failures((make_scenario(s, "fsdp") for s in range(40)), decide=forgets_rollbacks)
 
 
+def strikes_the_unreadable(
+    now: state.State, event: events.Event, policy: state.Policy
+) -> tuple[state.State, tuple[events.Command, ...]]:
+    """Takes what can't be read for damaged."""
+    if isinstance(event, events.SourceRefused):
+        event = replace(event, kind=events.DAMAGED)
+    return membership.step(now, event, policy)
+
+
+def test_the_checks_see_good_checkpoints_struck_since_they_could_not_be_read() -> None:
+    assert failures((make_scenario(s) for s in range(200)), decide=strikes_the_unreadable)
+
+
+def ends_for_a_joiner(turn: state.Turn, event: events.WorkerRaised) -> None:
+    commits.finish(turn, "failed", event.error)
+
+
 def any_generation(turn: state.Turn, worker: str, generation: int) -> bool:
     return turn.state.assignment is not None and worker in turn.state.ready
 
@@ -399,6 +419,8 @@ def one_copy_less(members: Any, plan: layout.Layout, copies: int) -> Any:
         ("fsdp", membership, "choose_buddies", lambda members, *_: ((),) * len(members)),
         ("fsdp", membership, "choose_buddies", one_copy_less),
         ("fsdp", membership, "is_worth_waiting", restoring._is_publishing),
+        ("fsdp", membership, "_refuse_worker", ends_for_a_joiner),
+        ("fsdp", membership, "publish_overdue", lambda turn, timer: False),
         ("fsdp", restoring, "drop_left", lambda turn, pairs: turn.set(left={})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,0 +1,63 @@
+"""Workers that can't take part: their data or their device is not as the others'. Pure.
+
+Such an error is the worker's own, and its node's; it ends the job only where so many have it that
+too few workers are left to begin with.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from elastic_ft.core.commits import finish
+from elastic_ft.core.departures import release
+from elastic_ft.core.elasticity import wanted
+from elastic_ft.core.events import EVERYONES, ITS_OWN, AvoidNode, WorkerRaised
+from elastic_ft.core.state import Turn
+
+UNFIT_KEPT = 256  # of the last ones it is known where they were
+
+
+def is_its_own(turn: Turn, event: WorkerRaised) -> bool:
+    """Whether it is the trouble of a worker that the others can do without: a joiner's, a spare's,
+    that of any worker before the first generation, and what the worker itself says."""
+    state = turn.state
+    if event.whose == EVERYONES:
+        return False
+    if state.assignment is None:
+        return True
+    if event.worker in state.gone:  # late: it is out
+        return False
+    if event.whose == ITS_OWN:
+        return True
+    return event.worker not in state.ranks and event.worker not in state.benched
+
+
+def refuse(turn: Turn, event: WorkerRaised) -> None:
+    """The worker is released; its node is avoided once that has happened there often enough."""
+    state, policy, worker = turn.state, turn.policy, event.worker
+    if worker in state.unfit:
+        return
+    node = event.node or (state.ready[worker].node if worker in state.ready else "")
+    kept = islice(state.unfit.items(), max(0, len(state.unfit) + 1 - UNFIT_KEPT), None)
+    unfit = {**dict(kept), worker: node}
+    times = sum(where == node for where in unfit.values())
+    turn.set(unfit=unfit, unfit_why=f"{worker}: {event.error}")
+    fields = {"worker": worker, "node": node, "times": times, "frames": list(event.frames)}
+    turn.journal("worker_refused", event.error, **fields)
+    if state.assignment is None and _is_hopeless(turn, worker):
+        finish(turn, "failed", f"{worker}: {event.error}; {turn.last_good()}")
+        return
+    release(turn, worker, f"it can't take part: {event.error}")
+    if node and times >= policy.max_node_failures:
+        reason = (
+            f"{times} workers could not take part there, the last one: {event.error}; "
+            f"none is started there for {policy.avoid_node_s:g} s"
+        )
+        turn.journal("node_avoided", reason, node=node)
+        turn.do(AvoidNode(node, policy.avoid_node_s, reason))
+
+
+def _is_hopeless(turn: Turn, worker: str) -> bool:
+    """Before the first generation: neither those that are ready nor those yet to come suffice."""
+    ready = sum(other != worker for other in turn.state.ready)
+    return max(ready, wanted(turn) - len(turn.state.unfit)) < turn.policy.min_workers
