@@ -59,6 +59,7 @@ SPOKEN: dict[str, Callable[[Line], str]] = {
     "changes_accepted": lambda line: line["reason"],
     "job_changed": lambda line: line["reason"],
     "controller_restarted": lambda line: f"another controller follows: {line['reason']}",
+    "startup": lambda line: f"startup: {line['reason']}",
     "loop_without_steps": lambda line: f"{line['worker']}: {line['reason']}",
     "generation_formed": _formed,
     "worker_lost": _lost,

@@ -37,6 +37,7 @@ from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.outcome import check_resume_point, complete, read_result
 from elastic_ft.observe.run_folder import RunFolder, last_generation
+from elastic_ft.observe.startup import Startup
 from elastic_ft.runtime.continuity import Continuity, recorded_terms
 from elastic_ft.runtime.control import (
     ControlServer,
@@ -175,6 +176,7 @@ class Controller:
         self.metrics = Metrics(job.name, self.policy)
         self._last_metrics: dict[str, Any] = {}
         self._alive = Alive(run.path)
+        self._startup = Startup(self._started_at_s)
         self._inquiries = Inquiries(self._send, host.kill_worker, self._journal)
         self._recoveries: dict[int, Recovery] = {}  # by generation; the core keeps the last ones
         self._finish: ev.FinishJob | None = None
@@ -511,6 +513,9 @@ class Controller:
         elif isinstance(event, ev.WorkerLost):
             self._inquiries.lost(event.worker)
         self._accounts.on(now_s, event, commands, self.state)
+        if self._startup.on(now_s, event, self.state):
+            fields = self._startup.parts
+            self._journal("startup", self.state.generation, self._startup.reason, fields)
         self._after(before.phase)
         self._show(event)
 
@@ -739,6 +744,7 @@ class Controller:
             "state_digest": finish.state_digest,
             "goodput": accounts.goodput,
             "badput": accounts.badput,
+            "startup": self._startup.parts,
             "wall_s": accounts.wall_s,
             "worker_seconds": accounts.as_dict(),
             "generations": self.state.generation,

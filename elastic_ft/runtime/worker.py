@@ -188,6 +188,7 @@ class Worker:
         self._bench: Bench | None = None
         self._controller_lost = False
         self.cut_off = False  # it is there, perhaps, and can't be reached
+        self._prepared: dict[str, float] = {}  # seconds that it took
         self._iterated = False  # someone has begun to iterate over ``steps``
         self._groups: Groups | None = None
         self._flags = Flags()
@@ -344,7 +345,8 @@ class Worker:
         memory_bytes = device_memory_bytes(tools.engine.device, self.job.elastic.workers_per_node)
         member = replace(self.member, memory_bytes=memory_bytes)
         data = data_terms(len(tools.data.train), tools.data.fingerprint)
-        self._send(WorkerReady(time.time(), member, _process_started_at_s(), data))
+        started_at_s = _process_started_at_s()
+        self._send(WorkerReady(time.time(), member, started_at_s, data, self._prepared))
         while (form := self._next_form()) is not None:
             error: BaseException | None = None
             try:
@@ -365,8 +367,10 @@ class Worker:
         """Everything that can be done before there is a group: no survivor waits for it."""
         job = self.job
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+        began_s = time.monotonic()
         data = open_dataset(job.data, job.seed)
         _check_data_of_run(self._welcome.data, data)
+        opened_s = time.monotonic()
 
         def factory() -> torch.nn.Module:
             return build_model(
@@ -378,6 +382,11 @@ class Worker:
             device = torch.device("cpu")
         engine = _engine_class(job)(job, factory, device, data.sequence_length or 1)
         engine.prepare()
+        prepared_s = time.monotonic()
+        self._prepared = {
+            "data_s": round(opened_s - began_s, 3),
+            "model_s": round(prepared_s - opened_s, 3),
+        }
         snapshots = Snapshots(
             self.member.worker, device.type == "cuda", self._unkept, self._welcome.run
         )
