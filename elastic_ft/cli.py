@@ -27,7 +27,6 @@ from chaos import cli as chaos_cli
 from elastic_ft import checkpoint_cli, events_cli, plan_cli, resize_cli, simulate_cli
 from elastic_ft.config import Job, load_job, parse_job, parse_text
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
-from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.outcome import complete, read_result
 
 if TYPE_CHECKING:
@@ -226,6 +225,8 @@ class How:
 
 def _train(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
+    from elastic_ft.observe.handover import await_handover
+
     if _is_complete(job, out):
         return COMPLETED
     checked = _check(job, out, where, how)

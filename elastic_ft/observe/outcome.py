@@ -6,17 +6,18 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-import fsspec
+from elastic_ft.errors import ConfigError, ElasticError
 
-from elastic_ft.errors import ConfigError
+READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
 
 
 def read_result(url: str) -> dict[str, Any]:
     """What is in the run folder's result.json; {} if there is none, or it can't be read."""
+    from elastic_ft.storage.store import open_store  # imports numpy: not for each command
+
     try:
-        fs, path = fsspec.core.url_to_fs(f"{url.rstrip('/')}/result.json", use_listings_cache=False)
-        found = json.loads(fs.cat_file(path))
-    except Exception:  # any filesystem may raise anything; who writes there says what is wrong
+        found = json.loads(open_store(url, deadline_s=READ_DEADLINE_S).get("result.json"))
+    except (ElasticError, OSError, ValueError, RecursionError):  # who writes there says what it is
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -20,6 +20,7 @@ import yaml
 from elastic_ft.errors import StoreFailed, Superseded, redacted
 from elastic_ft.observe import handover, requests, scratch
 from elastic_ft.observe.alive import NAME as ALIVE
+from elastic_ft.observe.lines import read_lines
 from elastic_ft.observe.watch import local_path
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Kind
@@ -389,12 +390,3 @@ def last_generation(path: Path) -> int:
 
 def count_lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a .jsonl file; a torn last line is left out."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()]
