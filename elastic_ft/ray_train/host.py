@@ -7,6 +7,7 @@ upload, a slow tracker) does not delay the news of a death here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -113,6 +114,7 @@ class RayHost:
         self._wanted, self._count, self._failures = 0, 0, 0
         self._closed = False
         self._watchers: list[asyncio.Task[None]] = []
+        self._keeping: list[asyncio.Task[None]] = []  # a node's keepers each
         self._look = asyncio.Event()
         self._inbox: Inbox = lambda event: None
         self._address: tuple[str, int] = ("", 0)
@@ -160,9 +162,13 @@ class RayHost:
                 members[member] = hosted.handle
         self._launch.on_formed(assignment, members)
 
-    def close(self) -> None:
+    def close(self, keepers_s: float = 0.0) -> None:
         """Stops keeping workers. Members live on until Ray Train has fetched their last reports."""
         self._call(self._stop_keeping)
+        if keepers_s and self._thread.is_alive():
+            ended = asyncio.run_coroutine_threadsafe(self._await_keepers(keepers_s), self._loop)
+            with contextlib.suppress(TimeoutError):
+                ended.result(2 * keepers_s)
 
     def release(self) -> None:
         """Kills what is left and frees every resource. Bounded; idempotent."""
@@ -241,7 +247,7 @@ class RayHost:
         self._nodes.used.add(hosted.node)
         if hosted.node not in self._nodes.kept:
             self._nodes.kept.add(hosted.node)
-            self._watchers.append(self._loop.create_task(self._keep(hosted.node)))
+            self._keeping.append(self._loop.create_task(self._keep(hosted.node)))
         task = Task(
             self._address,
             self._key,
@@ -356,6 +362,11 @@ class RayHost:
             await asyncio.wait((ended, given_up), return_when=asyncio.FIRST_COMPLETED)
             ended.cancel()
             given_up.cancel()
+            await asyncio.sleep(NODE_POLL_S)  # the node itself may be gone: that is known by then
+
+    async def _await_keepers(self, timeout_s: float) -> None:
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=timeout_s)
 
     async def _await_keeper_end(self, actor: ActorHandle[Any]) -> None:
         while True:
@@ -439,7 +450,7 @@ class RayHost:
         self._stop_keeping()
         for hosted in list(self._hosted.values()):
             self._cancel(hosted)
-        for watcher in self._watchers:
+        for watcher in (*self._watchers, *self._keeping):
             watcher.cancel()
         for keeper in self._nodes.keepers.values():
             ray.kill(keeper.actor)

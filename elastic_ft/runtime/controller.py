@@ -14,6 +14,7 @@ import contextlib
 import errno
 import heapq
 import logging
+import os
 import queue
 import socket
 import time
@@ -32,7 +33,7 @@ from elastic_ft.core.state import Policy, Recovery, State, Turn
 from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe.accounts import Accounts
-from elastic_ft.observe.alive import Alive
+from elastic_ft.observe.alive import Alive, find
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.outcome import check_resume_point, complete, read_result
@@ -55,6 +56,7 @@ from elastic_ft.runtime.inquiry import Inquiries
 from elastic_ft.runtime.links import serve_store
 from elastic_ft.runtime.planning import planning_of
 from elastic_ft.runtime.publisher import CHECKPOINTS_KNOWN, Publisher
+from elastic_ft.runtime.rescue import INCOMPLETE, Gathered, Patience, compose, keepers_named
 from elastic_ft.runtime.wire import Encoded, MessageRefused, Packed
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,8 @@ T = TypeVar("T")
 WATCH_EVERY_S = 0.25
 FOR_ONE_START = {"checkpoint": {"from_scratch"}}  # of the job: not in job.yaml
 ACCOUNT_EVERY_S = 1.0
+KEEPERS_SAVE_S = 60.0  # when this controller ends by an exception
+KEEPERS_BEGIN_S = 5.0  # to say so to a slow store, once they know that their controller is gone
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
 
 
@@ -181,6 +185,9 @@ class Controller:
         self._recoveries: dict[int, Recovery] = {}  # by generation; the core keeps the last ones
         self._finish: ev.FinishJob | None = None
         self._recorded = 0  # steps in the run folder, when it was opened
+        self._closed = False
+        self._awaited: set[str] = set()  # runs whose keepers were waited for
+        self._last_sign = find(run.url)  # of life, of the controller before this one
         self.on_step: Callable[[dict[str, Any]], None] | None = None
 
     # ------------------------------------------------------------------- outside
@@ -239,7 +246,8 @@ class Controller:
                 raise
             what = f"the run folder can't be written: {error.strerror}: {self.run_folder.path}"
             last = Turn(self.state, self.policy, time.time()).last_good()
-            raise JobFailed(f"{what}; {last}") from error
+            self._close()
+            raise JobFailed(f"{what}; {last}{self._saved_in_words()}") from error
         finally:
             self._close()
         return self._result(self._finish)
@@ -255,8 +263,9 @@ class Controller:
         if not self._when_readable(partial(self._take_over_checkpoints, killed)):
             return None
         self.run_folder.repair()
-        for run in reversed(self._publisher.unrescued):
-            self._publish_emergency(run, self.run_folder.last_step())
+        self._recorded = self.run_folder.last_step()
+        if not self._when_readable(self._rescue_all):
+            return None
         recorded = self._recorded = self.run_folder.last_step()
         found = self._when_readable(self._resumable)
         if found is None:
@@ -293,7 +302,8 @@ class Controller:
         served = network.metrics_address
         served = self._address if served in ("0.0.0.0", "::") else served
         write_targets(self.run_folder.path, f"{served}:{port}")
-        self._journal("metrics_served", 0, "Prometheus metrics of this job", {"port": port})
+        fields = {"port": port, "run": self.run_id}
+        self._journal("metrics_served", 0, "Prometheus metrics of this job", fields)
         self._publisher.sweep()
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
@@ -348,18 +358,74 @@ class Controller:
         self.state = replace(self.state, committed=self._recorded)
         return self._result(self._finish)
 
-    def _publish_emergency(self, run: str, recorded: int) -> None:
-        """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint."""
-        try:
-            terms, computed_by = recorded_terms(self.run_folder), self.run_folder.computed_by()
-            saved = self._publisher.rescue(run, recorded, terms, computed_by, self._record_steps)
-        except StoreFailed as error:  # the newest checkpoint has to do
-            self._journal("checkpoint_warning", 0, f"no emergency checkpoint: {error}", {})
-            return
-        if saved is not None:
+    def _rescue_all(self) -> bool:
+        """Returns False where someone asked to stop meanwhile."""
+        for run in self._publisher.emergencies():
+            try:
+                self._rescue(run)
+            except InterruptedError as error:
+                self._finish = ev.FinishJob("stopped", str(error))
+                return False
+        return True
+
+    def _wait(self, pause_s: float) -> None:
+        """Before there is anybody to hear of. Raises InterruptedError if someone asks to stop."""
+        with contextlib.suppress(queue.Empty):
+            told = self._inbox.get(timeout=pause_s)
+            if isinstance(told, ev.StopRequested):
+                raise InterruptedError(f"{told.reason}, while waiting for keepers to save")
+
+    def _rescue(self, run: str) -> None:
+        """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint.
+
+        Raises StoreFailed: then it is all there for the next start, and nothing is lost by ours.
+        """
+        folder, publisher = self.run_folder, self._publisher
+        expected = keepers_named(folder.path / "events.jsonl", run)
+        patience = Patience(begin_s=self._keepers_begin_s())
+        if expected and run not in self._awaited:
+            self._awaited.add(run)
+            who = ", ".join(sorted(expected))
+            reason = f"waiting up to {patience.whole_s:g} s for what keepers of {who} save"
+            self._journal("emergency_awaited", 0, reason, {"run": run, "nodes": sorted(expected)})
+        gathered = publisher.gather(run, expected, patience, self._wait)
+        for refused in gathered.refused:
+            self._journal("checkpoint_warning", 0, refused, {})
+        recorded, computed_by = folder.last_step(), folder.computed_by()
+        terms = recorded_terms(folder)
+        saved = compose(gathered.shards, self.job.name, run, recorded, terms, computed_by)
+        newest = max((ref.step for ref in publisher.resumable()), default=0)
+        if saved is not None and saved.manifest.step > newest:
+            folder.truncate(recorded)  # no torn line: others come after it
+            for unrecorded in saved.record:
+                self._record_step(unrecorded)
+            folder.make_durable()  # first the record, then what refers to it
+            publisher.publish_saved(saved.manifest)
+            newest = saved.manifest.step
             reason = "put together from what the keepers of a killed controller saved"
-            fields = {"step": saved.manifest.step, "recorded": recorded}
+            fields = {"step": newest, "recorded": recorded}
             self._journal("emergency_checkpoint", 0, reason, fields)
+        if gathered.missing or any(shard.step > newest for shard in gathered.shards):
+            self._tell_incomplete(run, gathered, newest)
+        else:
+            publisher.forget(run)
+
+    def _keepers_begin_s(self) -> float:
+        """For how long keepers may not know yet that the controller before this one is gone."""
+        begin_s = 1.25 * self.job.elastic.heartbeat_timeout_s + KEEPERS_BEGIN_S
+        sign = self._last_sign
+        if sign is None or sign.host != os.uname().nodename:
+            return begin_s  # by this machine's clock it is not known for how long it is
+        return min(begin_s, max(0.0, begin_s - (time.time() - sign.at_s)))
+
+    def _tell_incomplete(self, run: str, gathered: Gathered, newest: int) -> None:
+        """It stays in the store until a checkpoint is newer."""
+        steps = sorted({shard.step for shard in gathered.shards if shard.step > newest})
+        parts = [f"of steps {', '.join(map(str, steps))} some shards are saved"] if steps else []
+        if gathered.missing:
+            parts.append(f"keepers of {', '.join(gathered.missing)} saved nothing in time")
+        fields = {"run": run, "step": newest, "nodes": gathered.missing}
+        self._journal(INCOMPLETE, 0, "; ".join(parts), fields)
 
     def _welcome(self, member: ev.Member) -> Welcome:
         return Welcome(
@@ -372,7 +438,16 @@ class Controller:
         )
 
     def _close(self) -> None:
-        self.host.close()
+        """After an exception, keepers save what they have first. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._finish is None and self._server is not None:
+            self._server.close()
+            self.host.close(KEEPERS_SAVE_S)
+        else:
+            self._release_keepers()
+            self.host.close()
         if self._server is not None:
             self._server.close()
         self.metrics.close()
@@ -381,6 +456,26 @@ class Controller:
                 write_targets(self.run_folder.path, "")
         self._publisher.close()
         self._tcp_store = None
+
+    def _release_keepers(self) -> None:
+        """The job has ended in good order: what they have is of no use any more."""
+        names = self._server.connected() if self._server is not None else ()
+        for name in names:
+            if name.startswith(ev.KEEPER):
+                self._send(name, ev.ReleaseWorker(name, "the job has ended"))
+
+    def _saved_in_words(self) -> str:
+        """What keepers have saved of this run, for the next one."""
+        at_once = Patience(begin_s=0.0, quiet_s=0.0, whole_s=0.0)
+        try:
+            shards = self._publisher.gather(self.run_id, {}, at_once).shards
+        except StoreFailed as error:
+            return f"; what keepers saved is not known: {error}"
+        recorded, computed_by = self.run_folder.last_step(), self.run_folder.computed_by()
+        saved = compose(shards, self.job.name, self.run_id, recorded, computed_by=computed_by)
+        if saved is None:
+            return "; keepers have saved no newer step"
+        return f"; keepers have saved step {saved.manifest.step}, where the next start begins"
 
     def _drain_releases(self) -> None:
         """Gives released workers a moment to end by themselves before the host kills them."""
@@ -589,10 +684,6 @@ class Controller:
         """A worker that can't be reached is lost; the connection's end says so."""
         assert self._server is not None
         return self._server.send(worker, message)
-
-    def _record_steps(self, commands: tuple[ev.RecordStep, ...]) -> None:
-        for command in commands:
-            self._record_step(command)
 
     def _record_step(self, command: ev.RecordStep) -> None:
         metrics = dict(command.metrics)

@@ -1,17 +1,24 @@
 """Emergency checkpoints: what keepers save when the controller is gone, for the next one.
 
 No one is left to ask for a checkpoint or to publish it. So each keeper writes the shards that it
-has, the newest step first, each shard once among all keepers, and says what it wrote; the next
-controller puts together the newest step that is complete, and publishes it as any other
-checkpoint. The workers may have been ahead of what the controller had recorded: each shard comes
-with the record of the steps before it, which is made up for then. Under the checkpoint URL, for
-the controller's start ``run``::
+has, the newest step first, and says of each what it wrote. A shard is claimed before it is
+written, so that as a rule one keeper writes it; who finds it claimed, and not written after a
+while, writes it too, under names of its own. The next controller (``runtime.rescue``) puts
+together the newest step that is complete, and publishes it as any other checkpoint. The workers
+may have been ahead of what the controller had recorded: each shard comes with the record of the
+steps before it, which is made up for then. Under the checkpoint URL, for the controller's start
+``run``::
 
-    emergency/<run>/<node>.begun              this keeper is at it
-    emergency/<run>/<step>-g<generation>-<space>-<shard>
-                                              the keeper that writes it (a conditional write)
+    emergency/<run>/<keeper>.begun            it is at it
+    emergency/<run>/<keeper>.has              the shards that it has
+    emergency/<run>/<shard>.claim             who writes it first (a conditional write)
     data/<run>/g0-s<step>/                    the shards; no generation that trains has number 0
-    emergency/<run>/<node>.json               what it wrote; nothing comes after it
+    emergency/<run>/<shard>.<keeper>.done     it is written: what and where
+    emergency/<run>/<keeper>.ended            nothing comes after it; what failed
+
+A keeper is a life of a process: one that is cut off from a controller that lives saves as well,
+and another takes its place. What it saves harms nobody: shards are known by the generation that
+computed them.
 """
 
 from __future__ import annotations
@@ -19,24 +26,21 @@ from __future__ import annotations
 import json
 import re
 import time
-import uuid
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from elastic_ft.core.events import Holding, NodeId, RecordStep
-from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
-from elastic_ft.core.terms import Terms
+from elastic_ft.errors import StoreFailed
 from elastic_ft.runtime.buffer import Bytes, Schema, cut, is_whole, label
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store
 
 GENERATION = 0
-GATHER_S = 3.0  # for the first word of every keeper
-WAIT_S = 600.0  # until all have written
-POLL_S = 0.1
+STALE_S = 20.0  # a claim so old is somebody's who died, or can't write
+POLL_S = 0.5
+BEGUN, HAS, CLAIM, DONE, ENDED = ".begun", ".has", ".claim", ".done", ".ended"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,142 +52,132 @@ class Held:
     buffer: Bytes
     record: Mapping[int, RecordStep]
 
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A step that is complete.
-
-    Attributes:
-        record: the steps up to it that were not recorded, oldest first.
-    """
-
-    manifest: Manifest
-    record: tuple[RecordStep, ...]
+    @property
+    def name(self) -> str:
+        return shard_name(*_place(self.holding))
 
 
-# ------------------------------------------------------------------------------ by a keeper
+def keeper_name(node: NodeId, life: str) -> str:
+    return plain(f"{node}.{life}")
 
 
-def begin(store: Store, run: str, node: NodeId) -> None:
-    store.put(_key(run, f"{node}.begun"), b"")
+def shard_name(step: int, generation: int, space: str, shard: str) -> str:
+    return plain(f"{step}-g{generation}-{space}-{shard}")
 
 
-def save(store: Store, run: str, node: NodeId, held: Iterable[Held]) -> None:
-    """Writes what nobody else does, and says what it was. Raises StoreFailed."""
-    written = []
-    for one in sorted(held, key=lambda one: -one.holding.step):
-        sealed_as = label(run, one.holding, one.schema)
-        if is_whole(one.buffer, sealed_as) and _claim(store, run, node, one.holding):
-            written.append(_write(store, run, one))
-    store.put(_key(run, f"{node}.json"), json.dumps(written).encode())
-
-
-def _claim(store: Store, run: str, node: NodeId, holding: Holding) -> bool:
-    name = f"{holding.step}-g{holding.generation}-{holding.space}-{holding.shard}"
-    return store.put_if_absent(_key(run, _plain(name)), node.encode())
-
-
-def _write(store: Store, run: str, held: Held) -> dict[str, Any]:
-    holding = held.holding
-    whose = f"{holding.generation} {holding.space} {holding.shard}"
-    number = zlib.crc32(whose.encode())  # in place of a rank
-    prefix = checkpoints.attempt_prefix(run, GENERATION, holding.step)
-    pieces = (
-        (slot.name, slot.box, slot.dtype, memoryview(cut(held.buffer, slot, slot.box)))
-        for slot in held.schema
-        if slot.nbytes
-    )
-    return {
-        "step": holding.step,
-        "generation": holding.generation,
-        "space": holding.space,
-        "entries": checkpoints.write_shards(store, prefix, number, pieces),
-        "tensors": {slot.name: [slot.dtype, slot.shape] for slot in held.schema},
-        "record": [asdict(line) for step, line in held.record.items() if step <= holding.step],
-    }
-
-
-# -------------------------------------------------------------------- by the next controller
-
-
-def gather(store: Store, run: str, gather_s: float = GATHER_S) -> list[dict[str, Any]]:
-    """What all keepers of ``run`` wrote. Waits for those that have begun. Raises StoreFailed."""
-    began_s = time.monotonic()
-    while True:
-        keys = {key.rpartition("/")[2] for key in store.list(f"emergency/{run}")}
-        begun = {key.removesuffix(".begun") for key in keys if key.endswith(".begun")}
-        done = {key.removesuffix(".json") for key in keys if key.endswith(".json")}
-        waited_s = time.monotonic() - began_s
-        if waited_s > WAIT_S or (waited_s > gather_s and begun <= done):
-            break
-        time.sleep(POLL_S)
-    said = (json.loads(store.get(_key(run, f"{node}.json"))) for node in sorted(done))
-    return [shard for shards in said for shard in shards]
-
-
-def compose(
-    shards: Iterable[dict[str, Any]],
-    job: str,
-    run: str,
-    recorded: int,
-    terms: Terms | None = None,
-    computed_by: Mapping[int, int] | None = None,
-) -> Saved | None:
-    """The newest state that the shards make up, if one is, with the steps since ``recorded``.
-
-    All of it is what one generation computed. ``terms``: under which ``run`` trained.
-    ``computed_by``: the generations of the recorded steps; a state that came from others is left
-    out.
-    """
-    cuts: dict[tuple[int, int, str], list[dict[str, Any]]] = defaultdict(list)
-    for shard in shards:
-        cuts[shard["step"], shard["generation"], shard["space"]].append(shard)
-    for (step, generation, space), parts in sorted(cuts.items(), reverse=True):
-        record = {line["step"]: line for part in parts for line in part["record"]}
-        history = {number: line["generation"] for number, line in record.items()}
-        if not _agree(history | {step: generation}, computed_by or {}):
-            continue  # it was rolled back, and trained again
-        since = range(recorded + 1, step + 1)
-        if not record.keys() >= set(since):
-            continue  # it would leave a hole in what the run folder has
-        entries: dict[Any, ShardEntry] = {}
-        tensors: dict[str, TensorSpec] = {}
-        for part in parts:
-            for name, (dtype, shape) in part["tensors"].items():
-                tensors[name] = TensorSpec(dtype, tuple(shape))
-            for item in part["entries"]:
-                entry = ShardEntry.from_dict(item)
-                entries.setdefault((entry.tensor, entry.box), entry)  # of replicas, one
-        manifest = Manifest(
-            job=job,
-            run=run,
-            step=step,
-            generation=GENERATION,
-            nonce=uuid.uuid4().hex,
-            layout=space,
-            created_at_s=time.time(),
-            tensors=tensors,
-            entries=tuple(entries.values()),
-            extra={"terms": dict(terms or {})},
-        )
-        if not incomplete(manifest):
-            return Saved(manifest, tuple(RecordStep(**record[number]) for number in since))
-    return None
-
-
-def _agree(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
-    """Whether the steps that both know were computed by the same generations."""
-    return all(one[step] == other[step] for step in one.keys() & other.keys())
-
-
-def forget(store: Store, run: str) -> None:
-    """Deletes all that its keepers said; what they wrote goes with what no manifest references."""
-    store.delete(f"emergency/{run}")
-
-
-def _key(run: str, name: str) -> str:
+def key_of(run: str, name: str) -> str:
     return f"emergency/{run}/{name}"
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
     return re.sub(r"[^\w.-]", "_", name)
+
+
+def begin(store: Store, run: str, keeper: str, node: NodeId) -> None:
+    """Says that this keeper will save what it has. Raises StoreFailed."""
+    begun = {"node": node, "at_s": time.time()}
+    store.put(key_of(run, keeper + BEGUN), json.dumps(begun).encode())
+
+
+def save(
+    store: Store, run: str, keeper: str, held: Iterable[Held], stale_s: float = STALE_S
+) -> tuple[str, ...]:
+    """Writes what nobody else does, and says what it was. Returns what failed, in words.
+
+    Each shard is tried by itself: one that can't be written leaves the others none the worse.
+    """
+    return _Saving(store, run, keeper, stale_s).save(held)
+
+
+class _Saving:
+    def __init__(self, store: Store, run: str, keeper: str, stale_s: float) -> None:
+        self._store, self._run, self._keeper, self._stale_s = store, run, keeper, stale_s
+        self._failed: list[str] = []
+
+    def save(self, held: Iterable[Held]) -> tuple[str, ...]:
+        whole = [one for one in held if is_whole(one.buffer, self._label(one))]
+        whole.sort(key=lambda one: -one.holding.step)
+        mine = {one.name: one for one in reversed(whole)}  # of replicas, one
+        has = [_place(one.holding) for one in whole]
+        self._try("what it has", lambda: self._put(self._keeper + HAS, has))
+        later: dict[str, float] = {}  # until when its claim holds
+        for name in reversed(mine):
+            claimed = self._try(name, lambda name=name: self._claim(name))  # type: ignore[misc]
+            if not claimed:
+                later[name] = time.monotonic() + self._stale_s
+            elif not self._try(name, lambda name=name: self._write(mine[name])):  # type: ignore[misc]
+                later[name] = 0.0
+        self._write_abandoned(mine, later)
+        ended = {"failed": self._failed}
+        self._try("its end", lambda: self._put(self._keeper + ENDED, ended))
+        return tuple(self._failed)
+
+    def _write_abandoned(self, mine: Mapping[str, Held], later: dict[str, float]) -> None:
+        """What others claimed, and can't write or did not live to; what failed, once more."""
+        while later:
+            keys: set[str] = set()
+            self._try("what others wrote", lambda: keys.update(self._said()))  # noqa: B023
+            for name, until_s in sorted(later.items(), reverse=True):
+                if is_done(name, keys):
+                    del later[name]
+                elif time.monotonic() >= until_s or self._claimant_ended(name, keys):
+                    del later[name]
+                    self._try(name, lambda name=name: self._write(mine[name]))  # type: ignore[misc]
+            if later:
+                time.sleep(min(POLL_S, self._stale_s))
+
+    def _label(self, held: Held) -> bytes:
+        return label(self._run, held.holding, held.schema)
+
+    def _said(self) -> set[str]:
+        return {key.rpartition("/")[2] for key in self._store.list(f"emergency/{self._run}")}
+
+    def _claim(self, name: str) -> bool:
+        return self._store.put_if_absent(key_of(self._run, name + CLAIM), self._keeper.encode())
+
+    def _claimant_ended(self, name: str, keys: set[str]) -> bool:
+        if not any(key.endswith(ENDED) for key in keys):
+            return False
+        who = self._try(name, lambda: self._store.get(key_of(self._run, name + CLAIM)))
+        return bool(who) and who.decode(errors="replace") + ENDED in keys
+
+    def _write(self, held: Held) -> bool:
+        holding = held.holding
+        number = zlib.crc32(f"{held.name} {self._keeper}".encode())  # in place of a rank
+        prefix = checkpoints.attempt_prefix(self._run, GENERATION, holding.step)
+        pieces = (
+            (slot.name, slot.box, slot.dtype, memoryview(cut(held.buffer, slot, slot.box)))
+            for slot in held.schema
+            if slot.nbytes
+        )
+        record = (line for step, line in held.record.items() if step <= holding.step)
+        written = {
+            "step": holding.step,
+            "generation": holding.generation,
+            "space": holding.space,
+            "shard": holding.shard,
+            "entries": checkpoints.write_shards(self._store, prefix, number, pieces),
+            "tensors": {slot.name: [slot.dtype, slot.shape] for slot in held.schema},
+            "record": [asdict(line) for line in record],
+        }
+        self._put(f"{held.name}.{self._keeper}{DONE}", written)
+        return True
+
+    def _put(self, name: str, value: Any) -> None:
+        self._store.put(key_of(self._run, name), json.dumps(value).encode())
+
+    def _try(self, what: str, act: Callable[[], Any]) -> Any:
+        """None if the store fails."""
+        try:
+            return act()
+        except StoreFailed as error:
+            self._failed.append(f"{what}: {error}")
+            return None
+
+
+def is_done(shard: str, keys: Iterable[str]) -> bool:
+    return any(key.startswith(f"{shard}.") and key.endswith(DONE) for key in keys)
+
+
+def _place(of: Holding) -> tuple[int, int, str, str]:
+    return of.step, of.generation, of.space, of.shard

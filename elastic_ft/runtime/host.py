@@ -51,5 +51,8 @@ class Host(Protocol):
     def formed(self, assignment: Assignment) -> None:
         """Every member of ``assignment`` is training."""
 
-    def close(self) -> None:
-        """Kill what is left and free everything. Bounded."""
+    def close(self, keepers_s: float = 0.0) -> None:
+        """Kill what is left and free everything. Bounded.
+
+        ``keepers_s``: keepers first get so long to end by themselves: they save what they have.
+        """

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import mmap
 import os
+import secrets
 import tempfile
 import threading
 import time
@@ -264,23 +265,24 @@ class NodeKeeper:
 
     def _save(self) -> None:
         """The controller can publish nothing any more: see ``runtime.emergency``."""
-        run = self._welcome.run
+        run, itself = self._welcome.run, emergency.keeper_name(self.node, secrets.token_hex(4))
+        store = self._store(self._welcome.checkpoint_url)
         try:
-            store = self._store(self._welcome.checkpoint_url)
-            emergency.begin(store, run, self.node)
-            deadline_s = time.monotonic() + WORKERS_END_S
-            while self._owners and time.monotonic() < deadline_s:
-                time.sleep(0.02)
-            with self._lock:
-                owners = [*self._owners.values(), *self._left.values()]
-                held = [
-                    emergency.Held(holding, segment.schema, segment.buffer, owner.record)
-                    for owner in owners
-                    for segment, holding in owner.sealed()
-                ]
-            emergency.save(store, run, self.node, held)
-        except StoreFailed as error:  # the newest checkpoint will have to do
-            log.error("keeper of %s: what it has is not saved: %s", self.node, error)
+            emergency.begin(store, run, itself, self.node)
+        except StoreFailed as error:  # it may work in a moment
+            log.error("keeper of %s: it can't say that it saves: %s", self.node, error)
+        deadline_s = time.monotonic() + WORKERS_END_S
+        while self._owners and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        with self._lock:
+            owners = [*self._owners.values(), *self._left.values()]
+            held = [
+                emergency.Held(holding, segment.schema, segment.buffer, owner.record)
+                for owner in owners
+                for segment, holding in owner.sealed()
+            ]
+        for failed in emergency.save(store, run, itself, held):
+            log.error("keeper of %s: not saved: %s", self.node, failed)
 
     # ------------------------------------------------------------------ connections
 

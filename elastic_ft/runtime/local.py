@@ -123,16 +123,20 @@ class LocalHost:
     def formed(self, assignment: Assignment) -> None:
         self._formed = True
 
-    def close(self) -> None:
+    def close(self, keepers_s: float = 0.0) -> None:
         with self._lock:
             self._closed, self._wanted = True, 0
             keepers = [node.keeper for node in self._nodes.values() if node.keeper is not None]
-            processes = [*self._processes.values(), *keepers]
+            workers = list(self._processes.values())
         for timer in self._timers:
             timer.cancel()
-        for process in processes:
+        for process in workers:
             _kill(process)
-        for process in processes:
+        until_s = time.monotonic() + keepers_s
+        for keeper in keepers:
+            keeper.join(max(0.0, until_s - time.monotonic()))
+            _kill(keeper)
+        for process in (*workers, *keepers):
             process.join(10)
 
     # ------------------------------------------------------- what a cluster would do

@@ -23,7 +23,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.terms import Terms, terms_in
 from elastic_ft.errors import StateDamaged, StoreFailed, Superseded
-from elastic_ft.runtime import emergency
+from elastic_ft.runtime import rescue
 from elastic_ft.runtime.control import Note
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.store import Store, open_store
@@ -109,10 +109,6 @@ class Publisher:
         """Earlier runs here that did not end and were not rescued, the oldest first."""
         return self.claim.unended
 
-    def rescued(self, run: str) -> None:
-        """Nothing of ``run`` is left to be rescued. Raises StoreFailed."""
-        self.claim.ended(run)
-
     def ended(self) -> None:
         """This run ends in good order: there will be nothing to rescue."""
         try:
@@ -154,35 +150,33 @@ class Publisher:
                 return terms_in(checkpoints.load_manifest(self._store, ref).extra), ref
         return {}, None
 
-    def rescue(
-        self,
-        killed: str,
-        recorded: int,
-        terms: Terms,
-        computed_by: Mapping[int, int],
-        record: Callable[[tuple[ev.RecordStep, ...]], None],
-    ) -> emergency.Saved | None:
-        """What the keepers of controller ``killed`` saved becomes a checkpoint, if it is newer
-        than those there are. Raises StoreFailed.
-
-        Args:
-            recorded: the last step of the record.
-            terms: what that controller trained under.
-            computed_by: of the recorded steps, the generation that computed each.
-            record: told of the steps that it had not recorded, before the checkpoint is published.
+    def emergencies(self) -> tuple[str, ...]:
+        """The runs of which keepers may have saved something, the newest first; those that no
+        owner names come last. Raises StoreFailed.
         """
-        shards = emergency.gather(self._store, killed)
-        saved = emergency.compose(shards, self._job.name, killed, recorded, terms, computed_by)
-        if saved is not None:
-            if any(ref.step >= saved.manifest.step for ref in self.resumable()):
-                saved = None
-            else:
-                record(saved.record)
-                self._record()
-                checkpoints.publish(self._store, self._signed(saved.manifest), self.claim.check)
-        emergency.forget(self._store, killed)
-        self.rescued(killed)
-        return saved
+        known = (*self.unrescued, self._run)
+        said = [run for run in rescue.runs(self._store) if run not in known]
+        unnamed = [run for run in said if not owners.has_ended(self._store, run)]
+        return (*reversed(self.unrescued), *unnamed)
+
+    def gather(
+        self,
+        run: str,
+        expected: Mapping[ev.NodeId, float],
+        patience: rescue.Patience,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> rescue.Gathered:
+        """What the keepers of ``run`` saved. Raises StoreFailed."""
+        return rescue.gather(self._store, run, expected, patience, wait)
+
+    def publish_saved(self, manifest: Manifest) -> None:
+        """Its record is durable. Raises StoreFailed, Superseded."""
+        checkpoints.publish(self._store, self._signed(manifest), self.claim.check)
+
+    def forget(self, run: str) -> None:
+        """All that its keepers said, being published or older than what is. Raises StoreFailed."""
+        self.claim.ended(run)  # what is left then is swept: nobody waits for keepers any more
+        rescue.forget(self._store, run)
 
     def _signed(self, manifest: Manifest) -> Manifest:
         """With the number of its publisher: it shows whose it is once another has taken over."""
@@ -196,6 +190,11 @@ class Publisher:
     def _sweep(self) -> None:
         keep = [self._run, *self.unrescued]
         try:
+            self.claim.check()
+            for run in set(rescue.runs(self._store)).difference(keep):
+                if owners.has_ended(self._store, run):  # of keepers that were cut off from it
+                    rescue.forget(self._store, run)
+            keep += rescue.runs(self._store)
             checkpoints.sweep_abandoned(self._store, keep, self.claim.check)
         except Superseded as error:
             self._post(error)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,32 @@ def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: s
     assert not list((out / "checkpoints" / "emergency").glob("*/*"))
     generations = [line["generation"] for line in run.all("generation_formed")]
     assert generations == sorted(set(generations)), "generations go on across controllers (I1)"
+
+
+def test_controllers_killed_one_after_the_other_cost_nothing(tmp_path: Path) -> None:
+    """The second one while it starts, before it has put together what keepers saved of the first;
+    what those saved is found by the third."""
+    job = make_job("fsdp", steps=4000, workers=2)
+    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
+    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+    command += ["--out", str(out)]
+
+    def kill_when(what: str, condition: Callable[[], bool]) -> None:
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            wait_for(what, condition)
+        finally:
+            child.kill()
+            child.wait(10)
+
+    kill_when("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
+    committed = read_lines(out / "steps.jsonl")[-1]["step"]
+    kill_when("it to wait for keepers", lambda: bool(events(out, "emergency_awaited")))
+    run = run_job(make_job("fsdp", steps=committed + 80, workers=2), out).check()
+    assert run.all("controller_restarted")[-1]["steps_lost"] == 0, run.story()
+    assert run.all("job_started")[-1]["step"] >= committed, run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, committed + 81)), run.story()
 
 
 def test_the_newest_controller_of_a_run_folder_has_it(tmp_path: Path) -> None:

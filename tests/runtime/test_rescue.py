@@ -1,0 +1,192 @@
+"""The start of a controller after one that was killed: wherever it is killed itself, and however
+often, the next one finds all that keepers have saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.events import CheckpointRef, RecordStep
+from elastic_ft.observe import alive
+from elastic_ft.observe.run_folder import RunFolder, read_lines
+from elastic_ft.runtime import emergency
+from elastic_ft.runtime.controller import Controller
+from elastic_ft.runtime.publisher import Errands
+from elastic_ft.runtime.rescue import INCOMPLETE
+from elastic_ft.storage import owners
+from elastic_ft.storage.store import Store, open_store
+from tests.multiproc.harness import make_job
+from tests.runtime.test_emergency import RUN, Failing, Killed, keeper, shard
+
+JOB = make_job("fsdp", workers=2)
+RECORDED, SAVED = 5, 7
+
+
+class NoHost:
+    """Nothing is ever started: what is of interest ends before."""
+
+    def start(self, *_: Any) -> None:
+        return
+
+    def close(self, keepers_s: float = 0.0) -> None:
+        return
+
+    def kill_worker(self, worker: str) -> None:
+        raise AssertionError(worker)
+
+
+class KilledSomewhere(Failing):
+    """As ``Failing``, of what the controller's own thread asks for, and those that help it."""
+
+    def __getattr__(self, name: str) -> Any:
+        call, direct = super().__getattr__(name), getattr(self._inner, name)
+        is_errand = isinstance(threading.current_thread(), Errands)
+        return direct if is_errand else call
+
+
+def killed_before(folder: Path) -> Store:
+    """Controller RUN recorded RECORDED steps, and was killed; its keepers have SAVED ones."""
+    run = RunFolder(str(folder))
+    run.take_over(RUN, JOB.name)
+    for step in range(1, RECORDED + 1):
+        line = {"step": step, "generation": 1, "world_size": 2, "loss": 1 / step}
+        run.record_step(line, None)
+    served = {"run": RUN, "port": 1}
+    run.journal(1.0, "metrics_served", 0, "as any controller", served)
+    run.journal(1.0, "keeper_ready", 0, "as any keeper", {"node": "n0"})
+    run.close()
+    store = open_store(str(folder / "checkpoints"))
+    owners.take_over(store, job=JOB.name, run=RUN, run_folder=str(folder))
+    told = range(RECORDED - 1, SAVED + 1)
+    held = [shard(step, number, told=told) for step in (6, SAVED) for number in (0, 1)]
+    emergency.begin(store, RUN, keeper("n0"), "n0")
+    assert emergency.save(store, RUN, keeper("n0"), held, stale_s=0.01) == ()
+    return store
+
+
+@contextmanager
+def starting(folder: Path) -> Iterator[Controller]:
+    url = str(folder / "checkpoints")
+    controller = Controller(JOB, NoHost(), RunFolder(str(folder)), url)  # type: ignore[arg-type]
+    controller.metrics.serve = lambda *_: 1  # type: ignore[method-assign]
+    try:
+        yield controller
+    finally:
+        controller._close()
+
+
+def start(folder: Path) -> tuple[CheckpointRef, ...] | None:
+    with starting(folder) as controller:
+        return controller._open()
+
+
+def fail_at(controller: Controller, *at: int) -> KilledSomewhere:
+    store = controller._publisher._store
+    failing = store.backend = KilledSomewhere(store.backend, at, Killed())  # type: ignore[assignment]
+    return failing
+
+
+def has_everything(folder: Path, found: tuple[CheckpointRef, ...] | None) -> None:
+    assert found and found[0].step == SAVED, found
+    steps = [line["step"] for line in read_lines(folder / "steps.jsonl")]
+    assert steps == list(range(1, SAVED + 1))
+    assert open_store(str(folder / "checkpoints")).list("emergency") == []
+    (last,) = [e for e in read_lines(folder / "events.jsonl") if e["event"] == "job_started"] or [0]
+    assert last == 0, "nobody has begun to train"
+
+
+def test_what_keepers_saved_is_recorded_then_published_then_forgotten(tmp_path: Path) -> None:
+    killed_before(tmp_path)
+    found = start(tmp_path)
+    has_everything(tmp_path, found)
+    journal = read_lines(tmp_path / "events.jsonl")
+    told = [line["event"] for line in journal]
+    assert told.index("emergency_awaited") < told.index("emergency_checkpoint")
+    (awaited,) = [line for line in journal if line["event"] == "emergency_awaited"]
+    assert awaited["reason"] == "waiting up to 600 s for what keepers of n0 save"
+    has_everything(tmp_path, start(tmp_path))  # and there is nothing to be found a second time
+
+
+def test_killed_at_any_operation_the_next_controller_finds_everything(tmp_path: Path) -> None:
+    killed_before(tmp_path / "killed")
+    shutil.copytree(tmp_path / "killed", tmp_path / "count")
+    with starting(tmp_path / "count") as controller:
+        counting = fail_at(controller)
+        controller._open()
+        count = counting.count
+    assert count > 20
+    for at in range(count):
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path / "killed", folder)
+        with starting(folder) as controller:
+            fail_at(controller, at)
+            with pytest.raises(Killed):
+                controller._open()
+        has_everything(folder, start(folder))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_killed_while_it_records_the_next_controller_finds_everything(
+    tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed_before(tmp_path)
+    recorded: list[RecordStep] = []
+    with starting(tmp_path) as controller:
+        record_step = controller._record_step
+
+        def record(command: RecordStep) -> None:
+            if len(recorded) == at:
+                raise Killed
+            recorded.append(command)
+            record_step(command)
+
+        monkeypatch.setattr(controller, "_record_step", record)
+        with pytest.raises(Killed):
+            controller._open()
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 7, "gen')  # torn
+    has_everything(tmp_path, start(tmp_path))
+
+
+def test_what_can_not_be_put_together_yet_stays_until_a_checkpoint_is_newer(
+    tmp_path: Path,
+) -> None:
+    """n1, whose keeper would have the other shard, comes too late; a second start finds it."""
+    store = killed_before(tmp_path)
+    for key in store.list(f"emergency/{RUN}"):
+        if "pp0.s1.tp0" in key:
+            store.delete(key)
+    first = start(tmp_path)
+    assert first == () or first is None
+    journal = read_lines(tmp_path / "events.jsonl")
+    (incomplete,) = [line for line in journal if line["event"] == "emergency_incomplete"]
+    assert incomplete["reason"] == "of steps 6, 7 some shards are saved"
+    late = emergency.keeper_name("n1", "1")
+    emergency.begin(store, RUN, late, "n1")
+    told = range(RECORDED - 1, SAVED + 1)
+    assert emergency.save(store, RUN, late, [shard(SAVED, 1, told=told)], stale_s=0.01) == ()
+    has_everything(tmp_path, start(tmp_path))
+
+
+def test_keepers_that_would_have_come_long_ago_are_not_waited_for(tmp_path: Path) -> None:
+    """The whole machine was started again, with all that was on it."""
+    killed_before(tmp_path)
+    store = open_store(str(tmp_path / "checkpoints"))
+    store.delete(f"emergency/{RUN}")
+    sign = alive.Sign(time.time() - 1000, os.uname().nodename, 1)
+    (tmp_path / alive.NAME).write_text(json.dumps(asdict(sign)))
+    began_s = time.monotonic()
+    assert start(tmp_path) == ()
+    assert time.monotonic() - began_s < 5
+    (line,) = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] == INCOMPLETE]
+    assert line["reason"] == "keepers of n0 saved nothing in time"
