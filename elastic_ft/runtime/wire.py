@@ -50,7 +50,6 @@ SMALL_BYTES = 1 << 16  # sent in one piece
 HANDSHAKE_S = 5.0
 STRANGERS_MAX = 64
 BACKLOG = 1024  # of connections that wait to be accepted; the kernel may allow fewer
-DIALS = 3  # to be admitted, where many others want to be
 PAUSE_S = 0.1  # when there are no descriptors, or no threads, for another connection
 MESSAGE_BYTES_MAX = 64 << 20
 UNPACKED_BYTES_MAX = 256 << 20  # of a compressed part
@@ -406,17 +405,20 @@ def dial(
 
     Raises OSError, EOFError, WrongKey or WrongVersion.
     """
-    deadline_s = time.monotonic() + timeout_s
-    for left in reversed(range(DIALS)):
+    deadline_s, pause_s = time.monotonic() + timeout_s, PAUSE_S / 8
+    while True:
         sock = socket.create_connection(address, max(0.001, deadline_s - time.monotonic()))
         try:
             return Channel(sock, greet(sock, key, deadline_s), receives)
-        except BaseException as error:
+        except (EOFError, ConnectionError):  # dropped: many others want to be admitted
             sock.close()
-            dropped = isinstance(error, (EOFError, ConnectionError))  # there were many strangers
-            if not dropped or not left:
+            if time.monotonic() + pause_s > deadline_s:
                 raise
-    raise AssertionError
+        except BaseException:
+            sock.close()
+            raise
+        time.sleep(pause_s)
+        pause_s *= 2
 
 
 # ------------------------------------------------------------------------------ listening
