@@ -149,6 +149,9 @@ class Messages:
         self._decoders: dict[str, Decode] = {}
         self.bytes_max = bytes_max
 
+    def has(self, kind: type) -> bool:
+        return self._kinds.get(kind.__name__) is kind
+
     def decode(self, body: bytes | bytearray | memoryview) -> Any:
         """Raises MessageRefused, and nothing else, whatever ``body`` is."""
         match unpack(body):

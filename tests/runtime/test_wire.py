@@ -10,6 +10,7 @@ import socket
 import struct
 import threading
 import time
+import typing
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -171,6 +172,15 @@ ASSIGNMENT = ev.Assignment(
 )
 def test_a_message_is_itself_on_arrival(messages: Messages, message: Any) -> None:
     assert messages.decode(wire.encode(message)) == message
+
+
+def test_every_event_is_told_by_workers_or_by_the_controllers_own_process() -> None:
+    """Who adds one decides: what is not listed as a message is refused, and ends its sender."""
+    own = {ev.JobStarted, ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost}
+    own |= {ev.CheckpointCommitted, ev.CheckpointFailed, ev.StopRequested, ev.ResizeRequested}
+    own |= {ev.TimerFired}
+    told = {kind for kind in typing.get_args(ev.Event) if TO_CONTROLLER.has(kind)}
+    assert told | own == set(typing.get_args(ev.Event)) and not told & own
 
 
 def test_what_everyone_is_sent_is_packed_once() -> None:
