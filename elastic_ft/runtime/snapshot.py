@@ -273,6 +273,8 @@ class Snapshots:
             if self._keeper is not keeper:
                 return  # it was left before
             self._keeper = None
+        if isinstance(error, KeeperGone):  # half a message may be on its way: nothing comes after
+            keeper.close()
         self._why = str(error)
         self._unkept(self._why)
 

@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from elastic_ft.core.events import (
+    Assignment,
     DropKept,
     Holding,
     Keeper,
@@ -26,11 +29,13 @@ from elastic_ft.core.events import (
     Source,
     Tier,
 )
+from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged
 from elastic_ft.runtime.buffer import DIGEST_BYTES, is_whole, label, lay_out, schema_bytes, seal
 from elastic_ft.runtime.control import ControlServer, NodeHealth, Welcome
+from elastic_ft.runtime.engines.base import StateTensor
 from elastic_ft.runtime.keeper import (
     Free,
     KeeperClient,
@@ -43,6 +48,8 @@ from elastic_ft.runtime.keeper import (
     Unseal,
     Upload,
 )
+from elastic_ft.runtime.snapshot import Snapshots
+from elastic_ft.sim.script import member
 from elastic_ft.storage.store import open_store
 from tests.multiproc.harness import make_job
 
@@ -216,6 +223,31 @@ def test_bytes_of_a_later_step_are_not_served_as_those_of_an_earlier_one(
         left.read([("b", Box((), ()))])
     with pytest.raises(StateDamaged, match="digest differs"):
         LeftShard(keeper, desk.server.key, "w0", of(40), SHARD)
+
+
+def test_a_worker_notices_that_its_keeper_does_not_hear_it(desk: Desk, keeper: Keeper) -> None:
+    """Its line is shut down, from whichever end: both live."""
+    layout, _ = plan_layout("ddp", 1, None, 1, 1)
+    source = Source(0, Tier.INITIAL)
+    alone = Assignment(1, (member("w0", "n0"),), (), layout, source, ((),), "a test", (keeper,))
+    groups: Any = SimpleNamespace(assignment=alone, rank=0, host=None)
+    client, told, why = KeeperClient(keeper, desk.server.key, "w0"), list[int](), list[str]()
+    snapshots = Snapshots("w0", False, why.append, RUN)
+    snapshots.use(client)
+    for step in (6, 7):
+        state: Any = {"w": StateTensor((4,), Box((0,), (4,)), torch.full((4,), float(step)))}
+        snapshots.take(step, state, groups, {}, lambda *_: None, on_held=told.append)
+        snapshots.wait(time.monotonic() + 10)
+        client.close()
+    assert told == [6] and why  # 7 is in memory of its own
+    (left,) = desk.next(KeeperHolds).holdings
+    assert left == Holding(6, layout.shard_space, layout.shard_of(0), Tier.KEEPER, 1)
+    source = replace(source, step=6, space=left.space, generation=1)
+    data = LeftShard(keeper, desk.server.key, "w0", source, left.shard).read(
+        [("w", state["w"].box)]
+    )
+    assert np.frombuffer(data[:16], np.float32).tolist() == [6.0] * 4
+    snapshots.close()
 
 
 @pytest.mark.parametrize(
