@@ -38,6 +38,14 @@ class Cluster:
     def kill_controller(self) -> None:
         raise Unsupported("kill controller")
 
+    def stop_controller(self) -> None:
+        """It stands still; who has started it lets it go on."""
+        raise Unsupported("stop controller")
+
+    def root_pid(self) -> int:
+        """The process from which all others of the run descend."""
+        raise Unsupported("strangers")
+
     def kill_gcs(self) -> Heal:
         """Returns what starts it again."""
         raise Unsupported("kill gcs")
@@ -73,6 +81,12 @@ class ProcessNodes(Cluster):
 
     def kill_controller(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def stop_controller(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def root_pid(self) -> int:
+        return os.getpid()
 
     def signal_worker(self, pid: int, name: str) -> None:
         if pid not in {self._host.pid_of(worker) for worker in self._host.alive()}:

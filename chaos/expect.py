@@ -83,6 +83,10 @@ def _recoveries(run: Folder, expect: Expect) -> Iterator[Verdict]:
     if expect.recoveries_max is not None:
         claim = f"at most {expect.recoveries_max} recoveries"
         yield Verdict(claim, len(found) <= expect.recoveries_max, f"{len(found)}")
+    if expect.paused_max_s is not None:
+        longest_s = max((line["paused_s"] for line in found), default=0.0)
+        claim = f"no recovery pauses for more than {expect.paused_max_s:g} s"
+        yield Verdict(claim, longest_s <= expect.paused_max_s, f"{longest_s:.1f} s")
 
 
 def _journal(run: Folder, expect: Expect) -> Iterator[Verdict]:

@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +31,9 @@ from chaos.scenario import (
     Network,
     Slow,
     Stop,
+    StopHead,
     Store,
+    Strangers,
 )
 from chaos.surroundings import Surroundings
 from elastic_ft.observe.run_folder import read_lines
@@ -156,13 +160,14 @@ class Runner:
         if isinstance(fault, Add):  # takes seconds, in which others fire
             self._adding.append((pending, self._adder.submit(self._cluster.add_node)))
             return
-        if isinstance(fault, Store):  # it has fired once a request has suffered it
-            suffered, heal = self._around.break_store(fault)
+        if isinstance(fault, (Store, Strangers)):  # it has fired once somebody has suffered it
+            store = isinstance(fault, Store)
+            suffered, heal = (self._around.break_store if store else self._intrude)(fault)
             self._armed.append((pending, suffered))
             self._heal_store(fault.lasts_s, suffered, heal)
             return
         # After these nothing may be written: by this process, or on this disk.
-        last = isinstance(fault, Fill) or (
+        last = isinstance(fault, (Fill, StopHead)) or (
             isinstance(fault, KillHead) and fault.kill == "controller"
         )
         if last:
@@ -267,6 +272,32 @@ class Runner:
         else:
             self._then(fault.lasts_s, self._cluster.kill_gcs())
 
+    def _stop_head(self, fault: StopHead, member: Line) -> None:
+        self._cluster.stop_controller()
+
+    def _intrude(self, fault: Strangers) -> tuple[Callable[[], bool], Callable[[], None]]:
+        """Returns what tells whether they are all there, and what sends them away."""
+        command = [sys.executable, "-m", "chaos.strangers", str(self._cluster.root_pid())]
+        strangers = subprocess.Popen(
+            [*command, str(fault.strangers)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert strangers.stdin is not None and strangers.stdout is not None
+        came, asked = threading.Event(), strangers.stdin
+
+        def listen() -> None:
+            connections, ports = (int(each) for each in strangers.stdout.readline().split())
+            line = {"at_s": round(time.time(), 6), "strangers": connections, "ports": ports}
+            self._note(line)
+            came.set()
+
+        threading.Thread(target=listen, name="chaos-strangers", daemon=True).start()
+
+        def leave() -> None:
+            asked.close()
+            strangers.wait()
+
+        return came.is_set, leave
+
     def _stop(self, fault: Stop, member: Line) -> None:
         if fault.stop == "keeper":
             self._stop_keeper(self._cluster.keeper_of(member["node"]), fault.lasts_s)
@@ -339,6 +370,7 @@ acts: dict[type, Callable[[Runner, Any, Line], None]] = {
     Kill: Runner._kill,
     KillHead: Runner._kill_head,
     Stop: Runner._stop,
+    StopHead: Runner._stop_head,
     Slow: Runner._slow,
     Drain: Runner._drain,
     Capacity: Runner._set_capacity,

@@ -110,6 +110,36 @@ class Stop(OfRank):
         return f"stop {self.stop} of rank {self.of_rank} {self.when}{lasts}"
 
 
+class StopHead(External):
+    """The controller stands still. Another one is started; then this one goes on, and must end."""
+
+    stop: Literal["controller"]
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return frozenset(("processes",))
+
+    def __str__(self) -> str:
+        return f"stop {self.stop} {self.when}"
+
+
+class Strangers(External):
+    """So many connections to every port that the run listens on, from someone without its key.
+
+    Half of them say nothing, the others write noise. All are held open for ``lasts_s``.
+    """
+
+    strangers: int = Field(ge=1, le=2000)
+    lasts_s: float = Field(5, gt=0)
+
+    @property
+    def tiers(self) -> frozenset[Tier]:
+        return frozenset(("processes",))
+
+    def __str__(self) -> str:
+        return f"{self.strangers} strangers at every port {self.when}"
+
+
 class Slow(OfRank):
     """The worker stands still for ``share`` of the time, in slices of a tenth of a second."""
 
@@ -237,23 +267,38 @@ class AtPoint(Part):
         return f"{self.action} at {self.point}" + (f" of {details}" if details else "")
 
 
-TAGS = ("kill", "stop", "slow", "drain", "add", "capacity", "store", "fill", "network", "point")
+TAGS = (
+    "kill",
+    "stop",
+    "slow",
+    "strangers",
+    "drain",
+    "add",
+    "capacity",
+    "store",
+    "fill",
+    "network",
+    "point",
+)
+HEADS = {"kill": ("controller", "gcs"), "stop": ("controller",)}  # what there is one of
 
 
 def _kind(value: Any) -> str:
     keys = value if isinstance(value, dict) else getattr(type(value), "model_fields", {})
     kinds = [kind for kind in TAGS if kind in keys]
-    if kinds == ["kill"]:
-        what = keys["kill"] if isinstance(value, dict) else value.kill
-        return "kill_head" if what in ("controller", "gcs") else "kill"
-    return kinds[0] if len(kinds) == 1 else "unknown"
+    if len(kinds) != 1:
+        return "unknown"
+    what = value.get(kinds[0]) if isinstance(value, dict) else getattr(value, kinds[0])
+    return f"{kinds[0]}_head" if what in HEADS.get(kinds[0], ()) else kinds[0]
 
 
 AnyFault = Annotated[
     Annotated[Kill, Tag("kill")]
     | Annotated[KillHead, Tag("kill_head")]
     | Annotated[Stop, Tag("stop")]
+    | Annotated[StopHead, Tag("stop_head")]
     | Annotated[Slow, Tag("slow")]
+    | Annotated[Strangers, Tag("strangers")]
     | Annotated[Drain, Tag("drain")]
     | Annotated[Add, Tag("add")]
     | Annotated[Capacity, Tag("capacity")]
@@ -286,6 +331,7 @@ class Expect(Part):
     events: tuple[str, ...] = ()  # the journal has each of these
     no_events: tuple[str, ...] = ()  # and none of these
     recoveries_max: int | None = Field(None, ge=0)
+    paused_max_s: float | None = Field(None, gt=0)  # by any of them: of what has a deadline
     world_min: int | None = Field(None, ge=1)  # no step by fewer
     world_end: int | None = Field(None, ge=1)  # the last steps are by so many
     cut_off_ends_s: float | None = Field(None, gt=0)  # workers behind a cut, each of them
@@ -364,7 +410,7 @@ def load_scenario(name: str) -> Scenario:
         raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         first, *others = error.errors()
-        key = _key_of(first["loc"], (*TAGS, "kill_head"))
+        key = _key_of(first["loc"], (*TAGS, *(f"{tag}_head" for tag in HEADS)))
         message = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
             first["type"], first["msg"].removeprefix("Value error, ")
         )

@@ -198,11 +198,18 @@ class Trial:
         where = ["--processes"] if tier == "processes" else nodes
         self._arguments = [*where, "--chaos", "scenario.yaml"]
         self._watch = Watch(str(self._run_folder))
+        self._standing: Command | None = None  # a controller that was stopped
+        self._stood_at_s = 0.0
         self._settled_from = 0  # the step from which nothing has happened
 
     def run(self) -> str:
         """Returns what went wrong with the processes, empty if nothing did."""
         deadline_s = time.monotonic() + self._timeout_s
+        with contextlib.ExitStack() as stopped:
+            return self._run(deadline_s, stopped)
+
+    def _run(self, deadline_s: float, stopped: contextlib.ExitStack) -> str:
+        """``stopped``: ends the controllers that stand still, whatever happens."""
         first = ["run", "job.yaml", "--out", "run"]
         again = ["resume", "run"]
         for start in range(CONTROLLERS_MAX):
@@ -211,9 +218,14 @@ class Trial:
             ended_early, trouble = False, ""
             try:
                 trouble = self._follow(command, deadline_s)
+                if command.stopped:
+                    stopped.callback(command.end, expect_left=True, patience_s=0)
+                    self._standing, self._stood_at_s = command, time.time()
+                    continue
                 ended_early = command.killed or self._could_not_write(command)
             finally:
-                left = command.end(expect_left=command.killed or command.running)
+                if not command.stopped:
+                    left = command.end(expect_left=command.killed or command.running)
                 if self._tier == "network":
                     from chaos.network import sweep
 
@@ -229,7 +241,8 @@ class Trial:
 
     def _follow(self, command: Command, deadline_s: float) -> str:
         asked = False
-        while command.running:
+        while command.running and not command.stopped:
+            self._wake_the_former()
             if time.monotonic() > deadline_s:
                 limit_s = self._end_timeout_s if asked else self._timeout_s
                 return f"not at its end {limit_s:g} s after its {'stop' if asked else 'start'}"
@@ -240,12 +253,21 @@ class Trial:
             time.sleep(POLL_S)
         return ""
 
+    def _wake_the_former(self) -> None:
+        """A controller that stood still goes on once another one has its job: it must end then."""
+        if self._standing is None or not self._standing.stopped:
+            return
+        if self._watch.formed.get("at_s", 0.0) > self._stood_at_s:
+            self._standing.go_on()
+
     def _has_settled(self) -> bool:
         """Whether all faults are over, and the world they left has trained for a while."""
         events, _ = self._watch.poll()
         if events:
             self._settled_from = max(0, self._watch.step)
         watch, scenario = self._watch, self._scenario
+        if self._standing is not None and self._standing.running:
+            return False
         if watch.step < self._settled_from + scenario.settle_steps:
             return False
         world = scenario.expect.world_end
@@ -324,6 +346,16 @@ class Command:
     @property
     def killed(self) -> bool:
         return self._process.poll() == -signal.SIGKILL
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it stands still (SIGSTOP)."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return False
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
