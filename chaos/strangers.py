@@ -1,6 +1,6 @@
 """Somebody without the job's key at every port that a run listens on: a process of its own.
 
-    python -m chaos.strangers PID COUNT      # of the run's first process; ends with its input
+python -m chaos.strangers PID COUNT      # of the run's first process; ends with its input
 """
 
 from __future__ import annotations

@@ -17,10 +17,19 @@ from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.events import Assignment, Member, WorkerId
 from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.wire import HANDSHAKE_S, Channel, MessageRefused, Messages, Reception, dial
+from elastic_ft.runtime.wire import (
+    HANDSHAKE_S,
+    Channel,
+    Encoded,
+    MessageRefused,
+    Messages,
+    Reception,
+    dial,
+)
 
 CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
 
+PULSES_PER_TIMEOUT = 4  # of elastic.heartbeat_timeout_s
 SEND_TIMEOUT_S = 3.0  # for the other end to take what was sent to it
 
 # ---------------------------------------------------------------- messages beside core's own
@@ -43,6 +52,12 @@ class Welcome:
     store: tuple[str, int]  # address of the TCPStore through which groups form
     faults: tuple[Fault, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)  # that the run reads; none known: {}
+    owner: int = 0  # this controller's number at the checkpoint URL (``storage.owners``)
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """To everybody, now and then: the controller does its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +160,7 @@ TO_CONTROLLER = Messages(
 )
 TO_WORKER = Messages(  # and to keepers
     Welcome,
+    Pulse,
     Form,
     Inspect,
     ev.PauseWorkers,
@@ -255,6 +271,14 @@ class ControlServer:
         with self._lock:
             channel = self._channels.get(worker)
         return channel is not None and channel.send(message)
+
+    def send_all(self, message: Any) -> None:
+        """To workers and keepers alike."""
+        encoded = Encoded(message)
+        with self._lock:
+            channels = [*self._channels.values()]
+        for channel in channels:
+            channel.send(encoded)
 
     def dismiss(self, worker: WorkerId, message: Any) -> None:
         """Ends its connection, ``message`` being the last it gets. Nothing of it counts any more,

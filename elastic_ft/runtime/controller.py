@@ -41,12 +41,14 @@ from elastic_ft.observe.run_folder import RunFolder, last_generation
 from elastic_ft.observe.startup import Startup
 from elastic_ft.runtime.continuity import Continuity, recorded_terms
 from elastic_ft.runtime.control import (
+    PULSES_PER_TIMEOUT,
     ControlServer,
     FaultFired,
     Form,
     Heartbeat,
     NodeHealth,
     Note,
+    Pulse,
     Stood,
     Welcome,
 )
@@ -172,7 +174,7 @@ class Controller:
         self._timer_count = 0
         elastic = job.elastic
         self._progress = Progress(elastic.hang_timeout_s, elastic.heartbeat_timeout_s)
-        self._next_watch_s = self._next_account_s = 0.0
+        self._next_watch_s = self._next_account_s = self._next_pulse_s = 0.0
         self._tcp_store: Any = None
         self._server: ControlServer | None = None
         self._started_at_s = self._ended_at_s = time.time()
@@ -435,6 +437,7 @@ class Controller:
             (self._address, self._tcp_store.port),
             self._faults,
             dict(self._continuity.data),
+            self._publisher.claim.number,
         )
 
     def _close(self) -> None:
@@ -761,6 +764,11 @@ class Controller:
             self._next_account_s = now + ACCOUNT_EVERY_S
             self._publisher.look()
             self.metrics.goodput(self._accounts.totals(time.time()))
+        if now >= self._next_pulse_s:
+            timeout_s = self.job.elastic.heartbeat_timeout_s
+            self._next_pulse_s = now + timeout_s / PULSES_PER_TIMEOUT
+            assert self._server is not None
+            self._server.send_all(Pulse())
         self._lose_silent_keepers(now)
         state = self.state
         if state.phase not in ("running", "pausing", "forming"):

@@ -51,6 +51,7 @@ from elastic_ft.runtime import emergency
 from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole, label
 from elastic_ft.runtime.control import SEND_TIMEOUT_S, Inspect, NodeHealth, connect
 from elastic_ft.runtime.diagnosis import inspect
+from elastic_ft.runtime.succession import Succession
 from elastic_ft.runtime.wire import (
     MESSAGE_BYTES_MAX,
     Channel,
@@ -249,9 +250,12 @@ class NodeKeeper:
 
     def serve(self) -> None:
         """Follows the controller until it is gone, then saves what is here. Blocks."""
+        succession = Succession(self._controller, self._welcome, self._store)
+        succession.start()
         while True:
             try:
                 message = self._controller.receive()
+                succession.heard()
             except EOFError:
                 self._save()
                 return

@@ -86,9 +86,11 @@ from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
 from elastic_ft.runtime.planning import device_memory_bytes
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.snapshot import Snapshots
+from elastic_ft.runtime.succession import Succession
 from elastic_ft.runtime.traces import user_frames
 from elastic_ft.runtime.training_thread import TrainingThread
 from elastic_ft.runtime.wire import Channel, CutOff, MessageRefused
+from elastic_ft.storage.store import open_store
 
 log = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 8
@@ -198,6 +200,8 @@ class Worker:
         self._dialling = ThreadPoolExecutor(1, thread_name_prefix="use-keeper")
         self._dialled: Future[None] | None = None  # the newest keeper, to be used or not
         self._closed = threading.Event()
+        self._succession = Succession(self._channel, self._welcome, open_store)
+        self._succession.start()
         for target in (self._read, self._beat):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
@@ -210,6 +214,7 @@ class Worker:
         while True:
             try:
                 message = self._channel.receive()
+                self._succession.heard()
             except EOFError as error:
                 self.cut_off = isinstance(error, CutOff)
                 if isinstance(error, MessageRefused):
@@ -327,6 +332,7 @@ class Worker:
 
     def close(self) -> None:
         self._closed.set()
+        self._succession.close()
         self._training.close()
         self._dialling.shutdown(wait=False, cancel_futures=True)
         if self._tools is not None:

@@ -76,6 +76,12 @@ def newest(store: Store) -> tuple[Owner | None, bool]:
     return owner, owner is not None and owner.run in ended
 
 
+def successor(store: Store, number: int) -> str | None:
+    """Who came after owner ``number``, in words; None if nobody has. Raises StoreFailed."""
+    other = _read(store, number + 1)
+    return None if other is None else f"run {other.run}, on {other.host}, has the job now"
+
+
 def take_over(
     store: Store, *, job: str, run: str, run_folder: str, behind: Collection[str] = ()
 ) -> Claim:

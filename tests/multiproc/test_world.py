@@ -187,6 +187,47 @@ def test_the_newest_controller_of_a_run_folder_has_it(tmp_path: Path) -> None:
     assert on_disk(run.job, out).check().events == run.events, "and nothing was added"
 
 
+def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None:
+    """Nobody tells its workers and keepers that it has a successor, but the store: they ask it."""
+    paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.03}}
+    job = make_job(
+        "fsdp", steps=4000, workers=2, data=paced, checkpoint={"every_steps": 2000, "final": False}
+    )
+    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
+    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+    first = subprocess.Popen(
+        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
+        first.send_signal(signal.SIGSTOP)
+        pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
+        committed = read_lines(out / "steps.jsonl")[-1]["step"]
+        run = run_job(job, out, on_step=Once(committed + 40, stop))
+        wait_for("its workers to end", lambda: not any(map(is_alive, pids)))
+        first.send_signal(signal.SIGCONT)
+        assert first.wait(DEADLINE_S) == 1
+    finally:
+        first.kill()
+        first.wait(10)
+    (restarted,) = run.all("controller_restarted")
+    assert restarted["steps_lost"] == 0, run.story()
+    assert [line["step"] for line in run.steps] == list(range(1, len(run.steps) + 1)), run.story()
+
+
+def stop(controller: Controller, host: LocalHost) -> None:
+    controller.stop("enough was seen")
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended and is not reaped, its parent being stopped, is none."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "events.jsonl") if line["event"] == name]
 
