@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -108,12 +107,12 @@ def check(
 ) -> int:
     """Check what invariants I1-I8 leave in the folder of any finished run."""
     from chaos.expect import same_losses
-    from elastic_ft.config import parse_job
+    from elastic_ft.config import load_job
     from elastic_ft.core.invariants import CHECKS, Expected, check_run
 
     if not (run_folder / "events.jsonl").is_file() or not (run_folder / "job.yaml").is_file():
         raise ConfigError(f"{run_folder}: not a run folder: no events.jsonl or no job.yaml")
-    job = parse_job(yaml.safe_load((run_folder / "job.yaml").read_text()), f"{run_folder}/job.yaml")
+    job = load_job(run_folder / "job.yaml")
     found = Folder.of(run_folder)
     first = found.steps[0]["step"] if found.steps else 1
     expected = Expected(

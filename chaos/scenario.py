@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic import model_validator as check_model
 
 from chaos.object_store_proxy import FaultKind
+from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError
 from elastic_ft.runtime.faults import Action, Fault
 
@@ -405,9 +405,9 @@ def load_scenario(name: str) -> Scenario:
         known = ", ".join(sorted(p.stem for p in SCENARIOS.glob("*.yaml")))
         raise ConfigError(f"{name}: unknown fault scenario: no such file, and none of {known}")
     try:
-        return Scenario.model_validate(yaml.safe_load(path.read_text()))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None
+        return Scenario.model_validate(parse_yaml(path.read_bytes(), name))
+    except OSError as error:
+        raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         first, *others = error.errors()
         key = _key_of(first["loc"], (*TAGS, *(f"{tag}_head" for tag in HEADS)))

@@ -31,6 +31,8 @@ SEQUENCE_MAX = 1 << 30
 SEED_MAX = (1 << 63) - 1
 FILE_BYTES_MAX = 4 << 20  # of a job file
 VALUES_MAX = 100_000  # in a job file, aliases resolved
+# What PyYAML's constructors let through, as for the date 2024-13-45.
+ESCAPES = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
 MERGED_MAX = 100  # of merge keys in one mapping
 SHOWN = 80  # characters of a value, in a message
 
@@ -418,15 +420,16 @@ def load_job(path: str | Path) -> Job:
 
 def parse_text(content: bytes, where: str) -> Job:
     """As ``parse_job``, of a job file's content."""
+    return parse_job(parse_yaml(content, where), where)
+
+
+def parse_yaml(content: bytes, where: str) -> Any:
+    """The values in a YAML file. Raises ConfigError, one line that begins with ``where``."""
     if len(content) > FILE_BYTES_MAX:
         raise ConfigError(f"{where}: larger than {FILE_BYTES_MAX} bytes, which no job file is")
     try:
-        values = yaml.load(content.decode(), _Loader)
+        return yaml.load(content.decode(), _Loader)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not a text file: {error.reason}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *ESCAPES) as error:
         raise ConfigError(f"{where}: not YAML: {_line(error, 300)}") from None
-    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        # PyYAML's constructors let these through, as for the date 2024-13-45.
-        raise ConfigError(f"{where}: not YAML: {_line(error, 300)}") from None
-    return parse_job(values, where)

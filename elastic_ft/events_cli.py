@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.alive import Vigil, seems_dead
@@ -98,12 +97,12 @@ def _worker_seconds(run_folder: str, result: dict[str, Any]) -> dict[str, Any]:
     if "worker_seconds" in result:
         found: dict[str, Any] = result["worker_seconds"]
         return found
-    from elastic_ft.config import parse_job
+    from elastic_ft.config import parse_text
     from elastic_ft.observe.replay import account
     from elastic_ft.observe.watch import local_path
 
     folder = local_path(run_folder)
     if folder is None:
         raise ConfigError("--goodput of a run that has not ended needs its local folder")
-    elastic = parse_job(yaml.safe_load(read(run_folder, "job.yaml")), "job.yaml").elastic
+    elastic = parse_text(read(run_folder, "job.yaml").encode(), "job.yaml").elastic
     return account(folder, elastic.workers_per_node, elastic.max_workers).as_dict()

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import fsspec
 import typer
-import yaml
 
-from elastic_ft.config import Job, parse_job
+from elastic_ft.config import Job, parse_text
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe.alive import Vigil
 from elastic_ft.observe.requests import Resize, ask
@@ -54,12 +53,12 @@ def resize(
 
 def _job_of(run_folder: str) -> Job:
     try:
-        with fsspec.open(f"{run_folder.rstrip('/')}/job.yaml", "r") as file:
-            values = yaml.safe_load(file.read())
+        with fsspec.open(f"{run_folder.rstrip('/')}/job.yaml", "rb") as file:
+            content = bytes(file.read())
     except Exception as error:  # any filesystem may raise anything
         kind = type(error).__name__
         raise ConfigError(f"{run_folder}: not a run folder: no job.yaml ({kind})") from None
-    return parse_job(values, f"{run_folder}/job.yaml")
+    return parse_text(content, f"{run_folder}/job.yaml")
 
 
 def _check(job: Job, workers: int) -> None:

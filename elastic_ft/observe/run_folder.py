@@ -17,7 +17,8 @@ from typing import Any
 
 import yaml
 
-from elastic_ft.errors import StoreFailed, Superseded, redacted
+from elastic_ft.config import parse_yaml
+from elastic_ft.errors import ConfigError, StoreFailed, Superseded, redacted
 from elastic_ft.observe import handover, requests, scratch
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.lines import read_lines
@@ -103,8 +104,8 @@ class RunFolder:
     def recorded_job(self) -> dict[str, Any]:
         """The job of the run before this one; {} if there was none, or it can't be read."""
         try:
-            values = yaml.safe_load((self.path / "job.yaml").read_text())
-        except (OSError, ValueError, yaml.YAMLError):
+            values = parse_yaml((self.path / "job.yaml").read_bytes(), "job.yaml")
+        except (OSError, ConfigError):
             return {}
         return values if isinstance(values, dict) else {}
 

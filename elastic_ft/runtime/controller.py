@@ -231,7 +231,11 @@ class Controller:
         return ended
 
     def _run(self) -> dict[str, Any]:
-        found = self._open()
+        try:
+            found = self._open()
+        except BaseException:  # refused: nothing of it is to go on beside whoever asked
+            self._publisher.close()
+            raise
         if found is None:
             return self._give_up()
         try:

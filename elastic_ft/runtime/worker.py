@@ -494,7 +494,8 @@ class Worker:
         self._points("forming")
         groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s, self._points)
         self._links.prepare()  # for the generation after this one
-        _check_same_data(groups, tools.data.fingerprint, self._live is not None)
+        read = f"{len(tools.data.train)} {tools.data.fingerprint or ''}"
+        _check_same_data(groups, read, self._live is not None)
         live = self._live[1] if self._live else {}
         began_restoring = time.perf_counter()
         restored = restore.restore(

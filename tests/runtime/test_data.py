@@ -30,6 +30,7 @@ from elastic_ft.runtime.data import DataBundle, Dataset, Prefetcher, open_datase
 from elastic_ft.runtime.engines.base import MicroBatch
 from elastic_ft.runtime.loop import places
 from elastic_ft.runtime.prefetch import Loaded
+from elastic_ft.runtime.worker import _check_data_of_run, _check_same_data
 
 DOCUMENTS = [
     f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\n" * 8 for n in range(20)
@@ -664,3 +665,42 @@ def test_closing_ends_the_thread(slow: Slow) -> None:
     prefetcher.get(1, DEADLINE_S)
     prefetcher.close()
     assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+# --------------------------------------------------------------------------- one data for all
+
+
+class Told:
+    """Groups whose other participant says ``theirs``."""
+
+    def __init__(self, theirs: dict[str, Any]) -> None:
+        self._theirs = json.dumps(theirs).encode()
+
+    def exchange(self, name: str, value: bytes) -> list[bytes]:
+        return [value, self._theirs]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "differs"),
+    [
+        pytest.param({"data.samples": 100}, False, id="same"),
+        pytest.param({"data.samples": 101}, True, id="one-more"),
+        pytest.param({"data.samples": 100, "data.fingerprint": "f"}, True, id="fingerprint"),
+    ],
+)
+def test_members_compare_what_they_read(slow: Slow, theirs: dict[str, Any], differs: bool) -> None:
+    """A user's dataset has no fingerprint: its size tells, on which the whole order depends."""
+    bundle = DataBundle(slow, None, None, None, "")
+    if not differs:
+        _check_same_data(Told(theirs), bundle)  # type: ignore[arg-type]
+        return
+    with pytest.raises(DataError, match="workers read different data"):
+        _check_same_data(Told(theirs), bundle)  # type: ignore[arg-type]
+
+
+def test_a_joiner_compares_with_the_run(slow: Slow) -> None:
+    bundle = DataBundle(slow, None, None, None, "")
+    _check_data_of_run({}, bundle)
+    _check_data_of_run({"data.samples": 100}, bundle)
+    with pytest.raises(DataError, match=r"data\.samples was 99, is 100: going on would repeat"):
+        _check_data_of_run({"data.samples": 99}, bundle)
