@@ -34,9 +34,15 @@ def events(
     vigil = Vigil(run_folder)
     while True:
         for line in tail.read():
-            first_s = first_s or line["at_s"]
-            elapsed_s = line["at_s"] - first_s
-            told = [story.raw(line, elapsed_s)] if raw else story.story(line, elapsed_s)
+            try:
+                first_s = first_s or line["at_s"]
+                elapsed_s = line["at_s"] - first_s
+                told = [story.raw(line, elapsed_s)] if raw else list(story.story(line, elapsed_s))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise ConfigError(
+                    f"{run_folder}: events.jsonl has a line that can't be told: {why}"
+                ) from None
             for text in told:
                 print(text, flush=True)
             ended, dead = line["event"] == "finished", ""

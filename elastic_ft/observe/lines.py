@@ -1,16 +1,61 @@
-"""Lines of a run folder's files, for who imports nothing heavy: the command line, say."""
+"""The .jsonl files of a run folder: whole lines, or an error that names the line.
+
+Imports nothing heavy: the command line reads them, too.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from elastic_ft.errors import ConfigError
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a .jsonl file; a torn last line is left out."""
+Line = dict[str, Any]
+NEEDED = {  # keys without which nothing can be made of a line
+    "events.jsonl": ("generation", "event"),
+    "steps.jsonl": ("step", "generation"),
+    "ledger.jsonl": ("step",),
+    "inbox.jsonl": ("type",),
+}
+COUNTS = ("step", "seq", "generation")
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The complete lines of a .jsonl file; a torn last line is left out. Raises ConfigError."""
     if not path.exists():
         return []
-    text = path.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()]
+    return parse_lines(path.read_bytes(), str(path), path.name)
+
+
+def parse_lines(content: bytes, where: str, name: str = "") -> list[Line]:
+    """The complete lines of ``content``. Raises ConfigError, one line, where one of them is none
+    that a run writes, or lacks what a file called ``name`` needs."""
+    *whole, _ = content.split(b"\n")
+    return [_parse(text, f"{where}:{n}", NEEDED.get(name, ())) for n, text in enumerate(whole, 1)]
+
+
+def _parse(text: bytes, where: str, needed: Iterable[str]) -> Line:
+    try:
+        line = json.loads(text)
+        if not isinstance(line, dict):
+            raise ValueError(f"expected an object, found {type(line).__name__}")
+        for key in needed:
+            if key not in line:
+                raise ValueError(f"it has no {key}")
+            if key in COUNTS and not isinstance(line[key], int):
+                raise ValueError(f"its {key} is no whole number")
+    except (ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{where} is not a line that a run has written: {why}") from None
+    return line
+
+
+def last_generation(path: Path) -> int:
+    """The newest generation that a journal knows of."""
+    return max((line["generation"] for line in read_lines(path)), default=0)
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0

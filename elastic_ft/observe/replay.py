@@ -16,10 +16,11 @@ from typing import Any
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import Policy, State
-from elastic_ft.core.typed import Undecodable, decoder
+from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts, Totals
-from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.lines import read_lines
 
 Line = dict[str, Any]
 EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
@@ -43,6 +44,19 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What came before is no longer there: the core's state then.
+
+    Attributes:
+        seq: of the first journal line that came after.
+    """
+
+    at_s: float
+    seq: int
+    state: State
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """A controller's end, in good order."""
 
@@ -56,29 +70,48 @@ class Noted:
     seq: int
 
 
-Item = Begun | Told | Noted | Ended
+Item = Begun | Told | Noted | Snapshot | Ended
 
 
 def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
-    """Raises ConfigError where a line is of no kind that this version knows."""
-    try:
-        yield from map(_parse, lines)
-    except Undecodable as error:
-        raise ConfigError(f"inbox.jsonl: {error}") from None
+    """Raises ConfigError where a line is of no kind that this version knows, or lacks a part."""
+    for number, line in enumerate(lines, 1):
+        try:
+            item = _item(line)
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+            OverflowError,
+        ) as error:
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            raise ConfigError(f"inbox.jsonl:{number} can't be understood: {what}") from None
+        yield item
 
 
-def _parse(line: Line) -> Item:
+def _item(line: Line) -> Item:
     kind = line["type"]
     if kind == "Policy":
-        return Begun(line["at_s"], decoder(Policy)(line))
+        return Begun(float(line["at_s"]), decoder(Policy)(line))
     if kind == "Ended":
-        return Ended(line["at_s"])
+        return Ended(float(line["at_s"]))
     if kind == "Noted":
-        return Noted(line["seq"])
+        return Noted(int(line["seq"]))
+    if kind == "Snapshot":
+        return Snapshot(float(line["at_s"]), int(line["seq"]), _state(line["state"]))
     if kind in EVENTS:
         told_at_s = line["told_at_s"] if "told_at_s" in line else line["at_s"]
-        return Told(told_at_s, decoder(EVENTS[kind])(line))
+        return Told(float(told_at_s), decoder(EVENTS[kind])(line))
     raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
+
+
+def _state(value: Any) -> State:
+    state = snapshots.decode(value)
+    if not isinstance(state, State):
+        raise ConfigError(f"inbox.jsonl: a snapshot of {type(state).__name__}, not of the state")
+    return state
 
 
 # ------------------------------------------------------------------------------ replaying
@@ -91,12 +124,14 @@ class Replayed:
     Attributes:
         decisions: the journal lines that it asks for, without at_s and seq.
         noted: sequence numbers of other journal lines.
+        since: the sequence number of the first journal line that it can be compared with.
         state: at the end.
     """
 
     told: int = 0
     decisions: list[Line] = field(default_factory=list)
     noted: set[int] = field(default_factory=set)
+    since: int = 0
     state: State = field(default_factory=State)
     finish: ev.FinishJob | None = None
     until_s: float = 0.0
@@ -115,14 +150,22 @@ def replay(inbox: Iterable[Item], accounts: Accounts | None = None) -> Replayed:
         if isinstance(item, Noted):
             done.noted.add(item.seq)
             continue
+        if isinstance(item, Snapshot):
+            done.state, done.since = item.state, item.seq
+            continue
         if policy is None:
             raise ConfigError("inbox.jsonl does not begin with the policy: it can't be replayed")
         if isinstance(item.event, ev.JobStarted):
             done.state = State()
         done.told, done.until_s = done.told + 1, item.at_s
-        done.state, commands = decide(done.state, item.event, policy)
+        try:
+            done.state, commands = decide(done.state, item.event, policy)
+            done.decisions.extend(line for command in commands for line in line_of(command))
+        except Exception as error:  # told nonsense, the core may raise anything
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            told = f"event {done.told}, {type(item.event).__name__}"
+            raise ConfigError(f"inbox.jsonl: the core can't be told {told}: {what}") from error
         for command in commands:
-            done.decisions.extend(line_of(command))
             if isinstance(command, ev.FinishJob):
                 done.finish = command
         if accounts is not None:
@@ -156,9 +199,11 @@ def check(folder: Path, *, exact: bool = True) -> Verdict:
     Not ``exact``: another wording of a reason, and fields that are new, are no difference.
     """
     done = replay(parse_inbox(read_lines(folder / "inbox.jsonl")))
-    recorded = [
-        line for line in read_lines(folder / "events.jsonl") if line["seq"] not in done.noted
-    ]
+    lines = read_lines(folder / "events.jsonl")
+    if odd := [line for line in lines if not isinstance(line.get("seq"), int)]:
+        raise ConfigError(f"events.jsonl: a line has no seq: {str(odd[0])[:120]}")
+    recorded = [line for line in lines if line["seq"] >= done.since]
+    recorded = [line for line in recorded if line["seq"] not in done.noted]
     same = 0
     for then, now in zip(recorded, done.decisions, strict=False):
         if found := _difference(then, now, exact):
@@ -176,7 +221,7 @@ def _difference(then: Line, now: Line, exact: bool) -> str:
     if not exact:
         now = {name: value for name, value in now.items() if name in then}
         then["reason"] = now["reason"]
-    if any(then[name] != now[name] for name in SHOWN):
+    if any(then.get(name) != now[name] for name in SHOWN):
         return f"recorded {_shown(then)!r}, decided {_shown(now)!r}"
     for name in sorted(then.keys() | now.keys()):
         if then.get(name) != now.get(name):
@@ -186,7 +231,7 @@ def _difference(then: Line, now: Line, exact: bool) -> str:
 
 
 def _shown(line: Line) -> str:
-    return f"g{line['generation']} {line['event']}: {line['reason']}"
+    return f"g{line['generation']} {line['event']}: {line.get('reason')}"
 
 
 def account(folder: Path, workers_per_node: int, max_workers: int) -> Totals:

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, StoreFailed, Superseded, redacted
 from elastic_ft.observe import handover, requests, scratch
 from elastic_ft.observe.alive import NAME as ALIVE
-from elastic_ft.observe.lines import read_lines
+from elastic_ft.observe.lines import count_lines, last_generation, read_lines
 from elastic_ft.observe.watch import local_path
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.store import StoreError, open_store
 
+__all__ = ["RunFolder", "count_lines", "last_generation", "read_lines"]
+
 MIRROR_EVERY_S = 5.0
+MIRROR_BYTES_PER_S = 4 << 20  # at most, on average
+INBOX_BYTES = 16 << 20  # then inbox.jsonl begins anew, with a snapshot of the core's state
+PRIVATE = ("job.yaml", "inbox.jsonl")
 ASIDE_MAX = 4  # older versions of a file whose steps were voided
 RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
 FILES = (
@@ -53,7 +59,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, Any] = {}
         self._lock, self._uploading = threading.Lock(), threading.Lock()
-        self._sequence = 0
+        self._sequence = self._inbox_bytes = self._sent_bytes = 0
         self._stop_mirror = threading.Event()
         self._mirrored: dict[str, int] = {}
         self._request_seen_ns = 0
@@ -90,16 +96,15 @@ class RunFolder:
             self._mirror_thread = threading.Thread(target=self._mirror_always, daemon=True)
             self._mirror_thread.start()
         self._sequence = count_lines(self.path / "events.jsonl")
+        inbox = self.path / "inbox.jsonl"
+        self._inbox_bytes = inbox.stat().st_size if inbox.exists() else 0
         return self._claim.unended
 
     # ----------------------------------------------------------------- writing
 
     def write_job(self, job: dict[str, Any]) -> None:
         """Readable for its owner alone: kwargs and data URLs may be private."""
-        path = self.path / "job.yaml"
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-        path.write_text(yaml.safe_dump(job, sort_keys=False))
+        _replace(self.path / "job.yaml", yaml.safe_dump(job, sort_keys=False).encode())
 
     def recorded_job(self) -> dict[str, Any]:
         """The job of the run before this one; {} if there was none, or it can't be read."""
@@ -128,7 +133,21 @@ class RunFolder:
 
     def record_inbox(self, line: dict[str, Any]) -> None:
         with self._lock:
-            self._append("inbox.jsonl", line)
+            self._inbox_bytes += self._append("inbox.jsonl", line)
+
+    @property
+    def inbox_is_full(self) -> bool:
+        return self._inbox_bytes >= INBOX_BYTES
+
+    def begin_inbox(self, at_s: float, policy: dict[str, Any], state: Any) -> None:
+        """What was told so far gives way to the core's ``state``, as JSON types."""
+        with self._lock:
+            self.check_owner()
+            self._close_file("inbox.jsonl")
+            begun = {"type": "Snapshot", "at_s": at_s, "seq": self._sequence, "state": state}
+            lines = "".join(json.dumps(line) + "\n" for line in (policy, begun))
+            _replace(self.path / "inbox.jsonl", lines.encode())
+            self._inbox_bytes = 0
 
     def record_step(self, line: dict[str, Any], sample_ids: list[int] | None) -> None:
         """Appends a committed step, after its ledger line: a step line has its samples."""
@@ -205,7 +224,7 @@ class RunFolder:
             path = self.path / name
             if path.exists() and not path.read_bytes().endswith(b"\n"):
                 text = path.read_bytes()
-                path.write_bytes(text[: text.rfind(b"\n") + 1])
+                _replace(path, text[: text.rfind(b"\n") + 1])
         self._sequence = count_lines(self.path / "events.jsonl")
 
     def write_result(self, result: dict[str, Any]) -> None:
@@ -213,13 +232,18 @@ class RunFolder:
         _replace(self.path / "result.json", (json.dumps(_finite(result), indent=2) + "\n").encode())
         self._has_result = True
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
+    def _append(self, name: str, line: dict[str, Any]) -> int:
+        """Returns the bytes written."""
         self.check_owner()
         file = self._files.get(name)
         if file is None:
-            file = self._files[name] = (self.path / name).open("a")
-        file.write(line_of(line))
+            descriptor = _opener(name)(
+                str(self.path / name), os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            )
+            file = self._files[name] = os.fdopen(descriptor, "a")
+        written: int = file.write(line_of(line))
         file.flush()
+        return written
 
     def _close_file(self, name: str) -> None:
         file = self._files.pop(name, None)
@@ -237,7 +261,7 @@ class RunFolder:
         if self._has_result and self._claim is not None and not self.mirror_error:
             with contextlib.suppress(StoreFailed):  # the next start says that this one was killed
                 self._claim.ended()
-        if self._remote and not self.mirror_error:
+        if self._remote and (not self.mirror_error or self._superseded is not None):
             shutil.rmtree(self.path, ignore_errors=True)
 
     # --------------------------------------------------------------- requests
@@ -305,12 +329,16 @@ class RunFolder:
             raise
 
     def _mirror_always(self) -> None:
-        while self._superseded is None and not self._stop_mirror.wait(MIRROR_EVERY_S):
+        while self._superseded is None and not self._stop_mirror.wait(self.pause_s()):
             self._mirror()
+
+    def pause_s(self) -> float:
+        """Until the mirror's next look, in which it sends no more than its rate allows."""
+        return max(MIRROR_EVERY_S, self._sent_bytes / MIRROR_BYTES_PER_S)
 
     def _mirror(self) -> None:
         """Uploads what has grown or changed. A failure is kept for the report and retried."""
-        self.mirror_error = ""
+        self.mirror_error, self._sent_bytes = "", 0
         try:
             for name in FILES:
                 with self._uploading:
@@ -330,8 +358,10 @@ class RunFolder:
         if self._mirrored.get(name) != stamp:
             if self._claim is not None:
                 self._claim.check()
-            self._store.put(name, path.read_bytes())
+            content = path.read_bytes()
+            self._store.put(name, content)
             self._mirrored[name] = stamp
+            self._sent_bytes += len(content)
 
 
 def _set_aside(path: Path) -> None:
@@ -350,11 +380,18 @@ def _set_aside(path: Path) -> None:
 def _replace(path: Path, content: bytes) -> None:
     """Whole or not at all, also where the power fails."""
     swap = path.with_suffix(".tmp")
-    with swap.open("wb") as file:
+    swap.unlink(missing_ok=True)
+    with open(swap, "wb", opener=_opener(path.name)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     swap.replace(path)
+
+
+def _opener(name: str) -> Callable[[str, int], int]:
+    """What is nobody else's business is readable by the owner alone."""
+    mode = 0o600 if name in PRIVATE else 0o666
+    return lambda path, flags: os.open(path, flags, mode)
 
 
 def _sync(path: Path) -> None:
@@ -382,12 +419,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
-
-
-def last_generation(path: Path) -> int:
-    """The newest generation that a journal knows of."""
-    return max((line["generation"] for line in read_lines(path)), default=0)
-
-
-def count_lines(path: Path) -> int:
-    return len(path.read_bytes().splitlines()) if path.exists() else 0

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
-Line = dict[str, Any]
+from elastic_ft.observe.lines import Line, parse_lines
+
 REMOTE_EVERY_S = 2.0  # a remote folder is a mirror, some seconds behind
 
 
@@ -36,9 +35,8 @@ class Tail:
 
     def read(self) -> list[Line]:
         content = self._local() if self._path is not None else self._remote()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        self._offset += content.rfind(b"\n") + 1
+        return parse_lines(content, self._url)
 
     def _local(self) -> bytes:
         assert self._path is not None

@@ -32,6 +32,7 @@ from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
 from elastic_ft.core.state import Policy, Recovery, State, Turn
 from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
+from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts
 from elastic_ft.observe.alive import Alive, find
 from elastic_ft.observe.handover import await_handover
@@ -218,6 +219,9 @@ class Controller:
             return ended
         try:
             return self._run()
+        except Exception as error:
+            self._failed(error)
+            raise
         finally:
             self._alive.stop()
 
@@ -229,6 +233,13 @@ class Controller:
         self._publisher.close()
         self.run_folder.close()
         return ended
+
+    def _failed(self, error: Exception) -> None:
+        """The journal's last line says why, and a remote folder has it."""
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        with contextlib.suppress(OSError, StoreFailed, JobFailed):  # it may be what has failed
+            self._journal("controller_failed", self.state.generation, reason, {})
+        self.run_folder.close()
 
     def _run(self) -> dict[str, Any]:
         try:
@@ -626,6 +637,9 @@ class Controller:
 
         Steps come by the thousand: without their metrics, which decide nothing.
         """
+        if self.run_folder.inbox_is_full:
+            policy = {"type": "Policy", "at_s": self._started_at_s, **asdict(self.policy)}
+            self.run_folder.begin_inbox(now_s, policy, snapshots.encode(self.state))
         line = {"type": type(event).__name__, "told_at_s": now_s, **asdict(event)}
         line.pop("metrics", None)
         self.run_folder.record_inbox(line)

@@ -70,7 +70,7 @@ HEALTH_EVERY_S = 5.0  # at most: often enough that silence is told from a pause
 BEATS_PER_TIMEOUT = 5
 DIAL_TIMEOUT_S = 5.0
 UPLOAD_TIMEOUT_S = 600.0
-RECORD_STEPS = 200  # kept per worker: so far behind may the controller be when it is killed
+RECORD_STEPS = 2000  # kept per worker: so far behind may the controller be when it is killed
 WORKERS_END_S = 10.0  # after the controller; what they had is complete then
 SPARE_BYTES = 256 << 20  # of the node's memory that snapshots leave free
 

@@ -1,0 +1,85 @@
+"""The core's state as JSON and back, type by type: a run's inbox may begin with one.
+
+Each value that JSON does not know by itself comes as ``{"is": its type, "has": its parts}``. Types
+are those of ``elastic_ft.core``: data alone, and nothing else is ever made from what is read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from enum import Enum
+from typing import Any
+
+from elastic_ft.core.table import Table
+from elastic_ft.errors import ConfigError
+
+CORE = "elastic_ft.core."
+
+
+def encode(value: Any) -> Any:
+    """Raises TypeError where a value is of no type that a state may have."""
+    if isinstance(value, Enum):
+        return {"is": _name(type(value)), "has": value.value}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, list):
+        return [encode(item) for item in value]
+    if isinstance(value, (dict, Table)):
+        kind = "table" if isinstance(value, Table) else "dict"
+        return {"is": kind, "has": [[encode(k), encode(v)] for k, v in value.items()]}
+    if type(value) in (tuple, frozenset):
+        return {"is": type(value).__name__, "has": [encode(item) for item in value]}
+    if dataclasses.is_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]
+        parts = {name: encode(getattr(value, name)) for name in names}
+        return {"is": _name(type(value)), "has": parts}
+    raise TypeError(f"a state has a {type(value).__name__}, which has no form in JSON")
+
+
+def decode(value: Any) -> Any:
+    """What ``encode`` was given. Fields that this version does not know are left out; those that
+    are missing have their defaults. Raises ConfigError where it was not written by ``encode``."""
+    try:
+        return _decode(value)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"a snapshot of the core's state can't be understood: {why}") from None
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decode(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind, parts = value["is"], value["has"]
+    match kind:
+        case "dict" | "table":
+            found = {_decode(k): _decode(v) for k, v in parts}
+            return Table(found) if kind == "table" else found
+        case "tuple":
+            return tuple(_decode(item) for item in parts)
+        case "frozenset":
+            return frozenset(_decode(item) for item in parts)
+    cls = _class(kind)
+    if issubclass(cls, Enum):
+        return cls(parts)
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: _decode(item) for name, item in parts.items() if name in known})
+
+
+def _name(cls: type) -> str:
+    if not cls.__module__.startswith(CORE):
+        raise TypeError(f"a state has a {cls.__module__}.{cls.__name__}, which is not the core's")
+    return f"{cls.__module__.removeprefix(CORE)}.{cls.__name__}"
+
+
+def _class(name: str) -> Any:
+    module, _, found = name.partition(".")
+    if not (module.isidentifier() and found.isidentifier()):
+        raise ValueError(f"{name!r:.80} is no type of the core")
+    cls = getattr(importlib.import_module(CORE + module), found)
+    own = isinstance(cls, type) and cls.__module__ == CORE + module
+    if not own or not (dataclasses.is_dataclass(cls) or issubclass(cls, Enum)):
+        raise ValueError(f"{name} is no data of the core")
+    return cls

@@ -1,0 +1,101 @@
+"""The inbox stays small: the core's state takes the place of all that it was told before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.membership import step as decide
+from elastic_ft.core.state import Policy, State
+from elastic_ft.errors import ConfigError
+from elastic_ft.observe import replay, run_folder, snapshots
+from elastic_ft.observe.lines import read_lines
+from elastic_ft.observe.run_folder import RunFolder
+from tests.observe.test_replay import JOURNALS, KEPT
+
+
+def told(name: str) -> Iterator[tuple[Policy, State, replay.Told]]:
+    """Each event of a kept journal, with the state before it."""
+    state, policy = State(), Policy(1, 1, "ddp")
+    for item in replay.parse_inbox(read_lines(KEPT / name / "inbox.jsonl")):
+        if isinstance(item, replay.Begun):
+            policy = item.policy
+        elif isinstance(item, replay.Told):
+            if type(item.event).__name__ == "JobStarted":
+                state = State()
+            yield policy, state, item
+            state, _ = decide(state, item.event, policy)
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_every_state_of_a_run_comes_back_whole_and_decides_the_same(name: str) -> None:
+    count = 0
+    for policy, state, item in told(name):
+        again = snapshots.decode(json.loads(json.dumps(snapshots.encode(state))))
+        assert again == state
+        assert decide(again, item.event, policy) == decide(state, item.event, policy)
+        count += 1
+    assert count > 50
+
+
+@pytest.mark.parametrize("name", JOURNALS)
+def test_a_long_run_stays_bounded_and_can_be_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As the controller writes it: many times the bound is told, little more is kept."""
+    monkeypatch.setattr(run_folder, "INBOX_BYTES", 10_000)
+    folder = RunFolder(str(tmp_path))
+    path, begun, snapshot, longest = tmp_path / "inbox.jsonl", 0, 0, 0
+    for number, (policy, state, item) in enumerate(told(name)):
+        line = {"type": "Policy", "at_s": 0.0, **asdict(policy)}
+        if number == 0:
+            folder.record_inbox(line)
+        if folder.inbox_is_full:
+            folder.begin_inbox(item.at_s, line, snapshots.encode(state))
+            begun += 1
+            snapshot = path.stat().st_size
+        event = item.event
+        before = path.stat().st_size
+        told_line = {"type": type(event).__name__, "told_at_s": item.at_s, **asdict(event)}
+        folder.record_inbox(told_line)
+        longest = max(longest, path.stat().st_size - before)
+        for command in decide(state, event, policy)[1]:
+            for decided in replay.line_of(command):
+                fields = dict(decided)
+                parts = (fields.pop(key) for key in ("event", "generation", "reason"))
+                folder.journal(item.at_s, *parts, fields)
+        assert path.stat().st_size <= snapshot + 10_000 + longest + 1000 * (begun == 0)
+    assert begun >= 2
+    verdict = replay.check(tmp_path)
+    assert verdict.difference == ""
+    assert verdict.told < number
+    lines = read_lines(path)
+    assert [line["type"] for line in lines[:2]] == ["Policy", "Snapshot"]
+    assert (path.stat().st_mode & 0o777) == 0o600, "it has what workers said"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"is": "state.State", "has": {"generation": 3, "unheard_of": 1}},
+        {"is": "os.system", "has": {}},
+        {"is": "state.os", "has": {}},
+        {"is": "events", "has": {}},
+        {"is": "state.Turn", "has": {}},
+        {"is": "dict", "has": [[{"is": "dict", "has": []}, 1]]},
+        {"is": "layout.Layout", "has": {"dp_shard": {"is": 3}}},
+        {"has": 1},
+    ],
+    ids=str,
+)
+def test_nothing_but_the_cores_data_is_made_of_a_snapshot(value: Any) -> None:
+    if "unheard_of" in str(value):
+        assert snapshots.decode(value) == State(generation=3)
+        return
+    with pytest.raises(ConfigError, match="can't be understood"):
+        snapshots.decode(value)
