@@ -8,13 +8,13 @@ STAMP := .venv/.installed
 SOURCES := elastic_ft chaos tests benchmarks examples deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-peers chaos soak fuzz clean venv \
+.PHONY: help demo test lint bench bench-peers chaos soak fuzz mutants clean venv \
   test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make lint | bench | bench-peers | chaos | soak | fuzz | clean | test-<tier>"
+	@echo "also: make lint | bench | bench-peers | chaos | soak | fuzz | mutants | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -72,6 +72,10 @@ bench: $(STAMP)
 # Every fault there is, each on the highest tier that it can run on here.
 chaos: $(STAMP)
 	$(BIN)/elastic-ft chaos run
+
+# Faults put into the core, checks of the simulator that look away: the tests must notice each.
+mutants: $(STAMP)
+	$(BIN)/python tests/mutants
 
 # Random faults in real clusters, round after round, from three seeds.
 SOAK_MINUTES ?= 10

@@ -54,10 +54,13 @@ class Controller:
     formed: list[ev.FormGeneration] = field(default_factory=list)
     committed: int = 0
     sent_bytes: int = 0
+    decide_s: float = 0.0  # of computing in the core itself, without the wire
 
     def tell(self, message: bytes) -> None:
         event = TOLD.decode(message)
+        began_s = time.process_time()
         self.state, commands = core_step(self.state, event, self.policy)
+        self.decide_s += time.process_time() - began_s
         for command in commands:
             if isinstance(command, ev.PauseWorkers):
                 self.pauses.append(command)
@@ -138,6 +141,7 @@ def handle(
     messages = [wire.encode(event) for event in events]
     profiler = cProfile.Profile() if profile else None
     before, slowest_s, done = controller.sent_bytes, 0.0, 0
+    decided_s = controller.decide_s
     began_s = last_s = time.process_time()
     if profiler is not None:
         profiler.enable()
@@ -158,6 +162,7 @@ def handle(
         "seconds": seconds,
         "events_per_s": done / max(seconds, 1e-6),
         "slowest_ms": slowest_s * 1e3,
+        "decide_s": controller.decide_s - decided_s,
         "received_bytes_per_event": sum(map(len, messages)) / max(1, len(messages)),
         "sent_bytes": controller.sent_bytes - before,
     }
@@ -229,9 +234,10 @@ def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[
         form = len(wire.Packed(controller.formed[-1].assignment).part.data)
         found |= {"assignment_bytes": form, "bytes_per_worker": memory_bytes / count}
     if whole:
-        # Everything the core does between the loss and the new assignment.
-        decide_s = sum(phases[name]["seconds"] for name in ("lose one", "pause"))
-        found |= {"shrink_decided_s": decide_s, "committed": controller.committed}
+        # Everything between the loss and the new assignment: in the core, and with the wire.
+        for key, part in (("shrink_decided_s", "decide_s"), ("shrink_handled_s", "seconds")):
+            found[key] = sum(phases[name][part] for name in ("lose one", "pause"))
+        found |= {"committed": controller.committed}
     return found
 
 
@@ -275,13 +281,19 @@ def markdown(record: dict[str, Any], raw: str) -> str:
             [
                 f"{found['workers']:,}, {found['strategy']}",
                 *(_cell(phases.get(name)) for name in PHASES),
-                _number(found, "shrink_decided_s", "{:.2f}"),
+                _number(found, "shrink_decided_s", "{:.3f}"),
+                _number(found, "shrink_handled_s", "{:.2f}"),
                 _number(found, "bytes_per_worker", "{:,.0f}"),
                 _number(found, "assignment_bytes", "{:,}"),
             ]
         )
     titles = ["workers", *(f"{name}, s (events/s)" for name in PHASES)]
-    titles += ["a shrink is decided, s", "state, bytes per worker", "assignment as sent, bytes"]
+    titles += [
+        "a shrink is decided, s",
+        "with the wire, s",
+        "state, bytes per worker",
+        "assignment as sent, bytes",
+    ]
     lines = []
     for strategy, phases in record["profiles"].items():
         for name, top in ((name, phases[name]) for name in PHASES if name in phases):
@@ -321,7 +333,8 @@ def _show(found: dict[str, Any]) -> None:
         )
     if "shrink_decided_s" in found:
         print(
-            f"  a shrink is decided in {found['shrink_decided_s']:.2f} s of computing; "
+            f"  a shrink is decided in {found['shrink_decided_s']:.3f} s of computing, "
+            f"{found['shrink_handled_s']:.2f} s with the wire; "
             f"{found['bytes_per_worker']:,.0f} bytes per worker, "
             f"assignment {found['assignment_bytes']:,} bytes",
             flush=True,

@@ -120,7 +120,7 @@ def nothing_newer(world: World, step: int, what: str) -> None:
         "I4",
         f"{what}, but a newer state is complete in memory",
     )
-    newer = [c for c in world.store.published if c.step > step and not c.damaged]
+    newer = [c for c in world.store.good() if c.step > step and not c.damaged]
     require(not newer, "I4", f"{what}, but checkpoints are newer: {newer}")
 
 

@@ -40,17 +40,38 @@ class Checkpoint:
     step: int
     url: str
     lineage: Lineage
+    owner: int  # the controller that published it
     damaged: bool = False
 
 
 @dataclass(slots=True)
 class ObjectStore:
-    """``unread_on``: nodes that can't read. ``silent``: of what is published nobody hears."""
+    """``storage.owners``: its newest owner has it, and an older one publishes nothing that counts.
+
+    Attributes:
+        owner: the newest controller.
+        found: the checkpoints that were there when it took the store over.
+        unread_on: nodes that can't read.
+        silent: of what is published nobody hears.
+    """
 
     published: list[Checkpoint] = field(default_factory=list)  # newest last
     down: bool = False
     unread_on: set[str] = field(default_factory=set)
     silent: bool = False
+    owner: int = 0
+    found: frozenset[str] = frozenset()
+
+    def take_over(self, owner: int) -> None:
+        self.found = frozenset(c.url for c in self.published if self.counts(c))
+        self.owner = owner
+
+    def counts(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.owner == self.owner or checkpoint.url in self.found
+
+    def good(self) -> list[Checkpoint]:
+        """Those that count."""
+        return [c for c in self.published if self.counts(c)]
 
     def is_damaged(self, url: str) -> bool:
         return any(c.damaged for c in self.published if c.url == url)

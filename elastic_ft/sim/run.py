@@ -319,3 +319,6 @@ class Chaos:
 
     def _crash_controller(self, fault: Fault) -> None:
         self.world.crash_controller()
+
+    def _stop_controller(self, fault: Fault) -> bool:
+        return self.world.stop_controller(fault.lasts_s)

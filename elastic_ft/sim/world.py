@@ -53,6 +53,7 @@ STALL_TIMEOUT_S = 6.0
 START_TIMEOUT_S = 20.0
 KEPT_CHECKPOINTS = 2
 DUPLICATE_LATE_MAX_S = 30.0
+TAKEN_OVER_S = 5.0  # a controller is followed by the next within so long
 
 Decide = Callable[[State, Event, Policy], tuple[State, tuple[Command, ...]]]
 
@@ -326,7 +327,8 @@ class World:
         generation = max([0, *self.groups])
         self.controller += 1
         self.up, self.core = True, State()
-        within = [c for c in self.store.published if c.step <= len(self.recorded)]
+        self.store.take_over(self.controller)
+        within = [c for c in self.store.good() if c.step <= len(self.recorded)]
         refs = tuple(CheckpointRef(c.step, c.url, c.lineage[-1]) for c in reversed(within))
         refs = tuple(sorted(refs, key=lambda ref: -ref.step))
         recorded = len(self.recorded)
@@ -472,7 +474,28 @@ class World:
     def _publish(self, command: CommitCheckpoint) -> str:
         lineage = checks.published(self, command)
         url = f"mem://{command.step}-{command.generation}-{self.controller}"
-        self.store.published.append(Checkpoint(command.step, url, lineage))
-        newest = sorted(self.store.published, key=lambda c: c.step)[-KEPT_CHECKPOINTS:]
+        self.store.published.append(Checkpoint(command.step, url, lineage, self.controller))
+        newest = sorted(self.store.good(), key=lambda c: c.step)[-KEPT_CHECKPOINTS:]
         self.store.published = newest
         return url
+
+    def stop_controller(self, lasts_s: float) -> bool:
+        """It is stopped for so long that another takes the job. Then it wakes up.
+
+        It finishes the write that it was at, as it had looked for a newer owner before; whatever
+        comes after that it does not begin. Its workers play no part: what they do is its alone.
+        """
+        if not self.up or self.finish is not None:
+            return False
+        writing, number = self.publishing[:1], self.controller
+        self.publishing = []
+        self.crash_controller()
+        self.after(lasts_s + TAKEN_OVER_S, lambda: self._wake(writing, number))
+        return True
+
+    def _wake(self, writing: list[CommitCheckpoint], number: int) -> None:
+        for command in writing:
+            lineage = command.shards[0]["lineage"]
+            url = f"mem://{command.step}-{command.generation}-{number}"
+            self.store.published.append(Checkpoint(command.step, url, lineage, number))
+            self.note(f"controller {number} wakes up and publishes {url}")

@@ -363,3 +363,12 @@ def test_one_alone_holds_nothing_and_commits_at_once() -> None:
     script = Script(Policy(1, 1, strategy="fsdp")).run(a="n1")
     assert script.assignment.source.tier is Tier.INITIAL
     assert recorded(script.applied("a", 1)) == [1]
+
+
+def test_commits_out_of_order_do_not_forget_the_newest_checkpoint() -> None:
+    script = Script(Policy(1, 2, keep_last=1))
+    script.run(a="n1", b="n2")
+    script.train(1, 2)
+    script.tell(CheckpointCommitted, 2, "two", 10, 1.0)
+    script.tell(CheckpointCommitted, 1, "one", 10, 1.0)
+    assert [ref.url for ref in script.state.checkpoints] == ["two"]

@@ -127,7 +127,7 @@ def test_steps_given_up_that_somebody_has(world: World) -> None:
         assert node.keeper is not None
         node.keeper.left.clear()
     checks.rolled_back(world, RollBack(recorded - 1, "all lost"))
-    world.store.published.append(Checkpoint(recorded, "mem://x", (1,) * recorded))
+    world.store.published.append(Checkpoint(recorded, "mem://x", (1,) * recorded, 1))
     sees("I4", checks.rolled_back, world, RollBack(recorded - 1, "newer in the store"))
 
 
@@ -194,7 +194,8 @@ def test_checkpoints_that_are_ahead_or_in_parts_or_mixed(world: World) -> None:
     )
     command = CommitCheckpoint(step, generation, shards)
     assert checks.published(world, command) == lineage
-    sees("I5", checks.published, world, replace(command, step=step + 1))
+    ahead = tuple({**shard, "lineage": (generation,) * (step + 1)} for shard in shards)
+    sees("I5", checks.published, world, replace(command, step=step + 1, shards=ahead))
     sees("I5", checks.published, world, replace(command, shards=shards[:1]))
     sees("I5", checks.published, world, replace(command, shards=()))
     other = ({**shards[0], "lineage": (generation + 1,) * step}, shards[1])

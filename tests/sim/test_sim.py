@@ -32,7 +32,7 @@ from elastic_ft.sim import (
     simulate,
 )
 from elastic_ft.sim.keeper import SimKeeper
-from elastic_ft.sim.places import Key
+from elastic_ft.sim.places import Key, ObjectStore
 from elastic_ft.sim.worker import Copy
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
@@ -287,6 +287,33 @@ def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
     assert not failures(scenarios)
     without_identity(monkeypatch)
     assert failures(scenarios)
+
+
+def taken_over(seed: int) -> Scenario:
+    """A controller is stopped while it publishes, another takes the job; the first wakes up. Later
+    the second one crashes: what does the third find?"""
+    stopped = Fault("stop_controller", 4 + seed % 3, "running", seed % 11 / 4, 0, 2.0)
+    crashed = Fault("crash_controller", 6, "running", 12.0 + seed % 7, 0, 1.0)
+    return Scenario(
+        seed=seed,
+        strategy="ddp",
+        min_workers=2,
+        max_workers=2,
+        nodes=2,
+        workers_per_node=1,
+        steps=40,
+        checkpoint_every=4,
+        faults=(stopped, crashed),
+    )
+
+
+def test_a_controller_that_wakes_up_publishes_nothing_that_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenarios = [taken_over(seed) for seed in range(60)]
+    assert not failures(scenarios)
+    monkeypatch.setattr(ObjectStore, "counts", lambda store, checkpoint: True)
+    assert failures(scenarios), "without the fence nothing goes wrong: nothing is shown"
 
 
 # ------------------------------------------------------------------------------- determinism
