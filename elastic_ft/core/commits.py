@@ -300,7 +300,7 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     turn.set(checkpoints=tuple(refs[: turn.policy.keep_last]))
     turn.journal(
         "checkpoint_committed",
-        "every shard is verified and the manifest is published",
+        "every shard is there, whole by its length, and the manifest is published",
         step=event.step,
         url=event.url,
         bytes=event.bytes,

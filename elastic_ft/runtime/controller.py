@@ -209,6 +209,13 @@ class Controller:
         A job that is complete is not run again, and its result stays. Raises ConfigError if it
         would go on from a later step than its last.
         """
+        try:
+            return self._run_unless_complete()
+        finally:
+            self._alive.stop()
+            self._publisher.close()  # again, where the run has come to its end
+
+    def _run_unless_complete(self) -> dict[str, Any]:
         if ended := self._complete():
             return ended
         with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
@@ -222,15 +229,12 @@ class Controller:
         except Exception as error:
             self._failed(error)
             raise
-        finally:
-            self._alive.stop()
 
     def _complete(self) -> dict[str, Any]:
         """The result of the job that is complete; {} if it is not."""
         ended = read_result(self.run_folder.url)
         if self.policy.from_scratch or not complete(ended, self.job.steps):
             return {}
-        self._publisher.close()
         self.run_folder.close()
         return ended
 
@@ -242,11 +246,7 @@ class Controller:
         self.run_folder.close()
 
     def _run(self) -> dict[str, Any]:
-        try:
-            found = self._open()
-        except BaseException:  # refused: nothing of it is to go on beside whoever asked
-            self._publisher.close()
-            raise
+        found = self._open()
         if found is None:
             return self._give_up()
         try:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import yaml
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from elastic_ft.observe.lines import parse_lines
 from elastic_ft.runtime.controller import Controller
-from tests.multiproc.harness import make_job, run_job
+from elastic_ft.storage.store import Store, open_store
+from tests.multiproc.harness import make_job, on_disk, run_job
 from tests.s3_server import s3_server
 
 SHARD = ".bin"
@@ -100,3 +108,50 @@ def test_training_goes_on_while_the_bucket_is_gone(
     assert outage.ages == sorted(outage.ages), "it rises by itself"
     assert outage.ages[-1] > outage.ages[0]
     assert outage.age_after < outage.ages[-1]
+
+
+def test_the_controllers_process_is_killed_where_all_is_in_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run folder and checkpoints are mirrored there: no committed step is lost, and none twice."""
+    with s3_server(tmp_path / "s3") as s3:
+        for name, value in s3.env.items():
+            monkeypatch.setenv(name, value)
+        out, steps = s3.url("run"), 1500
+        store = open_store(out)
+        job = make_job("fsdp", steps=steps, workers=2, checkpoint={"every_steps": 500})
+        job_file = tmp_path / "job.yaml"
+        job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+        command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+        child = subprocess.Popen([*command, "--out", out], stdout=subprocess.DEVNULL)
+        try:
+            wait_for("some steps", lambda: len(lines(store, "steps.jsonl")) >= 20)
+            pids = [
+                member["pid"]
+                for line in lines(store, "events.jsonl")
+                for member in line.get("members", ())
+            ]
+        finally:
+            child.kill()
+            child.wait(10)
+        wait_for("its workers to exit", lambda: not any(psutil.pid_exists(p) for p in pids))
+        recorded = lines(store, "steps.jsonl")[-1]["step"]
+        subprocess.run([*command, "--out", out], stdout=subprocess.DEVNULL, check=True, timeout=200)
+        for name in ("events.jsonl", "steps.jsonl", "ledger.jsonl", "result.json"):
+            (tmp_path / name).write_bytes(store.get(name))
+    run = on_disk(job, tmp_path).check()
+    (restarted,) = run.all("controller_restarted")
+    assert restarted["steps_lost"] == 0, run.story()
+    assert restarted["step"] >= recorded, run.story()
+    assert run.all("emergency_checkpoint"), run.story()
+
+
+def lines(store: Store, name: str) -> list[dict[str, Any]]:
+    return parse_lines(store.get(name), name) if store.exists(name) else []
+
+
+def wait_for(what: str, condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited 60 s for {what}"
+        time.sleep(0.2)

@@ -20,7 +20,7 @@ from elastic_ft.observe.run_folder import read_lines
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.local import LocalHost
-from tests.multiproc.harness import Run, make_job, on_disk, run_job
+from tests.multiproc.harness import CORPUS, PATIENT, Run, make_job, on_disk, run_job
 
 DEADLINE_S = 60.0
 CONSTANT = {"schedule": "constant"}
@@ -160,35 +160,11 @@ def test_controllers_killed_one_after_the_other_cost_nothing(tmp_path: Path) -> 
     assert [line["step"] for line in run.steps] == list(range(1, committed + 81)), run.story()
 
 
-def test_the_newest_controller_of_a_run_folder_has_it(tmp_path: Path) -> None:
-    """A job is started again while its controller is stopped, and can't hand it over: once it
-    wakes up it ends, and writes nothing more there."""
-    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
-    job = make_job("ddp", steps=100_000, workers=2)
-    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
-    first = subprocess.Popen(
-        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
-        pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
-        first.send_signal(signal.SIGSTOP)
-        run = run_job(make_job("ddp", steps=40, workers=2), out).check()
-        first.send_signal(signal.SIGCONT)
-        _, said = first.communicate(timeout=DEADLINE_S)
-    finally:
-        first.kill()
-        first.wait(10)
-    assert first.returncode == 1
-    assert "superseded by run" in said.strip().splitlines()[-1], said
-    wait_for("its workers to exit", lambda: not any(psutil.pid_exists(pid) for pid in pids))
-    assert [line["step"] for line in run.steps] == list(range(1, 41)), run.story()
-    assert on_disk(run.job, out).check().events == run.events, "and nothing was added"
-
-
 def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None:
-    """Nobody tells its workers and keepers that it has a successor, but the store: they ask it."""
+    """Nobody tells its workers and keepers that it has a successor, but the store: they ask it.
+
+    It can't hand the job over. Once it wakes up it ends, and writes nothing more there.
+    """
     paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.03}}
     job = make_job(
         "fsdp", steps=4000, workers=2, data=paced, checkpoint={"every_steps": 2000, "final": False}
@@ -197,7 +173,7 @@ def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None
     job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
     command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
     first = subprocess.Popen(
-        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
         wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
@@ -207,13 +183,15 @@ def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None
         run = run_job(job, out, on_step=Once(committed + 40, stop))
         wait_for("its workers to end", lambda: not any(map(is_alive, pids)))
         first.send_signal(signal.SIGCONT)
-        assert first.wait(DEADLINE_S) == 1
+        _, said = first.communicate(timeout=DEADLINE_S)
     finally:
         first.kill()
         first.wait(10)
+    assert first.returncode == 1
+    assert "superseded by run" in said.strip().splitlines()[-1], said
+    assert on_disk(run.job, out).check("stopped").events == run.events, "and nothing was added"
     (restarted,) = run.all("controller_restarted")
     assert restarted["steps_lost"] == 0, run.story()
-    assert [line["step"] for line in run.steps] == list(range(1, len(run.steps) + 1)), run.story()
 
 
 def stop(controller: Controller, host: LocalHost) -> None:
@@ -494,6 +472,35 @@ def test_workers_that_cannot_start_end_the_job(tmp_path: Path) -> None:
     run = run_job(job, tmp_path)
     assert run.result["status"] == "failed", run.story()
     assert "ended before any could train, exited with code 3" in run.result["reason"]
+
+
+def test_a_joiner_that_finds_no_data_is_done_without(tmp_path: Path) -> None:
+    """Its node's mount is gone. The two that train go on; nobody is started there any more."""
+    mark = tmp_path / "unmounted"
+    data = {"path": "tests.multiproc.tiny:missing_after", "kwargs": {"mark": str(mark), **CORPUS}}
+    job = make_job("ddp", steps=4000, workers=3, data=data, elastic={"min_workers": 2, **PATIENT})
+
+    def lose_one(controller: Controller, host: LocalHost) -> None:
+        mark.touch()
+        host.kill_worker(max(controller.state.ranks))
+
+    def on_step(controller: Controller, line: dict[str, Any]) -> None:
+        lose(controller, line)
+        if controller.state.unfit and line["world_size"] == 2:
+            known.append(len(controller.state.unfit))
+        if len(known) > 3 and known[-1] >= job.elastic.max_node_failures:
+            controller.stop("it goes on without")
+
+    known: list[int] = []
+    lose = Once(4, lose_one)
+    run = run_job(job, tmp_path / "run", on_step=on_step)
+    assert run.result["status"] == "stopped", run.story()
+    assert run.worlds() == [3, 2], run.story()
+    refused = run.all("worker_refused")
+    assert [line["times"] for line in refused] == [1, 2], run.story()
+    assert all("no such mount" in line["reason"] for line in refused), run.story()
+    (avoided,) = run.all("node_avoided")
+    assert {avoided["node"]} == {line["node"] for line in refused}, run.story()
 
 
 def test_a_fault_at_an_unknown_point_is_refused() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from elastic_ft.config import DataConfig
+from elastic_ft.errors import DataError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.runtime.data import open_dataset
 
@@ -140,3 +141,13 @@ def diverging() -> torch.nn.Module:
 def stillborn() -> Any:
     """A dataset that ends the worker which opens it."""
     os._exit(3)
+
+
+def missing_after(mark: str, **corpus: Any) -> Any:
+    """The samples of a corpus, as long as the file ``mark`` is not there: a mount that went."""
+    bundle = open_dataset(DataConfig(**corpus), 3)
+    if Path(mark).exists():
+        raise DataError(f"{mark}: no such mount")
+    samples: Any = bundle.train
+    samples.vocab_size, samples.sequence_length = bundle.vocab_size, bundle.sequence_length
+    return samples

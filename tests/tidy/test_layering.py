@@ -32,6 +32,7 @@ CORE_INPUT_OUTPUT = {"open", "print", "input", "eval", "exec", "__import__"}
 # Tests that sleep, and why they must: elsewhere wait on a condition (DESIGN section 8).
 MAY_SLEEP = {
     "tests/multiproc/conftest.py": "polls for a condition, with a deadline",
+    "tests/multiproc/test_store.py": "polls for a condition, with a deadline",
     "tests/multiproc/test_world.py": "polls for a condition, with a deadline",
     "tests/multiproc/tiny.py": "a gate that a test opens, with a deadline",
     "tests/ray/trial.py": "polls for a condition, with a deadline",
