@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ft.config import Job
@@ -70,7 +70,10 @@ class Continuity:
             self._journal("job_changed", generation, f"from step {self._step} on: {said}", fields)
 
     def opened(self, data: Terms, generation: int) -> None:
-        """A worker has opened its data, and found ``data``."""
+        """Most workers of a world that forms read ``data``; the others will be refused there.
+
+        ``generation``: the one before it, the last that may have trained under other terms.
+        """
         if self._opened or not data:
             return
         self._opened = True
@@ -83,6 +86,11 @@ class Continuity:
     def _tell(self, found: tuple[Change, ...], generation: int) -> None:
         fields = {"step": self._step, "changes": as_fields(found)}
         self._journal(ACCEPTED, generation, accepted(found, self._step), fields)
+
+
+def most_common(read: Sequence[Terms]) -> Terms:
+    """What most workers read."""
+    return max(read, key=read.count, default={})
 
 
 def recorded_terms(folder: RunFolder) -> Terms:

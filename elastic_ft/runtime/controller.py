@@ -40,7 +40,7 @@ from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.outcome import check_resume_point, complete, read_result
 from elastic_ft.observe.run_folder import RunFolder, last_generation
 from elastic_ft.observe.startup import Startup
-from elastic_ft.runtime.continuity import Continuity, recorded_terms
+from elastic_ft.runtime.continuity import Continuity, most_common, recorded_terms
 from elastic_ft.runtime.control import (
     PULSES_PER_TIMEOUT,
     ControlServer,
@@ -169,6 +169,7 @@ class Controller:
         self._address = address
         self._faults = tuple(faults)
         self._fired: set[int] = set()
+        self._data_read: dict[ev.WorkerId, dict[str, Any]] = {}  # by workers that are ready
         self._continuity = Continuity(job, accept_changes, self._journal)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._timers: list[tuple[float, int, ev.TimerFired]] = []
@@ -603,7 +604,7 @@ class Controller:
         if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
         if isinstance(event, ev.WorkerReady):
-            self._continuity.opened(event.data, self.state.generation)
+            self._data_read[event.member.worker] = event.data
         if isinstance(event, ev.StepApplied):
             self._progress.applied(event.worker, event.step, time.monotonic())
         before = self.state
@@ -693,6 +694,8 @@ class Controller:
 
     def _form(self, command: ev.FormGeneration) -> None:
         assignment = command.assignment
+        read = [self._data_read.get(member.worker, {}) for member in assignment.members]
+        self._continuity.opened(most_common(read), assignment.generation - 1)
         extras = self.host.prepare(assignment)
         refs = self.state.checkpoints
         checkpointed = refs[0].step if refs else 0

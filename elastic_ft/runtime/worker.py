@@ -494,8 +494,7 @@ class Worker:
         self._points("forming")
         groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s, self._points)
         self._links.prepare()  # for the generation after this one
-        read = f"{len(tools.data.train)} {tools.data.fingerprint or ''}"
-        _check_same_data(groups, read, self._live is not None)
+        _check_same_data(groups, _data_in_words(tools.data), self._live is not None)
         live = self._live[1] if self._live else {}
         began_restoring = time.perf_counter()
         restored = restore.restore(
@@ -619,26 +618,30 @@ def _check_data_of_run(run: dict[str, Any], data: DataBundle) -> None:
         raise DataError(f"{found}: going on would repeat samples and skip others")
 
 
-def _check_same_data(groups: Groups, fingerprint: str | None, has_trained: bool) -> None:
+def _data_in_words(data: DataBundle) -> str:
+    """What tells it from other data. A user's own dataset has no fingerprint: then its size does,
+    on which the whole order depends."""
+    fingerprint = f", fingerprint {data.fingerprint}" if data.fingerprint else ""
+    return f"{len(data.train)} samples{fingerprint}"
+
+
+def _check_same_data(groups: Groups, read: str, has_trained: bool) -> None:
     """Raises where workers read different data, which no ledger would show (I2).
 
     What those read who have trained counts, else what most do: DataDiffers where this worker is
     at fault, GroupBroken where others are; DataError where nobody can say who is.
     """
-    own = {"print": fingerprint or "", "has_trained": has_trained}
+    own = {"read": read, "has_trained": has_trained}
     told = [json.loads(raw) for raw in groups.exchange("data", json.dumps(own).encode())]
-    prints = [one["print"] for one in told]
+    prints = [one["read"] for one in told]
     if len(set(prints)) == 1:
         return
-    votes = [one["print"] for one in told if one["has_trained"]] or prints
+    votes = [one["read"] for one in told if one["has_trained"]] or prints
     ((usual, count),) = Counter(votes).most_common(1)
     if 2 * count <= len(votes):
-        raise DataError(f"workers read different data: fingerprints {sorted(set(prints))}")
-    if own["print"] != usual:
-        raise DataDiffers(
-            f"this worker reads other data than the others: fingerprint {own['print']}, "
-            f"theirs {usual}"
-        )
+        raise DataError(f"workers read different data: {'; '.join(sorted(set(prints)))}")
+    if own["read"] != usual:
+        raise DataDiffers(f"this worker reads other data than the others: {read}; theirs: {usual}")
     everyone = (*groups.assignment.members, *groups.assignment.donors)
     odd = [m.worker for m, other in zip(everyone, prints, strict=True) if other != usual]
     raise GroupBroken(f"{', '.join(odd)} read other data than the others")

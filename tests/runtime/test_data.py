@@ -30,7 +30,7 @@ from elastic_ft.runtime.data import DataBundle, Dataset, Prefetcher, open_datase
 from elastic_ft.runtime.engines.base import MicroBatch
 from elastic_ft.runtime.loop import places
 from elastic_ft.runtime.prefetch import Loaded
-from elastic_ft.runtime.worker import _check_data_of_run, _check_same_data
+from elastic_ft.runtime.worker import _check_data_of_run, _data_in_words
 
 DOCUMENTS = [
     f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\n" * 8 for n in range(20)
@@ -670,32 +670,11 @@ def test_closing_ends_the_thread(slow: Slow) -> None:
 # --------------------------------------------------------------------------- one data for all
 
 
-class Told:
-    """Groups whose other participant says ``theirs``."""
-
-    def __init__(self, theirs: dict[str, Any]) -> None:
-        self._theirs = json.dumps(theirs).encode()
-
-    def exchange(self, name: str, value: bytes) -> list[bytes]:
-        return [value, self._theirs]
-
-
-@pytest.mark.parametrize(
-    ("theirs", "differs"),
-    [
-        pytest.param({"data.samples": 100}, False, id="same"),
-        pytest.param({"data.samples": 101}, True, id="one-more"),
-        pytest.param({"data.samples": 100, "data.fingerprint": "f"}, True, id="fingerprint"),
-    ],
-)
-def test_members_compare_what_they_read(slow: Slow, theirs: dict[str, Any], differs: bool) -> None:
-    """A user's dataset has no fingerprint: its size tells, on which the whole order depends."""
-    bundle = DataBundle(slow, None, None, None, "")
-    if not differs:
-        _check_same_data(Told(theirs), bundle)  # type: ignore[arg-type]
-        return
-    with pytest.raises(DataError, match="workers read different data"):
-        _check_same_data(Told(theirs), bundle)  # type: ignore[arg-type]
+def test_data_is_told_apart_by_size_where_it_has_no_fingerprint(slow: Slow) -> None:
+    """The whole order depends on it (``test_same_data`` has what comes of it)."""
+    assert _data_in_words(DataBundle(slow, None, None, None, "")) == "100 samples"
+    named = DataBundle(slow, None, None, None, "", "f00d")
+    assert _data_in_words(named) == "100 samples, fingerprint f00d"
 
 
 def test_a_joiner_compares_with_the_run(slow: Slow) -> None:
