@@ -34,7 +34,7 @@ from elastic_ft.core.watch import Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts
-from elastic_ft.observe.alive import Alive, find
+from elastic_ft.observe.alive import Alive, Sign, find
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.metrics import Metrics, write_targets
 from elastic_ft.observe.outcome import check_resume_point, complete, read_result
@@ -191,7 +191,7 @@ class Controller:
         self._recorded = 0  # steps in the run folder, when it was opened
         self._closed = False
         self._awaited: set[str] = set()  # runs whose keepers were waited for
-        self._last_sign = find(run.url)  # of life, of the controller before this one
+        self._last_sign: Sign | None = None  # of life, of the controller before this one
         self.on_step: Callable[[dict[str, Any]], None] | None = None
 
     # ------------------------------------------------------------------- outside
@@ -274,6 +274,7 @@ class Controller:
 
     def _open(self) -> tuple[ev.CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from; None if it is known by now how the job ends."""
+        self._last_sign = find(self.run_folder.url)  # it may have lived while we waited for it
         # First: nobody else writes in either place from now on.
         killed = self.run_folder.take_over(self.run_id, self.job.name)
         self._alive.start()

@@ -67,11 +67,15 @@ def killed_before(folder: Path) -> Store:
     run.close()
     store = open_store(str(folder / "checkpoints"))
     owners.take_over(store, job=JOB.name, run=RUN, run_folder=str(folder))
+    save_everything(store)
+    return store
+
+
+def save_everything(store: Store) -> None:
     told = range(RECORDED - 1, SAVED + 1)
     held = [shard(step, number, told=told) for step in (6, SAVED) for number in (0, 1)]
     emergency.begin(store, RUN, keeper("n0"), "n0")
     assert emergency.save(store, RUN, keeper("n0"), held, stale_s=0.01) == ()
-    return store
 
 
 @contextmanager
@@ -183,10 +187,30 @@ def test_keepers_that_would_have_come_long_ago_are_not_waited_for(tmp_path: Path
     killed_before(tmp_path)
     store = open_store(str(tmp_path / "checkpoints"))
     store.delete(f"emergency/{RUN}")
-    sign = alive.Sign(time.time() - 1000, os.uname().nodename, 1)
-    (tmp_path / alive.NAME).write_text(json.dumps(asdict(sign)))
+    leave_sign(tmp_path, ago_s=1000)
     began_s = time.monotonic()
     assert start(tmp_path) == ()
     assert time.monotonic() - began_s < 5
     (line,) = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] == INCOMPLETE]
     assert line["reason"] == "keepers of n0 saved nothing in time"
+
+
+def test_keepers_of_a_controller_that_died_while_it_was_asked_to_hand_over_are_awaited(
+    tmp_path: Path,
+) -> None:
+    """Its last sign of life is younger than this start."""
+    store = killed_before(tmp_path)
+    store.delete(f"emergency/{RUN}")
+    leave_sign(tmp_path, ago_s=1000)
+    with starting(tmp_path) as controller:
+        leave_sign(tmp_path, ago_s=0)
+        late = threading.Timer(0.5, save_everything, (store,))
+        late.start()
+        found = controller._open()
+        late.join()
+    has_everything(tmp_path, found)
+
+
+def leave_sign(folder: Path, ago_s: float) -> None:
+    sign = alive.Sign(time.time() - ago_s, os.uname().nodename, 1)
+    (folder / alive.NAME).write_text(json.dumps(asdict(sign)))
