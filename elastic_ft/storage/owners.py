@@ -142,7 +142,7 @@ class Claim:
     def check(self) -> None:
         """Raises Superseded if another has taken over; StoreFailed if that can't be told."""
         while (other := _read(self._store, self._next)) is not None:
-            if other.run not in self._behind:
+            if other.run not in self._behind and other.run != self.owner.run:
                 since = time.strftime("%H:%M:%S", time.localtime(other.at_s))
                 raise Superseded(
                     f"{self._store.url}: superseded by run {other.run} of job {other.job}, started "

@@ -58,6 +58,23 @@ def test_who_did_not_end_is_known_until_it_is_rescued(url: str) -> None:
     assert take(open_store(url), "run5").unended == ()
 
 
+def test_one_run_may_take_a_url_twice(url: str) -> None:
+    """Its run folder and its checkpoint.url are the same one."""
+    store = open_store(url)
+    take(store, "run1")
+    folder = take(store, "run2")
+    checkpoint = take(store, "run2")
+    assert folder.unended == checkpoint.unended == ("run1",)
+    folder.check()
+    checkpoint.check()
+    third = take(store, "run3")
+    assert third.unended == ("run1", "run2")
+    for claim in (folder, checkpoint):
+        with pytest.raises(Superseded, match="by run run3"):
+            claim.check()
+    third.check()
+
+
 def test_another_job_is_refused_and_changes_nothing(url: str) -> None:
     store = open_store(url)
     first = take(store, "run1")
