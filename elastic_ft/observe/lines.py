@@ -20,13 +20,23 @@ NEEDED = {  # keys without which nothing can be made of a line
     "inbox.jsonl": ("type",),
 }
 COUNTS = ("step", "seq", "generation")
+SEGMENTS = "segments"  # the folder of a remote run folder's closed segments (observe.segments)
 
 
 def read_lines(path: Path) -> list[Line]:
     """The complete lines of a .jsonl file; a torn last line is left out. Raises ConfigError."""
     if not path.exists():
         return []
-    return parse_lines(path.read_bytes(), str(path), path.name)
+    return parse_lines(_content(path), str(path), path.name)
+
+
+def _content(path: Path) -> bytes:
+    """A copy of a remote folder has its files in segments, as that has."""
+    if (path.parent / SEGMENTS / path.name).is_dir():
+        from elastic_ft.observe.segments import read_copy
+
+        return read_copy(path)
+    return path.read_bytes()
 
 
 def parse_lines(content: bytes, where: str, name: str = "") -> list[Line]:

@@ -1,7 +1,7 @@
 """The run folder (DESIGN section 7): what a run did, readable from outside while it runs.
 
 Lines are appended and flushed as they happen. A folder under a remote URL is written locally and
-mirrored: object stores have no append.
+mirrored, its growing files in segments (``observe.segments``): object stores have no append.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, StoreFailed, Superseded, redacted
-from elastic_ft.observe import handover, requests, scratch
+from elastic_ft.observe import handover, requests, scratch, segments
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.lines import count_lines, last_generation, read_lines
 from elastic_ft.observe.watch import local_path
@@ -48,7 +48,7 @@ class RunFolder:
     url: what the user named: the same, or a remote URL it is mirrored to.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, segment_bytes: int = segments.SEGMENT_BYTES) -> None:
         self.url = url.rstrip("/")
         self._store = open_store(self.url)
         folder = local_path(self.url)
@@ -61,7 +61,12 @@ class RunFolder:
         self._lock, self._uploading = threading.Lock(), threading.Lock()
         self._sequence = self._inbox_bytes = self._sent_bytes = 0
         self._stop_mirror = threading.Event()
-        self._mirrored: dict[str, int] = {}
+        self._mirrored: dict[str, tuple[int, int, int]] = {}
+        self._replaced = dict.fromkeys(segments.NUMBERS, 0)  # how often
+        self._mirrors = {
+            name: segments.Mirror(self._store, name, self._check_claim, segment_bytes)
+            for name in segments.NUMBERS
+        }
         self._request_seen_ns = 0
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
@@ -95,6 +100,8 @@ class RunFolder:
             self._fetch()
             self._mirror_thread = threading.Thread(target=self._mirror_always, daemon=True)
             self._mirror_thread.start()
+        else:
+            segments.join_copies(self.path, _replace)
         self._sequence = count_lines(self.path / "events.jsonl")
         inbox = self.path / "inbox.jsonl"
         self._inbox_bytes = inbox.stat().st_size if inbox.exists() else 0
@@ -217,14 +224,18 @@ class RunFolder:
                     if len(kept) < len(lines):
                         _set_aside(path)
                     _replace(path, "".join(line_of(line) for line in kept).encode())
+                    self._replaced[name] += 1
 
     def repair(self) -> None:
         """Drops a torn last line of the journals, left by a controller that died writing."""
-        for name in ("events.jsonl", "inbox.jsonl"):
-            path = self.path / name
-            if path.exists() and not path.read_bytes().endswith(b"\n"):
-                text = path.read_bytes()
-                _replace(path, text[: text.rfind(b"\n") + 1])
+        with self._lock:
+            for name in ("events.jsonl", "inbox.jsonl"):
+                path = self.path / name
+                if path.exists() and not path.read_bytes().endswith(b"\n"):
+                    text = path.read_bytes()
+                    _replace(path, text[: text.rfind(b"\n") + 1])
+                    if name in self._replaced:
+                        self._replaced[name] += 1
         self._sequence = count_lines(self.path / "events.jsonl")
 
     def write_result(self, result: dict[str, Any]) -> None:
@@ -321,8 +332,9 @@ class RunFolder:
 
     def _get(self, name: str) -> bytes | None:
         """None if the remote folder has no such file. Raises StoreFailed."""
+        mirror = self._mirrors.get(name)
         try:
-            return self._store.get(name)
+            return mirror.fetch() if mirror is not None else self._store.get(name)
         except StoreError as error:
             if error.kind is Kind.MISSING:
                 return None
@@ -350,18 +362,31 @@ class RunFolder:
             self.mirror_error = str(error)
 
     def _upload(self, name: str) -> None:
-        path = self.path / name
+        """Of a file that is replaced at the same moment, the older one: the newer one next time."""
         try:
-            stamp = path.stat().st_mtime_ns
+            with self._lock:
+                replaced = self._replaced.get(name, 0)
+                file = (self.path / name).open("rb")
         except FileNotFoundError:
             return
-        if self._mirrored.get(name) != stamp:
-            if self._claim is not None:
-                self._claim.check()
-            content = path.read_bytes()
-            self._store.put(name, content)
+        with file:
+            status, before = os.fstat(file.fileno()), self._mirrored.get(name)
+            stamp = (status.st_mtime_ns, status.st_size, replaced)
+            if before == stamp:
+                return
+            if mirror := self._mirrors.get(name):
+                sent = mirror.upload(file, replaced=before is None or before[2] != replaced)
+            else:
+                self._check_claim()
+                content = file.read()
+                self._store.put(name, content)
+                sent = len(content)
             self._mirrored[name] = stamp
-            self._sent_bytes += len(content)
+            self._sent_bytes += sent
+
+    def _check_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.check()
 
 
 def _set_aside(path: Path) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import fsspec
+from elastic_ft.errors import StoreFailed
+from elastic_ft.observe.lines import SEGMENTS, Line, parse_lines
 
-from elastic_ft.observe.lines import Line, parse_lines
+if TYPE_CHECKING:
+    from elastic_ft.storage.store import Store
 
 REMOTE_EVERY_S = 2.0  # a remote folder is a mirror, some seconds behind
+REMOTE_WITHIN_S = 15.0  # each of a look's calls; the next look sees more
 
 
 def local_path(url: str) -> Path | None:
@@ -25,13 +29,19 @@ class Tail:
 
     A file that was replaced (RunFolder.truncate does so, at a start and at a roll back) is read
     from its beginning, so lines may come again. The file need not exist yet.
+    Of a remote folder, closed segments (``observe.segments``) are downloaded once.
     """
 
     def __init__(self, url: str, name: str) -> None:
         folder = local_path(url)
+        if folder is not None and (folder / SEGMENTS / name).is_dir():
+            folder = None  # a copy of a remote folder is read as that is
         self._path = folder / name if folder is not None else None
-        self._url = f"{url.rstrip('/')}/{name}"
+        self._folder_url, self._name = url.rstrip("/"), name
+        self._url = f"{self._folder_url}/{name}"
         self._inode, self._offset, self._next_look_s = 0, 0, 0.0
+        self._store: Store | None = None
+        self._read_segments: dict[str, int] = {}  # key -> bytes: they are not downloaded again
 
     def read(self) -> list[Line]:
         content = self._local() if self._path is not None else self._remote()
@@ -54,14 +64,23 @@ class Tail:
         if time.monotonic() < self._next_look_s:
             return b""
         self._next_look_s = time.monotonic() + REMOTE_EVERY_S
+        from elastic_ft.observe import segments
+        from elastic_ft.storage.store import open_store
+
+        if self._store is None:
+            self._store = open_store(self._folder_url, deadline_s=REMOTE_WITHIN_S)
         try:
-            fs, path = fsspec.core.url_to_fs(self._url, use_listings_cache=False)
-            content = bytes(fs.cat_file(path))
-        except OSError:  # not there yet, or the store is away: the next look sees more
+            found = segments.read(self._store, self._name, self._read_segments)
+            content = found.beyond(self._offset)
+            if content is None:
+                self._offset = 0
+                found = segments.read(self._store, self._name)
+                content = found.beyond(0)
+        except StoreFailed:  # not there yet, or the store is away: the next look sees more
             return b""
-        if len(content) < self._offset:
-            self._offset = 0
-        return content[self._offset :]
+        assert content is not None
+        self._read_segments = found.sizes
+        return content
 
 
 class Watch:
