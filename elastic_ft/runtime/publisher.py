@@ -93,7 +93,7 @@ class Publisher:
         Args:
             behind: the runs that this one has superseded in its run folder.
 
-        Raises UsageError where the URL is another job's; StoreFailed.
+        Raises UsageError where the URL is another job's; Superseded where this run is; StoreFailed.
         """
         self._claim = owners.take_over(
             self._store, job=self._job.name, run=self._run, run_folder=run_folder, behind=behind
@@ -174,7 +174,11 @@ class Publisher:
         checkpoints.publish(self._store, self._signed(manifest), self.claim.check)
 
     def forget(self, run: str) -> None:
-        """All that its keepers said, being published or older than what is. Raises StoreFailed."""
+        """All that its keepers said, being published or older than what is.
+
+        Raises StoreFailed, Superseded.
+        """
+        self.claim.check()
         self.claim.ended(run)  # what is left then is swept: nobody waits for keepers any more
         rescue.forget(self._store, run)
 

@@ -34,6 +34,7 @@ from elastic_ft.storage.store import Store, StoreError
 FOLDER = "owners"
 TAKE_ATTEMPTS = 32  # lost races and lost acknowledgements
 LOOKUP_THREADS = 16
+BEHIND_MAX = 64  # runs that may yet come late
 _NUMBER = re.compile(rf"^{FOLDER}/(\d+)$")
 _FOUND = re.compile(rf"^{FOLDER}/(\d+)\.found$")
 
@@ -45,6 +46,7 @@ class Owner:
     Attributes:
         nonce: drawn once: tells an acknowledgement that was lost from a race that was.
         unended: runs before it that have not ended, and that nobody has rescued.
+        behind: runs that are superseded without having been here, the newest last.
     """
 
     job: str
@@ -54,6 +56,7 @@ class Owner:
     at_s: float
     nonce: str
     unended: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -89,18 +92,24 @@ def take_over(
 
     Args:
         behind: runs that are superseded elsewhere (in the run folder): should one of them come
-            here late, it changes nothing.
+            here late, it is refused.
 
-    Raises UsageError where the URL is another job's; StoreFailed.
+    Raises UsageError where the URL is another job's; Superseded where ``run`` comes late;
+    StoreFailed.
     """
     nonce, trouble = secrets.token_hex(16), ""
     number, ended = _listed(store)
     for _ in range(TAKE_ATTEMPTS):
         before = _read(store, number) if number else None
         _refuse_other(store, before, job)
+        passed = () if before is None else before.behind
+        if before is not None and run in passed:
+            raise Superseded(f"{store.url}: superseded by run {before.run}: it has the job now")
         left = () if before is None else (*before.unended, before.run)
         unended = tuple(one for one in left if one not in ended and one != run)
-        owner = Owner(job, run, run_folder, socket.gethostname(), time.time(), nonce, unended)
+        passed = tuple(dict.fromkeys((*passed, *behind)))[-BEHIND_MAX:]
+        host, at_s = socket.gethostname(), time.time()
+        owner = Owner(job, run, run_folder, host, at_s, nonce, unended, passed)
         key = f"{FOLDER}/{number + 1}"
         try:
             won = store.put_if_absent(key, owner.to_json())
@@ -108,7 +117,7 @@ def take_over(
             won, trouble = False, f": {error}"
         found = owner if won else _read(store, number + 1)
         if found is not None and found.nonce == nonce:
-            return Claim(store, number + 1, found, frozenset(behind))
+            return Claim(store, number + 1, found)
         if found is not None:  # another was first: after it
             number += 1
             _, ended = _listed(store)
@@ -128,10 +137,10 @@ class Claim:
         unended: earlier runs that have not ended and were not rescued, the oldest first.
     """
 
-    def __init__(self, store: Store, number: int, owner: Owner, behind: frozenset[str]) -> None:
+    def __init__(self, store: Store, number: int, owner: Owner) -> None:
         self.number, self.owner = number, owner
         self.unended = owner.unended
-        self._store, self._behind = store, behind
+        self._store = store
         self._next = number + 1
 
     @property
@@ -142,7 +151,7 @@ class Claim:
     def check(self) -> None:
         """Raises Superseded if another has taken over; StoreFailed if that can't be told."""
         while (other := _read(self._store, self._next)) is not None:
-            if other.run not in self._behind and other.run != self.owner.run:
+            if other.run != self.owner.run:
                 since = time.strftime("%H:%M:%S", time.localtime(other.at_s))
                 raise Superseded(
                     f"{self._store.url}: superseded by run {other.run} of job {other.job}, started "
@@ -206,8 +215,12 @@ def _read(store: Store, number: int) -> Owner | None:
         text = ("job", "run", "run_folder", "host", "nonce")
         if not all(isinstance(values[name], str) for name in text):
             raise ValueError("a name is no text")
-        unended = tuple(str(run) for run in values["unended"])
-        return Owner(**{n: values[n] for n in text}, at_s=float(values["at_s"]), unended=unended)
+        return Owner(
+            **{name: values[name] for name in text},
+            at_s=float(values["at_s"]),
+            unended=tuple(map(str, values["unended"])),
+            behind=tuple(map(str, values.get("behind", ()))),
+        )
     except StoreError as error:
         if error.kind is Kind.MISSING:
             return None

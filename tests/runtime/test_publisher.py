@@ -148,3 +148,13 @@ def test_who_is_superseded_says_so_and_publishes_nothing(publishing: Publishing)
     assert other.store.list() == before
     assert isinstance(other.commit(4), ev.CheckpointCommitted)
     other.publisher.close()
+
+
+def test_who_is_superseded_forgets_nobody(publishing: Publishing) -> None:
+    """It was stopped while it rescued a run, which its successor rescues now."""
+    publishing.store.put("emergency/run0/n0/begun", b"{}")
+    other = Publishing(publishing.store.url, "run2")
+    with pytest.raises(Superseded):
+        publishing.publisher.forget("run0")
+    assert other.publisher.emergencies() == ("run1", "run0")
+    other.publisher.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,16 +135,30 @@ def test_a_store_that_refuses_for_good_is_named(tmp_path: Path) -> None:
         take(Store(store.url, faulty), "run1")
 
 
-def test_who_is_superseded_in_the_run_folder_changes_nothing_here(url: str) -> None:
-    """It took this URL late: it was stopped between its run folder and its checkpoints."""
-    second = take(open_store(url), "run2", behind=("run1",))
-    late = take(open_store(url), "run1")
+def test_who_is_superseded_in_the_run_folder_is_refused_here(url: str) -> None:
+    """It came here late: it was stopped between its run folder and its checkpoints."""
+    store = open_store(url)
+    second = take(store, "run2", behind=("run1",))
+    before = store.list()
+    with pytest.raises(Superseded, match="superseded by run run2"):
+        take(store, "run1")
+    assert store.list() == before
     second.check()
-    third = take(open_store(url), "run3")
-    for claim in (second, late):
-        with pytest.raises(Superseded, match="run run3"):
-            claim.check()
+    assert owners.successor(store, second.number) is None
+    third = take(store, "run3")
+    with pytest.raises(Superseded, match="by run run3"):
+        second.check()
+    with pytest.raises(Superseded, match="superseded by run run3"):  # however late
+        take(store, "run1")
     third.check()
+
+
+def test_an_owner_of_an_older_version_names_nobody_behind_it(url: str) -> None:
+    store = open_store(url)
+    values = json.loads(take(store, "run1").owner.to_json())
+    del values["behind"]
+    store.put("owners/1", json.dumps(values).encode())
+    assert take(store, "run2", behind=("run0",)).owner.behind == ("run0",)
 
 
 @pytest.mark.parametrize(
