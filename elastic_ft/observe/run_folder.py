@@ -189,11 +189,12 @@ class RunFolder:
 
     @property
     def is_ours(self) -> bool:
+        """It was taken over, and by nobody since."""
         try:
             self.check_owner()
         except Superseded:
             return False
-        return True
+        return self._claim is not None
 
     def last_step(self) -> int:
         """The last step recorded; 0 if none is."""

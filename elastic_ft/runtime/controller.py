@@ -240,10 +240,11 @@ class Controller:
         return ended
 
     def _failed(self, error: Exception) -> None:
-        """The journal's last line says why, and a remote folder has it."""
+        """The journal's last line says why, and a remote folder has it. Another job's does not."""
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         with contextlib.suppress(OSError, StoreFailed, JobFailed):  # it may be what has failed
-            self._journal("controller_failed", self.state.generation, reason, {})
+            if self.run_folder.is_ours:
+                self._journal("controller_failed", self.state.generation, reason, {})
         self.run_folder.close()
 
     def _run(self) -> dict[str, Any]:

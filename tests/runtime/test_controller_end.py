@@ -46,3 +46,17 @@ def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"checkpoints is job 'job''s .*, not 'other''s"):
         second.run()
     first._publisher.claim.check()
+
+
+def test_a_job_that_is_refused_writes_nothing_into_the_others_folder(tmp_path: Path) -> None:
+    folder = RunFolder(f"{tmp_path}/run")
+    folder.take_over("run1", "other")
+    folder.journal(1.0, "started", 0, "the job that it is", {})
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    refused = Controller(
+        JOB, Unstartable({"n0": 1}), RunFolder(folder.url), f"{tmp_path}/checkpoints"
+    )
+    with pytest.raises(UsageError, match="is job 'other''s"):
+        refused.run()
+    assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    folder.close()
