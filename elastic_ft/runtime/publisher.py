@@ -111,6 +111,8 @@ class Publisher:
 
     def ended(self) -> None:
         """This run ends in good order: there will be nothing to rescue."""
+        if self._claim is None:  # the store was away from the start
+            return
         try:
             self.claim.ended()
         except StoreFailed as error:  # the next start looks for what is not there

@@ -48,6 +48,28 @@ def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
     first._publisher.claim.check()
 
 
+class Away:
+    """A backend that no operation reaches."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refused(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("refused")
+
+        return refused
+
+
+def test_a_checkpoint_store_that_is_away_for_too_long_suspends_the_job(tmp_path: Path) -> None:
+    elastic = JOB.elastic.model_copy(update={"suspend_timeout_s": 0.1})
+    job = JOB.model_copy(update={"elastic": elastic})
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(job, Unstartable({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+    away: Any = Away()
+    controller._publisher._store.backend, controller._publisher._store.attempts = away, 1
+    result = controller.run()
+    assert result["status"] == "suspended", result
+    assert "ConnectionError: refused" in result["reason"]
+
+
 def test_a_job_that_is_refused_writes_nothing_into_the_others_folder(tmp_path: Path) -> None:
     folder = RunFolder(f"{tmp_path}/run")
     folder.take_over("run1", "other")
