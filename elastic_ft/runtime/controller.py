@@ -67,7 +67,7 @@ T = TypeVar("T")
 WATCH_EVERY_S = 0.25
 FOR_ONE_START = {"checkpoint": {"from_scratch"}}  # of the job: not in job.yaml
 ACCOUNT_EVERY_S = 1.0
-KEEPERS_SAVE_S = 60.0  # when this controller ends by an exception
+KEEPERS_SAVE_S = 60.0  # what they have, where no checkpoint has it
 KEEPERS_BEGIN_S = 5.0  # to say so to a slow store, once they know that their controller is gone
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
 
@@ -422,7 +422,7 @@ class Controller:
             folder.make_durable()  # first the record, then what refers to it
             publisher.publish_saved(saved.manifest)
             newest = saved.manifest.step
-            reason = "put together from what the keepers of a killed controller saved"
+            reason = f"put together from what the keepers of run {run} saved"
             fields = {"step": newest, "recorded": recorded}
             self._journal("emergency_checkpoint", 0, reason, fields)
         if gathered.missing or any(shard.step > newest for shard in gathered.shards):
@@ -459,11 +459,11 @@ class Controller:
         )
 
     def _close(self) -> None:
-        """After an exception, keepers save what they have first. Idempotent."""
+        """What no checkpoint has, keepers save first. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if self._finish is None and self._server is not None:
+        if self._server is not None and self._left_unsaved():
             self._server.close()
             self.host.close(KEEPERS_SAVE_S)
         else:
@@ -477,6 +477,18 @@ class Controller:
                 write_targets(self.run_folder.path, "")
         self._publisher.close()
         self._tcp_store = None
+
+    def _left_unsaved(self) -> bool:
+        """Whether keepers may have steps that the next start would train again."""
+        if self._server is None:
+            return False  # there were none
+        if self._finish is None:
+            return True
+        return self._finish.status != "completed" and self.state.committed > self._newest()
+
+    def _newest(self) -> int:
+        """The step of the newest checkpoint, 0 if there is none."""
+        return max((ref.step for ref in self.state.checkpoints), default=0)
 
     def _release_keepers(self) -> None:
         """The job has ended in good order: what they have is of no use any more."""
@@ -494,7 +506,7 @@ class Controller:
             return f"; what keepers saved is not known: {error}"
         recorded, computed_by = self.run_folder.last_step(), self.run_folder.computed_by()
         saved = compose(shards, self.job.name, self.run_id, recorded, computed_by=computed_by)
-        if saved is None:
+        if saved is None or saved.manifest.step <= self._newest():
             return "; keepers have saved no newer step"
         return f"; keepers have saved step {saved.manifest.step}, where the next start begins"
 
@@ -857,9 +869,10 @@ class Controller:
     def _result(self, finish: ev.FinishJob) -> dict[str, Any]:
         self.run_folder.record_inbox({"type": "Ended", "at_s": self._ended_at_s})
         accounts = self._accounts.totals(self._ended_at_s)
+        unsaved = self._left_unsaved()
         result = {
             "status": finish.status,
-            "reason": finish.reason,
+            "reason": finish.reason + (self._saved_in_words() if unsaved else ""),
             "steps": self.state.committed,
             "samples": self.state.committed * self.job.batch.global_batch_size,
             "final_loss": self._last_metrics.get("loss"),
@@ -878,7 +891,8 @@ class Controller:
         self.run_folder.drop_request()
         self.run_folder.write_result(result)
         self.run_folder.close()
-        self._publisher.ended()
+        if not unsaved:
+            self._publisher.ended()
         return result
 
 

@@ -37,6 +37,7 @@ def shard(
     damaged: bool = False,
     told: range = range(0),
     generation: int = 1,
+    run: str = RUN,
 ) -> emergency.Held:
     """A part of a weight's rows, and a counter that every shard has. ``told``: of which steps."""
     each = ROWS // of
@@ -49,7 +50,7 @@ def shard(
         buffer[slot.offset : slot.offset + slot.nbytes] = values.view(np.uint8)
     space = f"pp1.s{of}.tp1"
     holding = Holding(step, space, f"pp0.s{number}.tp0", Tier.KEEPER, generation)
-    seal(buffer, label(RUN, holding, schema))
+    seal(buffer, label(run, holding, schema))
     buffer[0] ^= damaged
     record = {n: RecordStep(n, generation, of, f"fsdp{of}", {"loss": 1 / n}) for n in told}
     return emergency.Held(holding, schema, buffer, record)

@@ -10,17 +10,25 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastic_ft.core.events import CheckpointRef, RecordStep
+from elastic_ft.core.events import (
+    CheckpointRef,
+    FinishJob,
+    JobStarted,
+    Keeper,
+    RecordStep,
+    StopRequested,
+)
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.runtime import emergency
 from elastic_ft.runtime.controller import Controller
+from elastic_ft.runtime.keeper import KeeperClient, NodeKeeper, Sealed
 from elastic_ft.runtime.publisher import Errands
 from elastic_ft.runtime.rescue import INCOMPLETE
 from elastic_ft.storage import owners
@@ -100,13 +108,13 @@ def fail_at(controller: Controller, *at: int) -> KilledSomewhere:
     return failing
 
 
-def has_everything(folder: Path, found: tuple[CheckpointRef, ...] | None) -> None:
+def has_everything(folder: Path, found: tuple[CheckpointRef, ...] | None, starts: int = 0) -> None:
     assert found and found[0].step == SAVED, found
     steps = [line["step"] for line in read_lines(folder / "steps.jsonl")]
     assert steps == list(range(1, SAVED + 1))
     assert open_store(str(folder / "checkpoints")).list("emergency") == []
-    (last,) = [e for e in read_lines(folder / "events.jsonl") if e["event"] == "job_started"] or [0]
-    assert last == 0, "nobody has begun to train"
+    begun = [e for e in read_lines(folder / "events.jsonl") if e["event"] == "job_started"]
+    assert len(begun) == starts, "nobody has begun to train"
 
 
 def test_what_keepers_saved_is_recorded_then_published_then_forgotten(tmp_path: Path) -> None:
@@ -208,7 +216,65 @@ def test_keepers_of_a_controller_that_died_while_it_was_asked_to_hand_over_are_a
         late.start()
         found = controller._open()
         late.join()
-    has_everything(tmp_path, found)
+    assert found and found[0].step == SAVED
+
+
+@pytest.mark.parametrize("status", ["stopped", "failed", "completed"])
+def test_what_no_checkpoint_has_is_saved_however_the_job_ends(tmp_path: Path, status: str) -> None:
+    """Of a suspended job nobody is left who could write a checkpoint."""
+    with starting(tmp_path) as controller:
+        host = controller.host = OneKeeper(controller.run_id)  # type: ignore[assignment]
+        controller._handle(JobStarted(time.time(), controller._open() or (), 0, 0))
+        while not controller.state.keepers:
+            controller._turn()
+        for step in range(1, SAVED + 1):
+            controller._record_step(RecordStep(step, 1, 2, "fsdp2", {"loss": 1 / step}))
+        controller.state = replace(controller.state, phase="suspended", committed=SAVED)
+        if status == "stopped":
+            controller._handle(StopRequested(time.time(), "another start takes over"))
+        else:
+            controller._finish = FinishJob(status, "as the core has it")
+        assert controller._finish is not None and controller._finish.status == status
+        controller._close()
+        result = controller._result(controller._finish)
+    assert host.ended
+    if status == "completed":
+        assert start(tmp_path) == () and "saved" not in result["reason"]
+    else:
+        assert result["reason"].endswith(
+            f"; keepers have saved step {SAVED}, where the next start begins"
+        )
+        has_everything(tmp_path, start(tmp_path), starts=1)
+    journal = read_lines(tmp_path / "events.jsonl")
+    assert "controller_restarted" not in [line["event"] for line in journal]
+
+
+class OneKeeper(NoHost):
+    """Its worker, before it was gone, sealed both shards of step SAVED."""
+
+    def __init__(self, run: str) -> None:
+        self._run, self.ended = run, False
+
+    def start(self, post: Any, controller: tuple[str, int], key: bytes) -> None:
+        keeper = NodeKeeper(controller, key, "n0", "127.0.0.1")
+        self._serving = threading.Thread(target=keeper.serve, daemon=True)
+        self._serving.start()
+        address = ("127.0.0.1", keeper._reception.port)
+        self._worker = KeeperClient(Keeper("n0", address), key, "w0")
+        for number in (0, 1):
+            held = shard(SAVED, number, run=self._run)
+            path, memory = self._worker.allocate(held.buffer.nbytes)
+            memory[:] = memoryview(held.buffer)
+            self._worker.tell(Sealed(path, held.holding, held.schema, ()))
+
+    def want_workers(self, total: int) -> None:
+        return
+
+    def close(self, keepers_s: float = 0.0) -> None:
+        if not self.ended:
+            self._worker.close()
+            self._serving.join(max(keepers_s, 10.0))
+            self.ended = not self._serving.is_alive()
 
 
 def leave_sign(folder: Path, ago_s: float) -> None:
