@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from elastic_ft.config import parse_yaml
-from elastic_ft.errors import ConfigError, StoreFailed, Superseded, redacted
+from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, Superseded, redacted
 from elastic_ft.observe import handover, requests, scratch, segments
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.lines import count_lines, last_generation, read_lines
@@ -359,7 +359,7 @@ class RunFolder:
             self._fetch_request()
         except Superseded as error:  # the files there are the other's now
             self._superseded, self.mirror_error = error, str(error)
-        except (StoreFailed, OSError) as error:  # tried again at the next look
+        except (ElasticError, OSError) as error:  # tried again at the next look
             self.mirror_error = str(error)
 
     def _upload(self, name: str) -> None:

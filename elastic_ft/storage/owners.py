@@ -35,6 +35,7 @@ FOLDER = "owners"
 TAKE_ATTEMPTS = 32  # lost races and lost acknowledgements
 LOOKUP_THREADS = 16
 BEHIND_MAX = 64  # runs that may yet come late
+NOT_OURS = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _NUMBER = re.compile(rf"^{FOLDER}/(\d+)$")
 _FOUND = re.compile(rf"^{FOLDER}/(\d+)\.found$")
 
@@ -211,25 +212,33 @@ def _read(store: Store, number: int) -> Owner | None:
     """Raises StorageError, one line, where the object is none of ours."""
     key = f"{FOLDER}/{number}"
     try:
-        values = json.loads(store.get(key))
-        text = ("job", "run", "run_folder", "host", "nonce")
-        if not all(isinstance(values[name], str) for name in text):
-            raise ValueError("a name is no text")
-        return Owner(
-            **{name: values[name] for name in text},
-            at_s=float(values["at_s"]),
-            unended=tuple(map(str, values["unended"])),
-            behind=tuple(map(str, values.get("behind", ()))),
-        )
+        try:
+            return _parse(store.get(key))
+        except NOT_OURS:  # perhaps on its way
+            return _parse(store.get(key))
     except StoreError as error:
         if error.kind is Kind.MISSING:
             return None
         raise
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+    except NOT_OURS as error:
         raise StorageError(
             f"{store.url_of(key)} is not what a controller writes ({type(error).__name__}: "
             f"{error}): if no controller of this URL is alive, delete it"
         ) from None
+
+
+def _parse(content: bytes) -> Owner:
+    """Raises one of NOT_OURS."""
+    values = json.loads(content)
+    text = ("job", "run", "run_folder", "host", "nonce")
+    if not all(isinstance(values[name], str) for name in text):
+        raise ValueError("a name is no text")
+    return Owner(
+        **{name: values[name] for name in text},
+        at_s=float(values["at_s"]),
+        unended=tuple(map(str, values["unended"])),
+        behind=tuple(map(str, values.get("behind", ()))),
+    )
 
 
 def _refuse_other(store: Store, owner: Owner | None, job: str) -> None:

@@ -172,6 +172,32 @@ def test_an_object_that_is_no_owners_is_named(tmp_path: Path, content: bytes) ->
     assert "\n" not in str(told.value)
 
 
+class Torn:
+    """A backend of which the first read finds an object half written."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.torn = backend, 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> Any:
+        whole = self._backend.get(key, start, end, timeout_s)
+        if self.torn:
+            self.torn -= 1
+            return whole[: len(whole) // 2]
+        return whole
+
+
+def test_an_object_that_is_being_written_is_read_again(tmp_path: Path) -> None:
+    """Not every store writes whole objects."""
+    store = open_store(str(tmp_path))
+    take(store, "run1")
+    torn: Any = Torn(store.backend)
+    owner, _ = owners.newest(Store(store.url, torn))
+    assert owner is not None and (owner.run, torn.torn) == ("run1", 0)
+
+
 # ------------------------------------------------------------------- what the older one does
 
 
