@@ -354,6 +354,7 @@ class Controller:
             except StoreFailed as error:
                 past_s = time.monotonic() - began_s
                 why = f"the store can't be read: {error}"
+                self._last_sign = None  # nor could keepers say a word there, for however long
             if past_s >= timeout_s:
                 self._finish = ev.FinishJob("suspended", f"{why}; for {past_s:.0f} s now")
                 return None

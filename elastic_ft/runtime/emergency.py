@@ -40,6 +40,7 @@ from elastic_ft.storage.store import Store
 GENERATION = 0
 STALE_S = 20.0  # a claim so old is somebody's who died, or can't write
 POLL_S = 0.5
+PAUSE_S = 2.0  # before what failed is tried again; a new controller waits longer for a word
 BEGUN, HAS, CLAIM, DONE, ENDED = ".begun", ".has", ".claim", ".done", ".ended"
 
 
@@ -80,37 +81,78 @@ def begin(store: Store, run: str, keeper: str, node: NodeId) -> None:
 
 
 def save(
-    store: Store, run: str, keeper: str, held: Iterable[Held], stale_s: float = STALE_S
+    store: Store,
+    run: str,
+    keeper: str,
+    held: Iterable[Held],
+    stale_s: float = STALE_S,
+    within_s: float = 0.0,
+    pause_s: float = PAUSE_S,
+    unsaid: NodeId = "",
 ) -> tuple[str, ...]:
     """Writes what nobody else does, and says what it was. Returns what failed, in words.
 
     Each shard is tried by itself: one that can't be written leaves the others none the worse.
+
+    Args:
+        within_s: what failed is tried again until so much time is over: a store that is away may
+            come back, and there may be no other copy.
+        unsaid: the node, where ``begin`` failed: it is repeated first.
     """
-    return _Saving(store, run, keeper, stale_s).save(held)
+    return _Saving(store, run, keeper, stale_s, unsaid).save(held, within_s, pause_s)
 
 
 class _Saving:
-    def __init__(self, store: Store, run: str, keeper: str, stale_s: float) -> None:
+    def __init__(self, store: Store, run: str, keeper: str, stale_s: float, unsaid: NodeId) -> None:
         self._store, self._run, self._keeper, self._stale_s = store, run, keeper, stale_s
+        self._unsaid = unsaid
         self._failed: list[str] = []
 
-    def save(self, held: Iterable[Held]) -> tuple[str, ...]:
+    def save(self, held: Iterable[Held], within_s: float, pause_s: float) -> tuple[str, ...]:
         whole = [one for one in held if is_whole(one.buffer, self._label(one))]
         whole.sort(key=lambda one: -one.holding.step)
-        mine = {one.name: one for one in reversed(whole)}  # of replicas, one
+        deadline_s, stale_s = time.monotonic() + within_s, self._stale_s
+        while True:
+            self._failed = []
+            self._say(whole)
+            self._write_all({one.name: one for one in reversed(whole)}, stale_s)  # of replicas, one
+            if not self._failed:
+                self._end()
+            if not self._failed:
+                return ()
+            if time.monotonic() + pause_s >= deadline_s:
+                break
+            time.sleep(pause_s)
+            stale_s = 0.0  # so long ago, it was claimed
+        failed = tuple(self._failed)
+        self._end()
+        return failed
+
+    def _say(self, whole: list[Held]) -> None:
+        if self._unsaid:
+            self._try("that it saves", lambda: begin(*self._itself, self._unsaid))
         has = [_place(one.holding) for one in whole]
         self._try("what it has", lambda: self._put(self._keeper + HAS, has))
+
+    @property
+    def _itself(self) -> tuple[Store, str, str]:
+        return self._store, self._run, self._keeper
+
+    def _end(self) -> None:
+        """Nothing comes after it."""
+        ended = {"failed": list(self._failed)}
+        self._try("its end", lambda: self._put(self._keeper + ENDED, ended))
+
+    def _write_all(self, mine: dict[str, Held], stale_s: float) -> None:
+        """The newest step first."""
         later: dict[str, float] = {}  # until when its claim holds
         for name in reversed(mine):
             claimed = self._try(name, lambda name=name: self._claim(name))  # type: ignore[misc]
             if not claimed:
-                later[name] = time.monotonic() + self._stale_s
+                later[name] = time.monotonic() + stale_s
             elif not self._try(name, lambda name=name: self._write(mine[name])):  # type: ignore[misc]
                 later[name] = 0.0
         self._write_abandoned(mine, later)
-        ended = {"failed": self._failed}
-        self._try("its end", lambda: self._put(self._keeper + ENDED, ended))
-        return tuple(self._failed)
 
     def _write_abandoned(self, mine: Mapping[str, Held], later: dict[str, float]) -> None:
         """What others claimed, and can't write or did not live to; what failed, once more."""

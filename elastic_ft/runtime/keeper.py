@@ -270,10 +270,11 @@ class NodeKeeper:
     def _save(self) -> None:
         """The controller can publish nothing any more: see ``runtime.emergency``."""
         run, itself = self._welcome.run, emergency.keeper_name(self.node, secrets.token_hex(4))
-        store = self._store(self._welcome.checkpoint_url)
+        store, unsaid = self._store(self._welcome.checkpoint_url), ""
         try:
             emergency.begin(store, run, itself, self.node)
         except StoreFailed as error:  # it may work in a moment
+            unsaid = self.node
             log.error("keeper of %s: it can't say that it saves: %s", self.node, error)
         deadline_s = time.monotonic() + WORKERS_END_S
         while self._owners and time.monotonic() < deadline_s:
@@ -285,7 +286,8 @@ class NodeKeeper:
                 for owner in owners
                 for segment, holding in owner.sealed()
             ]
-        for failed in emergency.save(store, run, itself, held):
+        within_s = self._welcome.job.elastic.suspend_timeout_s
+        for failed in emergency.save(store, run, itself, held, within_s=within_s, unsaid=unsaid):
             log.error("keeper of %s: not saved: %s", self.node, failed)
 
     # ------------------------------------------------------------------ connections

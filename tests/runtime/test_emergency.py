@@ -371,3 +371,15 @@ def test_a_store_that_is_away_for_good_ends_a_keeper_all_the_same(store: Store) 
         emergency.begin(away, RUN, keeper("n0"), "n0")
     failed = emergency.save(away, RUN, keeper("n0"), keep_all(), stale_s=0.01)
     assert len(failed) >= 4 and all("input/output error" in line for line in failed)
+
+
+def test_a_store_that_was_away_has_it_all_once_it_is_back(store: Store) -> None:
+    away = failing(store, OSError(5, "input/output error"), *range(60))
+    with pytest.raises(StoreFailed):
+        emergency.begin(away, RUN, keeper("n0"), "n0")
+    failed = emergency.save(
+        away, RUN, keeper("n0"), keep_all(), 0.01, within_s=30.0, pause_s=0.01, unsaid="n0"
+    )
+    assert failed == ()
+    there = rescue.gather(store, RUN, {"n0": 0.0}, AT_ONCE)
+    assert there.missing == [] and there.refused == [] and len(there.shards) == 4

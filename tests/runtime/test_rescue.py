@@ -24,10 +24,11 @@ from elastic_ft.core.events import (
     RecordStep,
     StopRequested,
 )
+from elastic_ft.errors import StoreFailed
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.runtime import emergency
-from elastic_ft.runtime.controller import Controller
+from elastic_ft.runtime.controller import KEEPERS_BEGIN_S, Controller
 from elastic_ft.runtime.keeper import KeeperClient, NodeKeeper, Sealed
 from elastic_ft.runtime.publisher import Errands
 from elastic_ft.runtime.rescue import INCOMPLETE
@@ -247,6 +248,23 @@ def test_what_no_checkpoint_has_is_saved_however_the_job_ends(tmp_path: Path, st
         has_everything(tmp_path, start(tmp_path), starts=1)
     journal = read_lines(tmp_path / "events.jsonl")
     assert "controller_restarted" not in [line["event"] for line in journal]
+
+
+def test_a_store_that_was_away_was_so_for_keepers_too(tmp_path: Path) -> None:
+    """They come as soon as it is back, however long their controller is gone by then."""
+    killed_before(tmp_path)
+    leave_sign(tmp_path, ago_s=1000)
+    with starting(tmp_path) as controller:
+        resumable, tries = controller._publisher.emergencies, iter([True, False])
+
+        def emergencies() -> tuple[str, ...]:
+            if next(tries):
+                raise StoreFailed("away")
+            assert controller._keepers_begin_s() >= KEEPERS_BEGIN_S
+            return resumable()
+
+        controller._publisher.emergencies = emergencies  # type: ignore[method-assign]
+        has_everything(tmp_path, controller._open())
 
 
 class OneKeeper(NoHost):
