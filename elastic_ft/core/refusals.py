@@ -29,7 +29,7 @@ def is_its_own(turn: Turn, event: WorkerRaised) -> bool:
         return False
     if event.whose == ITS_OWN:
         return True
-    return event.worker not in state.ranks and event.worker not in state.benched
+    return not turn.takes_part(event.worker) and event.worker not in state.benched
 
 
 def refuse(turn: Turn, event: WorkerRaised) -> None:
@@ -58,6 +58,9 @@ def refuse(turn: Turn, event: WorkerRaised) -> None:
 
 
 def _is_hopeless(turn: Turn, worker: str) -> bool:
-    """Before the first generation: neither those that are ready nor those yet to come suffice."""
-    ready = sum(other != worker for other in turn.state.ready)
-    return max(ready, wanted(turn) - len(turn.state.unfit)) < turn.policy.min_workers
+    """Before the first generation: nobody is ready, and as many as are wanted have failed.
+
+    Where some could and others not, replacements may: the timer of the start ends the wait.
+    """
+    ready = any(other != worker for other in turn.state.ready)
+    return not ready and len(turn.state.unfit) >= wanted(turn)

@@ -73,6 +73,13 @@ def data_terms(samples: int, fingerprint: str | None) -> dict[str, Any]:
     return {SAMPLES: samples} | ({FINGERPRINT: fingerprint} if fingerprint else {})
 
 
+def is_data_terms(data: Mapping[str, Any]) -> bool:
+    """Whether it is what ``data_terms`` returns; {} is, of who has opened nothing."""
+    samples, fingerprint = data.get(SAMPLES, 0), data.get(FINGERPRINT, "")
+    known = data.keys() <= {SAMPLES, FINGERPRINT} and (not data or SAMPLES in data)
+    return known and type(samples) is int and samples >= 0 and isinstance(fingerprint, str)
+
+
 def terms_in(extra: Mapping[str, Any]) -> Terms:
     """The terms that a manifest's ``extra`` has; {} if it has none, being an older one."""
     terms = extra.get("terms")

@@ -93,9 +93,10 @@ class RunFolder:
 
         Of a remote folder, what they left is fetched now, and mirrored from now on. If one of
         them lives it ends by ``check_owner``, without another line here. Raises UsageError where
-        this is another job's folder; StoreFailed.
+        this is another job's folder; StoreFailed, after which it may be called again.
         """
-        self._claim = owners.take_over(self._store, job=job, run=run, run_folder=self.url)
+        if self._claim is None:
+            self._claim = owners.take_over(self._store, job=job, run=run, run_folder=self.url)
         if self._remote:
             self._fetch()
             self._mirror_thread = threading.Thread(target=self._mirror_always, daemon=True)

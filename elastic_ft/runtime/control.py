@@ -16,6 +16,7 @@ from typing import Any, Literal
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.events import Assignment, Member, WorkerId
+from elastic_ft.core.terms import is_data_terms
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.wire import (
     HANDSHAKE_S,
@@ -173,16 +174,35 @@ TO_WORKER = Messages(  # and to keepers
 )
 
 
+NUMBERS = ("loss", "lr", "grad_norm", "tokens", "step_time_s")  # of a step's metrics
+
+
 def check_sender(member: Member, message: Any) -> None:
-    """Raises MessageRefused where a worker speaks for another one, a keeper for another node."""
+    """Raises MessageRefused where a worker speaks for another one, a keeper for another node, or
+    says what can't be: nothing of it is journalled, and none of it can end the controller."""
     if member.worker.startswith(ev.KEEPER):
         claimed, own = getattr(message, "node", member.node), member.node
     else:
         named = message.member if isinstance(message, ev.WorkerReady) else message
         claimed, own = getattr(named, "worker", member.worker), member.worker
+    kind = type(message).__name__
     if claimed != own:
-        kind = type(message).__name__
         raise MessageRefused(f"a {kind} of {str(claimed)[:40]!r}, sent by {member.worker}")
+    if isinstance(message, ev.WorkerReady) and not is_data_terms(message.data):
+        raise MessageRefused(f"a {kind} of {member.worker} whose data is {message.data!r:.80}")
+    if isinstance(message, ev.StepApplied) and (odd := _odd_metric(message.metrics)):
+        raise MessageRefused(f"a {kind} of {member.worker} with {odd}")
+
+
+def _odd_metric(metrics: dict[str, Any]) -> str:
+    """The first of the numbers of a step that is none, or below 0 and no loss; "" if all are."""
+    for name in NUMBERS:
+        if (value := metrics.get(name)) is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or (value < 0 and name != "loss"):
+            return f"{name} = {value!r:.40}"
+    return ""
 
 
 # ------------------------------------------------------------------------------- both ends
@@ -192,7 +212,8 @@ def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Chann
     """Connects a worker. Raises OSError, EOFError, WrongKey or WrongVersion."""
     channel = dial(address, key, TO_WORKER, CONNECT_TIMEOUT_S)
     channel.send(Hello(member))
-    welcome = channel.receive(CONNECT_TIMEOUT_S)
+    while isinstance(welcome := channel.receive(CONNECT_TIMEOUT_S), Pulse):
+        pass  # to everybody, and so to those who are about to be welcomed
     if not isinstance(welcome, Welcome):
         channel.close()
         raise MessageRefused(f"{type(welcome).__name__} instead of a welcome")

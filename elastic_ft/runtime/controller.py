@@ -277,7 +277,7 @@ class Controller:
         """Returns the checkpoints to go on from; None if it is known by now how the job ends."""
         self._last_sign = find(self.run_folder.url)  # it may have lived while we waited for it
         # First: nobody else writes in either place from now on.
-        killed = self.run_folder.take_over(self.run_id, self.job.name)
+        killed = self._take_over_folder()
         self._alive.start()
         self.run_folder.forget_result()
         if not self._when_readable(partial(self._take_over_checkpoints, killed)):
@@ -327,6 +327,27 @@ class Controller:
         self._publisher.sweep()
         self.host.start(self.post, (self._address, self._server.port), self._server.key)
         return found
+
+    def _take_over_folder(self) -> tuple[str, ...]:
+        """As ``RunFolder.take_over``, which is tried again while the store is away.
+
+        Until it is ours there is no journal to say so in. Raises StoreFailed in the end; JobFailed
+        if someone asks to stop.
+        """
+        until_s, pause_s = time.monotonic() + self.policy.suspend_timeout_s, REREAD_MIN_S
+        while True:
+            try:
+                return self.run_folder.take_over(self.run_id, self.job.name)
+            except StoreFailed as error:
+                if time.monotonic() + pause_s > until_s:
+                    raise
+                log.warning("the run folder can't be taken over, tried again: %s", error)
+                why = error
+            try:
+                self._wait(pause_s)
+            except InterruptedError as asked:
+                raise JobFailed(f"{asked}; {why}") from asked
+            pause_s = min(2 * pause_s, REREAD_MAX_S)
 
     def _take_over_checkpoints(self, killed: tuple[str, ...]) -> bool:
         self._publisher.take_over(self.run_folder.url, behind=killed)
@@ -727,12 +748,11 @@ class Controller:
     def _record_step(self, command: ev.RecordStep) -> None:
         metrics = dict(command.metrics)
         sample_ids = metrics.pop("sample_ids", None)
-        line = {
+        line = metrics | {
             "step": command.step,
             "generation": command.generation,
             "world_size": command.world_size,
             "layout": command.layout,
-            **metrics,
             "samples": command.step * self.job.batch.global_batch_size,
             "committed_at_s": round(time.time(), 6),
         }

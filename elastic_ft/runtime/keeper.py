@@ -86,6 +86,7 @@ class Attach:
     """A worker's first message: what it puts here is told to the controller when it is gone."""
 
     worker: WorkerId
+    pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,7 @@ class Owner:
     """A worker, its buffers by path, and the last steps that it applied."""
 
     worker: WorkerId
+    pid: int = 0  # 0: not known
     segments: dict[str, Segment] = field(default_factory=dict)
     record: dict[int, RecordStep] = field(default_factory=dict)
 
@@ -302,7 +304,7 @@ class NodeKeeper:
                     log.error("keeper of %s: %s", self.node, error)
                 break
             if isinstance(message, Attach):
-                owner = self._attach(message.worker)
+                owner = self._attach(message.worker, message.pid)
             else:
                 answer = self._answer(owner, message)
                 if answer is not None:
@@ -329,9 +331,9 @@ class NodeKeeper:
 
     # ---------------------------------------------------------------------- buffers
 
-    def _attach(self, worker: WorkerId) -> Owner:
+    def _attach(self, worker: WorkerId, pid: int) -> Owner:
         with self._lock:
-            return self._owners.setdefault(worker, Owner(worker))
+            return self._owners.setdefault(worker, Owner(worker, pid))
 
     def _allocate(self, owner: Owner, nbytes: int) -> Allocated | Refusal:
         free = free_memory()
@@ -404,11 +406,23 @@ class NodeKeeper:
             slots.setdefault(slot.name, []).append(slot)
         parts = [cut(segment.buffer, _slot(slots[name], box), box) for name, box in wanted.parts]
         payload = b"".join(memoryview(part) for part in parts)
-        if not self._is_whole(segment, wanted.holding):  # if the worker's line ended, and it lives
+        # Where the worker's line ended, and it lives, it may write there all the same.
+        if self._lives(wanted.worker) and not self._is_whole(segment, wanted.holding):
             segment.verified = False
             message = f"what {wanted.worker} left is being written to"
             raise StateDamaged(message, self.node)
         return payload + xxhash.xxh3_128_digest(payload)
+
+    def _lives(self, worker: WorkerId) -> bool:
+        """Whether the process of a worker that left something may still be there."""
+        with self._lock:
+            left = self._left.get(worker)
+        if left is None or not left.pid:
+            return True
+        try:
+            return bool(psutil.Process(left.pid).status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
 
     def _upload(self, wanted: Upload) -> Any:
         """From the buffer to the store. The worker keeps the buffer as it is meanwhile."""
@@ -514,7 +528,7 @@ class KeeperClient:
         self._asking = threading.Lock()  # answers come in the order of questions
         self._open: set[Channel] = set()
         self._channel = _dial(keeper, key, patience)
-        self._channel.send(Attach(worker))
+        self._channel.send(Attach(worker, os.getpid()))
 
     def allocate(self, nbytes: int) -> tuple[str, mmap.mmap]:
         """A buffer of the keeper's, mapped here: (path, memory)."""

@@ -219,8 +219,8 @@ class Publisher:
 
     def _commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
         began = time.monotonic()
-        manifest = self._signed(self._manifest(command, layout, terms))
         try:
+            manifest = self._signed(self._manifest(command, layout, terms))
             self._record()
             done = checkpoints.publish(self._store, manifest, self.claim.check)
         except Superseded as error:

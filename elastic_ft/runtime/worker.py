@@ -665,12 +665,14 @@ def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable
 
 def _raised_event(member: Member, generation: int, step: int, error: BaseException) -> WorkerRaised:
     usage = isinstance(error, UsageError)
+    said = redacted(" ".join(str(error).split()))[:500]
+    said = said.encode(errors="backslashreplace").decode()  # a file's name may be no text
     return WorkerRaised(
         time.time(),
         member.worker,
         generation,
         step,
-        f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:500]}",
+        f"{type(error).__name__}: {said}",
         usage,
         frames=() if usage else user_frames(error),
         node=member.node,

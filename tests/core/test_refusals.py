@@ -12,6 +12,7 @@ from elastic_ft.core.events import (
     KillWorker,
     PauseWorkers,
     ReleaseWorker,
+    ResizeRequested,
     WorkerLost,
     WorkerRaised,
 )
@@ -90,6 +91,20 @@ def test_what_is_late_from_a_former_member_is_no_news() -> None:
 
 
 # ---------------------------------------------------------------- before the first generation
+
+
+def test_a_donors_error_is_everybodys_to_retry() -> None:
+    """It is in no rank of the world that forms, and alone has a shard of its state."""
+    script = Script(Policy(2, 4, strategy="fsdp", copies=1)).run(a="n1", b="n2", c="n3", d="n4")
+    script.train(1, 2, 3)
+    script.tell(ResizeRequested, 2, "r")
+    for worker in "abcd":
+        script.paused(worker, script.live(worker, 3))
+    assert {"c", "d"} <= {m.worker for m in script.assignment.donors}
+    generation = script.state.generation
+    commands = script.tell(WorkerRaised, "d", generation, 3, "RuntimeError: for a moment")
+    assert not [c for c in commands if isinstance(c, ReleaseWorker)], "its shard would go with it"
+    assert [c for c in commands if isinstance(c, PauseWorkers)]
 
 
 def test_one_bad_node_of_many_is_left_out() -> None:
