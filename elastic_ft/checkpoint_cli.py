@@ -56,7 +56,7 @@ def _dump(values: Any) -> None:
 @app.command("ls")
 def list_(url: Url, as_json: Json = False) -> int:
     """List checkpoints, and data that no manifest references."""
-    from elastic_ft.storage.inspect import find, list_checkpoints
+    from elastic_ft.storage.inspect import LATE, find, list_checkpoints
 
     store, _ = find(url)
     listing = list_checkpoints(store)
@@ -73,8 +73,16 @@ def list_(url: Url, as_json: Json = False) -> int:
     table = _table("step", "age", "size", "layout", "run", "generation", "state")
     for c in listing.checkpoints:
         age = "?" if c.created_at_s is None else _duration(now_s - c.created_at_s)
-        state = f"damaged: {c.problem}" if c.problem else "complete"
-        cells = (c.ref.step, age, _size(c.nbytes), c.layout, c.run, c.generation, state)
+        state = c.problem if c.problem in ("", LATE) else f"damaged: {c.problem}"
+        cells = (
+            c.ref.step,
+            age,
+            _size(c.nbytes),
+            c.layout,
+            c.run,
+            c.generation,
+            state or "complete",
+        )
         table.add_row(*("?" if cell is None else str(cell) for cell in cells))
     for a in listing.attempts:
         state = "no manifest: being written, or abandoned"

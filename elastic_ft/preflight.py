@@ -335,12 +335,12 @@ def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
     A damaged manifest is not refused here: the job falls back to an older one, and says so (I5).
     """
     from elastic_ft.runtime.restore import mismatch_message
-    from elastic_ft.storage import checkpoints
+    from elastic_ft.storage import checkpoints, owners
     from elastic_ft.storage.store import open_store
 
     store = open_store(url, deadline_s=CHECK_DEADLINE_S)
     try:
-        refs = checkpoints.committed(store)
+        refs = owners.counting(store, checkpoints.committed(store))
         if not refs:
             return
         manifest = checkpoints.load_manifest(store, refs[0])
@@ -365,11 +365,12 @@ def check_steps(steps: int, url: str) -> None:
     """Raises ConfigError where the run would go on from a later step than its last."""
     from elastic_ft.errors import StoreFailed
     from elastic_ft.observe.outcome import check_resume_point
-    from elastic_ft.storage import checkpoints
+    from elastic_ft.storage import checkpoints, owners
     from elastic_ft.storage.store import open_store
 
+    store = open_store(url, deadline_s=20)
     try:
-        refs = checkpoints.committed(open_store(url, deadline_s=20))
+        refs = owners.counting(store, checkpoints.committed(store))
     except StoreFailed as error:
         raise StorageError(f"checkpoint.url: {error}") from None
     for newest in refs[:1]:

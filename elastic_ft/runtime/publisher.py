@@ -138,7 +138,7 @@ class Publisher:
     def resumable(self) -> tuple[ev.CheckpointRef, ...]:
         """What is committed and counts, the newest first. Raises StoreFailed."""
         if self._claim is None:  # nothing is decided yet: a look
-            return checkpoints.committed(self._store)
+            return owners.counting(self._store, checkpoints.committed(self._store))
         return self._claim.checkpoints()
 
     def terms_of(
@@ -256,7 +256,13 @@ class Publisher:
         keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600
         try:
             warnings = checkpoints.prune(
-                self._store, newest, keep.keep_last, keep_for_s, self._in_use(), self.claim.check
+                self._store,
+                newest,
+                keep.keep_last,
+                keep_for_s,
+                self._in_use(),
+                self.claim.check,
+                owners.counted_in(self._store),
             )
         except Superseded as error:
             self._post(error)

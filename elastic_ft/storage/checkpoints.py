@@ -264,6 +264,7 @@ def prune(
     keep_for_s: float | None = None,
     in_use: Collection[str] = (),
     check: Check = lambda: None,
+    counts: Callable[[CheckpointRef], bool] = lambda _: True,
 ) -> tuple[str, ...]:
     """Deletes what is to be kept no longer, manifest before data; returns what went wrong.
 
@@ -275,18 +276,21 @@ def prune(
 
     Args:
         check: raises if this writer may delete no more; asked before each checkpoint.
+        counts: whether anybody would read it (``owners.counted_in``): ``keep_last`` keeps those.
     """
     kept_step, kept = newest.step, 1
     doomed: list[_Published] = []
     try:
-        behind = [item for item in _published(store) if item.step < newest.step]
+        for item in _published(store):
+            if item.step >= newest.step:
+                continue
+            ref = CheckpointRef(item.step, store.url_of(item.key))
+            if item.step != kept_step and kept < keep_last and counts(ref):
+                kept_step, kept = item.step, kept + 1
+            else:
+                doomed.append(item)
     except StoreFailed as error:
         return (f"older checkpoints were not pruned: {error}",)
-    for item in behind:
-        if item.step != kept_step and kept < keep_last:
-            kept_step, kept = item.step, kept + 1
-        else:
-            doomed.append(item)
     warnings = []
     for item in reversed(doomed):
         url = store.url_of(item.key)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_ft.core.events import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.errors import StateDamaged, StorageError, StoreFailed
+from elastic_ft.storage import owners
 from elastic_ft.storage.checkpoints import (
     ATTEMPT_PREFIX,
     MANIFEST_KEY,
@@ -31,11 +32,12 @@ from elastic_ft.storage.shards import (
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 LOOKUP_THREADS = 16
+LATE = "published by a controller that another had superseded: it does not count"
 ELEMENTS_AT_ONCE = 2**20  # compared as 64-bit numbers
 
 
 def find(url: str, step: int | None = None) -> tuple[Store, tuple[CheckpointRef, ...]]:
-    """The store of a checkpoint folder and its checkpoints, newest first.
+    """The store of a checkpoint folder and its checkpoints that count, newest first.
 
     ``url`` may also be that of one manifest: then that one. ``step``: only the newest attempt of
     that step. Raises StorageError, one line, if the folder can't be read or has no such one.
@@ -50,6 +52,8 @@ def find(url: str, step: int | None = None) -> tuple[Store, tuple[CheckpointRef,
         elif not refs and not store.list("data"):
             hint = f"; {url}/checkpoints has some" if _has_some(f"{url}/checkpoints") else ""
             raise StorageError(f"{url}: no checkpoints there{hint}")
+        else:
+            refs = owners.counting(store, refs)
     except StoreFailed as error:
         raise StorageError(str(error)) from None
     if match and not refs:
@@ -125,6 +129,8 @@ def list_checkpoints(store: Store) -> Listing:
     lengths = parallel(lambda key: _size(store, key), keys, LOOKUP_THREADS)
     sizes = dict(zip(keys, lengths, strict=True))
     found = tuple(parallel(lambda ref: _look_at(store, ref, sizes), refs, LOOKUP_THREADS))
+    counted = frozenset(owners.counting(store, refs))
+    found = tuple(c if c.ref in counted else replace(c, problem=LATE) for c in found)
     referenced = {checkpoint.prefix for checkpoint in found}
     return Listing(found, _attempts(sizes, referenced))
 

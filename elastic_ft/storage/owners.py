@@ -9,7 +9,7 @@ was stopped meanwhile looks when it wakes up; no clock is needed. Under the URL:
     owners/<run>.ended  that controller ended in good order, or what it left has been rescued
 
 Between a look and the write that follows, another may take over. What is published then is not
-among what the other has found, and no reader counts it (``Claim.checkpoints``); what is deleted
+among what the other has found, and no reader counts it (``counting``); what is deleted
 then is what the older one had already done with.
 """
 
@@ -20,7 +20,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -169,34 +169,43 @@ class Claim:
 
         Raises StoreFailed.
         """
-        refs = self._counting(checkpoints.committed(self._store))
-        keys = [self._key(ref) for ref in refs]
+        refs = counting(self._store, checkpoints.committed(self._store))
+        keys = [_key(self._store, ref) for ref in refs]
         self._store.put(f"{FOLDER}/{self.number}.found", json.dumps(keys).encode())
         return refs
 
-    def _counting(self, refs: Sequence[CheckpointRef]) -> tuple[CheckpointRef, ...]:
-        matches = (_FOUND.match(key) for key in self._store.list(FOLDER))
-        number = max((int(found[1]) for found in matches if found), default=0)
-        if not number:
-            return tuple(refs)
-        found = _parse_keys(self._store, f"{FOLDER}/{number}.found")
 
-        def counts(ref: CheckpointRef) -> bool:
-            return self._key(ref) in found or self._owner_of(ref) >= number
+def counting(store: Store, refs: Sequence[CheckpointRef]) -> tuple[CheckpointRef, ...]:
+    """Those that count, in their order. Raises StoreFailed."""
+    counted = parallel(counted_in(store), refs, LOOKUP_THREADS)
+    return tuple(ref for ref, good in zip(refs, counted, strict=True) if good)
 
-        counted = parallel(counts, refs, LOOKUP_THREADS)
-        return tuple(ref for ref, good in zip(refs, counted, strict=True) if good)
 
-    def _owner_of(self, ref: CheckpointRef) -> int:
-        """Who published it. The newest where that can't be understood: readers will refuse it."""
-        try:
-            number = checkpoints.load_manifest(self._store, ref).extra.get("owner", 0)
-        except StateDamaged:
-            return self.number
-        return number if isinstance(number, int) else 0
+def counted_in(store: Store) -> Callable[[CheckpointRef], bool]:
+    """Tells of a checkpoint whether it counts: the newest owner that looked found it, or it was
+    published by that one or a later one. Both raise StoreFailed."""
+    matches = (_FOUND.match(key) for key in store.list(FOLDER))
+    number = max((int(found[1]) for found in matches if found), default=0)
+    found = _parse_keys(store, f"{FOLDER}/{number}.found") if number else frozenset()
 
-    def _key(self, ref: CheckpointRef) -> str:
-        return ref.url.removeprefix(f"{self._store.url}/")
+    def counts(ref: CheckpointRef) -> bool:
+        return not number or _key(store, ref) in found or _is_by(store, ref, number)
+
+    return counts
+
+
+def _is_by(store: Store, ref: CheckpointRef, number: int) -> bool:
+    """Whether owner ``number`` or a later one published it. True where that can't be understood:
+    readers will refuse it."""
+    try:
+        by = checkpoints.load_manifest(store, ref).extra.get("owner", 0)
+    except StateDamaged:
+        return True
+    return isinstance(by, int) and by >= number
+
+
+def _key(store: Store, ref: CheckpointRef) -> str:
+    return ref.url.removeprefix(f"{store.url}/")
 
 
 def _listed(store: Store) -> tuple[int, frozenset[str]]:

@@ -16,6 +16,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.preflight import check_steps
 from elastic_ft.runtime.publisher import Publisher
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store, open_store
@@ -157,4 +158,18 @@ def test_who_is_superseded_forgets_nobody(publishing: Publishing) -> None:
     with pytest.raises(Superseded):
         publishing.publisher.forget("run0")
     assert other.publisher.emergencies() == ("run1", "run0")
+    other.publisher.close()
+
+
+def test_a_first_look_takes_what_counts_alone(publishing: Publishing, tmp_path: Path) -> None:
+    """Before anything is decided: a late manifest of an earlier owner is ahead of what counts."""
+    other = Publishing(publishing.store.url, "run2")
+    assert other.publisher.resumable() == ()
+    publishing.publisher.claim.check = lambda: None  # type: ignore[method-assign]  # it had looked
+    assert isinstance(publishing.commit(9), ev.CheckpointCommitted)
+    assert isinstance(other.commit(4), ev.CheckpointCommitted)
+    look = Publisher(JOB, "run3", publishing.store.url, lambda _: None, lambda: (), lambda: None)
+    assert [ref.step for ref in look.resumable()] == [4]
+    check_steps(4, publishing.store.url)
+    look.close()
     other.publisher.close()

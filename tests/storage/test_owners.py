@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.errors import StorageError, StoreFailed, Superseded, UsageError
-from elastic_ft.storage import checkpoints, owners
+from elastic_ft.storage import checkpoints, inspect, owners, prune
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import Store, open_store
 from tests.storage.test_checkpoints import save, some_state, write
@@ -255,3 +255,48 @@ def test_the_older_one_deletes_nothing_more(url: str) -> None:
         checkpoints.sweep_abandoned(store, ["run1"], first.check)
     assert store.list() == before
     assert steps(second) == [30, 20, 10]
+
+
+@pytest.fixture
+def late(url: str) -> tuple[Store, owners.Claim]:
+    """Steps 10, 12 and 20 count; step 25 was published late, by the first of three owners."""
+    store = open_store(url)
+    first = take(store, "run1")
+    checkpoints.publish(store, signed(store, 10, first), first.check)
+    manifest = signed(store, 25, first)
+    second = take(store, "run2")
+    assert steps(second) == [10]
+    checkpoints.publish(store, manifest)
+    for step in (12, 20):
+        checkpoints.publish(store, signed(store, step, second), second.check)
+    third = take(store, "run3")
+    assert steps(third) == [20, 12, 10]
+    return store, third
+
+
+def test_what_does_not_count_is_shown_so_and_is_not_what_prune_keeps(
+    late: tuple[Store, owners.Claim],
+) -> None:
+    store, third = late
+    assert [ref.step for ref in inspect.find(store.url)[1]] == [20, 12, 10]
+    listing = inspect.list_checkpoints(store)
+    assert {c.ref.step: c.problem for c in listing.checkpoints} == {
+        25: inspect.LATE,
+        20: "",
+        12: "",
+        10: "",
+    }
+    planned = prune.plan(listing, 0.0, keep_last=1)
+    assert [c.ref.step for c in planned.kept] == [25, 20]
+    prune.carry_out(store, planned)
+    assert steps(third) == [20]
+
+
+def test_what_does_not_count_takes_no_ones_place_in_keep_last(
+    late: tuple[Store, owners.Claim],
+) -> None:
+    store, third = late
+    newest = signed(store, 30, third)
+    checkpoints.publish(store, newest, third.check)
+    assert checkpoints.prune(store, newest, 2, counts=owners.counted_in(store)) == ()
+    assert [ref.step for ref in checkpoints.committed(store)] == [30, 20]
