@@ -171,6 +171,11 @@ class RunFolder:
                 )
             self._append("steps.jsonl", line)
 
+    @property
+    def unended(self) -> tuple[str, ...]:
+        """The runs before this one that had this folder and did not end."""
+        return self._claim.unended if self._claim is not None else ()
+
     def forget_ended(self) -> None:
         """Of the runs that did not end, the journal has been told. Raises StoreFailed."""
         for run in self._claim.unended if self._claim is not None else ():

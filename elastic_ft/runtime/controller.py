@@ -59,7 +59,14 @@ from elastic_ft.runtime.inquiry import Inquiries
 from elastic_ft.runtime.links import serve_store
 from elastic_ft.runtime.planning import planning_of
 from elastic_ft.runtime.publisher import CHECKPOINTS_KNOWN, Publisher
-from elastic_ft.runtime.rescue import INCOMPLETE, Gathered, Patience, compose, keepers_named
+from elastic_ft.runtime.rescue import (
+    INCOMPLETE,
+    Gathered,
+    Patience,
+    compose,
+    is_known,
+    keepers_named,
+)
 from elastic_ft.runtime.wire import Encoded, MessageRefused, Packed
 
 log = logging.getLogger(__name__)
@@ -304,9 +311,7 @@ class Controller:
             self._journal("controller_restarted", 0, reason, fields)
             self.run_folder.forget_ended()
         if step > recorded > 0:
-            reason = f"steps {recorded + 1} to {step} are in the checkpoint, their lines were lost"
-            fields = {"first_step": recorded + 1, "last_step": step}
-            self._journal("record_incomplete", 0, reason, fields)
+            self._tell_unrecorded(recorded, step)
         network = self.job.network
         self._tcp_store = serve_store(self._address, network.port_range)
         self._server = ControlServer(
@@ -430,15 +435,20 @@ class Controller:
             who = ", ".join(sorted(expected))
             reason = f"waiting up to {patience.whole_s:g} s for what keepers of {who} save"
             self._journal("emergency_awaited", 0, reason, {"run": run, "nodes": sorted(expected)})
-        gathered = publisher.gather(run, expected, patience, self._wait)
+        known = run in folder.unended or is_known(folder.path / "events.jsonl", run)
+        gathered = publisher.gather(run, expected, patience, self._wait, whoever=not known)
         for refused in gathered.refused:
             self._journal("checkpoint_warning", 0, refused, {})
         recorded, computed_by = folder.last_step(), folder.computed_by()
-        terms = recorded_terms(folder)
-        saved = compose(gathered.shards, self.job.name, run, recorded, terms, computed_by)
-        newest = max((ref.step for ref in publisher.resumable()), default=0)
+        found = publisher.resumable()
+        newest = max((ref.step for ref in found), default=0)
+        is_recorded = bool(folder.recorded_job()) or not found
+        terms = recorded_terms(folder) if is_recorded else publisher.terms_of(found)[0]
+        saved = compose(gathered.shards, self.job.name, run, recorded, terms, computed_by, newest)
         if saved is not None and saved.manifest.step > newest:
             folder.truncate(recorded)  # no torn line: others come after it
+            if newest > recorded > 0:
+                self._tell_unrecorded(recorded, newest)
             for unrecorded in saved.record:
                 self._record_step(unrecorded)
             folder.make_durable()  # first the record, then what refers to it
@@ -447,10 +457,16 @@ class Controller:
             reason = f"put together from what the keepers of run {run} saved"
             fields = {"step": newest, "recorded": recorded}
             self._journal("emergency_checkpoint", 0, reason, fields)
-        if gathered.missing or any(shard.step > newest for shard in gathered.shards):
+        unheard = not known and not gathered.heard
+        if unheard or gathered.missing or any(shard.step > newest for shard in gathered.shards):
             self._tell_incomplete(run, gathered, newest)
         else:
             publisher.forget(run)
+
+    def _tell_unrecorded(self, recorded: int, step: int) -> None:
+        reason = f"steps {recorded + 1} to {step} are in the checkpoint, their lines were lost"
+        fields = {"first_step": recorded + 1, "last_step": step}
+        self._journal("record_incomplete", 0, reason, fields)
 
     def _keepers_begin_s(self) -> float:
         """For how long keepers may not know yet that the controller before this one is gone."""
@@ -466,6 +482,10 @@ class Controller:
         parts = [f"of steps {', '.join(map(str, steps))} some shards are saved"] if steps else []
         if gathered.missing:
             parts.append(f"keepers of {', '.join(gathered.missing)} saved nothing in time")
+        if not parts:
+            parts.append(
+                f"nothing was heard of the keepers of run {run}, which was not in this folder"
+            )
         fields = {"run": run, "step": newest, "nodes": gathered.missing}
         self._journal(INCOMPLETE, 0, "; ".join(parts), fields)
 
@@ -527,7 +547,9 @@ class Controller:
         except StoreFailed as error:
             return f"; what keepers saved is not known: {error}"
         recorded, computed_by = self.run_folder.last_step(), self.run_folder.computed_by()
-        saved = compose(shards, self.job.name, self.run_id, recorded, computed_by=computed_by)
+        saved = compose(
+            shards, self.job.name, self.run_id, recorded, None, computed_by, self._newest()
+        )
         if saved is None or saved.manifest.step <= self._newest():
             return "; keepers have saved no newer step"
         return f"; keepers have saved step {saved.manifest.step}, where the next start begins"

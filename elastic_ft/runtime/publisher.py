@@ -167,9 +167,10 @@ class Publisher:
         expected: Mapping[ev.NodeId, float],
         patience: rescue.Patience,
         wait: Callable[[float], None] = time.sleep,
+        whoever: bool = False,
     ) -> rescue.Gathered:
         """What the keepers of ``run`` saved. Raises StoreFailed."""
-        return rescue.gather(self._store, run, expected, patience, wait)
+        return rescue.gather(self._store, run, expected, patience, wait, whoever)
 
     def publish_saved(self, manifest: Manifest) -> None:
         """Its record is durable. Raises StoreFailed, Superseded."""

@@ -83,11 +83,13 @@ class Gathered:
     Attributes:
         refused: objects that can't be understood, and what keepers could not save, a line each.
         missing: nodes whose keepers were expected, and said nothing.
+        heard: whether any keeper said anything.
     """
 
     shards: list[Shard] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     missing: list[NodeId] = field(default_factory=list)
+    heard: bool = False
 
 
 def runs(store: Store) -> tuple[str, ...]:
@@ -98,6 +100,12 @@ def runs(store: Store) -> tuple[str, ...]:
 def keepers_named(journal: Path, run: str) -> dict[NodeId, float]:
     """``keepers_of`` what a run folder's events.jsonl has."""
     return keepers_of(read_lines(journal), run)
+
+
+def is_known(journal: Path, run: str) -> bool:
+    """Whether the journal would name the keepers of ``run``, or they were awaited before."""
+    events = ("metrics_served", INCOMPLETE)
+    return any(e["event"] in events and e.get("run") == run for e in read_lines(journal))
 
 
 def keepers_of(events: Lines, run: str) -> dict[NodeId, float]:
@@ -127,6 +135,7 @@ def gather(
     expected: Mapping[NodeId, float],
     patience: Patience,
     wait: Callable[[float], None] = time.sleep,
+    whoever: bool = False,
 ) -> Gathered:
     """What its keepers wrote, once all have ended or the best step that they have is there.
 
@@ -134,6 +143,7 @@ def gather(
         expected: the nodes whose keepers should come, and since when those are (unix time): what
             was said before that was said by another life, clocks permitting.
         wait: lets so many seconds go by.
+        whoever: nobody knows which keepers it had: some are expected.
 
     Raises StoreFailed.
     """
@@ -143,7 +153,8 @@ def gather(
         changed = waiting.look()
         now_s = time.monotonic()
         changed_s = now_s if changed else changed_s
-        missing = waiting.missing() if now_s - began_s < patience.begin_s else []
+        expects = waiting.missing() or (whoever and not waiting.heard())
+        missing = expects and now_s - began_s < patience.begin_s
         quiet = now_s - changed_s > patience.quiet_s or not waiting.unended()
         if not missing and (quiet or waiting.is_best_there()):
             break
@@ -198,6 +209,9 @@ class _Waiting:
         found = (self._parsed[key] for key in sorted(self._keys) if key.endswith(suffix))
         return [value for value in found if value is not None]
 
+    def heard(self) -> bool:
+        return bool(self._keys)
+
     def missing(self) -> list[NodeId]:
         begun: dict[NodeId, float] = {}
         for node, at_s in self._of_kind(BEGUN):
@@ -226,7 +240,7 @@ class _Waiting:
     def result(self) -> Gathered:
         failed = [line for lines in self._of_kind(ENDED) for line in lines]
         refused = [line for key, line in sorted(self._refused.items()) if key in self._keys]
-        return Gathered(self._of_kind(DONE), [*refused, *failed], self.missing())
+        return Gathered(self._of_kind(DONE), [*refused, *failed], self.missing(), self.heard())
 
 
 def is_all(space: str, shards: Collection[str]) -> bool:
@@ -308,6 +322,7 @@ def compose(
     recorded: int,
     terms: Terms | None = None,
     computed_by: Mapping[int, int] | None = None,
+    newest: int = 0,
 ) -> Saved | None:
     """The newest state that the shards make up, if one is, with the steps since ``recorded``.
 
@@ -316,6 +331,7 @@ def compose(
     Args:
         terms: under which ``run`` trained.
         computed_by: the generations of the recorded steps; what came from others is left out.
+        newest: the step of the newest checkpoint: what is not recorded up to there, is not needed.
     """
     cuts: dict[tuple[int, int, str], list[Shard]] = defaultdict(list)
     for shard in shards:
@@ -325,7 +341,7 @@ def compose(
         history = {number: line.generation for number, line in record.items()}
         if not _agree(history | {step: generation}, computed_by or {}):
             continue  # it was rolled back, and trained again
-        since = range(recorded + 1, step + 1)
+        since = range(max(recorded, newest) + 1, step + 1)
         if not record.keys() >= set(since):
             continue  # it would leave a hole in what the run folder has
         entries: dict[Any, ShardEntry] = {}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,10 +33,11 @@ from elastic_ft.runtime.controller import KEEPERS_BEGIN_S, Controller
 from elastic_ft.runtime.keeper import KeeperClient, NodeKeeper, Sealed
 from elastic_ft.runtime.publisher import Errands
 from elastic_ft.runtime.rescue import INCOMPLETE
-from elastic_ft.storage import owners
+from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.store import Store, open_store
 from tests.multiproc.harness import make_job
 from tests.runtime.test_emergency import RUN, Failing, Killed, keeper, shard
+from tests.storage.test_owners import signed
 
 JOB = make_job("fsdp", workers=2)
 RECORDED, SAVED = 5, 7
@@ -265,6 +267,28 @@ def test_a_store_that_was_away_was_so_for_keepers_too(tmp_path: Path) -> None:
 
         controller._publisher.emergencies = emergencies  # type: ignore[method-assign]
         has_everything(tmp_path, controller._open())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_keepers_save_for_a_start_with_another_run_folder_too(tmp_path: Path, late: bool) -> None:
+    """The folder was lost with the controller's machine: only the checkpoint URL is left."""
+    store = killed_before(tmp_path)
+    if late:
+        store.delete(f"emergency/{RUN}")
+    earlier = SimpleNamespace(number=1, owner=SimpleNamespace(run=RUN))
+    checkpoints.publish(store, replace(signed(store, 3, earlier), job=JOB.name))  # type: ignore[arg-type]
+    other = RunFolder(str(tmp_path / "other"))
+    controller = Controller(JOB, NoHost(), other, store.url)  # type: ignore[arg-type]
+    controller.metrics.serve = lambda *_: 1  # type: ignore[method-assign]
+    timer = threading.Timer(0.5, save_everything, (store,))
+    if late:
+        timer.start()
+    found = controller._open()
+    controller._close()
+    timer.cancel()
+    assert found and found[0].step == SAVED
+    steps = [line["step"] for line in read_lines(other.path / "steps.jsonl")]
+    assert steps == list(range(4, SAVED + 1))
 
 
 class OneKeeper(NoHost):
