@@ -19,6 +19,7 @@ from elastic_ft.core.events import NodeId, RecordStep
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
 from elastic_ft.core.terms import Terms
+from elastic_ft.errors import UsageError
 from elastic_ft.observe.run_folder import read_lines
 from elastic_ft.runtime.emergency import (
     BEGUN,
@@ -34,6 +35,7 @@ from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store
 
 POLL_S = 0.2
+EARLIER = ".json"  # what a keeper of an earlier version had saved
 INCOMPLETE = "emergency_incomplete"  # the journal's line: all there was to wait for was awaited
 Lines = Iterable[Mapping[str, Any]]
 
@@ -145,8 +147,13 @@ def gather(
         wait: lets so many seconds go by.
         whoever: nobody knows which keepers it had: some are expected.
 
-    Raises StoreFailed.
+    Raises StoreFailed; UsageError where an earlier version wrote it: it is not ours to delete.
     """
+    if any(key.endswith(EARLIER) for key in store.list(f"emergency/{run}")):
+        raise UsageError(
+            f"{store.url_of(f'emergency/{run}')} was saved by an earlier version: resume once with "
+            f"that one, or delete it"
+        )
     waiting = _Waiting(store, run, expected)
     began_s = changed_s = time.monotonic()
     while True:

@@ -25,7 +25,7 @@ from elastic_ft.core.events import (
     RecordStep,
     StopRequested,
 )
-from elastic_ft.errors import StoreFailed
+from elastic_ft.errors import StoreFailed, UsageError
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.runtime import emergency
@@ -289,6 +289,17 @@ def test_keepers_save_for_a_start_with_another_run_folder_too(tmp_path: Path, la
     assert found and found[0].step == SAVED
     steps = [line["step"] for line in read_lines(other.path / "steps.jsonl")]
     assert steps == list(range(4, SAVED + 1))
+
+
+def test_what_an_earlier_version_saved_is_not_deleted(tmp_path: Path) -> None:
+    store = killed_before(tmp_path)
+    store.delete(f"emergency/{RUN}")
+    store.put(f"emergency/{RUN}/n0.begun", b"")
+    store.put(f"emergency/{RUN}/n0.json", b'[{"step": 7}]')
+    before = store.list("emergency")
+    with pytest.raises(UsageError, match="was saved by an earlier version: resume once with that"):
+        start(tmp_path)
+    assert store.list("emergency") == before
 
 
 class OneKeeper(NoHost):
