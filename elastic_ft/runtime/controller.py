@@ -472,8 +472,8 @@ class Controller:
         """For how long keepers may not know yet that the controller before this one is gone."""
         begin_s = 1.25 * self.job.elastic.heartbeat_timeout_s + KEEPERS_BEGIN_S
         sign = self._last_sign
-        if sign is None or sign.host != os.uname().nodename:
-            return begin_s  # by this machine's clock it is not known for how long it is
+        if sign is None or not (sign.gone or sign.pid == os.getpid()):
+            return begin_s  # it may be stopped: its keepers learn only now that it has a successor
         return min(begin_s, max(0.0, begin_s - (time.time() - sign.at_s)))
 
     def _tell_incomplete(self, run: str, gathered: Gathered, newest: int) -> None:

@@ -120,7 +120,8 @@ def test_an_odd_message_is_its_senders_last(running: Running, message: Any, why:
     channel = running.connect()
     channel.send(message)
     with pytest.raises(EOFError):
-        channel.receive(SOON_S)
+        while True:  # a pulse may come before the end
+            channel.receive(SOON_S)
     refused = running.line("message_refused")
     assert why in refused["reason"] and refused["worker"] == "w0"
     channel.close()

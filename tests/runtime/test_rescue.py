@@ -331,5 +331,6 @@ class OneKeeper(NoHost):
 
 
 def leave_sign(folder: Path, ago_s: float) -> None:
-    sign = alive.Sign(time.time() - ago_s, os.uname().nodename, 1)
+    nobody = 2**22 + 1  # more than Linux gives to any process
+    sign = alive.Sign(time.time() - ago_s, os.uname().nodename, nobody)
     (folder / alive.NAME).write_text(json.dumps(asdict(sign)))
