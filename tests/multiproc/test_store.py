@@ -117,9 +117,10 @@ def test_the_controllers_process_is_killed_where_all_is_in_a_bucket(
     with s3_server(tmp_path / "s3") as s3:
         for name, value in s3.env.items():
             monkeypatch.setenv(name, value)
-        out, steps = s3.url("run"), 1500
-        store = open_store(out)
-        job = make_job("fsdp", steps=steps, workers=2, checkpoint={"every_steps": 500})
+        out, store = s3.url("run"), open_store(s3.url("run"))
+        paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.02}}  # the mirror lags by 5 s
+        checkpoint = {"every_steps": 1000}
+        job = make_job("fsdp", steps=250, workers=2, data=paced, checkpoint=checkpoint)
         job_file = tmp_path / "job.yaml"
         job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
         command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
