@@ -200,7 +200,8 @@ class ElasticConfig(Section):
     suspend_timeout_s: Seconds = 1800  # below min_workers
     pause_timeout_s: Seconds = 10  # survivors to reach a safe point once aborted
     form_timeout_s: Seconds = 60  # forming plus re-sharding
-    hang_timeout_s: Seconds = 60  # no progress inside a step
+    # No progress inside a step; three times as long as a step takes, if that is longer.
+    hang_timeout_s: Seconds = 60
     heartbeat_timeout_s: Seconds = 10  # nothing at all from a worker
     max_generations_without_progress: Count = 10
     max_user_failures: CountFrom0 = 2  # retries, until a step goes by without an exception

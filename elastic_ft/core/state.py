@@ -59,7 +59,7 @@ class Policy:
     pause_timeout_s: float = 10
     release_timeout_s: float = 30
     form_timeout_s: float = 60
-    boundary_timeout_s: float = 70  # a running step to end: the hang timeout and some
+    boundary_timeout_s: float = 70  # a running step to end: hangs are noticed sooner
     stop_timeout_s: float = 120
     publish_timeout_s: float = 1800  # a checkpoint whose shards are written
     max_generations_without_progress: int = 10

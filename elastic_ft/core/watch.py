@@ -1,15 +1,25 @@
 """Who hangs: a pure judgement over progress marks. The controller asks a few times a second.
 
 Times are seconds of one clock, and are given, never taken.
+
+How long members may stand still follows the steps that were measured: ``hang_timeout_s`` suits
+steps that are short, and where a step by itself takes longer than that, it is no hang.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 
 from elastic_ft.core.events import NodeId, WorkerId
 from elastic_ft.core.state import State
+
+FIRST_STEP_TIMEOUTS = 4  # hang timeouts to stand still for, before any step was measured
+STILL_STEPS = 3  # usual steps to stand still for, once some were
+STEPS_USUAL = 15  # the last ones: their median is the usual one
+LAST_RESORT_TIMEOUTS = 10  # hang timeouts, of what only ends a wait that nobody judges
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,7 @@ class Progress:
     """The marks of all workers, and when each node's keeper was last heard.
 
     Args:
-        hang_timeout_s: of standing still inside a step.
+        hang_timeout_s: of standing still inside a step; see ``still_max_s``.
         heartbeat_timeout_s: of silence.
     """
 
@@ -53,6 +63,7 @@ class Progress:
         self._hang_timeout_s, self._heartbeat_timeout_s = hang_timeout_s, heartbeat_timeout_s
         self.marks: dict[WorkerId, Mark] = {}
         self._keepers_heard_at_s: dict[NodeId, float] = {}
+        self._steps_worker_s: deque[float] = deque(maxlen=STEPS_USUAL)
 
     def forget(self) -> None:
         """A new generation, or all is to be seen anew: of workers. Keepers know no generations."""
@@ -70,6 +81,21 @@ class Progress:
     def applied(self, worker: WorkerId, step: int, now_s: float) -> None:
         old = self.marks.get(worker)
         self.marks[worker] = Mark(step, 0, old.points if old else 0, now_s, now_s)
+
+    def measured(self, took_s: float, world: int) -> None:
+        """A step of so many members has taken ``took_s``; 0 tells nothing."""
+        if took_s > 0:
+            self._steps_worker_s.append(took_s * world)
+
+    def still_max_s(self, world: int) -> float:
+        """For how long all of so many members may stand still inside a step.
+
+        Their steps take as much longer as they are fewer than those measured.
+        """
+        if not self._steps_worker_s:
+            return FIRST_STEP_TIMEOUTS * self._hang_timeout_s
+        usual_s = median(self._steps_worker_s) / max(world, 1)
+        return max(self._hang_timeout_s, STILL_STEPS * usual_s)
 
     def overlook(self, absent_s: float) -> None:
         """Time in which nobody looked (we were stopped, starved) says nothing of workers."""
@@ -93,10 +119,11 @@ class Progress:
         moving = self._of(state, state.ranks, now_s) if _trains(state) else {}
         if state.phase == "pausing":
             moving = {worker: mark for worker, mark in moving.items() if worker not in state.paused}
-        if not stand_still(moving, now_s, self._hang_timeout_s):
+        still_max_s = self.still_max_s(len(state.ranks))
+        if not stand_still(moving, now_s, still_max_s):
             return Judgement({})
         behind = find_behind(moving, now_s)
-        stuck = f"nobody moved for {self._hang_timeout_s:g} s, all at the same place"
+        stuck = f"nobody moved for {still_max_s:g} s, all at the same place"
         return Judgement(behind, "" if behind else stuck)
 
     def silent_keepers(self, state: State, now_s: float) -> dict[NodeId, Hung]:
@@ -152,6 +179,6 @@ def find_behind(marks: Marks, now_s: float) -> dict[WorkerId, Hung]:
     }
 
 
-def stand_still(marks: Marks, now_s: float, hang_timeout_s: float) -> bool:
-    """Whether there are members and none has moved for ``hang_timeout_s``."""
-    return bool(marks) and all(now_s - m.moved_at_s > hang_timeout_s for m in marks.values())
+def stand_still(marks: Marks, now_s: float, still_max_s: float) -> bool:
+    """Whether there are members and none has moved for ``still_max_s``."""
+    return bool(marks) and all(now_s - m.moved_at_s > still_max_s for m in marks.values())

@@ -30,7 +30,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
 from elastic_ft.core.state import Policy, Recovery, State, Turn
-from elastic_ft.core.watch import Progress
+from elastic_ft.core.watch import LAST_RESORT_TIMEOUTS, Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts
@@ -127,7 +127,7 @@ def policy_of(job: Job) -> Policy:
         suspend_timeout_s=elastic.suspend_timeout_s,
         pause_timeout_s=elastic.pause_timeout_s,
         form_timeout_s=elastic.form_timeout_s,
-        boundary_timeout_s=elastic.hang_timeout_s + elastic.pause_timeout_s,
+        boundary_timeout_s=LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + elastic.pause_timeout_s,
         publish_timeout_s=elastic.suspend_timeout_s,
         max_generations_without_progress=elastic.max_generations_without_progress,
         max_user_failures=elastic.max_user_failures,
@@ -665,6 +665,8 @@ class Controller:
             self._data_read[event.member.worker] = event.data
         if isinstance(event, ev.StepApplied):
             self._progress.applied(event.worker, event.step, time.monotonic())
+            if self.state.ranks.get(event.worker) == 0:
+                self._progress.measured(event.took_s, len(self.state.ranks))
         before = self.state
         try:
             self.state, commands = decide(before, event, self.policy)

@@ -52,6 +52,7 @@ from elastic_ft.core.events import (
     WorkerReady,
 )
 from elastic_ft.core.terms import changes, data_terms
+from elastic_ft.core.watch import LAST_RESORT_TIMEOUTS
 from elastic_ft.errors import (
     DataDiffers,
     DataError,
@@ -492,7 +493,8 @@ class Worker:
         step = assignment.source.step
         self._points.enter(groups.generation, groups.rank, groups.world_size, step, form.fired)
         self._points("forming")
-        groups.form(tools.engine.device, 2 * self.job.elastic.hang_timeout_s, self._points)
+        operation_timeout_s = LAST_RESORT_TIMEOUTS * self.job.elastic.hang_timeout_s
+        groups.form(tools.engine.device, operation_timeout_s, self._points)
         self._links.prepare()  # for the generation after this one
         _check_same_data(groups, _data_in_words(tools.data), self._live is not None)
         live = self._live[1] if self._live else {}

@@ -19,6 +19,7 @@ def trained() -> Script:
 def beaten(until_s: float, **places: tuple[int, int]) -> Progress:
     """Every worker has stood at its (step, place) since second 0, and beats each second."""
     progress = Progress(HANG_S, SILENT_S)
+    progress.measured(1.0, world=3)
     for second in range(int(until_s) + 1):
         for worker, (step, place) in places.items():
             progress.beat(worker, step, place, place, float(second))
@@ -93,6 +94,43 @@ def test_a_new_step_is_a_move() -> None:
     progress.applied("b", 6, 19.0)
     assert judged(progress, trained(), 21.0) == ([], False)
     assert progress.still_s(trained().state, 21.0) == {0: 21.0, 1: 2.0, 2: 21.0}
+
+
+def test_a_step_that_takes_longer_than_the_timeout_is_no_hang() -> None:
+    """Of 130 s, say, all of which its one wait for the device takes."""
+    script, places = trained(), {"a": (5, 3), "b": (5, 3), "c": (5, 3)}
+    progress = beaten(389, **places)
+    for _ in range(15):
+        progress.measured(130.0, world=3)
+    assert judged(progress, script, 389.0) == ([], False)
+    assert judged(progress, script, 391.0) == ([], True)
+
+
+def test_steps_of_fewer_members_take_longer() -> None:
+    progress = Progress(HANG_S, SILENT_S)
+    progress.measured(10.0, world=8)
+    assert (progress.still_max_s(8), progress.still_max_s(2)) == (30.0, 120.0)
+
+
+def test_one_long_step_among_short_ones_makes_no_hang_longer() -> None:
+    progress = Progress(HANG_S, SILENT_S)
+    for took_s in (900.0, 1.0, 1.0):
+        progress.measured(took_s, world=3)
+    assert progress.still_max_s(3) == HANG_S
+
+
+def test_the_first_step_has_longer() -> None:
+    """It compiles, tunes and connects, and nothing is known of its length."""
+    script, progress = trained(), Progress(HANG_S, SILENT_S)
+    for second in range(82):
+        for worker in ("a", "b", "c"):
+            progress.beat(worker, 1, 3, 3, float(second))
+    assert judged(progress, script, 79.0) == ([], False)
+    assert judged(progress, script, 81.0) == ([], True)
+    progress.measured(0.0, world=3)
+    assert judged(progress, script, 79.0) == ([], False)
+    progress.measured(1.0, world=3)
+    assert judged(progress, script, 79.0) == ([], True)
 
 
 def test_a_silent_keeper_is_named_in_whatever_phase() -> None:
