@@ -28,7 +28,7 @@ COUNT_MAX = 10**15  # of steps, samples, tokens: beyond all use, and far from ov
 WORKERS_MAX = 10**6
 BATCH_MAX = 10**9
 SEQUENCE_MAX = 1 << 30
-SEED_MAX = (1 << 63) - 1
+SEED_MAX = (1 << 64) - 1
 FILE_BYTES_MAX = 4 << 20  # of a job file
 VALUES_MAX = 100_000  # in a job file, aliases resolved
 # What PyYAML's constructors let through, as for the date 2024-13-45.

@@ -622,7 +622,7 @@ def seed_for(seed: int, step: int, micro_batch: int) -> None:
     Not by ``torch.manual_seed``: without a GPU it takes a stack trace for each kind that there
     might be: 0.2 ms a call, beside 1 us.
     """
-    value = (seed * 1_000_003 + step) * 100_003 + micro_batch
+    value = ((seed * 1_000_003 + step) * 100_003 + micro_batch) % (1 << 64)
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
