@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -21,8 +22,10 @@ __all__ = [
     "CheckpointImpl",
     "abort_nccl",
     "after_operations",
+    "buffer_sync",
     "checkpoint_wrapper",
     "forget_meshes",
+    "import_lazy_parts",
     "local_shape_and_offset",
     "pin",
     "process_groups",
@@ -84,6 +87,19 @@ def abort_nccl(group: dist.ProcessGroup) -> None:
     except RuntimeError:
         return  # this group has no CUDA backend
     backend.abort()
+
+
+def buffer_sync(wanted: bool) -> dict[str, bool]:
+    """Tells DDP whether to sync buffers in each forward; torch 2.13 has another word for it."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: wanted}
+
+
+def import_lazy_parts() -> None:
+    """What an optimizer's first step imports, without one: a step asks the CUDA driver whether a
+    graph is being captured, and no process that is forked after that can use CUDA."""
+    import torch._dynamo  # noqa: F401
 
 
 def process_groups() -> list[object]:

@@ -1,10 +1,8 @@
-"""Imported once by the fork server of ``local``: what every worker needs, and no threads."""
+"""Imported once by the fork server of ``local``: what every worker needs, no threads, no CUDA."""
 
-from elastic_ft.config import OptimizerConfig
 from elastic_ft.runtime import compat, worker
-from elastic_ft.runtime.engines.native import warm_optimizer
 
 compat.forget_meshes()
-warm_optimizer(OptimizerConfig())
+compat.import_lazy_parts()
 
 __all__ = ["worker"]

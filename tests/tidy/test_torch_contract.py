@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -75,6 +76,15 @@ def test_the_random_tracker_is_a_module_variable() -> None:
 def test_group_backends_can_be_asked_for() -> None:
     assert callable(dist.ProcessGroup._get_backend)
     assert callable(dist.ProcessGroupGloo.abort)
+
+
+def test_ddp_takes_what_it_is_told_about_buffers() -> None:
+    """torch 2.13 calls ``forward_sync_buffers`` what 2.11 calls ``broadcast_buffers``."""
+    taken = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    assert {"init_sync", "gradient_as_bucket_view"} <= taken.keys()
+    for wanted in (True, False):
+        told = compat.buffer_sync(wanted)
+        assert told.keys() <= taken.keys() and list(told.values()) == [wanted]
 
 
 def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:

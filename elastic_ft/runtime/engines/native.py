@@ -209,8 +209,8 @@ class NativeEngine:
         self._runner = DistributedDataParallel(
             module,
             init_sync=False,  # the state comes through the transfer
-            forward_sync_buffers=bool(self._buffers),
             gradient_as_bucket_view=True,
+            **compat.buffer_sync(bool(self._buffers)),
         )
 
     # ------------------------------------------------------------------- state
