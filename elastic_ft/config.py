@@ -92,19 +92,51 @@ class DataConfig(Section):
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+Decay = Annotated[float, Field(ge=0, le=1e6)]
+SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+
+
+class ParameterGroup(Section):
+    """Parameters by the pattern of their names in the whole model, ``*`` for any part.
+
+    What is not given is as for all others.
+    """
+
+    match: str = Field(min_length=1)
+    lr: Rate | None = None  # its highest; the schedule shapes it as it does optimizer.lr
+    weight_decay: Decay | None = None  # of vectors too
 
 
 class OptimizerConfig(Section):
     name: str = "adamw"  # adamw, adam, sgd, or "package.module:class"
-    lr: float = Field(3e-4, gt=0, le=1e6)
-    weight_decay: float = Field(0.1, ge=0, le=1e6)
+    lr: Rate = 3e-4
+    weight_decay: Decay = 0.1  # of matrices; norms and biases have none
+    groups: tuple[ParameterGroup, ...] = ()  # the first whose pattern matches counts
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0, le=1e6)
     kwargs: dict[str, Any] = Field(default_factory=dict)
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    # constant, linear, cosine, wsd, inverse_sqrt, or "package.module:callable", which is given
+    # (step, steps) and returns what the rate is of lr: a function of these alone.
+    schedule: str = "cosine"
     warmup_steps: CountFrom0 = 0
+    decay_steps: CountFrom0 = 0  # wsd: the last ones
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     grad_clip: float | None = Field(1.0, gt=0)  # maximum global norm
+
+    @field_validator("schedule")
+    @classmethod
+    def known(cls, value: str) -> str:
+        if value not in SCHEDULES and ":" not in value:
+            names = ", ".join(SCHEDULES)
+            raise ValueError(f"expected one of {names} or package.module:callable, found {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def decays_in_some_steps(self) -> OptimizerConfig:
+        if (self.schedule == "wsd") != (self.decay_steps > 0):
+            raise ValueError("decay_steps: schedule wsd needs it, and no other schedule has it")
+        return self
 
 
 class BatchConfig(Section):
@@ -309,6 +341,7 @@ class Job(Section):
             "model.path": self.model.path,
             "data.path": self.data.path,
             "optimizer.name": self.optimizer.name,
+            "optimizer.schedule": self.optimizer.schedule,
             "parallel.tp_plan": self.parallel.tp_plan,
         }
         return [f"{key} {path}" for key, path in named.items() if path and ":" in path]

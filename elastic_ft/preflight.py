@@ -268,6 +268,7 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
     from elastic_ft.models.build import build_model
     from elastic_ft.runtime.data import preflight
     from elastic_ft.runtime.engines.native import check_parallel
+    from elastic_ft.runtime.rates import check_groups
 
     bundle, parameters = preflight(job)
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
@@ -276,6 +277,7 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
             job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
         )
     check_parallel(job, model, bundle.sequence_length)
+    check_groups(job.optimizer, model)
     if job.parallel.strategy == "auto":
         from elastic_ft.runtime.planning import planning_of
 
@@ -315,8 +317,11 @@ def check_optimizer(job: Job) -> None:
 
     from elastic_ft.models.imports import import_object, one_line
     from elastic_ft.runtime.engines.native import make_optimizer
+    from elastic_ft.runtime.rates import learning_rate
 
     config = job.optimizer
+    for step in {1, job.steps // 2 + 1, job.steps}:
+        learning_rate(config, job.steps, step)
     if ":" in config.name:
         import_object(config.name, "optimizer.name", ConfigError)
     try:

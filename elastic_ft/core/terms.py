@@ -21,7 +21,7 @@ SEED, BATCH, LENGTH = "seed", "batch.global_batch_size", "data.sequence_length"
 # An accepted change of these changes which samples a step has.
 ORDER_KEYS = (SEED, BATCH, SAMPLES)
 OPTIMIZER_KEYS = tuple(
-    f"optimizer.{key}" for key in ("name", "betas", "eps", "weight_decay", "kwargs")
+    f"optimizer.{key}" for key in ("name", "betas", "eps", "weight_decay", "groups", "kwargs")
 )
 JOB_KEYS = (SEED, BATCH, LENGTH, *OPTIMIZER_KEYS)
 # These may change, as each step has its own anyway, or none has any: the journal tells.
@@ -29,8 +29,10 @@ NOTED_KEYS = (
     "steps",
     "batch.micro_batch_size",
     "precision.dtype",
-    *(f"optimizer.{key}" for key in ("lr", "schedule", "warmup_steps", "min_lr_ratio")),
-    "optimizer.grad_clip",
+    *(
+        f"optimizer.{key}"
+        for key in ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "grad_clip")
+    ),
 )
 
 

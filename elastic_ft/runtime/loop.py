@@ -23,7 +23,6 @@ from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.events import RecordStep, StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
-from elastic_ft.core.schedule import learning_rate
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime.checkpointer import Checkpointer, Owned
 from elastic_ft.runtime.control import Note
@@ -34,6 +33,7 @@ from elastic_ft.runtime.faults import Points
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.pace import Pace
 from elastic_ft.runtime.prefetch import Prefetcher
+from elastic_ft.runtime.rates import learning_rate
 from elastic_ft.runtime.snapshot import Schema, Snapshots
 from elastic_ft.runtime.transfer import Boxes
 

@@ -88,6 +88,12 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(changed("optimizer.lr", -1), "optimizer.lr: ", id="negative-lr"),
         pytest.param(changed("optimizer.betas", [0.9]), "optimizer.betas.1: ", id="one-beta"),
         pytest.param(changed("optimizer.schedule", "step"), "optimizer.schedule: ", id="schedule"),
+        pytest.param(changed("optimizer.schedule", "wsd"), "optimizer: decay_steps: ", id="wsd"),
+        pytest.param(
+            changed("optimizer.groups", [{"match": "*", "lr": 0}]),
+            "optimizer.groups.0.lr: Input should be greater than 0",
+            id="group",
+        ),
         pytest.param(changed("precision.dtype", "fp8"), "precision.dtype: ", id="precision"),
         pytest.param(changed("parallel.strategy", "zero"), "parallel.strategy: ", id="strategy"),
         pytest.param(changed("parallel.shard_size", 1), "parallel.shard_size: ", id="shard-size"),

@@ -95,6 +95,21 @@ def test_plans_of_tensor_parallelism(
 
 @pytest.mark.parametrize(
     ("strategy", "world", "parallel"),
+    [("fsdp", 2, {}), ("ddp", 2, {"pp": 2}), ("fsdp", 4, {"tp": 2})],
+)
+def test_groups_of_parameters(
+    train: Train, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    groups = [{"match": "*norm*", "lr": 0.01}, {"match": "output.*", "weight_decay": 0.5}]
+    optimizer = {"lr": 3e-3, "groups": groups}
+    alone = train(job_of("decoder", optimizer=optimizer), 1)
+    assert str(alone) != str(train(job_of("decoder"), 1))
+    found = train(job_of("decoder", strategy, parallel=parallel, optimizer=optimizer), world)
+    assert_close(found, alone, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "parallel"),
     [
         ("ddp", 2, {"pp": 2}),
         ("ddp", 2, {"pp": 2, "schedule": "zero_bubble"}),

@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from elastic_ft.config import Job
-from elastic_ft.core.schedule import learning_rate
 from elastic_ft.core.sharding import Box, boxes_of_range
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.build import block_modules, computed_buffers, initial_state
@@ -51,6 +50,7 @@ from elastic_ft.runtime.engines.native import (
     warm_optimizer,
 )
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.rates import learning_rate, set_rates
 from elastic_ft.runtime.weights import load as load_weights
 from elastic_ft.storage.safetensors import open_folder
 
@@ -298,9 +298,7 @@ class DeepSpeedEngine:
     def apply(self, step: int, tokens: int, reach: Reach) -> Update:
         assert self._optimizer is not None
         reach("before_optimizer")
-        rate = learning_rate(self.job.optimizer, self.job.steps, step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(self._optimizer, learning_rate(self.job.optimizer, self.job.steps, step))
         scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
         scale *= max(tokens, 1) / self._nominal_tokens  # what the gradients are too large by
         norm = self._step(scale, reach) if self.stage else self._replicated_step(scale, reach)

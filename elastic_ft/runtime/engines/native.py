@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft.config import Job, OptimizerConfig
 from elastic_ft.core.layout import Layout
-from elastic_ft.core.schedule import learning_rate
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError, ElasticError
 from elastic_ft.models.build import block_modules, computed_buffers, initial_state
@@ -46,6 +45,7 @@ from elastic_ft.runtime.engines.pipeline import (
 )
 from elastic_ft.runtime.engines.tensor_parallel import check_tensor_parallel, parallelize
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.rates import grouped, learning_rate, set_rates
 from elastic_ft.runtime.weights import load as load_weights
 from elastic_ft.storage.safetensors import open_folder
 
@@ -396,8 +396,7 @@ class NativeEngine:
         if math.isfinite(norm):
             self._scale_gradients(gradients, norm, ratio)
             rate = learning_rate(self.job.optimizer, self.job.steps, step)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate
+            set_rates(self._optimizer, rate)
             self.intact = False
             with _inside(reach):
                 self._optimizer.step()
@@ -519,12 +518,8 @@ def _chain(named: Iterable[Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, An
 def make_optimizer(
     config: OptimizerConfig, parameters: dict[str, nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Returns the optimizer; vectors (norms, biases) are not decayed."""
-    matrices = [p for p in parameters.values() if p.requires_grad and p.dim() >= 2]
-    vectors = [p for p in parameters.values() if p.requires_grad and p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}]
-    groups.append({"params": vectors, "weight_decay": 0.0})
-    groups = [g for g in groups if g["params"]]
+    """Returns the optimizer of ``parameters``, which have their names in the whole model."""
+    groups = grouped(config, parameters)
     adam = {"lr": config.lr, "betas": config.betas, "eps": config.eps, **config.kwargs}
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **adam)
