@@ -37,7 +37,7 @@ from elastic_ft.core.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.state import Policy, State
 from elastic_ft.runtime import wire
-from elastic_ft.runtime.control import Form
+from elastic_ft.runtime.control import forms, to_each
 
 STEPS = 2
 TOLD = wire.Messages(*typing.get_args(ev.Event))
@@ -64,11 +64,11 @@ class Controller:
         for command in commands:
             if isinstance(command, ev.PauseWorkers):
                 self.pauses.append(command)
-                self._send(wire.Encoded(command), len(command.workers))
+                self._send(to_each(command), len(command.workers))
             elif isinstance(command, ev.FormGeneration):
                 self.formed.append(command)
-                everyones: Any = wire.Packed(command.assignment)
-                self._send(Form(everyones), len(command.assignment.members))
+                for _, form in forms(command.assignment, {}):
+                    self._send(form, 1)
             else:
                 self._send(command, 1)
             if isinstance(command, ev.RecordStep):
@@ -107,7 +107,7 @@ def steps(controller: Controller) -> Iterator[ev.Event]:
         for rank, one in enumerate(assignment.members):
             metrics = {"loss": 2.0, "tokens": 1000, "lr": 1e-3, "grad_norm": 1.0}
             common = (0.0, one.worker, assignment.generation, number)
-            yield ev.StepApplied(*common, metrics, 0.5, {"data_s": 0.01})
+            yield ev.StepApplied(*common, metrics, pace_s=0.5, took_s=0.6, spent={"data_s": 0.01})
             if rank in assignment.holding:
                 yield ev.StepHeld(*common)
 
@@ -231,12 +231,13 @@ def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[
             and phase("form again", lambda: resumed(controller))
             and phase("train on", lambda: steps(controller))
         )
-        form = len(wire.Packed(controller.formed[-1].assignment).part.data)
-        found |= {"assignment_bytes": form, "bytes_per_worker": memory_bytes / count}
+        found |= {"bytes_per_worker": memory_bytes / count}
     if whole:
         # Everything between the loss and the new assignment: in the core, and with the wire.
         for key, part in (("shrink_decided_s", "decide_s"), ("shrink_handled_s", "seconds")):
             found[key] = sum(phases[name][part] for name in ("lose one", "pause"))
+        for key, name in (("pause_bytes", "lose one"), ("assignment_bytes", "pause")):
+            found[key] = phases[name]["sent_bytes"] / (count - 1)  # to each
         found |= {"committed": controller.committed}
     return found
 
@@ -284,7 +285,8 @@ def markdown(record: dict[str, Any], raw: str) -> str:
                 _number(found, "shrink_decided_s", "{:.3f}"),
                 _number(found, "shrink_handled_s", "{:.2f}"),
                 _number(found, "bytes_per_worker", "{:,.0f}"),
-                _number(found, "assignment_bytes", "{:,}"),
+                _number(found, "pause_bytes", "{:,.0f}"),
+                _number(found, "assignment_bytes", "{:,.0f}"),
             ]
         )
     titles = ["workers", *(f"{name}, s (events/s)" for name in PHASES)]
@@ -292,7 +294,8 @@ def markdown(record: dict[str, Any], raw: str) -> str:
         "a shrink is decided, s",
         "with the wire, s",
         "state, bytes per worker",
-        "assignment as sent, bytes",
+        "a pause as sent to each, bytes",
+        "an assignment as sent to each, bytes",
     ]
     lines = []
     for strategy, phases in record["profiles"].items():
@@ -336,7 +339,7 @@ def _show(found: dict[str, Any]) -> None:
             f"  a shrink is decided in {found['shrink_decided_s']:.3f} s of computing, "
             f"{found['shrink_handled_s']:.2f} s with the wire; "
             f"{found['bytes_per_worker']:,.0f} bytes per worker, "
-            f"assignment {found['assignment_bytes']:,} bytes",
+            f"{found['assignment_bytes']:,.0f} bytes of an assignment to each",
             flush=True,
         )
 

@@ -30,6 +30,7 @@ from elastic_ft.config import Job, parse_job
 from elastic_ft.core.costs import Choice, memory
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import Layout
+from elastic_ft.core.shares import share_of
 from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
 from elastic_ft.runtime.engines.base import MicroBatch
@@ -129,7 +130,7 @@ def _rank(rank: int, layout: Layout, port: int, results: Any, job: Job) -> None:
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, buddies, "benchmark")
-    groups = Groups(assignment, f"w{rank}", ("127.0.0.1", port))
+    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
     try:
         groups.form(torch.device("cpu"), DEADLINE_S)
         results.put((rank, peak_of_rank(groups, job), ""))

@@ -39,6 +39,7 @@ import torch.distributed as dist
 from elastic_ft.config import Job, parse_job
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.shares import share_of
 from elastic_ft.models.build import build_model
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.runtime.controller import Controller
@@ -96,7 +97,7 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, ((),) * world, "bare")
-    groups = Groups(assignment, f"w{rank}", ("127.0.0.1", port))
+    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
     groups.form(torch.device("cpu"), 60)
     engine.attach(groups)
     engine.initialise()

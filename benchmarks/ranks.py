@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.shares import share_of
 from elastic_ft.runtime.groups import Groups
 
 DEADLINE_S = 600.0
@@ -55,7 +56,7 @@ def form(rank: int, world: int, port: int, device: torch.device) -> Groups:
     source = Source(0, Tier.INITIAL)
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
     assignment = Assignment(1, members, (), layout, source, buddies, "benchmark")
-    groups = Groups(assignment, f"w{rank}", ("127.0.0.1", port))
+    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
     groups.form(device, OPERATION_S)
     return groups
 

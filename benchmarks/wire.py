@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from elastic_ft.core import events as ev
 from elastic_ft.core.layout import Layout
 from elastic_ft.runtime import wire
-from elastic_ft.runtime.control import TO_CONTROLLER, TO_WORKER, Form, Heartbeat
+from elastic_ft.runtime.control import TO_CONTROLLER, TO_WORKER, Heartbeat, forms
 from elastic_ft.runtime.keeper import Content
 
 KEY = b"k" * 32
@@ -136,17 +136,16 @@ def assignment(count: int) -> ev.Assignment:
 
 
 def form(count: int) -> dict[str, dict[str, float]]:
-    """Of an assignment to ``count`` workers: packed once, sealed for each, read by each."""
+    """Of an assignment to ``count`` workers: all of it pickled, or the share of each of them."""
     made = assignment(count)
 
     def old() -> tuple[bytes, Callable[[], Any]]:
         data = zlib.compress(pickle.dumps(made), level=1)
-        return data, lambda: pickle.loads(zlib.decompress(data))
+        return data * count, lambda: pickle.loads(zlib.decompress(data))
 
     def new() -> tuple[bytes, Callable[[], Any]]:
-        everyones: Any = wire.Packed(made)
-        body = wire.encode(Form(everyones))
-        return body, lambda: TO_WORKER.decode(body)
+        bodies = [wire.encode(form) for _, form in forms(made, {})]
+        return b"".join(bodies), lambda: TO_WORKER.decode(bodies[0])
 
     found = {}
     for name, make in (("pickle", old), ("sealed", new)):

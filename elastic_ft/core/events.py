@@ -100,8 +100,32 @@ class Source:
     generation: int = 0  # that computed the step
 
 
+class Basis:
+    """What follows from how a generation is laid out, and from what it began with."""
+
+    __slots__ = ()
+
+    generation: int
+    layout: Layout
+    source: Source
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no member has all of the state."""
+        return self.layout.pp * self.layout.dp_shard * self.layout.tp > 1
+
+    def computed_by(self, step: int) -> int:
+        """Which generation computed ``step``, of the states that this one has."""
+        return self.generation if step > self.source.step else self.source.generation
+
+    def holding_of(self, rank: int, step: int, tier: Tier) -> Holding:
+        """The shard of ``rank`` after ``step``, in ``tier``."""
+        space, shard = self.layout.shard_space, self.layout.shard_of(rank)
+        return Holding(step, space, shard, tier, self.computed_by(step))
+
+
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class Assignment(Basis):
     """One generation: who, in which rank order, laid out how, with state from where."""
 
     generation: int
@@ -127,20 +151,6 @@ class Assignment:
             return range(len(self.members))
         kept = self.members[0].node in {keeper.node for keeper in self.keepers}
         return range(1) if kept else range(0)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether no member has all of the state."""
-        return self.layout.pp * self.layout.dp_shard * self.layout.tp > 1
-
-    def computed_by(self, step: int) -> int:
-        """Which generation computed ``step``, of the states that this one has."""
-        return self.generation if step > self.source.step else self.source.generation
-
-    def holding_of(self, rank: int, step: int, tier: Tier) -> Holding:
-        """The shard of ``rank`` after ``step``, in ``tier``."""
-        space, shard = self.layout.shard_space, self.layout.shard_of(rank)
-        return Holding(step, space, shard, tier, self.computed_by(step))
 
     def rank_of(self, worker: WorkerId) -> int | None:
         return next((r for r, m in enumerate(self.members) if m.worker == worker), None)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.events import Assignment, Member, WorkerId
+from elastic_ft.core.shares import Share, shares
 from elastic_ft.core.terms import is_data_terms
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.wire import (
@@ -24,6 +25,7 @@ from elastic_ft.runtime.wire import (
     Encoded,
     MessageRefused,
     Messages,
+    Packed,
     Reception,
     dial,
 )
@@ -63,10 +65,31 @@ class Pulse:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    assignment: Assignment
+    assignment: Share
     extra: dict[str, Any] | None = None  # of the host, for the worker's ``on_generation`` hook
     fired: frozenset[int] = frozenset()  # faults that have fired
     checkpointed_step: int = 0  # of the newest committed checkpoint
+
+
+def forms(
+    assignment: Assignment,
+    extras: Mapping[WorkerId, dict[str, Any]],
+    fired: frozenset[int] = frozenset(),
+    checkpointed_step: int = 0,
+) -> Iterator[tuple[WorkerId, Form]]:
+    """What each participant is sent; what is everyone's is packed once."""
+    source: Any = None
+    keepers: Any = None
+    for worker, share in shares(assignment):
+        if source is None:
+            source, keepers = Packed(share.source), Packed(share.keepers)
+        packed = replace(share, source=source, keepers=keepers)
+        yield worker, Form(packed, extras.get(worker), fired, checkpointed_step)
+
+
+def to_each(command: ev.PauseWorkers | ev.StopAtBoundary) -> Encoded:
+    """As it is sent to all of its workers: none needs to know who the others are."""
+    return Encoded(replace(command, workers=()))
 
 
 @dataclass(frozen=True, slots=True)

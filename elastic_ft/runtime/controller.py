@@ -45,13 +45,14 @@ from elastic_ft.runtime.control import (
     PULSES_PER_TIMEOUT,
     ControlServer,
     FaultFired,
-    Form,
     Heartbeat,
     NodeHealth,
     Note,
     Pulse,
     Stood,
     Welcome,
+    forms,
+    to_each,
 )
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
@@ -67,7 +68,7 @@ from elastic_ft.runtime.rescue import (
     is_known,
     keepers_named,
 )
-from elastic_ft.runtime.wire import Encoded, MessageRefused, Packed
+from elastic_ft.runtime.wire import MessageRefused
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -748,7 +749,7 @@ class Controller:
         if isinstance(command, ev.PauseWorkers):
             fields = {"abort": command.abort}
             self._write("pausing", command.generation, command.reason, fields)
-        message = Encoded(command)
+        message = to_each(command)
         for worker in command.workers:
             self._send(worker, message)
 
@@ -759,10 +760,8 @@ class Controller:
         extras = self.host.prepare(assignment)
         refs = self.state.checkpoints
         checkpointed = refs[0].step if refs else 0
-        everyones: Any = Packed(assignment)
-        for member in (*assignment.members, *assignment.donors):
-            extra = extras.get(member.worker)
-            self._send(member.worker, Form(everyones, extra, frozenset(self._fired), checkpointed))
+        for worker, form in forms(assignment, extras, frozenset(self._fired), checkpointed):
+            self._send(worker, form)
 
     def _send(self, worker: ev.WorkerId, message: Any) -> bool:
         """A worker that can't be reached is lost; the connection's end says so."""

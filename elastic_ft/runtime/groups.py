@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from elastic_ft.core.events import Assignment, WorkerId
+from elastic_ft.core.events import Member, NodeId, WorkerId
 from elastic_ft.core.layout import Layout
+from elastic_ft.core.shares import Share
 from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime import compat, wire
@@ -42,10 +43,12 @@ class Closable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Listeners:
-    """Gloo's, in one process."""
+class Peer:
+    """One participant, as it tells the others. ``listeners``: Gloo's, in its process."""
 
-    addresses: tuple[Address, ...]
+    worker: WorkerId
+    node: NodeId
+    listeners: tuple[Address, ...] = ()
 
 
 class Groups:
@@ -57,17 +60,15 @@ class Groups:
         mesh: over the non-trivial dimensions of the layout; None where all of them are one.
         host: a Gloo group over members and donors (in that order), for host memory.
         participant: this worker's rank in ``host``.
+        peers: everyone in ``host``, this worker included, once the groups have formed.
         uses_cuda: the world has an NCCL backend.
     """
 
-    def __init__(
-        self, assignment: Assignment, worker: WorkerId, store: tuple[str, int] | Links
-    ) -> None:
-        self.assignment, self.worker = assignment, worker
-        self.rank = assignment.rank_of(worker)
-        self.world_size = len(assignment.members)
-        everyone = [m.worker for m in (*assignment.members, *assignment.donors)]
-        self.participant, self.participants = everyone.index(worker), len(everyone)
+    def __init__(self, assignment: Share, member: Member, store: tuple[str, int] | Links) -> None:
+        self.assignment, self.worker, self._node = assignment, member.worker, member.node
+        self.rank, self.world_size = assignment.rank, assignment.members
+        self.participant, self.participants = assignment.participant, assignment.participants
+        self.peers: tuple[Peer, ...] = ()
         self.mesh: DeviceMesh | None = None
         self.host: Any = None
         self.store: dist.Store | None = None
@@ -158,8 +159,9 @@ class Groups:
 
     def _exchange_listeners(self, own: list[Address]) -> None:
         """Each listener has the address of one interface: the one that Gloo gives to its peers."""
-        listed = self.exchange_values("listeners", Listeners(tuple(own)))
-        everyones = frozenset(address for peer in listed for address in peer.addresses)
+        me = Peer(self.worker, self._node, tuple(own))
+        self.peers = tuple(self.exchange_values("peers", me))
+        everyones = frozenset(address for peer in self.peers for address in peer.listeners)
         with self._lock:
             self._own_listeners, self._gloo_listeners = frozenset(own), everyones
 

@@ -135,7 +135,7 @@ class Loop:
         assert self.groups.rank is not None
         self.data_rank = layout.data_rank(self.groups.rank)
         self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
-        self.holds = self.groups.rank in self.groups.assignment.holding
+        self.holds = self.groups.assignment.holds
         snapshot = self.job.snapshot
         every = None if snapshot.every_steps == "auto" else snapshot.every_steps
         self.cadence = Cadence(every, snapshot.max_cost, snapshot.max_steps)
@@ -282,7 +282,7 @@ class Loop:
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
         total, count, pause, stop, checkpoint, cost, step, *samples = packed.tolist()
-        world, holding = self.groups.world_size, len(self.groups.assignment.holding)
+        world, holding = self.groups.world_size, self.groups.assignment.holding
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
             self._note_cadence()

@@ -41,10 +41,9 @@ def together(groups: Groups, name: str, work: Callable[[], tuple[T, bool]]) -> T
     for outcome in outcomes:
         if outcome["kind"] == DAMAGED:
             raise StateDamaged(outcome["problem"], outcome["holder"], outcome["shard"])
-    members = (*groups.assignment.members, *groups.assignment.donors)
     unread = {
-        member.worker: outcome
-        for member, outcome in zip(members, outcomes, strict=True)
+        peer.worker: outcome
+        for peer, outcome in zip(groups.peers, outcomes, strict=True)
         if outcome["kind"] == UNREACHABLE
     }
     if unread:

@@ -55,7 +55,7 @@ def restore(
     needs = engine.state() if groups.rank is not None else {}
     reach("resharding")
     offers = _offers(groups, source, snapshots, live, needs if kept else None)
-    in_place = kept and _is_live_holder(groups, source)
+    in_place = kept and Tier.LIVE in groups.assignment.has.values()
     if groups.rank is not None and not in_place:
         engine.intact = False  # until it is filled
         if kept:
@@ -87,7 +87,7 @@ def left_shards(
     kept = {
         shard: holders[0][0]
         for shard, holders in sorted(source.holders.items())
-        if all(tier is Tier.KEEPER for _, tier in holders)
+        if holders[0][1] is Tier.KEEPER
     }
     if not kept and not source.url:
         return []
@@ -105,46 +105,33 @@ def left_shards(
     return together(groups, "opened", open_all)
 
 
-def _is_live_holder(groups: Groups, source: Source) -> bool:
-    return any(
-        worker == groups.worker and tier is Tier.LIVE
-        for holders in source.holders.values()
-        for worker, tier in holders
-    )
-
-
 def _offers(
     groups: Groups, source: Source, snapshots: Snapshots, live: State, kept: State | None
 ) -> list[State]:
     """The shards of the chosen step that this worker holds, each from its nearest tier."""
     offers: list[State] = []
-    for shard, holders in sorted(source.holders.items()):
-        tiers = {tier for worker, tier in holders if worker == groups.worker}
-        if Tier.LIVE in tiers:
+    for shard, tier in sorted(groups.assignment.has.items()):
+        if tier is Tier.LIVE:
             offers.append(live if kept is None else kept)
-        elif tiers:
-            held = snapshots.find(source, shard)
-            if held is None:
-                raise GroupBroken(f"shard {shard} of step {source.step} is not held here any more")
-            try:
-                held.verify(groups.worker)
-            except StateDamaged:
-                snapshots.discard(held)
-                raise
-            offers.append(held.state())
+            continue
+        held = snapshots.find(source, shard)
+        if held is None:
+            raise GroupBroken(f"shard {shard} of step {source.step} is not held here any more")
+        try:
+            held.verify(groups.worker)
+        except StateDamaged:
+            snapshots.discard(held)
+            raise
+        offers.append(held.state())
     return offers
 
 
 def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
     """Sizes of the snapshots to expect from the ranks whose buddy this one is."""
-    if not any(groups.assignment.buddies):
+    if not groups.assignment.are_copied:
         return {}
     schemas = groups.exchange_values("schemas", Described(make_schema(state)))
-    return {
-        rank: schemas[rank].schema
-        for rank, buddies in enumerate(groups.assignment.buddies)
-        if groups.rank in buddies
-    }
+    return {rank: schemas[rank].schema for rank in groups.assignment.keeps}
 
 
 def _read_checkpoint(

@@ -478,8 +478,7 @@ class _Exchange:
         self.group = groups.host
 
     def run(self, own: torch.Tensor, incoming: list[tuple[int, torch.Tensor]]) -> None:
-        assert self.groups.rank is not None
-        buddies = self.groups.assignment.buddies[self.groups.rank]
+        buddies = self.groups.assignment.buddies
         try:
             works = [self.group.recv([buffer], rank, self.step) for rank, buffer in incoming]
             works += [self.group.send([own], buddy, self.step) for buddy in buddies]

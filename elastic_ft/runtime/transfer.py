@@ -142,10 +142,9 @@ def _costs(
     groups: Groups, kept: Mapping[str, LeftShard | StoredState]
 ) -> dict[tuple[str, str], float]:
     """Of moving from one holder to another: less within a node, most from the store."""
-    assignment = groups.assignment
     participants_on: dict[str, list[str]] = {}
-    for participant, member in enumerate((*assignment.members, *assignment.donors)):
-        participants_on.setdefault(member.node, []).append(str(participant))
+    for participant, peer in enumerate(groups.peers):
+        participants_on.setdefault(peer.node, []).append(str(participant))
     near = [pair for some in participants_on.values() for pair in permutations(some, 2)]
     everyone = chain.from_iterable(participants_on.values())
     far = product((who for who, shard in kept.items() if shard.is_far), everyone)

@@ -32,7 +32,6 @@ from elastic_ft.config import Job
 from elastic_ft.core.events import (
     ITS_OWN,
     UNREACHABLE,
-    Assignment,
     Bench,
     CollectiveFailed,
     Holding,
@@ -51,6 +50,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic_ft.core.shares import Share
 from elastic_ft.core.terms import changes, data_terms
 from elastic_ft.core.watch import LAST_RESORT_TIMEOUTS
 from elastic_ft.errors import (
@@ -485,7 +485,7 @@ class Worker:
             self._on_generation(form.extra)
         if self._dialled is not None and wait([self._dialled], DIAL_TIMEOUT_S).done:
             self._dialled.result()  # the first snapshot is to outlive this process
-        groups = Groups(assignment, self.member.worker, self._links)
+        groups = Groups(assignment, self.member, self._links)
         with self._news:
             self._groups = groups
             if self._fence > assignment.generation:
@@ -535,9 +535,9 @@ class Worker:
         threading.Thread(target=gc.collect, daemon=True).start()  # the last generation's modules
         yield from self._loop.steps()
 
-    def _keep_old_cut(self, tools: Tools, assignment: Assignment) -> None:
+    def _keep_old_cut(self, tools: Tools, assignment: Share) -> None:
         """The live shard of the last generation stays a source until the new cut is held."""
-        if self._live is not None and assignment.rank_of(self.member.worker) in assignment.holding:
+        if self._live is not None and assignment.holds:
             holding, state = self._live
             recut = holding.space != assignment.layout.shard_space
             if holding.step == assignment.source.step and recut:
@@ -644,8 +644,7 @@ def _check_same_data(groups: Groups, read: str, has_trained: bool) -> None:
         raise DataError(f"workers read different data: {'; '.join(sorted(set(prints)))}")
     if own["read"] != usual:
         raise DataDiffers(f"this worker reads other data than the others: {read}; theirs: {usual}")
-    everyone = (*groups.assignment.members, *groups.assignment.donors)
-    odd = [m.worker for m, other in zip(everyone, prints, strict=True) if other != usual]
+    odd = [p.worker for p, other in zip(groups.peers, prints, strict=True) if other != usual]
     raise GroupBroken(f"{', '.join(odd)} read other data than the others")
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from elastic_ft.config import parse_job
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.shares import share_of
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.local import run_local
 
@@ -53,8 +54,8 @@ def test_nccl_group_forms_again_after_an_abort() -> None:
     for generation in (1, 2, 3):
         layout, _ = plan_layout("fsdp", 1, None)
         source = Source(0, Tier.INITIAL)
-        assignment = Assignment(generation, (member,), (), layout, source, (None,), "test")
-        groups = Groups(assignment, "w0", ("127.0.0.1", store.port))
+        assignment = Assignment(generation, (member,), (), layout, source, ((),), "test")
+        groups = Groups(share_of(assignment, "w0"), member, ("127.0.0.1", store.port))
         groups.form(torch.device("cuda", 0), 30)
         ones = torch.ones(4, device="cuda")
         dist.all_reduce(ones)

@@ -20,6 +20,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import Layout
+from elastic_ft.core.shares import share_of
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime.data import open_dataset
 from elastic_ft.runtime.engines.base import Engine, MicroBatch
@@ -115,7 +116,7 @@ def form(port: int, generation: int, rank: int, layout: Layout) -> Groups:
     assignment = Assignment(generation, members, (), layout, source, buddies, "a test")
     _meet(port, generation, layout.world_size)
     links = _LINKS.setdefault(port, Links(("127.0.0.1", port), OPERATION_S))  # a process has one
-    groups = Groups(assignment, f"w{rank}", links)
+    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], links)
     groups.form(CPU, OPERATION_S)
     links.prepare()
     return groups

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import Layout
+from elastic_ft.core.shares import share_of, shares
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.links import Address, Links, SealedStore
@@ -31,7 +32,10 @@ def pair() -> Iterator[list[Groups]]:
     assignment = Assignment(1, (), donors, Layout(), Source(0, Tier.INITIAL), (), "a test")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = ("127.0.0.1", store.port)
-    formed = [Groups(assignment, m.worker, Links(address, 10.0, KEY)) for m in donors]
+    formed = [
+        Groups(share, donor, Links(address, 10.0, KEY))
+        for donor, (_, share) in zip(donors, shares(assignment), strict=True)
+    ]
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(g.form, torch.device("cpu"), 10.0) for g in formed]:
             done.result(30)
@@ -71,6 +75,11 @@ def test_a_connection_to_the_same_port_number_elsewhere_is_not_cut(pair: list[Gr
             speak(near, far)
 
 
+def test_everybody_knows_who_the_others_are_and_where(pair: list[Groups]) -> None:
+    for groups in pair:
+        assert [(peer.worker, peer.node) for peer in groups.peers] == [("w0", "n0"), ("w1", "n1")]
+
+
 def test_an_abort_ends_what_a_peer_waits_for(pair: list[Groups]) -> None:
     with ThreadPoolExecutor(1) as thread:
         work = pair[1].host.recv([torch.zeros(4)], 0, 7)
@@ -96,7 +105,8 @@ def test_what_gloo_puts_into_the_store_is_sealed() -> None:
     donor = Member("w0", "n0", "localhost", 1)
     assignment = Assignment(1, (), (donor,), Layout(), Source(0, Tier.INITIAL), (), "a test")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    groups = Groups(assignment, "w0", Links(("127.0.0.1", store.port), 10.0, KEY))
+    links = Links(("127.0.0.1", store.port), 10.0, KEY)
+    groups = Groups(share_of(assignment, "w0"), donor, links)
     groups.form(torch.device("cpu"), 10.0)
     of_gloo = [name for name in store.list_keys() if "/host/" in name]
     assert of_gloo

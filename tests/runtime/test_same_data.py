@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from elastic_ft.core.events import Assignment, Source, Tier
 from elastic_ft.core.layout import Layout
+from elastic_ft.core.shares import share_of
 from elastic_ft.errors import DataDiffers, DataError, GroupBroken
-from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.groups import Groups, Peer
 from elastic_ft.runtime.worker import _check_same_data
 from elastic_ft.sim.script import member
 
@@ -25,7 +26,9 @@ def judged(*workers: tuple[str, bool]) -> list[Any]:
     store = dist.HashStore()
 
     def check(rank: int) -> Any:
-        groups = Groups(assignment, members[rank].worker, ("127.0.0.1", 1))
+        share = share_of(assignment, members[rank].worker)
+        groups = Groups(share, members[rank], ("127.0.0.1", 1))
+        groups.peers = tuple(Peer(m.worker, m.node) for m in members)
         groups.store = store
         try:
             _check_same_data(groups, *workers[rank])

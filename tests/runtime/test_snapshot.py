@@ -16,6 +16,7 @@ import torch
 from elastic_ft.core.events import Assignment, Holding, Source, Tier
 from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.sharding import Box
+from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime.engines.base import State, StateTensor
 from elastic_ft.runtime.keeper import KeeperGone
@@ -26,7 +27,8 @@ LAYOUT, _ = plan_layout("fsdp", 2, None, 1, 1)
 MEMBERS = (member("a", "n1"), member("b", "n2"))
 SOURCE = Source(59, Tier.INITIAL)
 ASSIGNMENT = Assignment(3, MEMBERS, (), LAYOUT, SOURCE, ((), ()), "a test")
-GROUPS: Any = SimpleNamespace(assignment=ASSIGNMENT, rank=0, host=None)
+SHARE = share_of(ASSIGNMENT, "a")
+GROUPS: Any = SimpleNamespace(assignment=SHARE, rank=0, host=None)
 DEADLINE_S = 10.0
 
 
@@ -175,7 +177,7 @@ class Line:
 def test_a_keeper_that_hears_nothing_is_not_relied_on(strategy: Any) -> None:
     """Where all have all of the state, a step is held by a keeper, or it is not said to be."""
     layout, _ = plan_layout(strategy, 2, None, 1, 1)
-    groups: Any = SimpleNamespace(assignment=replace(ASSIGNMENT, layout=layout), rank=0, host=None)
+    groups: Any = SimpleNamespace(assignment=replace(SHARE, layout=layout), rank=0, host=None)
     why: list[str] = []
     held: list[int] = []
     snapshots, line = Snapshots("a", False, why.append), Line()

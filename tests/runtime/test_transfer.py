@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ft.core.events import Assignment, Source, Tier
-from elastic_ft.core.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime import transfer
@@ -69,8 +67,7 @@ class Participant:
 
     def __init__(self, network: Network, number: int) -> None:
         self.participant, self.host, self._network = number, self, network
-        layout, source = Layout(), Source(0, Tier.INITIAL)
-        self.assignment = Assignment(1, (), (), layout, source, (), "nobody is near to anybody")
+        self.peers = ()  # nobody is near to anybody
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Callable[[], None]:
         self._network.send((self.participant, peer, tag), tensors[0])

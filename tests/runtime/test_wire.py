@@ -27,11 +27,20 @@ from elastic_ft.config import parse_job
 from elastic_ft.core import events as ev
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.sharding import Box
+from elastic_ft.core.shares import share_of
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.metrics import Metrics
 from elastic_ft.runtime import wire
 from elastic_ft.runtime.buffer import Slot
-from elastic_ft.runtime.control import TO_CONTROLLER, TO_WORKER, Form, Heartbeat, Welcome
+from elastic_ft.runtime.control import (
+    TO_CONTROLLER,
+    TO_WORKER,
+    Form,
+    Heartbeat,
+    Welcome,
+    forms,
+    to_each,
+)
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.keeper import FROM_KEEPER, TO_KEEPER, Content, Read, Sealed
 from elastic_ft.runtime.links import serve_store
@@ -162,7 +171,7 @@ ASSIGNMENT = ev.Assignment(
         (TO_CONTROLLER, Heartbeat("w0", 1, 2, 3, "forward")),
         (TO_CONTROLLER, ev.ShardsWritten(1.0, "w0", 3, 8, ({"file": "x"},), {"a": ("f", (2,))})),
         (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (Fault("forward"),))),
-        (TO_WORKER, Form(ASSIGNMENT, {"rank": 0}, frozenset({1, 2}), 5)),
+        (TO_WORKER, Form(share_of(ASSIGNMENT, "w0"), {"rank": 0}, frozenset({1, 2}), 5)),
         (TO_WORKER, ev.PauseWorkers(3, ("w0", "w1"), True, "why")),
         (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (ev.RecordStep(7, 3, 2, "l", {"loss": 1.0}),))),
         (TO_KEEPER, Read("w0", HOLDING, (("a", Box((1,), (2,))),))),
@@ -184,10 +193,31 @@ def test_every_event_is_told_by_workers_or_by_the_controllers_own_process() -> N
 
 
 def test_what_everyone_is_sent_is_packed_once() -> None:
-    everyones: Any = Packed(ASSIGNMENT)
-    for checkpointed in range(2):
-        body = wire.encode(Form(everyones, checkpointed_step=checkpointed))
-        assert TO_WORKER.decode(body) == Form(ASSIGNMENT, checkpointed_step=checkpointed)
+    extras: dict[str, Any] = {"w0": {"rank": 0}}
+    ((worker, form),) = forms(ASSIGNMENT, extras, frozenset({2}), 5)
+    assert isinstance(form.assignment.source, Packed)
+    share = share_of(ASSIGNMENT, worker)
+    assert TO_WORKER.decode(wire.encode(form)) == Form(share, extras["w0"], frozenset({2}), 5)
+
+
+def test_what_each_is_sent_does_not_grow_with_the_world() -> None:
+    """All of them lose one: a pause and a generation are O(N) bytes in all."""
+    sizes: dict[str, set[int]] = {"form": set(), "pause": set()}
+    for count in (100, 800):
+        workers = [f"w{1000 + rank}" for rank in range(count)]
+        members = tuple(ev.Member(w, f"n{w}", "host", 1) for w in workers)
+        layout = Layout(dp_shard=count)
+        held = {layout.shard_of(r): ((w, ev.Tier.LIVE),) for r, w in enumerate(workers)}
+        source = ev.Source(7, ev.Tier.LIVE, layout.shard_space, held)
+        buddies = tuple(((rank + 1) % count,) for rank in range(count))
+        keepers = tuple(ev.Keeper(m.node, ("10.0.0.1", 4)) for m in members)
+        made = ev.Assignment(3, members, (), layout, source, buddies, "a loss", keepers)
+        sizes["form"] |= {len(wire.encode(form)) for _, form in forms(made, {})}
+        pause = ev.PauseWorkers(3, tuple(workers), True, "w1 is lost")
+        sizes["pause"].add(len(to_each(pause).body))
+    assert max(sizes["form"]) < 500
+    assert max(sizes["form"]) - min(sizes["form"]) < 20  # digits of ranks
+    assert len(sizes["pause"]) == 1 and max(sizes["pause"]) < 200
 
 
 def test_a_field_of_a_later_version_is_left_out_and_one_of_an_older_has_its_default() -> None:
