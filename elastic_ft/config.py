@@ -235,6 +235,7 @@ class ElasticConfig(Section):
     # No progress inside a step; three times as long as a step takes, if that is longer.
     hang_timeout_s: Seconds = 60
     heartbeat_timeout_s: Seconds = 10  # nothing at all from a worker
+    # In a row, broken with every member alive; and as many with a loss on one and the same node.
     max_generations_without_progress: Count = 10
     max_user_failures: CountFrom0 = 2  # retries, until a step goes by without an exception
     max_node_failures: Count = 2  # unfit workers, before it is avoided for a while

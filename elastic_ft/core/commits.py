@@ -114,7 +114,9 @@ def commit_steps(turn: Turn) -> None:
             )
         )
         rest = {s: p for s, p in turn.state.pending.items() if s != number}
-        turn.set(committed=number, pending=rest, fruitless=0)
+        turn.set(committed=number, pending=rest, fruitless=0, losses={}, suspects={})
+        if made_by := turn.state.writers.get(pending.generation):
+            turn.set(proven=made_by.workers)
     _drop_what_was_left(turn)
     _commit_checkpoints(turn)
     finish_if_done(turn)

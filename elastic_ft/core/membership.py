@@ -14,10 +14,17 @@ failure in either just opens the next generation. Steps are committed here and o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from elastic_ft.core.blame import (
+    blame_joiners,
+    count_end,
+    count_losses,
+    explain_break,
+    forget_losses,
+)
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import (
     PUBLISH,
@@ -157,23 +164,24 @@ def _pause(
     *,
     abort: bool,
     noticed_s: float = 0.0,
-    fruitless: int = 1,
+    nodes: Iterable[NodeId] = (),
+    counts: bool = True,
 ) -> None:
     """Opens the next generation: fence the running one and collect what the survivors hold.
 
-    ``fruitless``: 0 where the one that ends is not to count as such.
+    ``nodes``: where somebody was lost, if that is why. ``counts``: as a failure, if it is broken
+    off; what is meant does not.
     """
-    state = turn.state
-    if fruitless and state.fruitless >= turn.policy.max_generations_without_progress:
-        reason = f"{state.fruitless} generations without a committed step, the last one: {reason}"
-        finish(turn, "failed", f"{reason}; {turn.last_good()}")
+    turn.set(charged=frozenset(), broke="")
+    if abort and counts and not count_end(turn, cause, reason, nodes):
         return
+    state = turn.state
     if state.episode is None and state.assignment is not None:
         episode = Episode(cause, turn.at_s, noticed_s, state.assignment)
         turn.set(episode=episode)
     workers = tuple(turn.holders())
     turn.set(phase="pausing", generation=state.generation + 1, abort=abort)
-    turn.set(asked=workers, answered=0, paused=Table(), fruitless=state.fruitless + fruitless)
+    turn.set(asked=workers, answered=0, paused=Table())
     if workers:
         turn.do(PauseWorkers(turn.state.generation, workers, abort, reason))
     if abort:
@@ -190,6 +198,13 @@ def _escalate(turn: Turn, reason: str) -> None:
     if workers:
         turn.do(PauseWorkers(turn.state.generation, workers, True, reason))
     turn.timer("pause", turn.policy.pause_timeout_s)
+
+
+def _explain(turn: Turn, why: str, nodes: Iterable[NodeId]) -> None:
+    """Meanwhile somebody was lost on ``nodes``, who may be why the generation broke."""
+    explain_break(turn)
+    if count_losses(turn, nodes, why) and not turn.state.abort:
+        _escalate(turn, why)
 
 
 def _form_if_paused(turn: Turn) -> None:
@@ -212,6 +227,8 @@ def _is_awaited(state: State, worker: WorkerId) -> bool:
 
 def _form(turn: Turn) -> None:
     """Everyone alive is paused: lay out the next world, or wait for more workers."""
+    if not blame_joiners(turn):
+        return
     learn_rate(turn)
     world = choose_world(turn)
     if isinstance(world, str):
@@ -431,6 +448,7 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     turn.set(draining={n: at_s for n, at_s in state.draining.items() if n != event.node})
     is_read = reads_from(turn, event.node)
     forget_keeper(turn, event.node)
+    forget_losses(turn, event.node)
     turn.set(recoveries=tuple(blame_node(r, event) for r in state.recoveries))
     if state.episode and any(
         m.node == event.node and m.worker in state.episode.lost
@@ -451,6 +469,7 @@ def _lose(
     state = turn.state
     gone = [worker for worker in workers if worker in state.ready]
     involved = [worker for worker in gone if turn.takes_part(worker)]
+    nodes = [state.ready[worker].node for worker in involved]
     out_since = {worker: turn.out_since(worker) for worker in gone}
     turn.forget(workers)  # those that were not ready yet, too
     if not gone:
@@ -464,10 +483,11 @@ def _lose(
             turn.set(awaited={**turn.state.awaited, (node, worker): out_since[worker]})
         turn.journal(event, reason, worker=worker, node=node, rank=state.ranks.get(worker))
     abandon_attempts_of(turn, gone)
+    why = f"{', '.join(involved)}: {reason}"
     if involved and state.phase in ("running", "forming"):
-        _pause(turn, cause, f"{', '.join(involved)}: {reason}", abort=True, noticed_s=noticed_s)
-    elif involved and state.phase == "pausing" and not state.abort:
-        _escalate(turn, f"{', '.join(involved)}: {reason}")
+        _pause(turn, cause, why, abort=True, noticed_s=noticed_s, nodes=nodes)
+    elif involved and state.phase == "pausing":
+        _explain(turn, why, nodes)
     if turn.state.episode:
         note_lost(turn, involved, cause, noticed_s)
     _form_if_paused(turn)
@@ -549,7 +569,7 @@ def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
 def _stop_reading(turn: Turn, node: NodeId) -> None:
     """Its keeper may be stopped, or its machine gone: who asks it would wait for long."""
     reason = f"the keeper of {node}, from which a shard is read, is lost"
-    _pause(turn, "keeper_lost", reason, abort=True)
+    _pause(turn, "keeper_lost", reason, abort=True, nodes=(node,))
 
 
 # ---------------------------------------------------------------- how a generation forms
@@ -588,8 +608,10 @@ def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
         finish(turn, "failed", f"{reason}; {turn.last_good()}")
     elif state.phase in ("running", "forming"):
         _pause(turn, "worker_raised", f"{event.worker} raised: {event.error}", abort=True)
-    elif state.phase == "pausing" and not state.abort:
-        _escalate(turn, f"{event.worker} raised: {event.error}")
+    elif state.phase == "pausing":
+        turn.set(broke="")  # by that
+        if not state.abort:
+            _escalate(turn, f"{event.worker} raised: {event.error}")
 
 
 def _journal_raised(turn: Turn, event: WorkerRaised, times: int) -> None:
@@ -598,12 +620,13 @@ def _journal_raised(turn: Turn, event: WorkerRaised, times: int) -> None:
 
 
 def _refuse_worker(turn: Turn, event: WorkerRaised) -> None:
-    involved = event.worker in turn.live_members()
+    nodes = [m.node for m in turn.members if m.worker == event.worker]
+    involved, why = event.worker in turn.live_members(), f"{event.worker}: {event.error}"
     refuse(turn, event)
     if involved and turn.state.phase in ("running", "forming"):
-        _pause(turn, "worker_refused", f"{event.worker}: {event.error}", abort=True)
-    elif involved and turn.state.phase == "pausing" and not turn.state.abort:
-        _escalate(turn, f"{event.worker}: {event.error}")
+        _pause(turn, "worker_refused", why, abort=True, nodes=nodes)
+    elif involved and turn.state.phase == "pausing":
+        _explain(turn, why, nodes)
     _form_if_paused(turn)
 
 
@@ -632,16 +655,16 @@ def _source_refused(turn: Turn, event: SourceRefused) -> None:
     if is_unread:
         if not note_unread(turn, event) or turn.state.phase == "ended":
             return
-        if is_late:  # counted as fruitless when it was given up
-            turn.set(fruitless=max(0, state.fruitless - 1))
+        if is_late:
+            explain_break(turn)
     elif entry in state.refused:
         return
     else:
-        turn.set(refused=state.refused | {entry})
+        turn.set(refused=state.refused | {entry}, broke="")
         _strike(turn, source, event)
     if not is_late:
         reason = f"{event.holder}: {event.reason}"
-        _pause(turn, "source_refused", reason, abort=True, fruitless=0 if is_unread else 1)
+        _pause(turn, "source_refused", reason, abort=True, counts=not is_unread)
 
 
 def _strike(turn: Turn, source: Source, event: SourceRefused) -> None:

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from elastic_ft.core.events import Assignment, CommitCheckpoint, RecordStep, RollBack, Tier
+from elastic_ft.core.events import (
+    Assignment,
+    CommitCheckpoint,
+    RecordStep,
+    RollBack,
+    Tier,
+    WorkerId,
+)
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.recovery import Refused
 from elastic_ft.sim.places import Key, Lineage
@@ -63,6 +70,15 @@ def formed(world: World, group: Group) -> None:
     """I1: a generation is taken for formed once each of its members has said so, in this one."""
     missing = sorted({worker.id for worker in group.members} - group.resumed)
     require(not missing, "I1", f"generation {group.generation} is formed without {missing}")
+
+
+def left_out(world: World, worker: WorkerId, reason: str) -> None:
+    """Fairness: where groups break, nobody is blamed who took part in the last recorded step."""
+    if "broke" not in reason or not world.recorded:
+        return
+    group = world.groups[world.recorded[-1][1]]
+    able = {member.id for member in group.members}
+    require(worker not in able, "policy", f"{worker} is left out, and took part in the last step")
 
 
 def same_history(world: World, lineage: Lineage, what: str) -> None:

@@ -91,6 +91,8 @@ class Group:
             self.world.after(self.world.rng.uniform(0.01, 0.3), self._move)
 
     def _move(self) -> None:
+        if len(self.all) > 1 and any(worker.unreachable for worker in self.all.values()):
+            self.fail("a port can't be reached")
         if self.failed or not self.connected():
             return
         lineage = checks.source(self.world, self)

@@ -30,6 +30,8 @@ class Node:
     cut: bool = False  # partitioned from everything else
     lost: bool = False  # the controller has been told so
     spoiled: bool = False  # who starts there as a joiner finds no data
+    closed: bool = False  # the data network does not reach who starts there
+    deadly: bool = False  # who starts there dies as soon as it forms a group
     avoided_until_s: float = 0.0
     held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
     keeper: SimKeeper | None = None  # its present life, or the last one

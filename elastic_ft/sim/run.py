@@ -106,7 +106,8 @@ class Chaos:
         world.store.unread_on.clear()
         world.duplicates = 0.0
         for node in world.nodes:
-            node.spoiled = False
+            node.spoiled = node.deadly = False
+            self._open_ports(node)
         world.latency_s = world.scenario.latency_s
         for node in list(world.nodes):
             if node.cut:
@@ -171,6 +172,33 @@ class Chaos:
             node.spoiled = False
 
         self.world.after(fault.lasts_s, well)
+        return None
+
+    def _close_ports(self, fault: Fault) -> bool | None:
+        """A firewall that bars new connections: who trains there has its own."""
+        if (node := self._node(fault)) is None:
+            return False
+        node.closed = True
+        self.world.after(fault.lasts_s, lambda: self._open_ports(node))
+        return None
+
+    def _open_ports(self, node: Node) -> None:
+        node.closed = False
+        for worker in self.world.on(node):
+            worker.unreachable = False
+
+    def _make_deadly(self, fault: Fault) -> bool | None:
+        """A bad device: whoever starts there crashes, again and again."""
+        if (node := self._node(fault)) is None:
+            return False
+        node.deadly = True
+        return None
+
+    def _crash_worker_there(self, fault: Fault) -> bool | None:
+        node = self._node(fault)
+        if node is None or not self.world.on(node):
+            return False
+        self.world.kill(self.world.on(node)[0], "crashed")
         return None
 
     def _crash_keeper(self, fault: Fault) -> bool | None:

@@ -34,6 +34,7 @@ OUTAGES = {  # drawn apart, and often together with the loss of all that is in m
     "store_half_down": 2,
     "publisher_silent": 1,
     "spoil_node": 2,
+    "close_ports": 2,
 }
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
 
@@ -90,6 +91,7 @@ class Scenario:
     evict_stragglers: bool = False
     planned: bool = False  # the planner lays out
     from_scratch: bool = True  # where nothing is left to go on from; else the job ends
+    generations_max: int = 200  # without progress
     faults: tuple[Fault, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0  # share of messages that arrive twice
@@ -120,7 +122,7 @@ class Scenario:
             pause_timeout_s=4.0,
             form_timeout_s=8.0,
             boundary_timeout_s=9.0,
-            max_generations_without_progress=200,
+            max_generations_without_progress=self.generations_max,
             max_user_failures=50,
         )
 
@@ -191,7 +193,9 @@ def _with_outages(scenario: Scenario, rng: random.Random) -> Scenario:
     kind = rng.choices(list(OUTAGES), list(OUTAGES.values()))[0]
     outage = replace(_fault(rng, scenario.steps, kind), phase="running", lasts_s=rng.uniform(3, 40))
     faults = [outage]
-    if rng.random() < 0.7:
+    if kind == "close_ports":  # for who comes there next
+        faults.append(replace(outage, kind="crash_worker_there", after_s=outage.after_s + 0.2))
+    elif rng.random() < 0.7:
         faults.append(replace(outage, kind="crash_everything", after_s=outage.after_s + 0.2))
     return replace(scenario, faults=(*scenario.faults, *faults))
 

@@ -69,6 +69,7 @@ class SimWorker:
         self.member = Member(name, node.id, node.id, int(name[1:]))
         self.alive, self.hung = True, False
         self.ready = False
+        self.unreachable, self.doomed = node.closed, node.deadly
         self.released = False
         self.fence = self.asked = self.answered = 0
         self.pause_flag = self.stop_flag = self.finishing = False
@@ -179,6 +180,8 @@ class SimWorker:
         self.group = self.world.groups[assignment.generation]
         self.checkpointed = self.group.checkpointed
         self.group.join(self)
+        if self.doomed:
+            self.world.after(0.1, lambda: self.world.kill(self, "killed by SIGSEGV"))
 
     def _sit_out(self, message: Bench) -> None:
         """What it holds of steps that others train again is gone."""

@@ -419,6 +419,8 @@ class World:
                 checks.finished(self, status, reason)
             case Journal(reason=reason):
                 checks.require(bool(reason), "I8", f"no reason: {command}")
+                if command.event == "worker_left_out":
+                    checks.left_out(self, command.fields["worker"], reason)
                 if command.event == "generation_formed":
                     checks.formed(self, self.groups[command.generation])
 

@@ -31,6 +31,7 @@ FIRST = {  # what knows most of a file
     "commits.py": ("core/test_commits.py", "core/test_intervals.py"),
     "recovery.py": ("core/test_recovery.py",),
     "buddies.py": ("core/test_buddies.py",),
+    "blame.py": ("core/test_blame.py",),
     "restoring.py": ("core/test_keepers.py", "core/test_recovery.py"),
     "elasticity.py": ("core/test_elasticity.py",),
     "departures.py": ("core/test_elasticity.py",),

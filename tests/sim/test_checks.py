@@ -64,6 +64,12 @@ def test_a_world_smaller_than_it_could_be(world: World) -> None:
     sees("I8", checks.world_is_allowed, world, fewer)
 
 
+def test_an_old_member_that_is_blamed(world: World) -> None:
+    checks.left_out(world, "w99", "generations broke with it")
+    checks.left_out(world, "w1", "it can't read the store")
+    sees("policy", checks.left_out, world, "w1", "generations broke with it")
+
+
 def test_somebody_who_trains_in_a_generation_that_is_over(world: World) -> None:
     worker = world.members()[0]
     group = worker.group

@@ -17,7 +17,17 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.core import buddies, commits, events, layout, membership, recovery, restoring, state
+from elastic_ft.core import (
+    blame,
+    buddies,
+    commits,
+    events,
+    layout,
+    membership,
+    recovery,
+    restoring,
+    state,
+)
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.sim import (
     CHANGES,
@@ -314,6 +324,92 @@ def test_a_controller_that_wakes_up_publishes_nothing_that_counts(
     assert not failures(scenarios)
     monkeypatch.setattr(ObjectStore, "counts", lambda store, checkpoint: True)
     assert failures(scenarios), "without the fence nothing goes wrong: nothing is shown"
+
+
+def closed_joiner(seed: int) -> Scenario:
+    """A worker is lost, and whoever takes its place can't be reached by the others."""
+    strategy = STRATEGIES[seed % 3]
+    keepers = seed // 3 % 2 == 1
+    closed = Fault("close_ports", 3, "running", 0.0, 2, 1000.0)
+    return Scenario(
+        seed=seed,
+        strategy=strategy,
+        min_workers=1 + seed % 2,
+        max_workers=3,
+        nodes=3,
+        workers_per_node=1,
+        steps=40,
+        keepers=keepers,
+        generations_max=10,
+        faults=(closed, replace(closed, kind="crash_worker_there", after_s=0.5)),
+        heal_at_s=600.0,
+    )
+
+
+def test_a_joiner_that_nobody_can_reach_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenarios = [closed_joiner(seed) for seed in range(30)]
+    for scenario in scenarios:
+        report = simulate(scenario)
+        assert report.fired["close_ports"] == report.fired["crash_worker_there"] == 1
+        assert report.virtual_s < scenario.heal_at_s and not report.rollbacks
+    monkeypatch.setattr(membership, "blame_joiners", lambda turn: True)
+    assert len(failures(scenarios)) == len(scenarios)
+
+
+def test_the_checks_see_old_members_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_rank(turn: state.Turn) -> bool:
+        turn.set(proven=frozenset(list(turn.state.ranks)[1:]))
+        return blame.blame_joiners(turn)
+
+    monkeypatch.setattr(membership, "blame_joiners", by_rank)
+    with pytest.raises(Violation, match="took part in the last step"):
+        for seed in range(30):
+            simulate(closed_joiner(seed))
+
+
+def spot_losses(seed: int) -> Scenario:
+    """Node after node is lost while the rest form, and no step is made between."""
+    lost = Fault("crash_node", 2, "forming", 0.0, seed % 3, 500.0)
+    first = replace(lost, phase="running")
+    rest = tuple(replace(lost, after_s=0.15 * n, target=n) for n in range(9))
+    return Scenario(
+        seed=seed,
+        strategy=STRATEGIES[seed % 3],
+        min_workers=1,
+        max_workers=12,
+        nodes=12,
+        workers_per_node=1,
+        steps=12,
+        copies=3,
+        checkpoint_every=2,
+        generations_max=3,
+        faults=(first, *rest),
+    )
+
+
+def every_end_counts(turn: state.Turn, cause: str, why: str, nodes: Any = ()) -> bool:
+    return blame.count_end(turn, cause, why)
+
+
+def test_losses_on_many_nodes_in_a_row_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenarios = [spot_losses(seed) for seed in range(12)]
+    assert not failures(scenarios)
+    monkeypatch.setattr(membership, "count_end", every_end_counts)
+    assert failures(scenarios), "the losses are too far apart: nothing is shown"
+
+
+def test_a_node_whose_workers_crash_again_and_again_ends_a_job_that_needs_them() -> None:
+    bad = Fault("make_deadly", 3, "running", 0.0, 1, 1.0)
+    for seed in range(6):
+        scenario = replace(
+            closed_joiner(seed),
+            min_workers=3,
+            generations_max=3,
+            faults=(bad, replace(bad, kind="crash_worker_there", after_s=0.5)),
+        )
+        line = r"ends failed: 4 generations .* have ended with a loss on n1, the last one: w\d+: "
+        with pytest.raises(Violation, match=line):
+            simulate(scenario)
 
 
 # ------------------------------------------------------------------------------- determinism

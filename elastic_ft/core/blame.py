@@ -1,0 +1,113 @@
+"""Generations that end before a step: what each counts for, and which joiners are done without.
+
+One that broke with all of its members alive counts for the job; one that ended with a loss, for
+the node where that was. ``max_generations_without_progress`` bounds each count: losses here and
+there are what a job is to bear, a node that takes its workers again and again is not. A committed
+step forgives them all. Where generations break again and again since somebody joined, the world
+that made the last step goes on without those. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic_ft.core.commits import finish
+from elastic_ft.core.departures import release
+from elastic_ft.core.elasticity import choose_world
+from elastic_ft.core.events import AvoidNode, NodeId, WorkerId
+from elastic_ft.core.state import Turn
+
+BROKEN = ("collective_failed", "form_timeout")  # causes of which nobody's loss is one
+TRIES_MAX = 3  # generations that a joiner is in and that break, before it is blamed
+
+# ---------------------------------------------------------------------- what is borne how often
+
+
+def count_end(turn: Turn, cause: str, why: str, nodes: Iterable[NodeId] = ()) -> bool:
+    """A generation ends before its time; ``nodes``: where somebody was lost, if that is why.
+
+    Returns False if it was one too many: the job has ended.
+    """
+    nodes = tuple(nodes)
+    if nodes:
+        return count_losses(turn, nodes, why)
+    turn.set(broke=why if cause in BROKEN else "")
+    fruitless = turn.state.fruitless
+    if fruitless >= turn.policy.max_generations_without_progress:
+        reason = f"{fruitless} generations without a committed step, the last one: {why}"
+        finish(turn, "failed", f"{reason}; {turn.last_good()}")
+        return False
+    turn.set(fruitless=fruitless + 1)
+    return True
+
+
+def count_losses(
+    turn: Turn, nodes: Iterable[NodeId], why: str, *, times: int = 1, what: str = "a loss on"
+) -> bool:
+    """For each of the nodes, once a generation. Returns as ``count_end`` does."""
+    for node in dict.fromkeys(nodes):
+        if node in turn.state.charged:
+            continue
+        count = turn.state.losses.get(node, 0) + times
+        if count > turn.policy.max_generations_without_progress:
+            ended = f"{count} generations without a committed step have ended with {what} {node}"
+            finish(turn, "failed", f"{ended}, the last one: {why}; {turn.last_good()}")
+            return False
+        turn.set(losses={**turn.state.losses, node: count}, charged=turn.state.charged | {node})
+    return True
+
+
+def explain_break(turn: Turn) -> None:
+    """The generation that ended last did so for a reason that has come to light since."""
+    if turn.state.broke:
+        turn.set(broke="", fruitless=max(0, turn.state.fruitless - 1))
+
+
+def forget_losses(turn: Turn, node: NodeId) -> None:
+    """The node itself is gone: it takes nobody any more."""
+    losses = turn.state.losses
+    turn.set(losses={where: count for where, count in losses.items() if where != node})
+
+
+# ------------------------------------------------------------------------------- joiners
+
+
+def blame_joiners(turn: Turn) -> bool:
+    """Everyone is paused: was it a joiner once more? Returns as ``count_end`` does.
+
+    Those of the world that made the last step are never blamed: they have shown that they can.
+    """
+    state, why = turn.state, turn.state.broke
+    turn.set(broke="")
+    new = [worker for worker in state.ranks if worker not in state.proven]
+    if not why or not new or len(new) == len(state.ranks):
+        return True
+    suspects = {worker: state.suspects.get(worker, 0) + 1 for worker in new}
+    turn.set(suspects=suspects)
+    limit = min(TRIES_MAX, turn.policy.max_generations_without_progress)
+    bad = [worker for worker, times in suspects.items() if times >= limit]
+    return not bad or _leave_out(turn, bad, limit, why)
+
+
+def _leave_out(turn: Turn, bad: list[WorkerId], times: int, why: str) -> bool:
+    """At once, or where a joiner has some of the state, once it has given that."""
+    state, for_s = turn.state, turn.policy.avoid_node_s
+    nodes = {worker: state.ready[worker].node for worker in bad if worker in state.ready}
+    holding = [worker for worker in nodes if state.paused.get(worker)]
+    reason = (
+        f"{times} generations in a row broke that it had joined, with all of their members alive, "
+        f"the last one: {why}; none is started on its node for {for_s:g} s"
+    )
+    turn.set(leaving={**state.leaving, **dict.fromkeys(holding, reason)})
+    if holding and isinstance(choose_world(turn), str):  # without their state there is no way on
+        turn.set(leaving=state.leaving)
+        return True
+    for worker, node in nodes.items():
+        turn.journal("worker_left_out", reason, worker=worker, node=node)
+        if worker not in holding:
+            release(turn, worker, reason)
+    for node in dict.fromkeys(nodes.values()):
+        turn.do(AvoidNode(node, for_s, reason))
+    turn.set(fruitless=max(0, turn.state.fruitless - times))  # they count for the nodes instead
+    what = "workers left out on"
+    return count_losses(turn, nodes.values(), why, times=times, what=what)
