@@ -188,7 +188,8 @@ class ParallelConfig(Section):
     zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
     offload_optimizer: bool = False  # deepspeed: optimizer state and step on the CPU
     activation_checkpointing: bool = False
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one, not with gloo
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # gloo on cuda: through host memory, slow
 
     @field_validator("offload_optimizer", mode="before")
     @classmethod
@@ -196,6 +197,21 @@ class ParallelConfig(Section):
         if value == "nvme":
             raise ValueError("offload to NVMe is not offered, as it can train wrong without a word")
         return value
+
+    @model_validator(mode="after")
+    def nccl_is_for_gpus(self) -> ParallelConfig:
+        if self.backend == "nccl" and self.device == "cpu":
+            raise ValueError("backend nccl is for GPUs, and device is cpu")
+        return self
+
+    @property
+    def wants_gpu(self) -> bool:
+        """Without one a worker can't take part."""
+        return self.device == "cuda" or self.backend == "nccl"
+
+    @property
+    def may_use_gpu(self) -> bool:
+        return self.wants_gpu or (self.device == "auto" and self.backend == "auto")
 
     @model_validator(mode="after")
     def auto_decides(self) -> ParallelConfig:

@@ -92,10 +92,12 @@ class ElasticTrainer(DataParallelTrainer):
         accept_changes: bool = False,
     ) -> None:
         train_loop, self.job = loop_and_job(train_loop_or_task, job, train_loop_config)
+        self._scales_itself = scaling_config is None
         if scaling_config is None:
             scaling_config = default_scaling(self.job)
         else:
             self.job = scaled(self.job, scaling_config)
+            check_gpus(self.job, scaling_config)
         run_config = run_config or RunConfig(name=self.job.name)
         environment = dict(run_config.worker_runtime_env or {})
         environment["env_vars"] = WORKER_ENVIRONMENT | environment.get("env_vars", {})
@@ -115,6 +117,24 @@ class ElasticTrainer(DataParallelTrainer):
     def run_url(self) -> str:
         """The run folder: Ray Train's own folder of the experiment."""
         return f"{str(self.run_config.storage_path).rstrip('/')}/{self.run_config.name}"
+
+    def fit(self) -> Result:
+        """As Ray Train's. Only now is a cluster sure to be there, to be asked for its GPUs."""
+        if not ray.is_initialized():
+            ray.init()
+        if self._scales_itself:
+            self.scaling_config = default_scaling(self.job)
+            self.train_run_context = dataclasses.replace(
+                self.train_run_context, scaling_config=self.scaling_config
+            )
+        if self.scaling_config.use_gpu:
+            self.job = on_gpus(self.job)
+        elif self.job.parallel.may_use_gpu and cluster_gpus():
+            log.warning(
+                "the cluster has GPUs, and scaling_config gives the workers none: the job trains "
+                "on CPUs (ScalingConfig(use_gpu=True), or parallel.device: cpu if that is meant)"
+            )
+        return super().fit()
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
@@ -255,14 +275,35 @@ def as_job(job: Job | Mapping[str, Any] | str | Path) -> Job:
     return parse_job(dict(job)) if isinstance(job, Mapping) else load_job(job)
 
 
+def cluster_gpus() -> float:
+    return float(ray.cluster_resources().get("GPU", 0)) if ray.is_initialized() else 0.0
+
+
 def default_scaling(job: Job) -> ScalingConfig:
     """Workers with a GPU each, where the job or the cluster says so."""
-    has_gpus = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
-    backend = job.parallel.backend
+    parallel = job.parallel
     return ScalingConfig(
         num_workers=(job.elastic.min_workers, job.elastic.max_workers),
-        use_gpu=backend == "nccl" or (backend == "auto" and has_gpus),
+        use_gpu=parallel.wants_gpu or (parallel.may_use_gpu and cluster_gpus() > 0),
     )
+
+
+def check_gpus(job: Job, scaling: ScalingConfig) -> None:
+    """Raises ConfigError where the job is for GPUs and its workers get none."""
+    if job.parallel.wants_gpu and not scaling.use_gpu:
+        raise ConfigError(
+            "parallel.device: the job is for GPUs, and scaling_config gives its workers none; "
+            "expected ScalingConfig(use_gpu=True)"
+        )
+
+
+def on_gpus(job: Job) -> Job:
+    """``job``, for GPUs where it may be: a worker whose GPU is not seen must not train beside the
+    others on its CPU, it is refused."""
+    if not job.parallel.may_use_gpu:
+        return job
+    parallel = job.parallel.model_copy(update={"device": "cuda"})
+    return job.model_copy(update={"parallel": parallel})
 
 
 def scaled(job: Job, scaling: ScalingConfig) -> Job:

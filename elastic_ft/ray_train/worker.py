@@ -33,6 +33,7 @@ from elastic_ft.ray_train.compat import (
     get_train_context,
     set_train_fn_utils,
 )
+from elastic_ft.runtime.devices import one_gpu
 
 log = logging.getLogger(__name__)
 SEQUENCES = 1_000_000_000  # collective calls per generation: the sequence number tells which it is
@@ -178,6 +179,7 @@ class ElasticWorker(RayTrainWorker):
     def _train(self, task: Task) -> Any:
         from elastic_ft.runtime.worker import run_worker
 
+        os.environ.update(_own_gpu(task.worker))
         returned: list[Any] = []
 
         def train_loop() -> None:
@@ -198,6 +200,13 @@ class ElasticWorker(RayTrainWorker):
         finally:
             self._ended.set()
         return returned[0] if returned else None
+
+
+def _own_gpu(worker: WorkerId) -> dict[str, str]:
+    """The environment that shows this process its GPU alone, whatever Ray Train has set since."""
+    gpus = [str(gpu) for gpu in ray.get_gpu_ids()]
+    share = ray.get_runtime_context().get_assigned_resources().get("GPU", 1)
+    return one_gpu(worker, gpus, in_use=gpus if share < 1 else ())
 
 
 def _member_here(task: Task) -> Member:

@@ -61,10 +61,16 @@ class Groups:
         host: a Gloo group over members and donors (in that order), for host memory.
         participant: this worker's rank in ``host``.
         peers: everyone in ``host``, this worker included, once the groups have formed.
-        uses_cuda: the world has an NCCL backend.
+        uses_nccl: the world has an NCCL backend.
     """
 
-    def __init__(self, assignment: Share, member: Member, store: tuple[str, int] | Links) -> None:
+    def __init__(
+        self,
+        assignment: Share,
+        member: Member,
+        store: tuple[str, int] | Links,
+        backend: str = "auto",
+    ) -> None:
         self.assignment, self.worker, self._node = assignment, member.worker, member.node
         self.rank, self.world_size = assignment.rank, assignment.members
         self.participant, self.participants = assignment.participant, assignment.participants
@@ -80,7 +86,7 @@ class Groups:
         self._gloo_listeners: frozenset[Address] = frozenset()  # everyone's
         self._lock = threading.Lock()
         self._aborted = ""
-        self.uses_cuda = False
+        self.uses_nccl, self._backend = False, backend
         self._operation_timeout_s = FORM_TIMEOUT_S
         self._guarded: set[Closable] = set()
 
@@ -96,7 +102,7 @@ class Groups:
 
         ``reach`` is told when the first group is there and the others are not.
         """
-        self.uses_cuda = device.type == "cuda"
+        self.uses_nccl = self._is_for_nccl(device)
         try:
             self._connect_store()
             before = {s.inode for s in inet_sockets() if s.peer is None}
@@ -114,6 +120,9 @@ class Groups:
         self._operation_timeout_s = operation_timeout_s
         if self.rank is not None:
             compat.set_group_timeout(dist.group.WORLD, operation_timeout_s)
+
+    def _is_for_nccl(self, device: torch.device) -> bool:
+        return device.type == "cuda" and self._backend != "gloo"
 
     def deadline(self) -> float:
         """On the monotonic clock: when an operation begun now must have ended (I7)."""
@@ -147,13 +156,13 @@ class Groups:
         if self.rank is None:
             return
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo",
             # NCCL's own threads ask the store, where they must not wait for Python.
-            store=dist.PrefixStore("world", self._bare_store if self.uses_cuda else self.store),
+            store=dist.PrefixStore("world", self._bare_store if self.uses_nccl else self.store),
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if self.uses_nccl else None,
         )
         self.mesh = _make_mesh(self.assignment.layout, device)
 
@@ -255,7 +264,7 @@ class Groups:
             is_gloo = found.local in own or found.peer in everyones
             if is_gloo or found.inode in stores:
                 shut_down(found)
-        if self.uses_cuda and dist.is_initialized():
+        if self.uses_nccl and dist.is_initialized():
             compat.abort_nccl(dist.group.WORLD)
 
     def _check(self) -> None:

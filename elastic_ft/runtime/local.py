@@ -33,6 +33,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
 )
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.runtime.devices import VISIBLE, gpus_of_machine, one_gpu
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import WORKER_ENVIRONMENT, Inbox
 
@@ -68,6 +69,8 @@ class LocalHost:
         self._nodes = {name: Node(name, slots) for name, slots in nodes.items()}
         self._environment = ENVIRONMENT | (environment or {})
         self._processes: dict[WorkerId, BaseProcess] = {}
+        self._gpus = gpus_of_machine()
+        self._shown: dict[WorkerId, str | None] = {}  # the GPU of each that is alive
         self._lock = threading.RLock()
         self._wanted = 0
         self._count = 0
@@ -223,7 +226,9 @@ class LocalHost:
     def _start_one(self, node: Node) -> None:
         worker = f"w{self._count}"
         self._count += 1
-        self._processes[worker] = self._start(_worker_process, worker, node)
+        gpu = one_gpu(worker, self._gpus, self._shown.values())
+        self._shown[worker] = gpu.get(VISIBLE)
+        self._processes[worker] = self._start(_worker_process, worker, node, gpu)
         node.workers.add(worker)
 
     def _start_keeper(self, node: Node) -> None:
@@ -231,10 +236,17 @@ class LocalHost:
             node.keepers_left -= 1
             node.keeper = self._start(_keeper_process, f"keeper-{node.name}", node)
 
-    def _start(self, target: Callable[..., None], name: str, node: Node) -> BaseProcess:
+    def _start(
+        self,
+        target: Callable[..., None],
+        name: str,
+        node: Node,
+        gpu: dict[str, str] | None = None,
+    ) -> BaseProcess:
+        environment = self._environment | (gpu or {})
         process = self._context.Process(
             target=target,
-            args=(self._address, self._key, name, node.name, self._environment, os.getpid()),
+            args=(self._address, self._key, name, node.name, environment, os.getpid()),
             name=name,
             daemon=True,
         )
@@ -263,6 +275,7 @@ class LocalHost:
             process = self._processes.pop(worker, None)
             if process is None:
                 return
+            self._shown.pop(worker, None)
             process.join(1)
             for node in self._nodes.values():
                 node.workers.discard(worker)

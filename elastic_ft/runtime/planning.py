@@ -64,7 +64,7 @@ def _can(job: Job, model: nn.Module, *, tp: int = 1, pp: int = 1) -> bool:
 
 def _on_gpus(job: Job) -> bool:
     """Of this machine, which is taken to be like the workers'."""
-    return job.parallel.backend != "gloo" and torch.cuda.is_available()
+    return job.parallel.may_use_gpu and torch.cuda.is_available()
 
 
 def device_memory_bytes(device: torch.device, workers_per_node: int) -> int:

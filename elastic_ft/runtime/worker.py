@@ -76,6 +76,7 @@ from elastic_ft.runtime.control import (
     connect,
 )
 from elastic_ft.runtime.data import DataBundle, open_dataset
+from elastic_ft.runtime.devices import device_of
 from elastic_ft.runtime.diagnosis import stack_of
 from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
@@ -384,9 +385,7 @@ class Worker:
                 job.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length
             )
 
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if job.parallel.backend == "gloo":
-            device = torch.device("cpu")
+        device = device_of(job.parallel)
         engine = _engine_class(job)(job, factory, device, data.sequence_length or 1)
         engine.prepare()
         prepared_s = time.monotonic()
@@ -466,7 +465,7 @@ class Worker:
     def _broken_for_good(self) -> str:
         """Why no collective of the generation that trains can end any more, or ""."""
         groups = self._groups
-        if groups is None or self._loop is None or groups.uses_cuda:
+        if groups is None or self._loop is None or groups.uses_nccl:
             return ""
         return groups.aborted if self._tools and self._tools.engine.can_be_left else ""
 
@@ -485,7 +484,7 @@ class Worker:
             self._on_generation(form.extra)
         if self._dialled is not None and wait([self._dialled], DIAL_TIMEOUT_S).done:
             self._dialled.result()  # the first snapshot is to outlive this process
-        groups = Groups(assignment, self.member, self._links)
+        groups = Groups(assignment, self.member, self._links, self.job.parallel.backend)
         with self._news:
             self._groups = groups
             if self._fence > assignment.generation:

@@ -16,9 +16,16 @@ from ray.train import Checkpoint, TrainingFailedError, UserCallback
 from ray.train.v2._internal.state.state_actor import get_state_actor
 from trial import SOON_S, START_S, Trial, job
 
+from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.ray_train.cluster import LocalCluster
-from elastic_ft.ray_train.trainer import ElasticTrainer, scaled
+from elastic_ft.ray_train.trainer import (
+    ElasticTrainer,
+    check_gpus,
+    default_scaling,
+    on_gpus,
+    scaled,
+)
 from elastic_ft.runtime.faults import Fault
 
 Start = Callable[..., Trial]
@@ -191,6 +198,31 @@ def two_workers() -> Any:
     from ray.train import ScalingConfig
 
     return ScalingConfig(num_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "parallel", "use_gpu"),
+    [
+        (0, {}, False),
+        (8, {}, True),
+        (8, {"backend": "gloo"}, False),
+        (8, {"device": "cpu"}, False),
+        (0, {"device": "cuda", "backend": "gloo"}, True),  # Ray waits for a node that has them
+        (0, {"backend": "nccl"}, True),
+    ],
+)
+def test_workers_get_gpus_where_job_or_cluster_says_so(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, parallel: dict[str, str], use_gpu: bool
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": gpus})
+    wanted = parse_job(job("scaled") | {"parallel": parallel})
+    scaling = default_scaling(wanted)
+    assert scaling.use_gpu == use_gpu
+    assert on_gpus(wanted).parallel.wants_gpu or not use_gpu
+    if wanted.parallel.wants_gpu:
+        with pytest.raises(ConfigError, match=r"parallel\.device: .*use_gpu=True"):
+            check_gpus(wanted, two_workers())
 
 
 def test_scaling_config_overrides_the_numbers_of_workers() -> None:

@@ -2,8 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from elastic_ft.config import Job, parse_job
+from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.shares import share_of
+from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.runtime import groups as groups_module
+from elastic_ft.runtime import local
+from elastic_ft.runtime import worker as worker_module
+from elastic_ft.runtime.groups import Groups
+
+
+def make_job(**sections: Any) -> Job:
+    values: dict[str, Any] = {
+        "name": "gpu",
+        "steps": 4,
+        "model": {"preset": "decoder-1m", "kwargs": {"vocab_size": 512}},
+        "data": {"url": "stdlib:", "vocab_size": 512, "sequence_length": 8},
+        "batch": {"global_batch_size": 2, "micro_batch_size": 1},
+        "elastic": {"max_workers": 2},
+    }
+    return parse_job(values | sections)
+
+
+def make_groups(
+    strategy: str,
+    world: int,
+    shard_size: int | None = None,
+    backend: str = "auto",
+    **sizes: int,
+) -> Groups:
+    layout, _ = plan_layout(strategy, world, shard_size, **sizes)
+    members = tuple(Member(f"w{rank}", f"n{rank}", "localhost", 0) for rank in range(world))
+    source = Source(0, Tier.INITIAL)
+    assignment = Assignment(1, members, (), layout, source, ((),) * world, "test")
+    return Groups(share_of(assignment, "w0"), members[0], ("127.0.0.1", 1), backend)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is seen; nothing can be done with it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
 
 # ------------------------------------------------------------------- what workers fork from
 
@@ -42,3 +92,172 @@ def test_what_workers_fork_from_asks_nothing_of_cuda() -> None:
         [sys.executable, "-c", SPIED], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.split() == []
+
+
+# ---------------------------------------------------------------------- a worker's device
+
+
+def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.device:
+    """The one that its engine is given."""
+    given: list[torch.device] = []
+
+    class Engine:
+        def __init__(self, job: Job, factory: Any, device: torch.device, tokens: int) -> None:
+            given.append(device)
+
+        def prepare(self) -> None: ...
+
+    data = SimpleNamespace(vocab_size=512, sequence_length=8, train=[], fingerprint="")
+    monkeypatch.setattr(worker_module, "open_dataset", lambda *_: data)
+    monkeypatch.setattr(worker_module, "_engine_class", lambda _: Engine)
+    monkeypatch.setattr(worker_module, "Checkpointer", lambda *_: None)
+    monkeypatch.setattr(worker_module, "Prefetcher", lambda *_: None)
+    worker = worker_module.Worker.__new__(worker_module.Worker)
+    worker.job, worker.member = make_job(parallel=parallel), Member("w0", "n0", "localhost", 0)
+    worker._points = SimpleNamespace(corrupt=None)
+    worker._welcome = SimpleNamespace(run="", checkpoint_url="", data={})
+    worker._channel = SimpleNamespace(send=lambda message: None)
+    worker._prepare()
+    return given[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "device"),
+    [
+        ({}, "cuda:0"),  # torch refuses to form over one without an index
+        ({"backend": "nccl"}, "cuda:0"),
+        ({"backend": "gloo"}, "cpu"),
+        ({"backend": "gloo", "device": "cuda"}, "cuda:0"),
+        ({"device": "cpu"}, "cpu"),
+    ],
+)
+def test_a_workers_device(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, str], device: str
+) -> None:
+    assert device_of_worker(monkeypatch, **parallel) == torch.device(device)
+
+
+@pytest.mark.parametrize("parallel", [{"backend": "nccl"}, {"device": "cuda"}])
+def test_a_job_for_gpus_never_trains_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"parallel\.device: .* sees none"):
+        device_of_worker(monkeypatch, **parallel)
+
+
+def test_nccl_is_for_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"parallel: .*nccl.*cpu"):
+        make_job(parallel={"backend": "nccl", "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "backend", "bound"),
+    [
+        ({}, "cpu:gloo,cuda:nccl", "cuda:0"),
+        ({"device": "cuda", "backend": "gloo"}, "gloo", None),
+        ({"device": "cpu"}, "gloo", None),
+    ],
+)
+def test_what_a_world_is_made_of(
+    a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: dict[str, str],
+    backend: str,
+    bound: str | None,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **keys: made.append((name, keys["device_id"]))
+    )
+    monkeypatch.setattr(groups_module, "_make_mesh", lambda *_: None)
+    groups = make_groups("fsdp", 1, backend=parallel.get("backend", "auto"))
+    groups.store = groups._bare_store = dist.HashStore()
+    device = device_of_worker(monkeypatch, **parallel)
+    groups.uses_nccl = groups._is_for_nccl(device)
+    groups._make_groups(device, lambda point: None)
+    assert made == [(backend, bound and torch.device(bound))]
+
+
+# ------------------------------------------------------------- what a host shows its workers
+
+
+class Started:
+    """Stands in for a process."""
+
+    pid, exitcode = 1, 0
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+
+    def start(self) -> None: ...
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout_s: float) -> None: ...
+
+
+def environments(
+    monkeypatch: pytest.MonkeyPatch, visible: str, nodes: dict[str, int], lost: tuple[str, ...] = ()
+) -> dict[str, dict[str, str]]:
+    """Of the workers on ``nodes``, once those ``lost`` are replaced."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    host = local.LocalHost(nodes)
+    monkeypatch.setattr(
+        host, "_context", SimpleNamespace(Process=lambda **keys: Started(keys["args"][4]))
+    )
+    host.want_workers(sum(nodes.values()))
+    for worker in lost:
+        host._reap(worker)
+    return {worker: process.environment for worker, process in host._processes.items()}
+
+
+def shown(found: dict[str, dict[str, str]]) -> list[str]:
+    return sorted(environment["CUDA_VISIBLE_DEVICES"] for environment in found.values())
+
+
+def test_workers_of_one_machine_see_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environments(monkeypatch, "0,GPU-5,2,3", {"n0": 2, "n1": 2})
+    assert shown(found) == ["0", "2", "3", "GPU-5"]
+    assert not any("NCCL_HOSTID" in environment for environment in found.values())
+
+
+def test_a_replacement_sees_the_gpu_of_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environments(monkeypatch, "0,1,2", {"n0": 3}, lost=("w1", "w0"))
+    assert set(found) == {"w2", "w3", "w4"}
+    assert shown(found) == ["0", "1", "2"]
+
+
+def test_where_workers_share_a_gpu_each_is_a_host_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses two ranks of one host on one GPU, but not of two."""
+    found = environments(monkeypatch, "0,1", {"n0": 4})
+    assert shown(found) == ["0", "0", "1", "1"]
+    for gpu in "01":
+        sharing = [e for e in found.values() if e["CUDA_VISIBLE_DEVICES"] == gpu]
+        assert len({e.get("NCCL_HOSTID") for e in sharing}) == 2
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_where_no_gpu_is_shown_nothing_is_set(
+    monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    found = environments(monkeypatch, visible, {"n0": 2})
+    assert not any("CUDA_VISIBLE_DEVICES" in environment for environment in found.values())
+
+
+def test_deepspeed_takes_the_device_that_the_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets the device of number LOCAL_RANK, which Ray Train counts over the node."""
+    from elastic_ft.runtime.engines import deepspeed, deepspeed_compat
+
+    seen: list[str] = []
+    job = make_job(parallel={"engine": "deepspeed", "zero_stage": 0})
+    engine = deepspeed.DeepSpeedEngine(
+        job, lambda: torch.nn.Linear(2, 2), torch.device("cpu"), tokens_per_sample=8
+    )
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(
+        deepspeed_compat, "_make_engine", lambda *_: seen.append(os.environ["LOCAL_RANK"])
+    )
+    engine.attach(make_groups("ddp", 1))
+    assert seen == ["0"]

@@ -103,7 +103,9 @@ class DeepSpeedEngine:
         optimizer = make_optimizer(self.job.optimizer, parameters)
         if self.stage == 0:
             _materialise(optimizer)
-        self._engine = deepspeed_compat.make_engine(module, optimizer, self._config(module))
+        self._engine = deepspeed_compat.make_engine(
+            module, optimizer, self._config(module), self.device
+        )
         self._optimizer = optimizer
         if self.stage:
             _materialise_flats(optimizer, deepspeed_compat.flats(self._engine, self.stage))

@@ -39,7 +39,6 @@ class Slice:
 def import_deepspeed(device: torch.device) -> None:
     """Must come before any other function here. DeepSpeed chooses its device while importing."""
     os.environ["DS_ACCELERATOR"] = device.type
-    os.environ["LOCAL_RANK"] = str(torch.cuda.current_device() if device.type == "cuda" else 0)
     import deepspeed
     from deepspeed.utils.logging import logger
 
@@ -54,10 +53,22 @@ def _import_lazy_parts() -> None:
     import deepspeed.runtime.zero.stage3  # noqa: F401
 
 
-def make_engine(module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+def make_engine(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+    device: torch.device,
+) -> Any:
     """``deepspeed.initialize`` over the world, without copying rank 0's parameters to the others:
     their values come later. DeepSpeed makes no group of its own (ours can be aborted, and have
     the right timeouts)."""
+    os.environ["LOCAL_RANK"] = str(device.index or 0)  # it sets the device of that number; Ray
+    return _make_engine(module, optimizer, config)  # Train counts ranks over the node with it
+
+
+def _make_engine(
+    module: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]
+) -> Any:
     from deepspeed import comm
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -1,0 +1,58 @@
+"""Which device a worker trains on, and which GPU a host shows it.
+
+A worker sees one GPU, number 0: torch and NCCL take the calling thread's current device in places,
+and a worker trains, copies and aborts in several threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from elastic_ft.config import ParallelConfig
+from elastic_ft.errors import ConfigError
+
+if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers fork from it
+    import torch
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def device_of(parallel: ParallelConfig) -> torch.device:
+    """This worker's. Raises ConfigError where the job is for GPUs and there is none to be seen."""
+    import torch
+
+    is_seen = torch.cuda.is_available()
+    if parallel.wants_gpu and not is_seen:
+        shown = os.environ.get(VISIBLE)
+        why = "" if shown is None else f" ({VISIBLE} is {shown!r})"
+        raise ConfigError(f"parallel.device: the job is for GPUs, and this worker sees none{why}")
+    if parallel.wants_gpu or (is_seen and parallel.may_use_gpu):
+        return torch.device("cuda", 0)
+    return torch.device("cpu")
+
+
+def gpus_of_machine() -> list[str]:
+    """As ``CUDA_VISIBLE_DEVICES`` names them."""
+    shown = os.environ.get(VISIBLE)
+    if shown is None:
+        return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+    named = [name.strip() for name in shown.split(",")]
+    return named[: next((n for n, name in enumerate(named) if name in ("", "-1")), None)]
+
+
+def one_gpu(worker: str, gpus: list[str], in_use: Iterable[str | None]) -> dict[str, str]:
+    """The environment that shows ``worker`` one of ``gpus``, which others have ``in_use``.
+
+    Where they share one, NCCL must take them for hosts of their own: it refuses two ranks of one
+    host on one GPU. They talk over sockets then: slow, and as nodes do.
+    """
+    if not gpus:
+        return {}
+    used = Counter(in_use)
+    gpu = min(gpus, key=lambda name: used[name])
+    shared = {"NCCL_HOSTID": f"elastic-ft-{worker}"} if used[gpu] else {}
+    return {VISIBLE: gpu} | shared
