@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import inspect
 import sys
@@ -20,13 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CheckpointImpl",
-    "abort_nccl",
     "after_operations",
     "buffer_sync",
     "checkpoint_wrapper",
     "forget_meshes",
     "import_lazy_parts",
     "local_shape_and_offset",
+    "nccl_backends",
     "pin",
     "process_groups",
     "reset_group_names",
@@ -79,14 +80,13 @@ def unpin(memory: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-def abort_nccl(group: dist.ProcessGroup) -> None:
-    """Breaks off running NCCL collectives (ncclCommAbort). Gloo's abort() is a no-op."""
-    device = torch.device("cuda")
-    try:
-        backend = group._get_backend(device)
-    except RuntimeError:
-        return  # this group has no CUDA backend
-    backend.abort()
+def nccl_backends() -> list[Any]:
+    """Of every group that this process has made, newest first; their ``abort`` is ncclCommAbort."""
+    found = []
+    for group in reversed(list(c10d._world.pg_map)):
+        with contextlib.suppress(RuntimeError):  # it has no CUDA backend
+            found.append(group._get_backend(torch.device("cuda")))
+    return [backend for backend in found if not isinstance(backend, dist.ProcessGroupGloo)]
 
 
 def buffer_sync(wanted: bool) -> dict[str, bool]:

@@ -6,13 +6,14 @@ and a worker trains, copies and aborts in several threads.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from elastic_ft.config import ParallelConfig
+from elastic_ft.config import Job, ParallelConfig
 from elastic_ft.errors import ConfigError
 
 if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers fork from it
@@ -33,6 +34,15 @@ def device_of(parallel: ParallelConfig) -> torch.device:
     if parallel.wants_gpu or (is_seen and parallel.may_use_gpu):
         return torch.device("cuda", 0)
     return torch.device("cpu")
+
+
+def set_up(job: Job) -> None:
+    """What CUDA's libraries are to do in this process, before they do anything."""
+    import torch
+
+    wait_s = math.ceil(job.elastic.form_timeout_s)
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(wait_s))  # torch's: 30 minutes
+    torch.set_float32_matmul_precision("high" if job.precision.tf32 else "highest")
 
 
 def gpus_of_machine() -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime import compat, wire
 from elastic_ft.runtime.links import Address, Links, SealedStore, Socket, inet_sockets, shut_down
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
 ABORT_POLL_S = 0.05
@@ -89,6 +91,7 @@ class Groups:
         self.uses_nccl, self._backend = False, backend
         self._operation_timeout_s = FORM_TIMEOUT_S
         self._guarded: set[Closable] = set()
+        self._aborting: list[tuple[Any, threading.Thread]] = []  # NCCL's communicators
 
     # ------------------------------------------------------------------ forming
 
@@ -250,7 +253,10 @@ class Groups:
     # ------------------------------------------------------------------ fencing
 
     def abort(self, reason: str) -> None:
-        """Ends every running and later operation of these groups, from any thread. Idempotent."""
+        """Ends every running and later operation of these groups, from any thread. Idempotent.
+
+        What runs on the device may end a little later: ``teardown`` waits for that.
+        """
         with self._lock:
             self._aborted = self._aborted or reason
             guarded = tuple(self._guarded)
@@ -264,8 +270,23 @@ class Groups:
             is_gloo = found.local in own or found.peer in everyones
             if is_gloo or found.inode in stores:
                 shut_down(found)
-        if self.uses_nccl and dist.is_initialized():
-            compat.abort_nccl(dist.group.WORLD)
+        if self.uses_nccl:
+            self._abort_communicators()
+
+    def _abort_communicators(self) -> None:
+        """Each once, newest first, and all at the same time: aborting one may wait for kernels of
+        another (pytorch#119797). torch aborts each in a thread of its own, so that an NCCL group
+        around them, as in its ``_abort_process_group``, would cover nothing."""
+        with self._lock:
+            known = [backend for backend, _ in self._aborting]
+            fresh = [b for b in compat.nccl_backends() if not any(b is other for other in known)]
+            begun = [
+                (b, threading.Thread(target=_abort, args=(b,), name="nccl-abort", daemon=True))
+                for b in fresh
+            ]
+            self._aborting += begun
+        for _, thread in begun:
+            thread.start()
 
     def _check(self) -> None:
         if self._aborted:
@@ -283,6 +304,8 @@ class Groups:
         group is to wait for what it does.
         """
         self.abort(self._aborted or "teardown")
+        for _, thread in self._aborting:  # what is not aborted is flushed when it is destroyed
+            thread.join(self._operation_timeout_s)
         if in_use is not None:
             in_use += [self.host, self.mesh, *compat.process_groups()]
         self.mesh = None
@@ -292,6 +315,7 @@ class Groups:
             dist.destroy_process_group()
         compat.reset_group_names()
         compat.forget_meshes()
+        self._aborting = []
         self._sealed_store = None  # last: what is torn down may still ask it
 
 
@@ -306,6 +330,13 @@ def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     if layout.pp > 1 or layout.tp > 1 or not used:
         used = {name: n for name, n in sizes.items() if n > 1 or name == "dp_shard"}  # for FSDP2
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:  # this process will be killed for not coming to its safe point
+        log.warning("aborting a communicator: %s", _one_line(error))
 
 
 def _one_line(error: BaseException) -> str:

@@ -76,7 +76,7 @@ from elastic_ft.runtime.control import (
     connect,
 )
 from elastic_ft.runtime.data import DataBundle, open_dataset
-from elastic_ft.runtime.devices import device_of
+from elastic_ft.runtime.devices import device_of, set_up
 from elastic_ft.runtime.diagnosis import stack_of
 from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
@@ -386,6 +386,8 @@ class Worker:
             )
 
         device = device_of(job.parallel)
+        if device.type == "cuda":
+            set_up(job)
         engine = _engine_class(job)(job, factory, device, data.sequence_length or 1)
         engine.prepare()
         prepared_s = time.monotonic()

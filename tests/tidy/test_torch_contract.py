@@ -76,6 +76,8 @@ def test_the_random_tracker_is_a_module_variable() -> None:
 def test_group_backends_can_be_asked_for() -> None:
     assert callable(dist.ProcessGroup._get_backend)
     assert callable(dist.ProcessGroupGloo.abort)
+    if dist.is_nccl_available():
+        assert callable(dist.ProcessGroupNCCL.abort)
 
 
 def test_ddp_takes_what_it_is_told_about_buffers() -> None:
