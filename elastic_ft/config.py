@@ -189,6 +189,12 @@ class ParallelConfig(Section):
     zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
     offload_optimizer: bool = False  # deepspeed: optimizer state and step on the CPU
     activation_checkpointing: bool = False
+    # fsdp, hsdp without pp: free gathered weights after each backward; false: after a step's last
+    # one, which takes the memory of the whole weights, and gathers them once a step.
+    reshard_after_backward: bool = True
+    # fsdp, hsdp without pp: over the ranks of a replica, after each micro-batch, or once a step,
+    # which takes the memory of the whole gradients. Over replicas, once a step anyway.
+    reduce_gradients: Literal["micro_batch", "step"] = "micro_batch"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one, not with gloo
     backend: Literal["auto", "gloo", "nccl"] = "auto"  # gloo on cuda: through host memory, slow
 
@@ -220,6 +226,17 @@ class ParallelConfig(Section):
         given = [k for k in given if getattr(self, k) not in (None, 1)]
         if self.strategy == "auto" and given:
             raise ValueError(f"strategy auto decides on {given[0]}: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def accumulates_shards(self) -> ParallelConfig:
+        given = {
+            "reshard_after_backward": not self.reshard_after_backward,
+            "reduce_gradients": self.reduce_gradients != "micro_batch",
+        }
+        sharded = self.strategy != "ddp" and self.engine == "native" and self.pp == 1
+        for key in (key for key, is_given in given.items() if is_given and not sharded):
+            raise ValueError(f"{key}: is of strategy fsdp, hsdp and auto, without pp; leave it out")
         return self
 
     @property

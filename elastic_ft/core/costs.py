@@ -75,6 +75,8 @@ class Work:
     parameter_bytes: int = 4  # as the optimizer keeps them (the master weights)
     gradient_bytes: int = 4
     optimizer_bytes: int = 8  # Adam: two float32 moments
+    gathers_once: bool = False  # FSDP: weights once a step, and kept; not with each micro-batch
+    reduces_once: bool = False  # FSDP: gradients once a step, whole until then
 
     @property
     def state_bytes(self) -> int:
@@ -256,14 +258,14 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
 
 
 def _gradients(work: Work, choice: Choice, own: float, micro_batches: int) -> float:
-    """Sharded where FSDP reduces each micro-batch; whole with stages, which reduce once a step.
+    """Sharded where FSDP reduces each micro-batch; whole where it reduces once a step.
 
     DDP has them in its buckets, and apart from those while micro-batches add up.
     """
     layout, each = choice.layout, work.gradient_bytes
     if layout.dp_shard == 1:
         return own * each * (2 if micro_batches > 1 else 1)
-    if layout.pp == 1:
+    if layout.pp == 1 and not (work.reduces_once and micro_batches > 1):
         return own / layout.dp_shard * each
     return own * each * (1 + 1 / layout.dp_shard)
 
@@ -273,14 +275,16 @@ def _gathered(
 ) -> tuple[float, float]:
     """Bytes of copies of weights that are there throughout, and of one layer's unit on the way.
 
-    FSDP keeps the root unit from forward to backward, and with stages everything; a layer's unit
-    is its weights as they arrive and as they are used, its gradients, and those to be reduced.
+    FSDP keeps the root unit from forward to backward, and everything with stages or where it
+    gathers once; a layer's unit is its weights as they arrive and as they are used, its gradients,
+    and those to be reduced.
     """
     layout = choice.layout
     if layout.dp_shard == 1:
         return (own * work.compute_bytes if work.compute_bytes < work.parameter_bytes else 0.0), 0.0
     unit = block * (2 * work.compute_bytes + 2 * work.gradient_bytes)
-    return (root if layout.pp == 1 else own) * work.compute_bytes, unit
+    freed = layout.pp == 1 and not work.gathers_once
+    return (root if freed else own) * work.compute_bytes, unit
 
 
 # ----------------------------------------------------------------------------------- time
@@ -401,8 +405,9 @@ def _data_parallel_s(
 ) -> float:
     """Seconds of gathering weights and reducing gradients that no computation hides.
 
-    DDP, and stages, reduce once a step, behind one micro-batch's backward; FSDP gathers for each
-    forward and each backward, and reduces in each backward, over replicas too.
+    DDP, and stages, reduce once a step, behind one micro-batch's backward. FSDP gathers for each
+    forward and each backward, and reduces in each backward, unless the work says once; over
+    replicas, in the last one.
     """
     layout = choice.layout
     shards, stride = layout.dp_shard, layout.tp
@@ -411,11 +416,17 @@ def _data_parallel_s(
     if shards == 1:
         return _late(replicas_s, backward_s)
     gather_s = links.ring(own * work.compute_bytes, shards, stride)
-    reduce_s = links.ring(gradients, shards, stride) + replicas_s
+    reduce_s = links.ring(gradients, shards, stride)
     if layout.pp > 1:
-        return _late(gather_s, forward_s) + _late(reduce_s, backward_s)
-    late_s = _late(gather_s, forward_s) + _late(gather_s + reduce_s, backward_s)
-    return late_s * micro_batches
+        return _late(gather_s, forward_s) + _late(reduce_s + replicas_s, backward_s)
+    again_s = 0.0 if work.gathers_once else gather_s  # in backward
+    early_s = again_s + (0.0 if work.reduces_once else reduce_s)
+    forwards = 1 if work.gathers_once else micro_batches
+    return (
+        _late(gather_s, forward_s) * forwards
+        + _late(early_s, backward_s) * (micro_batches - 1)
+        + _late(again_s + reduce_s + replicas_s, backward_s)
+    )
 
 
 def _late(communication_s: float, behind_s: float) -> float:

@@ -46,6 +46,8 @@ def describe_job(job: Job) -> Work:
         global_batch=job.batch.global_batch_size,
         compute_bytes=4 if job.precision.dtype == "fp32" else 2,
         optimizer_bytes=8 if adam else momentum,
+        gathers_once=not job.parallel.reshard_after_backward,
+        reduces_once=job.parallel.reduce_gradients == "step",
     )
 
 

@@ -88,6 +88,11 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(changed("optimizer.lr", -1), "optimizer.lr: ", id="negative-lr"),
         pytest.param(changed("optimizer.betas", [0.9]), "optimizer.betas.1: ", id="one-beta"),
         pytest.param(changed("optimizer.schedule", "step"), "optimizer.schedule: ", id="schedule"),
+        pytest.param(
+            changed("parallel.reduce_gradients", "step"),
+            "parallel: reduce_gradients: is of strategy fsdp, hsdp and auto",
+            id="nothing-to-reduce-late",
+        ),
         pytest.param(changed("optimizer.schedule", "wsd"), "optimizer: decay_steps: ", id="wsd"),
         pytest.param(
             changed("optimizer.groups", [{"match": "*", "lr": 0}]),

@@ -230,6 +230,33 @@ def test_bubbles_are_those_of_the_papers() -> None:
     assert times["zero_bubble"].bubble < times["interleaved1f1b"].bubble
 
 
+def test_what_is_sent_once_a_step_costs_no_more_for_more_micro_batches() -> None:
+    """Over slow links, and of so little computing that nothing hides there."""
+    there = devices(16, intra_bytes_per_s=1e8, flops_per_s=1e18, latency_s=0.0, layer_s=0.0)
+
+    def dp_s(layout: Layout, micro_batches: int, **once: bool) -> float:
+        work = Work(SMALL, 16 * micro_batches, **once)
+        return step_time(work, Choice(layout, 1), Links.of(there, (16,))).dp
+
+    hybrid, sharded = Layout(dp_replicate=8, dp_shard=2), Layout(dp_shard=16)
+    once = {"gathers_once": True, "reduces_once": True}
+    assert dp_s(sharded, 4) == pytest.approx(4 * dp_s(sharded, 1), rel=1e-3)
+    assert dp_s(sharded, 4, **once) == pytest.approx(dp_s(sharded, 1, **once), rel=1e-3)
+    inside_s = dp_s(Layout(dp_shard=2), 8)  # as many micro-batches of one replica alone
+    assert dp_s(hybrid, 4) - dp_s(hybrid, 1) == pytest.approx(3 / 64 * inside_s, rel=1e-3)
+
+
+def test_what_is_kept_whole_takes_its_memory() -> None:
+    choice, small = Choice(Layout(dp_shard=8), 1), Work(SEVEN_B, 64)
+    whole = SEVEN_B.parameters
+    for once, each in (("gathers_once", 2), ("reduces_once", 4)):
+        grown = memory(replace(small, **{once: True}), choice).total - memory(small, choice).total
+        assert 0.8 * each * whole < grown < 1.01 * each * whole
+        alone = replace(small, global_batch=8)  # one micro-batch: nothing adds up
+        same = memory(replace(alone, **{once: True}), choice).total == memory(alone, choice).total
+        assert same == (once == "reduces_once")
+
+
 def test_uneven_dealing_is_paid_for_by_the_busiest() -> None:
     work, there = Work(SMALL, 32), devices(8)
     nine = step_time(work, Choice(Layout(dp_shard=7), 1), Links.of(there, (7,)))

@@ -7,7 +7,12 @@ messages for each layer and micro-batch, has fewer of both.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ft.config import Job
 from elastic_ft.core.layout import plan_layout
@@ -93,6 +98,42 @@ def train_from_the_start(
     port: int, generation: int, rank: int, world: int, job: Job, steps: int
 ) -> tuple[str, list[dict[str, float]]]:
     """For ``pool.Pool``. Returns the layout, and each step's loss and gradient norm."""
+    with attached(port, generation, rank, world, job) as (engine, data, groups):
+        found = pool.train(job, engine, data, groups, range(1, steps + 1))
+        return str(groups.assignment.layout), found
+
+
+def collectives_of(
+    port: int, generation: int, rank: int, world: int, job: Job
+) -> tuple[dict[str, int], list[dict[str, float]]]:
+    """For ``pool.Pool``. Returns how many collectives of each kind the second step has, and what
+    ``pool.train`` does of both."""
+    with attached(port, generation, rank, world, job) as (engine, data, groups):
+        first = pool.train(job, engine, data, groups, [1])
+        with Traffic() as traffic:
+            second = pool.train(job, engine, data, groups, [2])
+        return dict(traffic.counts), first + second
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives by their kind, in backward too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind, _, name = str(func).partition(".")
+        if kind == "c10d":
+            self.counts[name.partition(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def attached(
+    port: int, generation: int, rank: int, world: int, job: Job
+) -> Iterator[tuple[Any, Any, Any]]:
+    """The job's engine with the state of step 0, its data, and groups."""
     parallel = job.parallel
     layout, _ = plan_layout(
         parallel.data_strategy, world, parallel.shard_size, parallel.tp, parallel.pp
@@ -103,7 +144,7 @@ def train_from_the_start(
         engine.attach(groups)
         engine.initialise()
         engine.restored()
-        return str(layout), pool.train(job, engine, data, groups, range(1, steps + 1))
+        yield engine, data, groups
     finally:
         groups.abort("the end")
         engine.detach()

@@ -13,7 +13,13 @@ import pytest
 
 from elastic_ft.config import Job
 from tests.multiproc.harness import make_job
-from tests.multiproc.layouts import COMMON, MODEL, VARIANTS, train_from_the_start
+from tests.multiproc.layouts import (
+    COMMON,
+    MODEL,
+    VARIANTS,
+    collectives_of,
+    train_from_the_start,
+)
 from tests.multiproc.pool import Pool
 
 STEPS = 6
@@ -123,6 +129,34 @@ def test_tied_embeddings_in_two_stages(
 ) -> None:
     alone = train(job_of("decoder tied"), 1)
     assert_close(train(job_of("decoder tied", strategy, parallel=parallel), world), alone, EXACT)
+
+
+ACCUMULATING: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "hsdp": ("hsdp", {"shard_size": 2}, {"allreduce"}),
+    "fsdp, reduced once": ("fsdp", {"reduce_gradients": "step"}, {"reduce_scatter_base"}),
+    "fsdp, gathered once": ("fsdp", {"reshard_after_backward": False}, {"allgather_base"}),
+    "hsdp, all once": (
+        "hsdp",
+        {"shard_size": 2, "reduce_gradients": "step", "reshard_after_backward": False},
+        {"allreduce", "reduce_scatter_base", "allgather_base"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("strategy", "parallel", "once"), ACCUMULATING.values(), ids=ACCUMULATING)
+def test_what_can_wait_for_the_last_micro_batch_is_sent_once_a_step(
+    pool: Pool, train: Train, strategy: str, parallel: dict[str, Any], once: set[str]
+) -> None:
+    found = {}
+    for micro_batches in (1, 3):
+        batch = {"global_batch_size": 8 * micro_batches, "micro_batch_size": 2}
+        job = job_of("decoder", strategy, parallel=parallel, batch=batch)
+        (found[micro_batches], steps), *_ = pool(collectives_of, job, world=4)
+        assert_close(steps, train(job_of("decoder", batch=batch), 1)[:2], EXACT)
+    kinds = found[1].keys() - {"barrier"}
+    assert once <= kinds
+    same = {kind for kind in kinds if found[3][kind] == found[1][kind]}
+    assert same == once | ({"allreduce"} if "allreduce" in kinds else set()), found
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,6 +81,7 @@ class NativeEngine:
         self._parameters: dict[str, nn.Parameter] = {}
         self._blocks: list[nn.Module] = []
         self._reduce_announced = False
+        self._told_last: bool | None = None  # what FSDP2's modules know of the micro-batch
         self._buffers: dict[str, torch.Tensor] = {}
         self._scale = torch.tensor(job.precision.initial_loss_scale, dtype=torch.float32)
         self._good_steps = torch.tensor(0, dtype=torch.int64)
@@ -115,7 +116,7 @@ class NativeEngine:
                 compat.set_group_timeout(groups.mesh.get_group(name), groups.operation_timeout_s)
             self._build(groups)
         self._replicated = replicated
-        self._listed, self._settled = None, False
+        self._listed, self._settled, self._told_last = None, False, None
         return kept
 
     def detach(self, in_use: list[object] | None = None) -> State:
@@ -201,8 +202,11 @@ class NativeEngine:
                 mesh=mesh[names],
                 mp_policy=policy,
                 # A pipeline's micro-batches come in turns: gathering anew for each costs more.
-                reshard_after_forward=False if layout.pp > 1 else None,
+                reshard_after_forward=None if self._gathers_often(layout) else False,
             )
+
+    def _gathers_often(self, layout: Layout) -> bool:
+        return layout.pp == 1 and self.job.parallel.reshard_after_backward
 
     def _wrap_replicated(self) -> None:
         (module,) = self._parts
@@ -351,8 +355,14 @@ class NativeEngine:
         return (loss, tokens) if tp == 0 else (0.0, 0)
 
     def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Around each micro-batch: what can wait for a step's last one is not sent before."""
         if isinstance(self._runner, DistributedDataParallel) and not last:
             return self._runner.no_sync()
+        if isinstance(self._runner, FSDPModule) and last is not self._told_last:
+            self._told_last, parallel = last, self.job.parallel
+            self._runner.set_reshard_after_backward(last or parallel.reshard_after_backward)
+            self._runner.set_requires_gradient_sync(last or parallel.reduce_gradients != "step")
+            self._runner.set_requires_all_reduce(last)
         return contextlib.nullcontext()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
