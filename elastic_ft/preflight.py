@@ -92,7 +92,6 @@ def check(
     check_owner(job, out, url)
     bundle, tensors, parameters, remarks = _check_model_and_data(job)
     warnings += remarks
-    check_optimizer(job)
     terms = terms_of(job.model_dump(mode="json"))
     terms |= data_terms(len(bundle.train), bundle.fingerprint)
     check_checkpoint(url, tensors, {} if accept_changes else terms)
@@ -278,6 +277,7 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
         )
     check_parallel(job, model, bundle.sequence_length)
     check_groups(job.optimizer, model)
+    check_optimizer(job, model)
     if job.parallel.strategy == "auto":
         from elastic_ft.runtime.planning import planning_of
 
@@ -311,25 +311,42 @@ def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
     return (*differences(config, model, folder.url), *matched.remarks)
 
 
-def check_optimizer(job: Job) -> None:
-    """Makes one for a small tensor. Raises ConfigError."""
-    import torch
+def check_optimizer(job: Job, model: nn.Module) -> None:
+    """Makes one for ``model``, which may be on meta, and rehearses what is not known to be good.
+
+    Raises ConfigError.
+    """
+    from functools import partial
 
     from elastic_ft.models.imports import import_object, one_line
+    from elastic_ft.runtime.engines import rehearsal
     from elastic_ft.runtime.engines.native import make_optimizer
     from elastic_ft.runtime.rates import learning_rate
 
-    config = job.optimizer
+    config, parallel = job.optimizer, job.parallel
     for step in {1, job.steps // 2 + 1, job.steps}:
         learning_rate(config, job.steps, step)
     if ":" in config.name:
         import_object(config.name, "optimizer.name", ConfigError)
+    make = partial(make_optimizer, config)
+    dimensions = {p.dim() for p in model.parameters() if p.requires_grad}
+    sharded = parallel.engine == "native" and (parallel.strategy != "ddp" or parallel.tp > 1)
     try:
-        make_optimizer(config, {"weight": torch.nn.Parameter(torch.zeros(2, 2))})
+        make(dict(model.named_parameters()))
+        if ":" in config.name:
+            rehearsal.rehearse(make, dimensions, sharded=sharded)
+        elif parallel.engine == "native" or config.name != "sgd":
+            return
+        if parallel.engine == "native" or rehearsal.begins_with_zeros(make, dimensions):
+            return
     except ConfigError:
         raise
     except Exception as error:  # the user's class may raise anything
         raise ConfigError(f"optimizer.kwargs: {config.name}: {one_line(error)}") from error
+    raise ConfigError(
+        f"optimizer.name: {config.name} begins with a state that is not zero: engine deepspeed "
+        "can't, native can"
+    )
 
 
 def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import datetime
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "local_shape_and_offset",
     "nccl_backends",
     "pin",
+    "pretended_world",
     "process_groups",
     "reset_group_names",
     "set_group_timeout",
@@ -100,6 +102,19 @@ def import_lazy_parts() -> None:
     """What an optimizer's first step imports, without one: a step asks the CUDA driver whether a
     graph is being captured, and no process that is forked after that can use CUDA."""
     import torch._dynamo  # noqa: F401
+
+
+@contextmanager
+def pretended_world(size: int) -> Iterator[None]:
+    """This process as rank 0 of a world in which nobody else is, and collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
 
 
 def process_groups() -> list[object]:

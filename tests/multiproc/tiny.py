@@ -103,6 +103,22 @@ def mixer() -> torch.nn.Module:
     return Mixer()
 
 
+class Matrices(torch.nn.Module):
+    """Two matrices and nothing else, for optimizers that take nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(Counted.vocab_size, 16)
+        self.head = torch.nn.Linear(16, Counted.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.relu(self.embedding(tokens)))
+
+
+def matrices() -> torch.nn.Module:
+    return Matrices()
+
+
 MIXER_PLAN = {"up": "colwise", "down": "rowwise", "hea*": "colwise_rep"}
 
 

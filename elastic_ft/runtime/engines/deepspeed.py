@@ -41,7 +41,6 @@ from elastic_ft.runtime.engines.native import (
     NonFiniteGradient,
     _checkpoint_activations,
     _inside,
-    _materialise,
     _plain,
     _to_device,
     _to_empty,
@@ -49,6 +48,7 @@ from elastic_ft.runtime.engines.native import (
     seed_for,
     warm_optimizer,
 )
+from elastic_ft.runtime.engines.optimizer_state import materialise
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.rates import learning_rate, set_rates
 from elastic_ft.runtime.weights import load as load_weights
@@ -102,7 +102,7 @@ class DeepSpeedEngine:
         parameters = {_plain(n): p for n, p in module.named_parameters()}
         optimizer = make_optimizer(self.job.optimizer, parameters)
         if self.stage == 0:
-            _materialise(optimizer)
+            materialise(optimizer)
         self._engine = deepspeed_compat.make_engine(
             module, optimizer, self._config(module), self.device
         )
@@ -170,7 +170,10 @@ class DeepSpeedEngine:
             yield from _pieces(f"model.{_plain(part.name)}", part, part.flat.detach())
             for key, value in sorted(self._optimizer.state[part.flat].items()):
                 if not isinstance(value, torch.Tensor):
-                    continue
+                    raise ConfigError(
+                        f"optimizer.name: engine deepspeed carries tensors, native numbers too; "
+                        f"{key} is {type(value).__name__}"
+                    )
                 name = f"optim.{_plain(part.name)}.{key}"
                 if value.shape == part.flat.shape:
                     yield from _pieces(name, part, value)
@@ -400,7 +403,7 @@ def _materialise_flats(
         gradient = flat.grad
         for number, group in enumerate(groups):
             group["params"] = [flat] if number == index else []
-        _materialise(optimizer)
+        materialise(optimizer)
         flat.grad = gradient
     for group, parameters in zip(groups, before, strict=True):
         group["params"] = parameters

@@ -16,6 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ from elastic_ft.models.loss import loss_sum
 from elastic_ft.runtime import compat
 from elastic_ft.runtime.compat import CheckpointImpl, checkpoint_wrapper
 from elastic_ft.runtime.engines.base import MicroBatch, Reach, State, StateTensor, Update
+from elastic_ft.runtime.engines.optimizer_state import OptimizerState, materialise
 from elastic_ft.runtime.engines.pipeline import (
     Pipeline,
     TiedWeight,
@@ -78,6 +80,7 @@ class NativeEngine:
         self._pipeline: Pipeline | None = None  # or this
         self._tied: TiedWeight | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._kept: OptimizerState | None = None  # by the optimizer
         self._parameters: dict[str, nn.Parameter] = {}
         self._blocks: list[nn.Module] = []
         self._reduce_announced = False
@@ -133,7 +136,8 @@ class NativeEngine:
             runner.reducer = None
             runner.logger = None
         if not self._replicated:
-            self._parts, self._pipeline, self._tied, self._optimizer = [], None, None, None
+            self._parts, self._pipeline, self._tied = [], None, None
+            self._optimizer = self._kept = None
             self._parameters, self._buffers, self._blocks = {}, {}, []
         self._listed = None
         return state
@@ -151,8 +155,10 @@ class NativeEngine:
         self._parameters = _parameters(self._parts)
         persistent = {_plain(name) for part in self._parts for name in part.state_dict()}
         self._buffers = {name: buffer for name, buffer in named.items() if name in persistent}
-        self._optimizer = make_optimizer(self.job.optimizer, self._parameters)
-        _materialise(self._optimizer)
+        make = partial(make_optimizer, self.job.optimizer)
+        staged = groups is not None and groups.assignment.layout.pp > 1
+        self._kept = OptimizerState(make, self._parameters, staged=staged)
+        self._optimizer = self._kept.optimizer
         self._runner = self._parts[0]
         if groups is not None and groups.assignment.layout.pp > 1:
             assert groups.mesh is not None
@@ -232,12 +238,13 @@ class NativeEngine:
         return self._listed[1]
 
     def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
-        assert self._optimizer is not None
+        assert self._kept is not None
         for name, parameter in self._parameters.items():
             yield f"model.{name}", parameter
-            for key, value in sorted(self._optimizer.state[parameter].items()):
-                if isinstance(value, torch.Tensor):
-                    yield f"optim.{name}.{key}", value
+            for key, value in self._kept.of(name):
+                yield f"optim.{name}.{key}", value
+        for name, value in self._kept.of_groups():
+            yield f"engine.{name}", value
         for name, buffer in self._buffers.items():
             yield f"model.{name}", buffer
         if self.job.precision.dtype == "fp16":
@@ -251,9 +258,8 @@ class NativeEngine:
                 self._load_weights(self.job.model.weights, state)
             else:
                 self._initialise_from_seed(state)
-            for name, tensor in state.items():
-                if name.startswith("optim."):
-                    tensor.local.zero_()
+            assert self._kept is not None
+            self._kept.clear()
         self._scale.fill_(self.job.precision.initial_loss_scale)
         self._good_steps.zero_()
 
@@ -276,6 +282,8 @@ class NativeEngine:
 
     def restored(self) -> None:
         self._listed = None
+        assert self._kept is not None
+        self._kept.restored()
         if self._tied is not None:
             self._tied.refresh()
 
@@ -396,7 +404,7 @@ class NativeEngine:
             handles.append(hook)
 
     def apply(self, step: int, tokens: int, reach: Reach) -> Update:
-        assert self._optimizer is not None
+        assert self._optimizer is not None and self._kept is not None
         reach("before_optimizer")
         gradients = self._reduced_gradients()
         scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
@@ -408,7 +416,9 @@ class NativeEngine:
             rate = learning_rate(self.job.optimizer, self.job.steps, step)
             set_rates(self._optimizer, rate)
             self.intact = False
-            with _inside(reach):
+            if self._kept.fresh:  # their first step replaces what is listed
+                self._listed = None
+            with self._kept.stepping(), _inside(reach):
                 self._optimizer.step()
                 if self._tied is not None:
                     self._tied.refresh()
@@ -550,27 +560,10 @@ def _optimizer_class(path: str) -> Any:
         ) from None
 
 
-def _materialise(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the optimizer create its state now, so that it can be listed and filled in.
-
-    A step with zero gradients and a rate of zero leaves the parameters as they are; the state
-    tensors it creates are overwritten by ``initialise`` or by the transfer.
-    """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def warm_optimizer(config: OptimizerConfig) -> None:
     """The first step of an optimizer imports a lot (torch._dynamo): before anyone waits."""
     weight = nn.Parameter(torch.zeros(2, 2))
-    _materialise(make_optimizer(config, {"weight": weight}))
+    materialise(make_optimizer(config, {"weight": weight}))
 
 
 def _checkpoint_activations(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:

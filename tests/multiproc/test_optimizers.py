@@ -1,0 +1,142 @@
+"""Every optimizer trains as it does in plain PyTorch, through a loss of a rank and a new layout.
+
+Ten steps on three ranks; one is lost; what the others list is put together and put back into two
+ranks, for ten more. One set of processes runs all cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from elastic_ft.config import Job
+from elastic_ft.core.batches import DataOrder
+from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.schedule import learning_rate
+from elastic_ft.core.sharding import Box
+from elastic_ft.runtime.engines.base import tensor_name
+from elastic_ft.runtime.engines.native import make_optimizer
+from tests.multiproc import pool
+from tests.multiproc.harness import make_job
+from tests.multiproc.layouts import COMMON
+from tests.multiproc.moves import assemble
+from tests.multiproc.pool import Pool
+from tests.multiproc.tiny import Counted, matrices, mixer
+
+BEFORE, STEPS, TOLERANCE = 10, 20, 1e-5
+ADAFACTOR = {"relative_step": False, "scale_parameter": False}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adam": {},
+    "sgd": {"momentum": 0.9, "dampening": 0.3},
+    "torch.optim:NAdam": {},
+    "torch.optim:Adagrad": {"initial_accumulator_value": 0.1},
+    "torch.optim:RMSprop": {"momentum": 0.5},
+    "torch.optim:Adafactor": {},
+    "transformers:Adafactor": ADAFACTOR,
+    "tests.runtime.own_optimizers:Counting": {},
+    "torch.optim:Muon": {},
+}
+NEEDS_WHOLE = ("torch.optim:Adafactor", "transformers:Adafactor", "torch.optim:Muon")
+pytestmark = pytest.mark.timeout(120)
+
+
+def job_of(name: str, strategy: str) -> Job:
+    model = "matrices" if name.endswith("Muon") else "mixer"
+    optimizer = COMMON["optimizer"] | {"name": name, "kwargs": OPTIMIZERS[name], "eps": 1e-6}
+    return make_job(
+        strategy,
+        workers=1,
+        **COMMON | {"optimizer": optimizer, "model": {"path": f"tests.multiproc.tiny:{model}"}},
+    )
+
+
+# ------------------------------------------------------------------------------------- on ranks
+
+
+def train_on(
+    port: int,
+    generation: int,
+    rank: int,
+    world: int,
+    job: Job,
+    state: dict[str, np.ndarray] | None,
+    steps: range,
+) -> list[Any]:
+    """For ``pool.Pool``. Goes on from the whole tensors of ``state``; returns this rank's part."""
+    layout, _ = plan_layout(job.parallel.data_strategy, world, None)
+    engine, data = pool.make_engine(job)
+    groups = pool.form(port, generation, rank, layout)
+    try:
+        engine.attach(groups)
+        if state is None:
+            engine.initialise()
+        else:
+            listed = engine.state()
+            assert {tensor_name(key) for key in listed} == state.keys()
+            for key, tensor in listed.items():
+                whole = torch.from_numpy(state[tensor_name(key)])
+                with torch.no_grad():
+                    tensor.local.copy_(whole[tensor.box.slices_within(Box.whole(tensor.shape))])
+        engine.restored()
+        pool.train(job, engine, data, groups, steps)
+        return [
+            (tensor_name(key), t.shape, t.box, t.local.detach().clone().numpy())
+            for key, t in engine.state().items()
+        ]
+    finally:
+        groups.abort("the end")
+        engine.detach()
+        groups.teardown()
+
+
+# ------------------------------------------------------------------------------ in plain PyTorch
+
+
+def alone(job: Job) -> dict[str, np.ndarray]:
+    """The parameters after all steps, with nothing but torch and the order of the samples."""
+    torch.manual_seed(job.seed)
+    model: nn.Module = matrices() if job.optimizer.name.endswith("Muon") else mixer()
+    optimizer = make_optimizer(job.optimizer, dict(model.named_parameters()))
+    data, size = Counted(), job.batch.global_batch_size
+    order = DataOrder(job.seed, len(data))
+    for step in range(1, STEPS + 1):
+        ids = order.sample_ids((step - 1) * size, step * size)
+        tokens = torch.stack([data[order.dataset_index(i)]["tokens"] for i in ids])
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        assert job.optimizer.grad_clip is not None
+        nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(job.optimizer, job.steps, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {f"model.{n}": p.detach().numpy() for n, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Pool]:
+    with Pool(3) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_as_plain_pytorch_through_a_loss(ranks: Pool, name: str, strategy: str) -> None:
+    if strategy == "fsdp" and name in NEEDS_WHOLE:
+        pytest.skip("refused by name: tests/runtime/test_optimizer_state.py")
+    job = job_of(name, strategy)
+    parts = ranks(train_on, job, None, range(1, BEFORE + 1), world=3)
+    state = assemble(dict(enumerate(parts)))
+    parts = ranks(train_on, job, state, range(BEFORE + 1, STEPS + 1), world=2)
+    found = assemble(dict(enumerate(parts)))
+    expected = alone(job)
+    assert {key for key in found if key.startswith("model.")} == expected.keys()
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, rtol=0, atol=TOLERANCE, err_msg=key)
