@@ -119,7 +119,9 @@ def peak_of_rank(groups: Groups, job: Job) -> int:
         gc.collect()
         with peak:
             engine.run_batch(step, batches, lambda point: None)
-            engine.apply(step, tokens, lambda point: None)
+            squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
+            dist.all_reduce(squares)
+            engine.apply(step, tokens, float(squares), lambda point: None)
     return peak.nbytes - before
 
 

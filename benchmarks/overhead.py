@@ -109,9 +109,10 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
         samples = [data.train[(first + i) % len(data.train)] for i in range(size)]
         batch = [MicroBatch(rank, data.train.collate(samples))]
         loss, tokens = engine.run_batch(number, batch, lambda *_: None)
-        packed = torch.tensor([loss, float(tokens)], dtype=torch.float64)
+        values = [loss, float(tokens), engine.square_norm()]
+        packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
-        engine.apply(number, int(packed[1]), lambda *_: None)
+        engine.apply(number, int(packed[1]), float(packed[2]), lambda *_: None)
         if rank == 0:
             results.put(time.time())
 

@@ -125,9 +125,10 @@ class Rank:
         batch = [MicroBatch(self.groups.rank or 0, self.data.collate([self.data[index]]))]
         loss, tokens = self.engine.run_batch(self.step, batch, lambda *_: None)
         self._blocked(lambda: self.snapshots.wait(self.groups.deadline()))
-        packed = torch.tensor([loss, float(tokens), float(written)], dtype=torch.float64)
+        values = [loss, float(tokens), float(written), self.engine.square_norm()]
+        packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
-        self.engine.apply(self.step, int(packed[1]), lambda *_: None)
+        self.engine.apply(self.step, int(packed[1]), float(packed[3]), lambda *_: None)
         if begin is not None:
             self._blocked(begin)
         return time.perf_counter() - began, int(packed[2]) == WORLD

@@ -113,7 +113,7 @@ class Groups:
             fresh = [s for s in inet_sockets() if s.peer is None and s.inode not in before]
             self._exchange_listeners([s.local for s in fresh])
             self.barrier("formed")
-            self._check()
+            self.check()
         except GroupBroken:
             raise
         except Exception as error:  # torch raises many types; all mean: this generation is broken
@@ -147,7 +147,7 @@ class Groups:
         self._sealed_store = SealedStore(link.store, self._links.key)
         self.store = dist.PrefixStore(prefix, self._sealed_store)
         self._bare_store = dist.PrefixStore(prefix, link.store)
-        self._check()
+        self.check()
 
     def _make_groups(self, device: torch.device, reach: Callable[[str], None]) -> None:
         timeout = datetime.timedelta(seconds=FORM_TIMEOUT_S)
@@ -241,10 +241,10 @@ class Groups:
         with self._lock:
             self._guarded.add(connection)
         try:
-            self._check()
+            self.check()
             yield
         except Exception:
-            self._check()  # it was ended by us: that says nothing of the other end
+            self.check()  # it was ended by us: that says nothing of the other end
             raise
         finally:
             with self._lock:
@@ -288,7 +288,8 @@ class Groups:
         for _, thread in begun:
             thread.start()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises GroupBroken if they were aborted."""
         if self._aborted:
             raise GroupBroken(self._aborted)
 

@@ -3,9 +3,10 @@
     data -> forward, backward -> [snapshot of the last step complete] -> agree -> optimizer
          -> report -> start this step's snapshot -> boundary
 
-``agree`` is one small all-reduce: loss, tokens, and whether anyone was asked to pause or stop, so
-that all members stop after the same step. Once it has passed, nothing between it and the boundary
-can keep a healthy member from applying the step; who fails before it has not applied it (I4).
+``agree`` is one small all-reduce in host memory: loss, tokens, the gradients' norm, and whether
+anyone was asked to pause or stop, so that all members stop after the same step. It is the step's
+last collective. Once it has passed, nothing between it and the boundary can keep a healthy member
+from applying the step; who fails before it has not applied it (I4).
 """
 
 from __future__ import annotations
@@ -99,6 +100,16 @@ class Tools:
     checkpointed_step: int = 0  # the newest step with a checkpoint, committed or begun here
 
 
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """Of one step, over all members."""
+
+    loss: float  # mean per token
+    tokens: int
+    squares: float  # of the gradients' norm
+    sample_ids: list[int]  # that were consumed; none are known without ``audit``
+
+
 class Spent:
     """What the training thread waited for since the last step was reported, in seconds."""
 
@@ -181,13 +192,15 @@ class Loop:
         with spent.on("data_s"):
             micro_batches = self._load(number)
         loss, tokens = self.engine.run_batch(number, micro_batches, points)
+        squares = self.engine.square_norm()
         with spent.on("save_s"):
             self.tools.snapshots.wait(self.groups.deadline())
         cost_s = self.tools.snapshots.take_cost_s()
         consumed = self._consumed(micro_batches)
-        loss, tokens, sample_ids = self._agree(loss, tokens, cost_s, consumed)
+        agreed = self._agree(loss, tokens, squares, cost_s, consumed)
+        loss, tokens, sample_ids = agreed.loss, agreed.tokens, agreed.sample_ids
         self.tools.snapshots.drop_before(self.tools.snapshots.newest())
-        update = self.engine.apply(number, tokens, points)
+        update = self.engine.apply(number, tokens, agreed.squares, points)
         self.step = number  # from here on the live state is that of this step
         points("after_optimizer")
         applied_at_s = time.time()
@@ -266,22 +279,21 @@ class Loop:
         ]
 
     def _agree(
-        self, loss: float, tokens: int, cost_s: float, consumed: list[int]
-    ) -> tuple[float, int, list[int]]:
+        self, loss: float, tokens: int, squares: float, cost_s: float, consumed: list[int]
+    ) -> Agreed:
         """Settles whether to pause or stop, and how often to take snapshots.
 
         Args:
+            loss, tokens, squares: this rank's sums, see ``Engine.run_batch`` and ``square_norm``.
             cost_s: of the snapshot that has ended, 0 if none has.
             consumed: see ``_consumed``.
-
-        Returns the global mean loss, the token count, and the samples that all have consumed.
         """
         asked, self.flags.checkpoint = self.flags.checkpoint, False
         wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
-        values = [loss, float(tokens), *wishes, cost_s, self._step_s, *consumed]
+        values = [loss, float(tokens), squares, *wishes, cost_s, self._step_s, *consumed]
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
-        total, count, pause, stop, checkpoint, cost, step, *samples = packed.tolist()
+        total, count, squares, pause, stop, checkpoint, cost, step, *samples = packed.tolist()
         world, holding = self.groups.world_size, self.groups.assignment.holding
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
@@ -289,7 +301,8 @@ class Loop:
         # Not into the flags: a request that came during the all-reduce would be lost.
         self._pausing, self._stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
-        return total / max(count, 1.0), int(count), [int(sample) - 1 for sample in samples]
+        ids = [int(sample) - 1 for sample in samples]
+        return Agreed(total / max(count, 1.0), int(count), squares, ids)
 
     def _consumed(self, micro_batches: list[MicroBatch]) -> list[int]:
         """With ``audit``, what this member really consumed, see ``places``."""

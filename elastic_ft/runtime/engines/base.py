@@ -129,8 +129,14 @@ class Engine(Protocol):
     ) -> tuple[float, int]:
         """Runs forward and backward, gradients reduced. Returns this rank's (loss sum, tokens)."""
 
-    def apply(self, step: int, tokens: int, reach: Reach) -> Update:
-        """Clips and applies the optimizer; ``tokens`` is the whole batch's count."""
+    def square_norm(self) -> float:
+        """This rank's share of the squared norm of all gradients, before they are scaled; 0.0 where
+        the optimizer's step finds the norm by itself. Every collective that makes gradients is
+        done once this returns (I4). Raises GroupBroken if one was aborted."""
+
+    def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
+        """Clips and applies the optimizer. ``tokens`` and ``squares`` (see ``square_norm``) are
+        summed over the world."""
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         """Returns this rank's (loss sum, tokens) without gradients."""

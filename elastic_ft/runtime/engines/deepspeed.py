@@ -300,13 +300,33 @@ class DeepSpeedEngine:
             hook = self._blocks[-1].register_forward_pre_hook(entered, with_kwargs=True)
             handles.append(hook)
 
-    def apply(self, step: int, tokens: int, reach: Reach) -> Update:
+    def square_norm(self) -> float:
+        """DeepSpeed's own step finds the norm where it has partitioned the gradients."""
+        assert self._groups is not None
+        squares = 0.0
+        if not self.stage and self._groups.rank == 0:  # all have the same
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            squares = float(torch.nn.utils.get_total_norm(gradients)) ** 2
+        self._wait_for_device()
+        return squares
+
+    def _wait_for_device(self) -> None:
+        """Raises GroupBroken if what it had to do was broken off."""
+        assert self._groups is not None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._groups.check()
+
+    def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
         assert self._optimizer is not None
         reach("before_optimizer")
         set_rates(self._optimizer, learning_rate(self.job.optimizer, self.job.steps, step))
         scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
         scale *= max(tokens, 1) / self._nominal_tokens  # what the gradients are too large by
-        norm = self._step(scale, reach) if self.stage else self._replicated_step(scale, reach)
+        if self.stage:
+            norm = self._step(scale, reach)
+        else:
+            norm = self._replicated_step(math.sqrt(squares) / scale, scale, reach)
         if math.isfinite(norm):
             self._grow_scale()
             return Update(norm)
@@ -327,16 +347,16 @@ class DeepSpeedEngine:
         self.intact = False
         with _inside(reach):
             engine.step()
+        self._wait_for_device()
         self.intact = True
         if deepspeed_compat.overflowed(engine):
             return math.inf
         return float(engine.get_global_grad_norm())
 
-    def _replicated_step(self, scale: float, reach: Reach) -> float:
+    def _replicated_step(self, norm: float, scale: float, reach: Reach) -> float:
         """Stage 0: DeepSpeed has averaged the gradients, and knows no loss scale."""
         engine = self._engine
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) / scale
         if not math.isfinite(norm):
             engine.zero_grad()
             return norm

@@ -403,13 +403,26 @@ class NativeEngine:
             hook = self._blocks[-1].register_forward_pre_hook(entered, with_kwargs=True)
             handles.append(hook)
 
-    def apply(self, step: int, tokens: int, reach: Reach) -> Update:
+    def square_norm(self) -> float:
+        assert self._groups is not None
+        gradients = self._reduced_gradients()
+        if self._replicated:  # all have the same: one of them counts it
+            norm = float(torch.nn.utils.get_total_norm(gradients))
+            squares = norm * norm if self._groups.rank == 0 else 0.0
+        else:
+            norms = torch._foreach_norm([_local(g) for g in gradients])
+            replicas = torch.tensor([self._replicas(g) for g in gradients], device=self.device)
+            squares = float((torch.stack(norms).double() ** 2 / replicas).sum())
+        self._groups.check()  # the device is done: with what it was to do, or with an abort
+        return squares
+
+    def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
         assert self._optimizer is not None and self._kept is not None
         reach("before_optimizer")
-        gradients = self._reduced_gradients()
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
         ratio = self._nominal_tokens / max(tokens, 1) / scale
-        norm = self._global_norm(gradients) * ratio
+        norm = math.sqrt(squares) * ratio
         update = Update(norm)
         if math.isfinite(norm):
             self._scale_gradients(gradients, norm, ratio)
@@ -442,15 +455,6 @@ class NativeEngine:
         if self._tied is not None:
             self._tied.sum_gradients()
         return [p.grad for p in self._parameters.values() if p.grad is not None]
-
-    def _global_norm(self, gradients: list[torch.Tensor]) -> float:
-        if self._replicated:
-            return float(torch.nn.utils.get_total_norm(gradients))
-        norms = torch._foreach_norm([_local(g) for g in gradients])
-        replicas = torch.tensor([self._replicas(g) for g in gradients], device=self.device)
-        squares = (torch.stack(norms).double() ** 2 / replicas).sum()
-        dist.all_reduce(squares)
-        return float(squares.sqrt())
 
     def _replicas(self, gradient: torch.Tensor) -> int:
         """How many ranks have the same part of it: all that no dimension of a mesh cuts it over."""

@@ -1,0 +1,112 @@
+"""All collectives of a step lie before the all-reduce that settles it, or in it (I4): an aborted
+NCCL collective does not raise, it returns, and what it left would be taken for gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_cuda_on_cpu import make_groups, make_job
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from elastic_ft.errors import GroupBroken
+from elastic_ft.models.build import build_model
+from elastic_ft.runtime import compat
+from elastic_ft.runtime import groups as groups_module
+from elastic_ft.runtime.engines import native
+
+LAYOUTS: list[tuple[str, dict[str, int]]] = [
+    ("ddp", {}),
+    ("fsdp", {}),
+    ("hsdp", {"shard_size": 2}),
+    ("fsdp", {"tp": 2}),
+    ("fsdp", {"tp": 2, "pp": 2}),
+]
+
+
+class Collectives(TorchDispatchMode):
+    """Those that run meanwhile, on whatever device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def make_engine(strategy: str, **sizes: int) -> native.NativeEngine:
+    """Rank 0's of four, with gradients of ones, on a backend that returns without doing a thing:
+    what an aborted NCCL does."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    parallel: dict[str, Any] = {"strategy": strategy, **sizes}
+    job = make_job(
+        model={"preset": "decoder-1m", "kwargs": {"vocab_size": 512, "tie_embeddings": True}},
+        parallel=parallel,
+        batch={"global_batch_size": 4, "micro_batch_size": 1},
+        elastic={"max_workers": 4},
+    )
+    engine = native.NativeEngine(
+        job,
+        lambda: build_model(job.model, vocab_size=512, sequence_length=8),
+        torch.device("cpu"),
+        tokens_per_sample=8,
+    )
+    groups = make_groups(strategy, 4, **sizes)
+    groups.mesh = groups_module._make_mesh(groups.assignment.layout, torch.device("cpu"))
+    engine.prepare()
+    engine.attach(groups)
+    with torch.no_grad():
+        for tensor in engine.state().values():
+            tensor.local.fill_(0.01)
+    for parameter in engine._parameters.values():
+        parameter.grad = torch.zeros_like(parameter) + 1.0
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    compat.forget_meshes()
+
+
+def state_of(engine: native.NativeEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.local.clone() for name, tensor in engine.state().items()}
+
+
+def nobody(*_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), LAYOUTS)
+def test_applying_a_step_has_no_collective(strategy: str, sizes: dict[str, int]) -> None:
+    engine = make_engine(strategy, **sizes)
+    before = state_of(engine)
+    engine.square_norm()
+    with Collectives() as collectives:
+        update = engine.apply(1, 32, 4.0, nobody)
+    assert collectives.found == []
+    assert update.grad_norm == math.sqrt(4.0)  # of as many tokens as were counted on
+    assert any(not torch.equal(before[n], t.local) for n, t in engine.state().items())
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), LAYOUTS)
+def test_what_an_abort_left_of_the_gradients_is_not_used(
+    strategy: str, sizes: dict[str, int]
+) -> None:
+    engine = make_engine(strategy, **sizes)
+    assert engine._groups is not None
+    before = state_of(engine)
+    engine._groups._aborted = "a peer died"  # what comes before ncclCommAbort
+    with pytest.raises(GroupBroken, match="a peer died"):
+        engine.square_norm()
+    assert engine.intact
+    assert all(torch.equal(before[name], t.local) for name, t in engine.state().items())
