@@ -265,7 +265,7 @@ class ElasticConfig(Section):
     join_batch_s: Delay = 0.5  # joiners that come together join together
     suspend_timeout_s: Seconds = 1800  # below min_workers
     pause_timeout_s: Seconds = 10  # survivors to reach a safe point once aborted
-    form_timeout_s: Seconds = 60  # forming plus re-sharding
+    form_timeout_s: Seconds = 60  # forming plus re-sharding, without a byte of state
     # No progress inside a step; three times as long as a step takes, if that is longer.
     hang_timeout_s: Seconds = 60
     heartbeat_timeout_s: Seconds = 10  # nothing at all from a worker

@@ -308,6 +308,16 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Restoring:
+    """Bytes of the source have come since the worker last said so: now ``bytes_received``."""
+
+    at_s: float
+    worker: WorkerId
+    generation: int
+    bytes_received: int
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRefused:
     """State from ``holder`` (of the source, or its URL) was damaged, or could not be had (I5).
 
@@ -436,6 +446,7 @@ Event = (
     | WorkerRaised
     | Paused
     | Resumed
+    | Restoring
     | SourceRefused
     | StepApplied
     | StepHeld

@@ -86,6 +86,7 @@ from elastic_ft.core.events import (
     Paused,
     PauseWorkers,
     ResizeRequested,
+    Restoring,
     Resumed,
     ShardsFailed,
     ShardsWritten,
@@ -280,6 +281,7 @@ def _form(turn: Turn) -> None:
         paces=Table(),
         deferred_at_s=None,
         bytes_moved=0,
+        bytes_come=False,
         writers=writers,
         pending=pending_after_restore(turn, assignment),
     )
@@ -688,6 +690,23 @@ def _resumed(turn: Turn, event: Resumed) -> None:
         _formed(turn)
 
 
+def _restoring(turn: Turn, event: Restoring) -> None:
+    is_now = event.generation == turn.state.generation and turn.state.phase == "forming"
+    if is_now and turn.takes_part(event.worker):
+        turn.set(bytes_come=True)
+
+
+def _form_overdue(turn: Turn) -> None:
+    """However large the state and slow the store, forming is not given up while bytes come."""
+    timeout_s = turn.policy.form_timeout_s
+    if turn.state.bytes_come:
+        turn.set(bytes_come=False)
+        turn.timer("form", timeout_s)
+        return
+    reason = f"not formed within {timeout_s:g} s, in which no byte of its state came"
+    _pause(turn, "form_timeout", reason, abort=True)
+
+
 def _formed(turn: Turn) -> None:
     state = turn.state
     assignment = state.assignment
@@ -799,8 +818,7 @@ def _timer_fired(turn: Turn, event: TimerFired) -> None:
         turn.set(awaited={})
         _form_if_paused(turn)
     elif key == ("form", "forming"):
-        reason = f"not formed within {policy.form_timeout_s:g} s"
-        _pause(turn, "form_timeout", reason, abort=True)
+        _form_overdue(turn)
     elif key == ("suspend", "suspended"):
         reason = f"{usable} workers after {policy.suspend_timeout_s:g} s suspended"
         why = choose_world(turn)
@@ -843,6 +861,7 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     WorkerRaised: _worker_raised,
     Paused: _paused,
     Resumed: _resumed,
+    Restoring: _restoring,
     SourceRefused: _source_refused,
     StepApplied: _step_applied,
     StepHeld: step_held,

@@ -198,6 +198,7 @@ class State:
     paused: Table[WorkerId, tuple[Holding, ...]] = field(default_factory=Table)
     resumed: int = 0  # bits by rank
     bytes_moved: int = 0
+    bytes_come: bool = False  # of the source, since the timer of forming was set
     done: int = 0  # bits by rank
     state_digest: str = ""
     unfit: dict[WorkerId, NodeId] = field(default_factory=dict)  # could not take part; the last few

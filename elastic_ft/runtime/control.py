@@ -172,6 +172,7 @@ TO_CONTROLLER = Messages(
     ev.WorkerRaised,
     ev.Paused,
     ev.Resumed,
+    ev.Restoring,
     ev.SourceRefused,
     ev.StepApplied,
     ev.StepHeld,

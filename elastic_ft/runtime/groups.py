@@ -64,6 +64,7 @@ class Groups:
         participant: this worker's rank in ``host``.
         peers: everyone in ``host``, this worker included, once the groups have formed.
         uses_nccl: the world has an NCCL backend.
+        bytes_received: of the state, while it is restored: a deadline follows them.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Groups:
         self._operation_timeout_s = FORM_TIMEOUT_S
         self._guarded: set[Closable] = set()
         self._aborting: list[tuple[Any, threading.Thread]] = []  # NCCL's communicators
+        self.bytes_received = 0
 
     # ------------------------------------------------------------------ forming
 
@@ -249,6 +251,11 @@ class Groups:
         finally:
             with self._lock:
                 self._guarded.discard(connection)
+
+    def received(self, nbytes: int) -> None:
+        """Bytes of the state have come. From any thread."""
+        with self._lock:
+            self.bytes_received += nbytes
 
     # ------------------------------------------------------------------ fencing
 

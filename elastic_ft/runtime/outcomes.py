@@ -15,12 +15,15 @@ from elastic_ft.errors import StateDamaged, StateUnreadable
 from elastic_ft.runtime.groups import Groups
 
 T = TypeVar("T")
+OTHERS_READ_S = 24 * 3600.0  # the controller's deadline is what ends it: it follows their bytes
 IDLE = "idle"  # had nothing to read: says nothing of whether it could
 READ = "read"
 
 
 def together(groups: Groups, name: str, work: Callable[[], tuple[T, bool]]) -> T:
     """Returns what ``work`` returns here, if it went well on every participant; all call it.
+
+    Who is done waits for as long as others read, or until these groups are aborted.
 
     ``work`` also says whether it has read anything of the source. If it raises StateDamaged or
     StateUnreadable anywhere, all raise that: damage first, for it is certain. ``unread_by`` names
@@ -36,7 +39,7 @@ def together(groups: Groups, name: str, work: Callable[[], tuple[T, bool]]) -> T
         own = {"kind": DAMAGED, "problem": str(error), "holder": error.holder, "shard": error.shard}
     except StateUnreadable as error:
         own = {"kind": UNREACHABLE, "problem": str(error), "holder": error.holder, "shard": ""}
-    told = groups.exchange(name, json.dumps(own).encode(), groups.operation_timeout_s)
+    told = groups.exchange(name, json.dumps(own).encode(), OTHERS_READ_S)
     outcomes = [json.loads(raw) for raw in told]
     for outcome in outcomes:
         if outcome["kind"] == DAMAGED:

@@ -12,8 +12,6 @@ from elastic_ft.errors import (
     CheckpointMismatch,
     GroupBroken,
     StateDamaged,
-    StateUnreadable,
-    StoreFailed,
 )
 from elastic_ft.runtime.checkpointer import owners_of
 from elastic_ft.runtime.engines.base import Engine, Reach, State, tensor_name
@@ -21,7 +19,7 @@ from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import Described, LeftShard
 from elastic_ft.runtime.outcomes import together
 from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
-from elastic_ft.runtime.stored import StoredState
+from elastic_ft.runtime.stored import StoredState, reading, store_of
 from elastic_ft.runtime.transfer import Boxes, exchange_boxes, move
 from elastic_ft.storage import checkpoints
 
@@ -41,13 +39,13 @@ def restore(
     reach: Reach,
     forget_live: Callable[[], None],
     key: bytes,
-    read_deadline_s: float = 60.0,
+    silent_s: float = 60.0,
 ) -> Restored:
     """Lays the engine out over ``groups`` and fills its state; every participant calls it.
 
     ``live``: this worker's state of the generation before, if it has one. ``forget_live`` is
     called before it is overwritten in place. ``key``: the job's, for what keepers have.
-    ``read_deadline_s``: of one read from the store, with its retries.
+    ``silent_s``: after so long without a byte from the store, retries included, it can't be read.
     Raises GroupBroken, or StateDamaged or StateUnreadable naming the holder: all the same one.
     """
     source = groups.assignment.source
@@ -66,9 +64,9 @@ def restore(
         if groups.rank is not None:
             engine.initialise()
     elif source.tier is Tier.CHECKPOINT and not source.holders:
-        received = _read_checkpoint(groups, source, boxes, needs, read_deadline_s)
+        received = _read_checkpoint(groups, source, boxes, needs, silent_s)
     else:
-        left = left_shards(groups, key, read_deadline_s)
+        left = left_shards(groups, key, silent_s)
         received = move(groups, boxes, offers, needs, left)
     if groups.rank is not None:
         engine.restored()
@@ -78,9 +76,7 @@ def restore(
     return Restored(boxes, schemas, received)
 
 
-def left_shards(
-    groups: Groups, key: bytes, read_deadline_s: float
-) -> list[LeftShard | StoredState]:
+def left_shards(groups: Groups, key: bytes, silent_s: float) -> list[LeftShard | StoredState]:
     """Where the shards of the source are that no living worker has: at keepers, in a checkpoint."""
     source = groups.assignment.source
     keepers = {keeper.name: keeper for keeper in groups.assignment.keepers}
@@ -95,7 +91,7 @@ def left_shards(
     def open_all() -> tuple[list[LeftShard | StoredState], bool]:
         left: list[LeftShard | StoredState] = []
         if source.url:
-            left.append(StoredState(source, read_deadline_s))
+            left.append(StoredState(groups, source, silent_s))
         for shard, holder in kept.items():
             name, _, worker = holder.rpartition("/")
             of = (worker, source, shard)
@@ -135,7 +131,7 @@ def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
 
 
 def _read_checkpoint(
-    groups: Groups, source: Source, boxes: list[Boxes], needs: State, deadline_s: float
+    groups: Groups, source: Source, boxes: list[Boxes], needs: State, silent_s: float
 ) -> int:
     """Reads each box once for all ranks that need it, and hands it on. Returns bytes received.
 
@@ -151,7 +147,10 @@ def _read_checkpoint(
             return None, False
         here = {tensor_name(key) for key in needs}
         elsewhere = {name for listed in boxes for name, _ in listed.needs} - here
-        _read_boxes(source, needs, mine, elsewhere, deadline_s)
+        ref = CheckpointRef(source.step, source.url)
+        store = store_of(groups, ref, silent_s)
+        with reading(groups, store, source.url):
+            _read_boxes(checkpoints.open_checkpoint(ref, store), needs, mine, elsewhere)
         return None, any(tensor.local.numel() for tensor in mine.values())
 
     together(groups, "read", read)
@@ -167,36 +166,29 @@ def _readers(groups: Groups, boxes: list[Boxes]) -> list[Boxes]:
     ]
 
 
-def _read_boxes(
-    source: Source, state: State, mine: State, elsewhere: Set[str], deadline_s: float
-) -> None:
-    """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged, StateUnreadable.
+def _read_boxes(reader: checkpoints.Reader, state: State, mine: State, elsewhere: Set[str]) -> None:
+    """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged, StoreFailed.
 
     ``elsewhere``: names of what other pipeline stages have of the state.
     """
-    ref = CheckpointRef(source.step, source.url)
     staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-    try:
-        reader = checkpoints.open_checkpoint(ref, deadline_s)
-        expected = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
-        found = {
-            name: (spec.dtype, tuple(spec.shape))
-            for name, spec in reader.manifest.tensors.items()
-            if name not in elsewhere
-        }
-        if expected != found:
-            raise CheckpointMismatch(mismatch_message(source.url, found, expected))
-        wanted = []
-        for key, tensor in sorted(mine.items()):
-            buffer = tensor.local
-            if not buffer.is_contiguous() or buffer.is_cuda:
-                buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
-                staged.append((tensor.local, buffer))
-            raw = buffer.reshape(-1).view(torch.uint8).numpy()
-            wanted.append(checkpoints.Want(tensor_name(key), tensor.box, memoryview(raw)))
-        reader.read(wanted)
-    except StoreFailed as error:
-        raise StateUnreadable(str(error), source.url) from error
+    expected = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
+    found = {
+        name: (spec.dtype, tuple(spec.shape))
+        for name, spec in reader.manifest.tensors.items()
+        if name not in elsewhere
+    }
+    if expected != found:
+        raise CheckpointMismatch(mismatch_message(reader.url, found, expected))
+    wanted = []
+    for key, tensor in sorted(mine.items()):
+        buffer = tensor.local
+        if not buffer.is_contiguous() or buffer.is_cuda:
+            buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
+            staged.append((tensor.local, buffer))
+        raw = buffer.reshape(-1).view(torch.uint8).numpy()
+        wanted.append(checkpoints.Want(tensor_name(key), tensor.box, memoryview(raw)))
+    reader.read(wanted)
     with torch.no_grad():
         for target, buffer in staged:
             target.copy_(buffer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -10,25 +11,44 @@ from elastic_ft.core.events import CheckpointRef, Source
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateUnreadable, StoreFailed
 from elastic_ft.runtime.buffer import DIGEST_BYTES, Schema, Slot, seal
+from elastic_ft.runtime.groups import Groups
 from elastic_ft.storage import checkpoints
+from elastic_ft.storage.cancellable import CancellableStore
+
+
+@contextmanager
+def reading(groups: Groups, store: CancellableStore, url: str) -> Iterator[None]:
+    """Reads of the checkpoint ``url`` end when ``groups`` are aborted: GroupBroken.
+
+    Raises StateUnreadable where the store can't be read.
+    """
+    with groups.guard(store):
+        try:
+            yield
+        except StoreFailed as error:
+            raise StateUnreadable(str(error), url) from error
+
+
+def store_of(groups: Groups, ref: CheckpointRef, silent_s: float) -> CancellableStore:
+    """The store of a checkpoint, where no wait for a byte takes longer than ``silent_s``."""
+    return CancellableStore(checkpoints.root_of(ref), silent_s, groups.received)
 
 
 class StoredState:
     """Serves boxes as ``keeper.LeftShard`` does. Raises StateDamaged, naming the URL, on any doubt;
-    StateUnreadable where the store can't be read.
+    StateUnreadable where the store can't be read; GroupBroken once ``groups`` are aborted.
 
     It has every tensor whole, and is asked for what nobody else has.
     """
 
     is_far = True
 
-    def __init__(self, source: Source, deadline_s: float = 60.0) -> None:
-        self.holder = source.url
-        try:
-            ref = CheckpointRef(source.step, source.url)
-            self._reader = checkpoints.open_checkpoint(ref, deadline_s)
-        except StoreFailed as error:
-            raise StateUnreadable(str(error), source.url) from error
+    def __init__(self, groups: Groups, source: Source, silent_s: float) -> None:
+        self.holder, self._groups = source.url, groups
+        ref = CheckpointRef(source.step, source.url)
+        self._store = store_of(groups, ref, silent_s)
+        with reading(groups, self._store, source.url):
+            self._reader = checkpoints.open_checkpoint(ref, self._store)
         tensors = self._reader.manifest.tensors.items()
         self.schema: Schema = tuple(
             Slot(name, spec.dtype, tuple(spec.shape), Box.whole(spec.shape), 0, 0)
@@ -47,9 +67,7 @@ class StoredState:
             into = memoryview(buffer[offset : offset + size])
             wants.append(checkpoints.Want(name, box, into))
             offset += size
-        try:
+        with reading(self._groups, self._store, self.holder):
             self._reader.read(wants)
-        except StoreFailed as error:
-            raise StateUnreadable(str(error), self.holder) from error
         seal(buffer)
         return buffer.tobytes()

@@ -121,7 +121,7 @@ def move(
         received = 0
         if kept:
             mine = [c for c in plan if c.target == me]
-            fetch = partial(_fetch, kept, mine, wanted, itemsizes)
+            fetch = partial(_fetch, groups, kept, mine, wanted, itemsizes)
             received = together(groups, "fetched", fetch)
         exchange = _Exchange(groups, between, held, wanted, itemsizes)
         exchange.begin()
@@ -157,6 +157,7 @@ def _left_holder(index: int) -> str:
 
 
 def _fetch(
+    groups: Groups,
     kept: Mapping[str, LeftShard | StoredState],
     plan: list[Copy],
     needs: Held,
@@ -174,6 +175,8 @@ def _fetch(
             _check(is_whole(buffer.numpy()), shard.holder)
             _unpack(buffer, copies, needs)
             received += len(data)
+            if not shard.is_far:  # else it was told as it came
+                groups.received(len(data))
             is_stored |= shard.is_far
     return received, is_stored
 
@@ -381,7 +384,9 @@ class _Exchange:
                 _check(digest_of(buffer.numpy()) == expected, f"peer {peer}")
                 if _raw(target := _part(_find(self._needs, copy), copy.box)) is None:
                     target.copy_(buffer.view(target.dtype).view(target.shape))
-            self._received += batch.large_bytes + batch.letter_bytes
+            nbytes = batch.large_bytes + batch.letter_bytes
+            self._received += nbytes
+            self._groups.received(nbytes)
 
 
 def _check(good: bool, sender: str) -> None:

@@ -40,6 +40,7 @@ from elastic_ft.core.events import (
     Paused,
     PauseWorkers,
     ReleaseWorker,
+    Restoring,
     Resumed,
     SourceRefused,
     StopAtBoundary,
@@ -99,7 +100,8 @@ HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
 STUCK = 70  # of one whose snapshots never end (EX_SOFTWARE)
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
-READS_PER_FORMING = 3  # a store that does not answer is found out before forming is given up
+READS_PER_FORMING = 3  # a silent store is found out before forming is given up
+BYTES_TOLD_PER_FORMING = 4
 LOOP_SILENT_S = 30.0  # a train loop that takes longer to iterate over train() is named
 RELEASE_TIMEOUT_S = 3600.0  # with nothing heard: the connection's end is the usual way out
 
@@ -193,6 +195,8 @@ class Worker:
         self._controller_lost = False
         self.cut_off = False  # it is there, perhaps, and can't be reached
         self._prepared: dict[str, float] = {}  # seconds that it took
+        self._bytes_told = (0, 0)  # of which generation, how many had come
+        self._tell_bytes_at_s = 0.0
         self._iterated = False  # someone has begun to iterate over ``steps``
         self._groups: Groups | None = None
         self._flags = Flags()
@@ -309,12 +313,25 @@ class Worker:
             self._send(
                 Heartbeat(self.member.worker, points.step, points.place, points.count, points.last)
             )
-
+            self._tell_bytes()
             if not self._iterated and time.monotonic() > told_at_s:
                 told_at_s = math.inf
                 reason = f"{LOOP_SILENT_S:g} s on, the train loop has not begun to iterate over "
                 reason += "elastic_ft.train(): nothing is trained"
                 self._note("loop_without_steps", reason, worker=self.member.worker)
+
+    def _tell_bytes(self) -> None:
+        """While the state comes, forming is not given up."""
+        groups = self._groups
+        if groups is None or self._loop is not None or time.monotonic() < self._tell_bytes_at_s:
+            return
+        known = (groups.generation, groups.bytes_received)
+        if groups.bytes_received and known != self._bytes_told:
+            self._bytes_told = known
+            self._tell_bytes_at_s = (
+                time.monotonic() + self.job.elastic.form_timeout_s / BYTES_TOLD_PER_FORMING
+            )
+            self._send(Restoring(time.time(), self.member.worker, *known))
 
     def check_iterated(self) -> None:
         """Raises UsageError if the train loop has ended and never asked for a step."""

@@ -21,8 +21,9 @@ from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[impor
 
 from elastic_ft.errors import StorageError, redacted
 from elastic_ft.storage import objects
-from elastic_ft.storage.kinds import Backend, Bytes, Kind, one_line
+from elastic_ft.storage.kinds import PIECE_BYTES, Backend, Bytes, Kind, one_line
 
+REMOTE_PIECE_BYTES = 32 * PIECE_BYTES
 TMP_SUFFIX = ".tmp~"  # of local files not yet whole; never listed
 
 
@@ -91,6 +92,13 @@ class Local:
             file.seek(start or 0)
             return file.read(-1 if end is None else end - (start or 0))
 
+    def stream(self, key: str, start: int, end: int, silent_s: float) -> Iterator[bytes]:
+        with (self._root / key).open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < end and (piece := file.read(min(PIECE_BYTES, end - start))):
+                yield piece
+                start += len(piece)
+
     def size(self, key: str, timeout_s: float) -> int:
         path = self._root / key
         if path.is_dir():
@@ -152,6 +160,15 @@ class Remote:
 
     def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> bytes:
         return bytes(self._do("cat_file", timeout_s, self._path(key), start=start, end=end))
+
+    def stream(self, key: str, start: int, end: int, silent_s: float) -> Iterator[bytes]:
+        """A request for each piece: few filesystems hand on what has come of an answer."""
+        while start < end:
+            piece = self.get(key, start, min(end, start + REMOTE_PIECE_BYTES), silent_s)
+            yield piece
+            start += len(piece)
+            if len(piece) < REMOTE_PIECE_BYTES:
+                return
 
     def size(self, key: str, timeout_s: float) -> int:
         info = self._do("info", timeout_s, self._path(key))

@@ -58,6 +58,7 @@ __all__ = [
     "prefix_of",
     "prune",
     "publish",
+    "root_of",
     "sweep_abandoned",
     "verify",
     "write_shards",
@@ -238,13 +239,22 @@ def load_manifest(store: Store, ref: CheckpointRef) -> Manifest:
     return manifest
 
 
-def open_checkpoint(ref: CheckpointRef, deadline_s: float = 60) -> Reader:
-    """A reader for a checkpoint known by its URL alone. Raises as ``load_manifest`` does."""
+def open_checkpoint(ref: CheckpointRef, store: Store | None = None) -> Reader:
+    """A reader for a checkpoint known by its URL alone. Raises as ``load_manifest`` does.
+
+    Args:
+        store: one for ``root_of`` it, if there is one.
+    """
+    store = store or open_store(root_of(ref))
+    return Reader(store, load_manifest(store, ref), ref.url)
+
+
+def root_of(ref: CheckpointRef) -> str:
+    """The checkpoint URL under which it is."""
     root, _, _ = ref.url.rpartition("/manifests/")
     if not root:
         raise ValueError(f"not the URL of a manifest: {ref.url}")
-    store = open_store(root, deadline_s=deadline_s)
-    return Reader(store, load_manifest(store, ref), ref.url)
+    return root
 
 
 # ------------------------------------------------------------------------------ retention

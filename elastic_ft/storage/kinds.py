@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -10,6 +10,7 @@ Bytes = bytes | bytearray | memoryview
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0  # without a single byte
+PIECE_BYTES = 1 << 18  # of a streamed object
 
 
 class Kind(StrEnum):
@@ -28,12 +29,14 @@ class Backend(Protocol):
     """What a store needs of a filesystem: the seam where tests inject faults.
 
     Each method makes one attempt within ``timeout_s`` and raises what the filesystem raises.
-    ``get`` returns anything that ``memoryview`` takes.
+    ``get`` returns anything that ``memoryview`` takes. ``stream`` yields the bytes [start, end) in
+    pieces of about PIECE_BYTES; it takes as long as they come: ``silent_s`` bounds each wait.
     """
 
     def put(self, key: str, parts: Sequence[Bytes], timeout_s: float) -> None: ...
     def create(self, key: str, data: bytes, timeout_s: float) -> bool: ...
     def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> Bytes: ...
+    def stream(self, key: str, start: int, end: int, silent_s: float) -> Iterator[Bytes]: ...
     def size(self, key: str, timeout_s: float) -> int: ...
     def list(self, prefix: str, timeout_s: float) -> list[str]: ...
     def delete(self, key: str, timeout_s: float) -> None: ...

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import Any
@@ -21,7 +21,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.exceptions import UnauthenticatedError as Unauthenticated
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from elastic_ft.storage.kinds import CONNECT_TIMEOUT_S, READ_TIMEOUT_S, Bytes, Kind
+from elastic_ft.storage.kinds import CONNECT_TIMEOUT_S, PIECE_BYTES, READ_TIMEOUT_S, Bytes, Kind
 
 STORES: dict[str, Any] = {
     "s3": S3Store,
@@ -30,7 +30,8 @@ STORES: dict[str, Any] = {
     "gcs": GCSStore,
     "az": AzureStore,
 }
-REQUEST_TIMEOUT_S = 60.0  # an object that takes longer has stalled
+REQUEST_TIMEOUT_S = 60.0  # an object that takes longer has stalled, unless it is streamed
+STREAM_TIMEOUT_S = 24 * 3600.0
 CREDENTIALS_TTL = timedelta(minutes=5)  # then they are looked up again: they may have been rotated
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
@@ -57,28 +58,29 @@ class Objects:
         if STORES[protocol] is S3Store:
             options = _s3_options() | options
         # obstore has deadlines per client, not per request; a client keeps its connections.
-        self._client: Callable[[float, bool], Any] = lru_cache(16)(
-            lambda timeout_s, idles: STORES[protocol](
+        self._client: Callable[[float, float | None], Any] = lru_cache(16)(
+            lambda timeout_s, silent_s: STORES[protocol](
                 bucket,
                 client_options={
                     "allow_http": True,
                     "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
                     "timeout": timedelta(seconds=timeout_s),
-                    # obstore counts sending a body as idling
-                    **({"read_timeout": timedelta(seconds=READ_TIMEOUT_S)} if idles else {}),
+                    **({"read_timeout": timedelta(seconds=silent_s)} if silent_s else {}),
                 },
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(0)},
                 **options,
             )
         )
 
-    def _store(self, timeout_s: float, idles: bool = True) -> Any:
-        """A client whose requests end within ``timeout_s`` and a fifth, and REQUEST_TIMEOUT_S."""
-        timeout_s = min(timeout_s, REQUEST_TIMEOUT_S)
-        return self._client(2 ** (math.ceil(math.log2(timeout_s) * 4) / 4), idles)
+    def _store(self, timeout_s: float, silent_s: float | None = READ_TIMEOUT_S) -> Any:
+        """A client whose requests end within ``timeout_s`` and a fifth, and REQUEST_TIMEOUT_S.
+
+        ``silent_s``: without a byte; None where a body is sent, which obstore takes for silence.
+        """
+        return self._client(_rounded(min(timeout_s, REQUEST_TIMEOUT_S)), silent_s)
 
     def put(self, key: str, parts: Sequence[Bytes], timeout_s: float) -> None:
-        obstore.put(self._store(timeout_s, idles=False), key, parts, use_multipart=False)
+        obstore.put(self._store(timeout_s, silent_s=None), key, parts, use_multipart=False)
 
     def create(self, key: str, data: bytes, timeout_s: float) -> bool:
         try:
@@ -103,6 +105,15 @@ class Objects:
                 return b""
             raise
 
+    def stream(self, key: str, start: int, end: int, silent_s: float) -> Iterator[Bytes]:
+        client = self._client(STREAM_TIMEOUT_S, _rounded(min(silent_s, READ_TIMEOUT_S)))
+        try:
+            found = obstore.get(client, key, options={"range": (start, end)})
+            yield from found.stream(min_chunk_size=PIECE_BYTES)
+        except BaseError as error:
+            if _status(error) != 416:  # as in ``get``
+                raise
+
     def size(self, key: str, timeout_s: float) -> int:
         return int(obstore.head(self._store(timeout_s), key)["size"])
 
@@ -112,6 +123,11 @@ class Objects:
 
     def delete(self, key: str, timeout_s: float) -> None:
         obstore.delete(self._store(timeout_s), key)
+
+
+def _rounded(timeout_s: float) -> float:
+    """Up, by at most a fifth: few clients serve all deadlines."""
+    return float(2 ** (math.ceil(math.log2(timeout_s) * 4) / 4))
 
 
 def _s3_options() -> dict[str, Any]:

@@ -280,7 +280,7 @@ def _read_run(store: Store, prefix: str, run: _Run, holder: str) -> tuple[memory
     data, flaws = memoryview(b""), [""]
     for _ in range(READS):
         try:
-            data = store.view(f"{prefix}/{run.file}", run.start, run.end)
+            data = store.read(f"{prefix}/{run.file}", run.start, run.end)
         except StoreError as error:
             if error.kind is Kind.MISSING:
                 raise StateDamaged(f"{holder}: {run.file} is missing", holder) from error

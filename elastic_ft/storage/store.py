@@ -2,7 +2,8 @@
 
 A key is a relative path with ``/``. Whatever the filesystem, a reader sees an object whole or not
 at all, except where ``backends.Remote`` says so. Nothing is cached; every call may come from any
-thread; every call ends by the store's deadline (a local disk's own I/O can't be interrupted).
+thread; every call ends by the store's deadline (a local disk's own I/O can't be interrupted, but
+by ``cancellable``), which for ``read`` follows the bytes that come.
 
 Retries happen in one place, ``Store._call``: the clients' own are switched off.
 
@@ -18,7 +19,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from elastic_ft.errors import StorageError, StoreFailed
+import numpy as np
+
+from elastic_ft.errors import ElasticError, StorageError, StoreFailed
 from elastic_ft.storage.backends import backend_of, explain
 from elastic_ft.storage.kinds import Backend, Bytes, Kind
 
@@ -42,6 +45,21 @@ class StoreError(StoreFailed):
         return StoreError, (str(self), self.kind)
 
 
+class Deadline:
+    """Seconds from now, or from when it was last renewed."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self.renew()
+
+    def renew(self) -> None:
+        self._end_s = time.monotonic() + self._after_s
+
+    @property
+    def left_s(self) -> float:
+        return self._end_s - time.monotonic()
+
+
 class Store:
     """Objects under ``url``. Every method raises StoreError, one line, after bounded retries."""
 
@@ -60,13 +78,23 @@ class Store:
     def url_of(self, key: str) -> str:
         return f"{self.url}/{key}" if key else self.url
 
-    def put(self, key: str, data: Bytes | Sequence[Bytes]) -> None:
+    def put(
+        self, key: str, data: Bytes | Sequence[Bytes], check: Callable[[], None] = lambda: None
+    ) -> None:
         """Writes the object, replacing an older one: the parts, one after the other.
 
         They are copied by ``Remote`` alone, and must not change before this returns.
+
+        Args:
+            check: called before each attempt; what it raises ends them.
         """
         parts = [data] if isinstance(data, (bytes, bytearray, memoryview)) else data
-        self._call("write", key, lambda left_s: self.backend.put(key, parts, left_s))
+
+        def attempt(left_s: float) -> None:
+            check()
+            self.backend.put(key, parts, left_s)
+
+        self._call("write", key, attempt)
 
     def put_if_absent(self, key: str, data: Bytes) -> bool:
         """True if this call created the object; False if the key exists. One winner of many.
@@ -85,14 +113,32 @@ class Store:
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
         """The object's bytes [start, end). Fewer come back where the object is shorter."""
-        return bytes(self.view(key, start, end))
-
-    def view(self, key: str, start: int | None = None, end: int | None = None) -> memoryview:
-        """As ``get``, without copying what the client received."""
         if start is not None and end is not None and start >= end:
-            return memoryview(b"")
+            return b""
         found = self._call("read", key, lambda left_s: self.backend.get(key, start, end, left_s))
-        return memoryview(found)
+        return bytes(found)
+
+    def read(self, key: str, start: int, end: int) -> memoryview:
+        """The object's bytes [start, end), however many there are and however long they take.
+
+        The deadline is of silence: it begins anew with every piece. A retry goes on where the
+        attempt before it broke off. Fewer bytes come back where the object is shorter.
+        """
+        buffer = np.empty(max(0, end - start), np.uint8)
+        deadline, at = Deadline(self.deadline_s), 0
+
+        def attempt(left_s: float) -> None:
+            nonlocal at
+            if start + at >= end:
+                return
+            for piece in self.backend.stream(key, start + at, end, left_s):
+                received = np.frombuffer(piece, np.uint8)[: len(buffer) - at]
+                buffer[at : at + len(received)] = received
+                at += len(received)
+                deadline.renew()
+
+        self._call("read", key, attempt, deadline=deadline)
+        return memoryview(buffer[:at])
 
     def size(self, key: str) -> int:
         """Bytes of the object. StoreError of kind MISSING if there is none."""
@@ -133,25 +179,32 @@ class Store:
         key: str,
         attempt: Callable[[float], T],
         retried: tuple[Kind, ...] = (Kind.UNREACHABLE, Kind.BUSY),
+        deadline: Deadline | None = None,
     ) -> T:
         """Runs ``attempt(seconds left)``; repeats what is worth repeating, within the deadline."""
         if os.getpid() != self._pid:
             raise RuntimeError(f"{self!r} was opened in process {self._pid}: open it in this one")
         _check_key(key)
-        end_s = time.monotonic() + self.deadline_s
+        deadline = deadline or Deadline(self.deadline_s)
         for number in range(1, self.attempts + 1):
             try:
-                return attempt(max(0.1, end_s - time.monotonic()))
+                return attempt(max(0.1, deadline.left_s))
+            except ElasticError:  # of a check
+                raise
             except Exception as error:  # any fsspec backend may raise anything: map it all
                 kind, why = explain(error)
                 pause_s = PAUSES_S[min(number, len(PAUSES_S)) - 1]
-                late = time.monotonic() + pause_s >= end_s
+                late = pause_s >= deadline.left_s
                 if kind not in retried or number == self.attempts or late:
                     times = f" ({number} attempts)" if number > 1 else ""
                     message = f"cannot {verb} {self.url_of(key)}: {kind}: {why}{times}"
                     raise StoreError(message, kind) from error
-            time.sleep(pause_s)
+            self._rest(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _rest(self, pause_s: float) -> None:
+        """Between two attempts."""
+        time.sleep(pause_s)
 
 
 def open_store(url: str, *, deadline_s: float = 60) -> Store:

@@ -22,6 +22,7 @@ from elastic_ft.core.events import (
     PauseWorkers,
     RecordStep,
     ReleaseWorker,
+    Restoring,
     Resumed,
     RollBack,
     ShardsWritten,
@@ -205,8 +206,21 @@ def test_a_generation_that_does_not_form_in_time_is_given_up() -> None:
     script.tell(WorkerLost, "c", "killed")
     script.paused("a")
     script.paused("b")
-    reason = "not formed within 60 s"
+    reason = "not formed within 60 s, in which no byte of its state came"
     assert script.fire("form")[0] == PauseWorkers(3, ("a", "b"), True, reason)
+
+
+def test_a_generation_whose_state_still_comes_is_not_given_up() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    script.tell(WorkerLost, "c", "killed")
+    script.paused("a")
+    script.paused("b")
+    for received in range(10):
+        assert script.tell(Restoring, "b", 2, received) == []
+        assert script.fire("form") == [StartTimer("form", 2, 60)]
+    script.tell(Restoring, "b", 1, 99)  # late
+    script.tell(Restoring, "c", 2, 99)  # out
+    assert script.fire("form")[0].generation == 3
 
 
 def test_generations_without_a_committed_step_are_limited() -> None:

@@ -228,7 +228,7 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
         box = Box.whole(array.shape)
         wants += [Want(name, box, raw(array)), Want(name, box, raw(array.copy()))]
     assert reader.read(wants) == done.nbytes
-    ranges = [args[:3] for name, args in counting.calls if name == "get"]
+    ranges = [args[:3] for name, args in counting.calls if name == "stream"]
     assert sorted(ranges) == sorted(set(ranges))
     assert len(ranges) == 4  # one object of each rank, in one read
 

@@ -1,0 +1,136 @@
+"""A store whose calls another thread can break off, whatever filesystem is under it.
+
+No client can be told to stop waiting, and a mounted folder even less. So each call runs in a thread
+of its own; once the store is closed, who waits for it goes on at once and that thread is left
+behind: what it still receives is dropped, and it ends with the next piece, or its own deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from elastic_ft.storage.backends import backend_of
+from elastic_ft.storage.kinds import Backend, Bytes
+from elastic_ft.storage.store import Store
+
+GRACE_S = 1.0  # beyond its deadline, for a filesystem to say itself what is wrong
+
+
+class Closed(Exception):
+    """The store was closed from another thread."""
+
+
+class CancellableStore(Store):
+    """As Store. ``close``, from any thread, ends its calls, running and later: StoreFailed.
+
+    Args:
+        moved: told of bytes read, as they come, from any thread.
+    """
+
+    def __init__(
+        self, url: str, deadline_s: float = 60, moved: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
+        backend, clean_url = backend_of(url)
+        self._calls = Calls(backend, moved)
+        super().__init__(clean_url, self._calls, deadline_s)
+
+    def close(self) -> None:
+        self._calls.close()
+
+    def _rest(self, pause_s: float) -> None:
+        self._calls.closed.wait(pause_s)
+
+
+class Calls:
+    """A backend each of whose calls ends by its deadline, or as soon as it is closed."""
+
+    def __init__(self, backend: Backend, moved: Callable[[int], None]) -> None:
+        self._backend, self._moved = backend, moved
+        self._lock = threading.Lock()
+        self._waiting: set[_Answers] = set()
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        with self._lock:
+            self.closed.set()
+            waiting = tuple(self._waiting)
+        for answers in waiting:
+            answers.put(Closed("by another thread"))
+
+    def put(self, key: str, parts: Sequence[Bytes], timeout_s: float) -> None:
+        self._call(lambda: self._backend.put(key, parts, timeout_s), timeout_s)
+
+    def create(self, key: str, data: bytes, timeout_s: float) -> bool:
+        return bool(self._call(lambda: self._backend.create(key, data, timeout_s), timeout_s))
+
+    def get(self, key: str, start: int | None, end: int | None, timeout_s: float) -> Bytes:
+        found: Bytes = self._call(lambda: self._backend.get(key, start, end, timeout_s), timeout_s)
+        self._moved(len(found))
+        return found
+
+    def stream(self, key: str, start: int, end: int, silent_s: float) -> Iterator[Bytes]:
+        for piece in self._each(lambda: self._backend.stream(key, start, end, silent_s), silent_s):
+            self._moved(len(piece))
+            yield piece
+
+    def size(self, key: str, timeout_s: float) -> int:
+        return int(self._call(lambda: self._backend.size(key, timeout_s), timeout_s))
+
+    def list(self, prefix: str, timeout_s: float) -> list[str]:
+        return list(self._call(lambda: self._backend.list(prefix, timeout_s), timeout_s))
+
+    def delete(self, key: str, timeout_s: float) -> None:
+        self._call(lambda: self._backend.delete(key, timeout_s), timeout_s)
+
+    def _call(self, work: Callable[[], Any], timeout_s: float) -> Any:
+        (result,) = self._each(lambda: iter([work()]), timeout_s)
+        return result
+
+    def _each(self, work: Callable[[], Iterator[Any]], silent_s: float) -> Iterator[Any]:
+        """What ``work`` yields, in a thread of its own. Raises what it raises; Closed; TimeoutError
+        where nothing has come for ``silent_s`` and a moment."""
+        answers: _Answers = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                for item in work():
+                    answers.put((item,))
+                    if answers not in self._waiting:
+                        return
+                answers.put(None)
+            except BaseException as error:
+                answers.put(error)
+
+        with self._registered(answers):
+            threading.Thread(target=run, name="store-call", daemon=True).start()
+            while (answer := _next(answers, silent_s)) is not None:
+                if isinstance(answer, BaseException):
+                    raise answer
+                yield answer[0]
+
+    @contextlib.contextmanager
+    def _registered(self, answers: _Answers) -> Iterator[None]:
+        with self._lock:
+            if self.closed.is_set():
+                raise Closed("by another thread")
+            self._waiting.add(answers)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.discard(answers)
+
+
+# An item in a tuple of its own, an exception instead, or None at the end.
+_Answers = queue.SimpleQueue[tuple[Any] | BaseException | None]
+
+
+def _next(answers: _Answers, silent_s: float) -> tuple[Any] | BaseException | None:
+    try:
+        return answers.get(timeout=silent_s + GRACE_S)
+    except queue.Empty:
+        raise TimeoutError(f"nothing came for {silent_s:.1f} s") from None

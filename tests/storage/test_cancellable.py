@@ -1,0 +1,117 @@
+"""Reads that another thread breaks off, and deadlines that follow the bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from elastic_ft.storage.cancellable import CancellableStore
+from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.store import Store, StoreError, open_store
+from tests.s3_server import S3Server
+
+AT_ONCE_S = 2.0  # far below every deadline here
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+def proxied(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStoreProxy]:
+    with ObjectStoreProxy(s3.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+def test_it_reads_as_any_store_does(url: str) -> None:
+    received: list[int] = []
+    plain, store = open_store(url), CancellableStore(url, moved=received.append)
+    if url.startswith("memory:"):  # each has one of its own
+        plain = store
+    body = os.urandom(3 << 20)
+    plain.put("a/b", body)
+    assert bytes(store.read("a/b", 5, len(body) - 5)) == body[5:-5]
+    assert sum(received) == len(body) - 10
+    assert bytes(store.read("a/b", len(body) - 5, len(body) + 5)) == body[-5:]
+    assert bytes(store.read("a/b", len(body) + 5, len(body) + 9)) == b""
+    assert store.get("a/b") == body and store.size("a/b") == len(body)
+    assert store.list() == ["a/b"]
+    with pytest.raises(StoreError) as caught:
+        store.read("c", 0, 1)
+    assert caught.value.kind is Kind.MISSING
+
+
+def ends_when_closed(store: CancellableStore, is_at_it: threading.Event | None = None) -> None:
+    """The store hangs: a read ends once it is closed, and none begins after."""
+    ended: list[Any] = []
+
+    def read() -> None:
+        try:
+            ended.append(store.read("shard", 0, 8))
+        except StoreError as error:
+            ended.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    if is_at_it is not None:
+        assert is_at_it.wait(PATIENT_S)
+    store.close()
+    reader.join(AT_ONCE_S)
+    assert not reader.is_alive(), "it still waits for the store"
+    assert "Closed" in str(ended[0])
+    with pytest.raises(StoreError, match="Closed"):
+        store.size("shard")
+
+
+def test_a_folder_that_hangs_is_left(tmp_path: Path) -> None:
+    """A pipe without a writer: as a mounted folder whose server is gone."""
+    os.mkfifo(tmp_path / "shard")
+    ends_when_closed(CancellableStore(str(tmp_path), PATIENT_S))
+    os.close(os.open(tmp_path / "shard", os.O_RDWR))  # wakes the thread that was left
+
+
+def test_a_folder_that_hangs_is_unreachable_in_the_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "shard")
+    with pytest.raises(StoreError) as caught:
+        CancellableStore(str(tmp_path), deadline_s=0.1).read("shard", 0, 8)
+    assert caught.value.kind is Kind.UNREACHABLE
+    os.close(os.open(tmp_path / "shard", os.O_RDWR))
+
+
+def test_a_silent_server_is_left(s3: S3Server, proxied: ObjectStoreProxy) -> None:
+    url = s3.url("silent")
+    open_store(url).put("shard", b"12345678")
+    proxied.set(StoreFault("stall"))
+    store, stalled = CancellableStore(url, PATIENT_S), threading.Event()
+
+    def watch() -> None:
+        while not proxied.fired["stall"]:
+            time.sleep(0.01)
+        stalled.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    ends_when_closed(store, stalled)
+
+
+def test_a_slow_server_has_all_the_time_it_needs(s3: S3Server, proxied: ObjectStoreProxy) -> None:
+    """1.5 s, with a deadline of half a second."""
+    url, body = s3.url("slow"), os.urandom(3 << 20)
+    open_store(url).put("shard", body)
+    proxied.set(StoreFault("slow", methods=("GET",), bytes_per_s=len(body) / 1.5))
+    assert bytes(CancellableStore(url, deadline_s=0.5).read("shard", 0, len(body))) == body
+
+
+def test_an_attempt_goes_on_where_the_last_one_broke_off(
+    s3: S3Server, proxied: ObjectStoreProxy
+) -> None:
+    url, body = s3.url("broken"), os.urandom(3 << 20)
+    store: Store = open_store(url)
+    store.put("shard", body)
+    proxied.set(StoreFault("reset", methods=("GET",), count=2))
+    assert bytes(store.read("shard", 0, len(body))) == body
+    assert sum(proxied.downloaded.values()) < 2 * len(body), "of answers, as they were begun"
