@@ -12,9 +12,9 @@ import math
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import yaml
 
@@ -36,10 +36,22 @@ INBOX_BYTES = 16 << 20  # then inbox.jsonl begins anew, with a snapshot of the c
 PRIVATE = ("job.yaml", "inbox.jsonl")
 ASIDE_MAX = 4  # older versions of a file whose steps were voided
 RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
-FILES = (
-    *("job.yaml", "events.jsonl", "inbox.jsonl", "steps.jsonl", "ledger.jsonl", "result.json"),
-    ALIVE,
-)
+# Files that go up together are of one moment.
+UPLOADS = (("job.yaml",), ("events.jsonl",), ("inbox.jsonl",), RECORD, ("result.json",))
+FILES = (*(name for names in UPLOADS for name in names), ALIVE)
+
+
+class Stamp(NamedTuple):
+    """What tells a file from what it was before."""
+
+    changed_ns: int
+    size: int
+    inode: int
+    replaced: int  # how often its beginning was
+
+
+def stamp_of(status: os.stat_result, replaced: int = 0) -> Stamp:
+    return Stamp(status.st_mtime_ns, status.st_size, status.st_ino, replaced)
 
 
 class RunFolder:
@@ -61,17 +73,17 @@ class RunFolder:
         self._lock, self._uploading = threading.Lock(), threading.Lock()
         self._sequence = self._inbox_bytes = self._sent_bytes = 0
         self._stop_mirror = threading.Event()
-        self._mirrored: dict[str, tuple[int, int, int]] = {}
+        self._mirrored: dict[str, Stamp] = {}
         self._replaced = dict.fromkeys(segments.NUMBERS, 0)  # how often
         self._mirrors = {
             name: segments.Mirror(self._store, name, self._check_claim, segment_bytes)
             for name in segments.NUMBERS
         }
-        self._request_seen_ns = 0
+        self._request_seen: Stamp | None = None
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
         self._has_result = False
-        self._mirror_thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self.mirror_error = ""
 
     def make_durable(self) -> None:
@@ -79,14 +91,13 @@ class RunFolder:
 
         Raises StoreFailed, OSError; Superseded.
         """
+        if self._remote:
+            self._upload(RECORD)
+            return
         for name in RECORD:
-            if self._remote:
-                with self._uploading:
-                    self._upload(name)
-            elif (self.path / name).exists():
+            if (self.path / name).exists():
                 _sync(self.path / name)
-        if not self._remote:
-            _sync(self.path)
+        _sync(self.path)
 
     def take_over(self, run: str, job: str) -> tuple[str, ...]:
         """This is controller ``run``'s now. Returns the runs here that did not end.
@@ -99,8 +110,9 @@ class RunFolder:
             self._claim = owners.take_over(self._store, job=job, run=run, run_folder=self.url)
         if self._remote:
             self._fetch()
-            self._mirror_thread = threading.Thread(target=self._mirror_always, daemon=True)
-            self._mirror_thread.start()
+            for work in (self._mirror_always, self._attend_always):
+                self._threads.append(threading.Thread(target=work, daemon=True))
+                self._threads[-1].start()
         else:
             segments.join_copies(self.path, _replace)
         self._sequence = count_lines(self.path / "events.jsonl")
@@ -272,9 +284,10 @@ class RunFolder:
         with self._lock:
             for name in list(self._files):
                 self._close_file(name)
-        if self._mirror_thread is not None:
-            self._stop_mirror.set()
-            self._mirror_thread.join(60)
+        self._stop_mirror.set()
+        for thread in self._threads:
+            thread.join(60)
+        if self._threads:
             self._mirror()
         if self._has_result and self._claim is not None and not self.mirror_error:
             with contextlib.suppress(StoreFailed):  # the next start says that this one was killed
@@ -288,10 +301,10 @@ class RunFolder:
         """What was asked for since the last look. Raises ValueError if it makes no sense."""
         path = self.path / requests.NAME
         try:
-            seen_ns = path.stat().st_mtime_ns
-            if seen_ns == self._request_seen_ns:
+            stamp = stamp_of(path.stat())
+            if stamp == self._request_seen:
                 return None
-            self._request_seen_ns = seen_ns
+            self._request_seen = stamp
             return requests.parse(path.read_bytes())
         except FileNotFoundError:
             return None
@@ -358,38 +371,65 @@ class RunFolder:
     def _mirror(self) -> None:
         """Uploads what has grown or changed. A failure is kept for the report and retried."""
         self.mirror_error, self._sent_bytes = "", 0
-        try:
-            for name in FILES:
-                with self._uploading:
-                    self._upload(name)
+        with self._noting_trouble():
+            for names in UPLOADS:
+                self._upload(names)
+
+    def _attend_always(self) -> None:
+        while self._superseded is None and not self._stop_mirror.wait(MIRROR_EVERY_S):
+            self._attend()
+
+    def _attend(self) -> None:
+        """What others wait for, however much the mirror has to send: that this controller lives,
+        that it sees what it is asked, and that it ends where another has the folder."""
+        with self._noting_trouble():
+            self._check_claim()
+            with contextlib.suppress(FileNotFoundError):
+                self._store.put(ALIVE, (self.path / ALIVE).read_bytes(), self._check_claim)
             self._fetch_request()
+
+    @contextlib.contextmanager
+    def _noting_trouble(self) -> Iterator[None]:
+        try:
+            yield
         except Superseded as error:  # the files there are the other's now
             self._superseded, self.mirror_error = error, str(error)
         except (ElasticError, OSError) as error:  # tried again at the next look
             self.mirror_error = str(error)
 
-    def _upload(self, name: str) -> None:
-        """Of a file that is replaced at the same moment, the older one: the newer one next time."""
-        try:
+    def _upload(self, names: Sequence[str]) -> None:
+        """These files as they are at one moment, in their order. Raises StoreFailed, Superseded.
+
+        Of a file that is replaced at the same moment, the older one: the newer one next time.
+        """
+        with self._uploading, contextlib.ExitStack() as opened:
             with self._lock:
-                replaced = self._replaced.get(name, 0)
-                file = (self.path / name).open("rb")
+                files = [(name, self._open(name, opened)) for name in names]
+            for name, file in files:
+                if file is not None:
+                    self._upload_one(name, *file)
+
+    def _open(self, name: str, opened: contextlib.ExitStack) -> tuple[BinaryIO, Stamp] | None:
+        """None where there is no such file."""
+        try:
+            file = opened.enter_context((self.path / name).open("rb"))
         except FileNotFoundError:
+            return None
+        return file, stamp_of(os.fstat(file.fileno()), self._replaced.get(name, 0))
+
+    def _upload_one(self, name: str, file: BinaryIO, stamp: Stamp) -> None:
+        before = self._mirrored.get(name)
+        if before == stamp:
             return
-        with file:
-            status, before = os.fstat(file.fileno()), self._mirrored.get(name)
-            stamp = (status.st_mtime_ns, status.st_size, replaced)
-            if before == stamp:
-                return
-            if mirror := self._mirrors.get(name):
-                sent = mirror.upload(file, replaced=before is None or before[2] != replaced)
-            else:
-                self._check_claim()
-                content = file.read()
-                self._store.put(name, content)
-                sent = len(content)
-            self._mirrored[name] = stamp
-            self._sent_bytes += sent
+        if mirror := self._mirrors.get(name):
+            replaced = before is None or before.replaced != stamp.replaced
+            sent = mirror.upload(file, stamp.size, replaced)
+        else:
+            content = file.read()
+            self._store.put(name, content, self._check_claim)
+            sent = len(content)
+        self._mirrored[name] = stamp
+        self._sent_bytes += sent
 
     def _check_claim(self) -> None:
         if self._claim is not None:

@@ -179,8 +179,8 @@ class Mirror:
         assert content is not None
         return content
 
-    def upload(self, file: BinaryIO, replaced: bool) -> int:
-        """The file's whole lines are in the store. Returns the bytes sent.
+    def upload(self, file: BinaryIO, size: int, replaced: bool) -> int:
+        """The whole lines of the file's first ``size`` bytes are in the store. Returns bytes sent.
 
         Args:
             replaced: since the last upload, by a file that may not begin with the same bytes.
@@ -189,7 +189,7 @@ class Mirror:
         """
         if replaced:
             self._keep_unchanged(file)
-        rest, sent = self._rest(file), 0
+        rest, sent = self._rest(file, size), 0
         if self._ignored:
             sent = self._put_tail(rest)
             self._delete_ignored()
@@ -211,12 +211,13 @@ class Mirror:
                 del self._closed[number:]
                 return
 
-    def _rest(self, file: BinaryIO) -> bytes:
+    def _rest(self, file: BinaryIO, size: int) -> bytes:
         """The whole lines after the closed segments: none only where the file has none, for an
         empty tail says that no segment counts."""
         while True:
-            file.seek(sum(closed.size for closed in self._closed))
-            rest = file.read()
+            begin = sum(closed.size for closed in self._closed)
+            file.seek(begin)
+            rest = file.read(max(0, size - begin))
             rest = rest[: rest.rfind(b"\n") + 1]
             if rest or not self._closed:
                 return rest
@@ -249,13 +250,11 @@ class Mirror:
         key = self._key_of(segment)
         self._check()
         if not self._store.put_if_absent(key, segment) and self._store.get(key) != segment:
-            self._check()
-            self._store.put(key, segment)
+            self._store.put(key, segment, self._check)
         self._closed.append(_closed(key, segment))
 
     def _put_tail(self, tail: bytes) -> int:
-        self._check()
-        self._store.put(self._name, tail)
+        self._store.put(self._name, tail, self._check)
         return len(tail)
 
     def _delete_ignored(self) -> None:

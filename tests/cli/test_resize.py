@@ -194,11 +194,11 @@ def test_a_request_in_a_remote_folder_reaches_the_run(run: Path) -> None:
         folder.write_job(yaml.safe_load((run / "job.yaml").read_text()))
         assert folder.new_request() is None
         asked = ask(url, 6)
-        folder._mirror()
+        folder._attend()
         assert folder.new_request() == asked
         assert folder.new_request() is None
         folder.drop_request()
-        folder._mirror()
+        folder._attend()
         assert folder.new_request() is None
     finally:
         folder.close()

@@ -1,16 +1,24 @@
-"""What a run folder keeps of steps that were voided."""
+"""What a run folder keeps of steps that were voided, and what of it its mirror has."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from elastic_ft.errors import Superseded
+from elastic_ft.errors import StoreFailed, Superseded
+from elastic_ft.observe import alive, handover, run_folder
 from elastic_ft.observe.run_folder import ASIDE_MAX, RunFolder, read_lines
+from elastic_ft.storage import owners
+from elastic_ft.storage.kinds import Backend, Bytes
 from elastic_ft.storage.store import open_store
 
 
@@ -65,4 +73,113 @@ def test_a_successor_that_is_half_written_does_not_end_the_mirror() -> None:
     folder._mirror()
     with pytest.raises(Superseded, match="by run run2"):
         folder.check_owner()
+    folder.close()
+
+
+# ------------------------------------------------------------------------- the mirror
+
+
+def mirrored_by_hand() -> RunFolder:
+    folder = RunFolder(f"memory://t/{uuid4().hex}")
+    folder.take_over("run1", "job")
+    folder._stop_mirror.set()
+    return folder
+
+
+class Interrupted:
+    """A backend before whose puts of ``key`` something happens, once."""
+
+    def __init__(self, backend: Backend, key: str, happens: Callable[[], None]) -> None:
+        self._backend, self._key = backend, key
+        self._happens: list[Callable[[], None]] = [happens]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def put(self, key: str, parts: Sequence[Bytes], timeout_s: float) -> None:
+        if key == self._key and self._happens:
+            self._happens.pop()()
+        self._backend.put(key, parts, timeout_s)
+
+
+def test_what_others_wait_for_is_not_held_up_by_what_the_mirror_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sign of life, a request, a successor: seen within one look each, whatever is uploaded."""
+    monkeypatch.setattr(run_folder, "MIRROR_EVERY_S", 0.02)
+    monkeypatch.setattr(run_folder, "MIRROR_BYTES_PER_S", 1)  # minutes for the first line
+    folder = RunFolder(f"memory://t/{uuid4().hex}")
+    store = open_store(folder.url)
+    folder.take_over("run1", "job")
+    folder.journal(1.0, "said", 0, "", {})
+    wait_for(lambda: store.exists("events.jsonl"))
+    alive.leave(folder.path)
+    wait_for(lambda: store.exists(alive.NAME))
+    store.put(handover.NAME, json.dumps({"run": "run1"}).encode())
+    wait_for(folder.is_asked_to_hand_over)
+    owners.take_over(store, job="job", run="run2", run_folder=folder.url)
+    wait_for(lambda: not folder.is_ours)
+    folder.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_the_owner_is_looked_at_again_before_a_put_is_repeated() -> None:
+    folder = mirrored_by_hand()
+    store = open_store(folder.url)
+
+    def lose() -> None:
+        owners.take_over(store, job="job", run="run2", run_folder=folder.url)
+        store.put("inbox.jsonl", b"of run2\n")
+        raise ConnectionResetError
+
+    backend: Any = Interrupted(folder._store.backend, "inbox.jsonl", lose)
+    folder._store.backend = backend
+    folder.record_inbox({"of": "run1"})
+    folder._mirror()
+    assert store.get("inbox.jsonl") == b"of run2\n"
+    assert not folder.is_ours
+    folder.close()
+
+
+def test_no_step_is_mirrored_before_its_samples() -> None:
+    """However many are recorded while the mirror sends: its controller may be killed any time."""
+    folder = mirrored_by_hand()
+    store = open_store(folder.url)
+
+    def sent(name: str) -> int:
+        return store.get(name).count(b"\n") if store.exists(name) else 0
+
+    def be_refused() -> None:
+        raise PermissionError
+
+    for number, happens in enumerate([be_refused, lambda: record(folder, 9)]):
+        backend: Any = Interrupted(folder._store.backend, "ledger.jsonl", happens)
+        folder._store.backend = backend
+        record(folder, number)
+        with contextlib.suppress(StoreFailed):
+            folder.make_durable() if number else folder._mirror()
+        assert sent("ledger.jsonl") >= sent("steps.jsonl")
+    assert sent("steps.jsonl") == 2
+    folder.close()
+    assert not folder.mirror_error and sent("steps.jsonl") == sent("ledger.jsonl") == 3
+
+
+def record(folder: RunFolder, step: int) -> None:
+    folder.record_step({"step": step, "generation": 1}, [step])
+
+
+def test_a_file_that_was_replaced_is_mirrored_whatever_its_time_and_size() -> None:
+    folder = mirrored_by_hand()
+    store = open_store(folder.url)
+    for status in ("one", "two"):
+        folder.write_result({"status": status})
+        os.utime(folder.path / "result.json", (1, 1))
+        folder._mirror()
+        assert status in store.get("result.json").decode()
     folder.close()
