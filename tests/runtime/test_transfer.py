@@ -68,6 +68,7 @@ class Participant:
     def __init__(self, network: Network, number: int) -> None:
         self.participant, self.host, self._network = number, self, network
         self.peers = ()  # nobody is near to anybody
+        self.bytes_received = 0
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Callable[[], None]:
         self._network.send((self.participant, peer, tag), tensors[0])
@@ -79,6 +80,9 @@ class Participant:
     def wait(self, *works: Callable[[], None]) -> None:
         for work in works:
             work()
+
+    def received(self, nbytes: int) -> None:
+        self.bytes_received += nbytes
 
 
 def whole(name: str) -> torch.Tensor:
