@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_cuda_on_cpu import make_groups, make_job
+from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,7 @@ from elastic_ft.models.build import build_model
 from elastic_ft.runtime import compat
 from elastic_ft.runtime import groups as groups_module
 from elastic_ft.runtime.engines import native
+from elastic_ft.runtime.engines.base import MicroBatch
 
 LAYOUTS: list[tuple[str, dict[str, int]]] = [
     ("ddp", {}),
@@ -110,3 +112,42 @@ def test_what_an_abort_left_of_the_gradients_is_not_used(
         engine.square_norm()
     assert engine.intact
     assert all(torch.equal(before[name], t.local) for name, t in engine.state().items())
+
+
+# ------------------------------------------------------------------------- a world of one
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "is_sharded"),
+    [("fsdp", "bf16", True), ("fsdp", "fp32", False), ("ddp", "bf16", False)],
+)
+def test_a_world_of_one_computes_as_larger_ones_do(
+    strategy: str, dtype: str, is_sharded: bool
+) -> None:
+    """FSDP2 computes in bf16, autocast keeps residuals in fp32: a world that shrinks to one rank
+    would train with other numbers. On a GPU it is FSDP2 in fp32, too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    job = make_job(
+        parallel={"strategy": strategy},
+        precision={"dtype": dtype},
+        elastic={"max_workers": 1},
+    )
+    engine = native.NativeEngine(
+        job,
+        lambda: build_model(job.model, vocab_size=512, sequence_length=8),
+        torch.device("cpu"),
+        tokens_per_sample=8,
+    )
+    groups = make_groups(strategy, 1)
+    groups.mesh = groups_module._make_mesh(groups.assignment.layout, torch.device("cpu"))
+    engine.prepare()
+    engine.attach(groups)
+    engine.initialise()
+    assert isinstance(engine._parts[0], FSDPModule) == is_sharded
+    before = state_of(engine)
+    batch = {"tokens": torch.arange(18).view(2, 9)}
+    loss, tokens = engine.run_batch(1, [MicroBatch(0, batch)], nobody)
+    update = engine.apply(1, tokens, engine.square_norm(), nobody)
+    assert tokens == 16 and 0 < loss / tokens < 10 and 0 < update.grad_norm < 100
+    assert any(not torch.equal(before[n], t.local) for n, t in engine.state().items())
+    assert engine.detach()

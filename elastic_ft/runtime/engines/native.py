@@ -107,7 +107,7 @@ class NativeEngine:
     def attach(self, groups: Groups) -> bool:
         layout = groups.assignment.layout
         self._groups = groups
-        replicated = len(layout.shards()) == 1
+        replicated = len(layout.shards()) == 1 and not self._is_cut_alone(layout)
         kept = replicated and self._replicated and bool(self._parts)
         if replicated:
             if not kept:
@@ -189,7 +189,14 @@ class NativeEngine:
 
     def _needs_fsdp(self, layout: Layout) -> bool:
         """For gradients of several data ranks, or for compute in another dtype."""
-        return layout.data_parallel_size > 1 or self._compute_dtype is not torch.float32
+        larger = layout.data_parallel_size > 1 or self._compute_dtype is not torch.float32
+        return larger or self._is_cut_alone(layout)
+
+    def _is_cut_alone(self, layout: Layout) -> bool:
+        """A world of one, to compute as larger ones of its job do: FSDP2's bf16 is no autocast."""
+        is_plain = self._compute_dtype is torch.float32 and self.device.type == "cpu"
+        is_cut = self.job.parallel.strategy in ("fsdp", "hsdp")
+        return layout.world_size == 1 and is_cut and not is_plain
 
     def _shard(self, module: nn.Module, blocks: Sequence[nn.Module], groups: Groups) -> None:
         layout, mesh = groups.assignment.layout, groups.mesh
