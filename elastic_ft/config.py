@@ -123,6 +123,8 @@ class OptimizerConfig(Section):
     decay_steps: CountFrom0 = 0  # wsd: the last ones
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     grad_clip: float | None = Field(1.0, gt=0)  # maximum global norm
+    # Steps in a row whose gradients may be infinite or NaN: each is skipped. 0: none may.
+    skip_nonfinite: int = Field(0, ge=0, le=10**6)
 
     @field_validator("schedule")
     @classmethod

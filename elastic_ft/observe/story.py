@@ -89,6 +89,7 @@ SPOKEN: dict[str, Callable[[Line], str]] = {
         f"checkpoint of step {line['step']} abandoned: {line['reason']}"
     ),
     "checkpoint_committed": lambda line: f"checkpoint of step {line['step']}: {line['url']}",
+    "step_skipped": lambda line: f"step {line['step']} was skipped: {line['reason']}",
     "evaluated": lambda line: f"step {line['step']}: held-out loss {line['loss']:.4f}",
     "fault_fired": lambda line: f"fault injected: {line['reason']}, {line['worker']}",
     "stop_requested": lambda line: "stopping after this step and a checkpoint; again: at once",

@@ -215,6 +215,7 @@ class Loop:
         }
         if update.skipped:
             metrics["skipped"] = True
+            self._note_skip(number, update.note)
         if sample_ids:
             metrics["sample_ids"] = sample_ids
         world, layout = self.groups.world_size, str(self.groups.assignment.layout)
@@ -358,6 +359,11 @@ class Loop:
         )
         fields = {"every_steps": every, "cost_s": round(cost_s, 6), "step_s": round(step_s, 6)}
         self._send(Note(self.tools.worker, self._generation, "snapshot_interval", reason, fields))
+
+    def _note_skip(self, step: int, note: str) -> None:
+        if note and self.groups.rank == 0:
+            worker, fields = self.tools.worker, {"step": step}
+            self._send(Note(worker, self._generation, "step_skipped", note, fields))
 
     def _held(self, step: int) -> None:
         self._send(StepHeld(time.time(), self.tools.worker, self._generation, step))

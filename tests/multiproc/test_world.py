@@ -436,6 +436,15 @@ def test_an_exception_that_comes_back_ends_the_job_by_its_name(
     assert "last good checkpoint: step 2" in run.result["reason"], run.result["reason"]
 
 
+def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
+    """One rank's loss is NaN."""
+    job = make_job("fsdp", steps=6, workers=2, optimizer={"skip_nonfinite": 1})
+    run = run_job(job, tmp_path, faults=[Fault("forward", "nan", rank=1, step=4)]).check()
+    (skipped,) = run.all("step_skipped")
+    assert (skipped["step"], len(run.all("generation_formed"))) == (4, 1), run.story()
+    assert [line["step"] for line in run.steps if line.get("skipped")] == [4]
+
+
 # --------------------------------------------------------------------- ways to compute
 
 

@@ -79,7 +79,8 @@ class Update:
     """What applying the gradients did."""
 
     grad_norm: float  # global, before clipping
-    skipped: bool = False  # fp16: gradients overflowed, the loss scale was lowered
+    skipped: bool = False  # the gradients were not finite: nothing was applied
+    note: str = ""  # for the journal: why, where that is not as usual
 
 
 class Engine(Protocol):

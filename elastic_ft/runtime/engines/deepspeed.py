@@ -36,9 +36,9 @@ from elastic_ft.runtime.engines.base import (
     keyed,
     tensor_name,
 )
+from elastic_ft.runtime.engines.loss_scale import LossScale
 from elastic_ft.runtime.engines.native import (
     DTYPES,
-    NonFiniteGradient,
     _checkpoint_activations,
     _inside,
     _plain,
@@ -77,8 +77,7 @@ class DeepSpeedEngine:
         self._blocks: list[nn.Module] = []
         self._buffers: dict[str, torch.Tensor] = {}
         self._computed: dict[str, torch.Tensor] = {}
-        self._scale = torch.tensor(job.precision.initial_loss_scale, dtype=torch.float32)
-        self._good_steps = torch.tensor(0, dtype=torch.int64)
+        self._loss_scale = LossScale(job)
         self._reduce_announced = False
         self._state: State | None = None
         self._groups: Groups | None = None
@@ -187,9 +186,8 @@ class DeepSpeedEngine:
         for name, buffer in self._buffers.items():
             shape = tuple(buffer.shape)
             yield f"model.{name}", StateTensor(shape, Box.whole(shape), buffer, volatile=True)
-        if self.job.precision.dtype == "fp16":
-            yield "engine.loss_scale", StateTensor((), Box((), ()), self._scale)
-            yield "engine.loss_scale_good_steps", StateTensor((), Box((), ()), self._good_steps)
+        for name, value in self._loss_scale.state.items():
+            yield name, StateTensor((), Box((), ()), value)
 
     def _zero_slices(self) -> Iterator[deepspeed_compat.Slice]:
         return deepspeed_compat.slices(self._engine, self.stage)
@@ -217,8 +215,7 @@ class DeepSpeedEngine:
                 if name.startswith("optim."):
                     for piece in pieces:
                         piece.local.zero_()
-        self._scale.fill_(self.job.precision.initial_loss_scale)
-        self._good_steps.zero_()
+        self._loss_scale.reset()
 
     def _load_weights(self, url: str, by_name: dict[str, list[StateTensor]]) -> None:
         with torch.device("meta"):
@@ -234,6 +231,7 @@ class DeepSpeedEngine:
                 log.warning(remark)
 
     def restored(self) -> None:
+        self._loss_scale.restored()
         if self.stage:
             deepspeed_compat.weights_from_masters(self._engine, self.stage)
 
@@ -253,8 +251,7 @@ class DeepSpeedEngine:
         assert self._groups is not None
         engine = self._engine
         factor = self._groups.world_size / self._nominal_tokens  # gradients are averaged over ranks
-        if self.job.precision.dtype == "fp16":
-            factor *= float(self._scale)
+        factor *= self._loss_scale.factor
         if self.stage:
             engine.optimizer.override_loss_scale(1.0)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
@@ -321,20 +318,16 @@ class DeepSpeedEngine:
         assert self._optimizer is not None
         reach("before_optimizer")
         set_rates(self._optimizer, learning_rate(self.job.optimizer, self.job.steps, step))
-        scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
-        scale *= max(tokens, 1) / self._nominal_tokens  # what the gradients are too large by
+        # What the gradients are too large by:
+        scale = self._loss_scale.factor * max(tokens, 1) / self._nominal_tokens
         if self.stage:
             norm = self._step(scale, reach)
         else:
             norm = self._replicated_step(math.sqrt(squares) / scale, scale, reach)
-        if math.isfinite(norm):
-            self._grow_scale()
-            return Update(norm)
-        if self.job.precision.dtype != "fp16":
-            raise NonFiniteGradient(f"step {step}: the global gradient norm is {norm}")
-        self._scale.mul_(0.5)
-        self._good_steps.zero_()
-        return Update(norm, skipped=True)
+        if not math.isfinite(norm):
+            return self._loss_scale.skipped(step, norm)
+        self._loss_scale.applied()
+        return Update(norm)
 
     def _step(self, scale: float, reach: Reach) -> float:
         """Returns the gradients' global norm. Nothing is applied if it is not finite.
@@ -369,14 +362,6 @@ class DeepSpeedEngine:
             engine.step()
         self.intact = True
         return norm
-
-    def _grow_scale(self) -> None:
-        if self.job.precision.dtype != "fp16":
-            return
-        self._good_steps += 1
-        if int(self._good_steps) >= self.job.precision.loss_scale_growth_steps:
-            self._scale.mul_(2.0)
-            self._good_steps.zero_()
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         total, tokens = 0.0, 0

@@ -30,13 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_ft.config import Job, OptimizerConfig
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import ConfigError, ElasticError
+from elastic_ft.errors import ConfigError
 from elastic_ft.models.build import block_modules, computed_buffers, initial_state
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.loss import loss_sum
 from elastic_ft.runtime import compat
 from elastic_ft.runtime.compat import CheckpointImpl, checkpoint_wrapper
 from elastic_ft.runtime.engines.base import MicroBatch, Reach, State, StateTensor, Update
+from elastic_ft.runtime.engines.loss_scale import LossScale
 from elastic_ft.runtime.engines.optimizer_state import OptimizerState, materialise
 from elastic_ft.runtime.engines.pipeline import (
     Pipeline,
@@ -54,10 +55,6 @@ from elastic_ft.storage.safetensors import open_folder
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-class NonFiniteGradient(ElasticError):
-    """The global gradient norm is not a number, and no loss scale explains it."""
 
 
 class NativeEngine:
@@ -86,8 +83,7 @@ class NativeEngine:
         self._reduce_announced = False
         self._told_last: bool | None = None  # what FSDP2's modules know of the micro-batch
         self._buffers: dict[str, torch.Tensor] = {}
-        self._scale = torch.tensor(job.precision.initial_loss_scale, dtype=torch.float32)
-        self._good_steps = torch.tensor(0, dtype=torch.int64)
+        self._loss_scale = LossScale(job)
         self._replicated = False
         self._listed: tuple[dict[str, torch.Tensor], State] | None = None
         self._settled = False  # FSDP2's first forward may move its parameters
@@ -254,9 +250,7 @@ class NativeEngine:
             yield f"engine.{name}", value
         for name, buffer in self._buffers.items():
             yield f"model.{name}", buffer
-        if self.job.precision.dtype == "fp16":
-            yield "engine.loss_scale", self._scale
-            yield "engine.loss_scale_good_steps", self._good_steps
+        yield from self._loss_scale.state.items()
 
     def initialise(self) -> None:
         state = self.state()
@@ -267,8 +261,7 @@ class NativeEngine:
                 self._initialise_from_seed(state)
             assert self._kept is not None
             self._kept.clear()
-        self._scale.fill_(self.job.precision.initial_loss_scale)
-        self._good_steps.zero_()
+        self._loss_scale.reset()
 
     def _load_weights(self, url: str, state: State) -> None:
         with torch.device("meta"):
@@ -288,6 +281,7 @@ class NativeEngine:
             target.local.copy_(whole[slices])
 
     def restored(self) -> None:
+        self._loss_scale.restored()
         self._listed = None
         assert self._kept is not None
         self._kept.restored()
@@ -314,9 +308,7 @@ class NativeEngine:
         assert self._groups is not None and self._runner is not None
         # Gradients are averaged over ranks: the factor makes their sum the mean over tokens.
         ranks = self._groups.assignment.layout.data_parallel_size
-        factor = ranks / self._nominal_tokens
-        if self.job.precision.dtype == "fp16":
-            factor *= float(self._scale)
+        factor = ranks / self._nominal_tokens * self._loss_scale.factor
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
         self._reach_in_backward(reach)
         if self._pipeline is not None:
@@ -427,8 +419,7 @@ class NativeEngine:
         assert self._optimizer is not None and self._kept is not None
         reach("before_optimizer")
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        scale = float(self._scale) if self.job.precision.dtype == "fp16" else 1.0
-        ratio = self._nominal_tokens / max(tokens, 1) / scale
+        ratio = self._nominal_tokens / max(tokens, 1) / self._loss_scale.factor
         norm = math.sqrt(squares) * ratio
         update = Update(norm)
         if math.isfinite(norm):
@@ -443,13 +434,9 @@ class NativeEngine:
                 if self._tied is not None:
                     self._tied.refresh()
             self.intact = True
-            self._grow_scale()
-        elif self.job.precision.dtype == "fp16":
-            self._scale.mul_(0.5)
-            self._good_steps.zero_()
-            update = Update(norm, skipped=True)
+            self._loss_scale.applied()
         else:
-            raise NonFiniteGradient(f"step {step}: the global gradient norm is {norm}")
+            update = self._loss_scale.skipped(step, norm)
         self._optimizer.zero_grad(set_to_none=True)
         return update
 
@@ -481,14 +468,6 @@ class NativeEngine:
         factor = ratio * (min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0)
         if factor != 1.0:
             torch._foreach_mul_([_local(g) for g in gradients], factor)
-
-    def _grow_scale(self) -> None:
-        if self.job.precision.dtype != "fp16":
-            return
-        self._good_steps += 1
-        if int(self._good_steps) >= self.job.precision.loss_scale_growth_steps:
-            self._scale.mul_(2.0)
-            self._good_steps.zero_()
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         (first, *_), pipeline = self._parts, self._pipeline
