@@ -76,23 +76,24 @@ class GroupBroken(ElasticError):
 
 
 class StateDamaged(ElasticError):
-    """Bytes whose digest differs from the recorded one.
+    """Bytes whose digest differs from the recorded one, or that are not where they should be.
 
     Attributes:
         holder: who has the damaged bytes, as a source names it: a worker, a keeper, a URL.
         shard: the only one that is damaged there, if it is known.
+        missing: the URL of the object that is not there, as this process sees the store.
     """
 
-    def __init__(self, message: str, holder: str, shard: str = "") -> None:
+    def __init__(self, message: str, holder: str, shard: str = "", missing: str = "") -> None:
         super().__init__(message)
-        self.holder, self.shard = holder, shard
+        self.holder, self.shard, self.missing = holder, shard, missing
 
-    def __reduce__(self) -> tuple[type["StateDamaged"], tuple[str, str, str]]:
-        return StateDamaged, (str(self), self.holder, self.shard)
+    def __reduce__(self) -> tuple[type["StateDamaged"], tuple[str, str, str, str]]:
+        return StateDamaged, (str(self), self.holder, self.shard, self.missing)
 
 
 class StateUnreadable(ElasticError):
-    """Bytes that can't be had: the store is unreachable, forbids it, or does not answer in time.
+    """Bytes that can't be had: a store or keeper is unreachable, forbids it, or does not answer.
 
     Attributes:
         holder: as in StateDamaged.

@@ -113,6 +113,7 @@ from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.outages import (
     REREAD,
     may_read_again,
+    note_unreached,
     note_unread,
     suspend_reading,
     waits_for_store,
@@ -652,10 +653,11 @@ def _source_refused(turn: Turn, event: SourceRefused) -> None:
         return
     assert state.assignment is not None
     source = state.assignment.source
-    is_unread = event.kind == UNREACHABLE and event.holder == source.url
+    is_unread = event.kind == UNREACHABLE
     entry = (event.holder, source.step, event.shard)
     if is_unread:
-        if not note_unread(turn, event) or turn.state.phase == "ended":
+        note = note_unread if event.holder == source.url else note_unreached
+        if not note(turn, event) or turn.state.phase == "ended":
             return
         if is_late:
             explain_break(turn)
@@ -713,7 +715,7 @@ def _formed(turn: Turn) -> None:
     assert assignment is not None
     # A worker drops what it finds damaged: what it holds of the same step from now on is new.
     refused = frozenset(entry for entry in state.refused if entry[0] not in state.ready)
-    turn.set(phase="running", refused=refused, outage=None)
+    turn.set(phase="running", refused=refused, outage=None, unreached={})
     dismiss(turn, assignment)
     members = [
         {"worker": m.worker, "rank": rank, "pid": m.pid, "node": m.node, "host": m.host}

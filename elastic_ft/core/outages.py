@@ -1,5 +1,8 @@
-"""A store that can't be read: nothing in it is given up for that. It is tried again, after growing
-pauses, until ``suspend_timeout_s`` has passed; a worker that alone can't read it is left out. Pure.
+"""A source that can't be read: nothing in it is given up for that.
+
+A store is tried again, after growing pauses, until ``suspend_timeout_s`` has passed; a keeper a few
+times at once: if it has ended, or hangs, that is known soon. A worker that alone can't read what
+others can is left out. Pure.
 """
 
 from __future__ import annotations
@@ -9,11 +12,12 @@ from dataclasses import replace
 from elastic_ft.core.commits import finish
 from elastic_ft.core.elasticity import choose_world
 from elastic_ft.core.events import Source, SourceRefused, StartTimer, WorkerId
-from elastic_ft.core.state import Outage, Turn
+from elastic_ft.core.state import Outage, Turn, Unreached
 
 REREAD = "reread"  # a timer, of whatever generation
 REREAD_MIN_S, REREAD_MAX_S = 1.0, 30.0
 BLAMED_MAX = 3  # times in a row that a worker alone can't read: before, it may be chance
+ASKED_MAX = 3  # times that a keeper is asked
 
 
 def note_unread(turn: Turn, event: SourceRefused) -> bool:
@@ -54,20 +58,58 @@ def note_unread(turn: Turn, event: SourceRefused) -> bool:
 
 def _leave_out(turn: Turn, why: str) -> bool:
     """Whether the world goes on without those who alone can't read the store."""
-    state, outage = turn.state, turn.state.outage
+    outage = turn.state.outage
     assert outage is not None
     bad = sorted(worker for worker, times in outage.blamed.items() if times >= BLAMED_MAX)
     if not bad or outage.left_out:
         return False
-    reason = f"it can't read the store, and others can: {why}"
-    turn.set(leaving={**state.leaving, **dict.fromkeys(bad, reason)})
+    if not _do_without(turn, bad, f"it can't read the store, and others can: {why}"):
+        return False
+    turn.set(outage=replace(outage, waiting=False, left_out=True))
+    return True
+
+
+def _do_without(turn: Turn, bad: list[WorkerId], reason: str) -> bool:
+    """Whether there is a world without them: they leave once it has formed."""
+    leaving = turn.state.leaving
+    turn.set(leaving={**leaving, **dict.fromkeys(bad, reason)})
     world = choose_world(turn)
     if isinstance(world, str) or {m.worker for m in world.members} & set(bad):
-        turn.set(leaving=state.leaving)
+        turn.set(leaving=leaving)
         return False
     for worker in bad:
         turn.journal("worker_left_out", reason, worker=worker, node=_node_of(turn, worker))
-    turn.set(outage=replace(outage, waiting=False, left_out=True))
+    return True
+
+
+def note_unreached(turn: Turn, event: SourceRefused) -> bool:
+    """A generation could not ask a keeper. Returns False if that is known already.
+
+    It is asked again, unless somebody else has the same; in the end it is given up for the next
+    source.
+    """
+    state = turn.state
+    assert state.assignment is not None
+    step, generation = state.assignment.source.step, state.assignment.generation
+    entry = (event.holder, step, "")
+    alone = frozenset(event.unread_by)
+    old = state.unreached.get(entry)
+    if old is not None and old.generation == generation:
+        return False
+    tries = 1 if old is None else old.tries + 1
+    alone = alone if old is None else alone & old.alone
+    others = {known: tried for known, tried in state.unreached.items() if known != entry}
+    fields = {"step": step, "holder": event.holder, "tries": tries}
+    if tries < ASKED_MAX:
+        turn.set(unreached={**others, entry: Unreached(generation, tries, alone)})
+        turn.journal("source_unreadable", f"{event.reason}; it is asked again", **fields)
+        return True
+    turn.set(unreached=others)
+    bad = sorted(alone - state.leaving.keys())
+    reason = f"it can't reach a keeper, and others can: {event.reason}"
+    if not bad or not _do_without(turn, bad, reason):
+        turn.set(refused=state.refused | {entry})
+        turn.journal("source_refused", f"{event.reason}; {tries} times in a row", **fields)
     return True
 
 

@@ -46,7 +46,12 @@ def choose_source(turn: Turn) -> tuple[Source, str]:
     left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
     left = _of_this_history(state.lineage, left)
     with_left = choose(held | left, state.checkpoints, state.refused)
-    return with_left if _is_better(with_left[0], found[0]) else found
+    if not _is_better(with_left[0], found[0]):
+        return found
+    if state.unreached:  # others have the same, perhaps
+        reached = choose(held | left, state.checkpoints, state.refused | state.unreached.keys())
+        return with_left if _is_better(with_left[0], reached[0]) else reached
+    return with_left
 
 
 def _of_this_history(

@@ -169,6 +169,15 @@ class Outage:
     left_out: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A keeper's state that nobody could ask for. ``alone``: others could, each time."""
+
+    generation: int  # the last one that could not
+    tries: int
+    alone: frozenset[WorkerId]
+
+
 @dataclass(frozen=True)  # no slots: see Turn.set
 class State:
     """What grows with the world and changes with every worker's event is a ``Table``."""
@@ -224,6 +233,7 @@ class State:
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few
     refused: Refused = frozenset()
     outage: Outage | None = None  # of the store that the next generation is to read
+    unreached: dict[tuple[str, int, str], Unreached] = field(default_factory=dict)  # as in refused
     episode: Episode | None = None
     recoveries: tuple[Recovery, ...] = ()  # the last ones; each is journalled
     failures: int = 0  # recoveries from what nobody had planned, since the start

@@ -46,7 +46,7 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.sharding import Box
-from elastic_ft.errors import ElasticError, StateDamaged, StoreFailed
+from elastic_ft.errors import ElasticError, StateDamaged, StateUnreadable, StoreFailed
 from elastic_ft.runtime import emergency
 from elastic_ft.runtime.buffer import Bytes, Schema, Slot, cut, is_whole, label
 from elastic_ft.runtime.control import SEND_TIMEOUT_S, Inspect, NodeHealth, connect
@@ -103,7 +103,10 @@ class Allocated:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
+    """``damaged``: what was asked for is damaged, or is not here."""
+
     reason: str
+    damaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +329,8 @@ class NodeKeeper:
                 return self._allocate(owner, message.nbytes)
             self._note(owner, message)
         except Exception as error:  # the one who asks decides what it means
-            return Refusal(f"{type(error).__name__}: {error}")
+            is_damaged = isinstance(error, StateDamaged)
+            return Refusal(f"{type(error).__name__}: {error}", is_damaged)
         return None
 
     # ---------------------------------------------------------------------- buffers
@@ -498,7 +502,14 @@ class KeeperGone(ElasticError):
 
 
 class KeeperRefused(ElasticError):
-    """The keeper could not do what it was asked. The message says why."""
+    """The keeper could not do what it was asked. The message says why; ``damaged``: as Refusal."""
+
+    def __init__(self, message: str, damaged: bool = False) -> None:
+        super().__init__(message)
+        self.damaged = damaged
+
+    def __reduce__(self) -> tuple[type[KeeperRefused], tuple[str, bool]]:
+        return KeeperRefused, (str(self), self.damaged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -595,16 +606,21 @@ class LeftShard:
         return self._request(Read(*self._shard, tuple(parts)), Content).payload
 
     def _request(self, message: Describe | Read, answer: type[T]) -> T:
-        """Raises StateDamaged, naming the keeper, whatever is wrong: another source is tried."""
+        """Raises StateDamaged, naming the keeper, where it says so; StateUnreadable where it does
+        not answer, or can't."""
         try:
             with (
                 _dialled(self._keeper, self._key, self._patience) as channel,
                 self._guard(channel),
             ):
                 return _ask(channel, message, answer, self._patience.answer_s)
-        except (KeeperGone, KeeperRefused) as error:
-            message = f"{self.holder}: {error}"
-            raise StateDamaged(message, self.holder, self._shard[1].shard) from error
+        except KeeperGone as error:
+            raise StateUnreadable(f"{self.holder}: {error}", self.holder) from error
+        except KeeperRefused as error:
+            said = f"{self.holder}: {error}"
+            if error.damaged:
+                raise StateDamaged(said, self.holder, self._shard[1].shard) from error
+            raise StateUnreadable(said, self.holder) from error
 
 
 def _dial(keeper: Keeper, key: bytes, patience: Patience) -> Channel:
@@ -634,7 +650,7 @@ def _ask(channel: Channel, message: Any, expected: type[T], timeout_s: float) ->
     except EOFError as error:
         raise KeeperGone(f"no answer from the keeper: {error}") from None
     if isinstance(answer, Refusal):
-        raise KeeperRefused(answer.reason)
+        raise KeeperRefused(answer.reason, answer.damaged)
     if not isinstance(answer, expected):
         raise KeeperGone(f"the keeper answers with {type(answer).__name__}")
     return answer

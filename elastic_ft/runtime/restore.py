@@ -88,7 +88,7 @@ def left_shards(groups: Groups, key: bytes, silent_s: float) -> list[LeftShard |
     if not kept and not source.url:
         return []
 
-    def open_all() -> tuple[list[LeftShard | StoredState], bool]:
+    def open_all() -> tuple[list[LeftShard | StoredState], tuple[str, ...]]:
         left: list[LeftShard | StoredState] = []
         if source.url:
             left.append(StoredState(groups, source, silent_s))
@@ -96,7 +96,7 @@ def left_shards(groups: Groups, key: bytes, silent_s: float) -> list[LeftShard |
             name, _, worker = holder.rpartition("/")
             of = (worker, source, shard)
             left.append(LeftShard(keepers[name], key, *of, guard=groups.guard))
-        return left, bool(source.url)
+        return left, tuple(shard.holder for shard in left)
 
     return together(groups, "opened", open_all)
 
@@ -142,16 +142,16 @@ def _read_checkpoint(
     own = set(readers[groups.participant].offers)
     mine = {key: tensor for key, tensor in needs.items() if (tensor_name(key), tensor.box) in own}
 
-    def read() -> tuple[None, bool]:
+    def read() -> tuple[None, tuple[str, ...]]:
         if groups.rank is None:
-            return None, False
+            return None, ()
         here = {tensor_name(key) for key in needs}
         elsewhere = {name for listed in boxes for name, _ in listed.needs} - here
         ref = CheckpointRef(source.step, source.url)
         store = store_of(groups, ref, silent_s)
         with reading(groups, store, source.url):
             _read_boxes(checkpoints.open_checkpoint(ref, store), needs, mine, elsewhere)
-        return None, any(tensor.local.numel() for tensor in mine.values())
+        return None, (source.url,) * any(tensor.local.numel() for tensor in mine.values())
 
     together(groups, "read", read)
     return move(groups, readers, [mine], needs)

@@ -162,12 +162,12 @@ def _fetch(
     plan: list[Copy],
     needs: Held,
     itemsizes: Mapping[str, int],
-) -> tuple[int, bool]:
+) -> tuple[int, tuple[str, ...]]:
     """What comes from keepers and from the store, asked for by who needs it.
 
-    Returns the bytes received, and whether some came from the store.
+    Returns the bytes received, and from whom.
     """
-    received, is_stored = 0, False
+    received, holders = 0, dict[str, None]()
     for who, shard in kept.items():
         for copies in _requests((c for c in plan if c.source == who), itemsizes):
             data = shard.read((c.tensor, c.box) for c in copies)
@@ -175,10 +175,10 @@ def _fetch(
             _check(is_whole(buffer.numpy()), shard.holder)
             _unpack(buffer, copies, needs)
             received += len(data)
+            holders[shard.holder] = None
             if not shard.is_far:  # else it was told as it came
                 groups.received(len(data))
-            is_stored |= shard.is_far
-    return received, is_stored
+    return received, tuple(holders)
 
 
 def _requests(copies: Iterable[Copy], itemsizes: Mapping[str, int]) -> Iterator[list[Copy]]:

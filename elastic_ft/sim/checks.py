@@ -152,7 +152,8 @@ def _left(world: World, refused: Refused) -> list[tuple[Key, Lineage]]:
             if left.void or (node.cut and not left.told) or worker in world.core.ready:
                 continue
             for key, copy in left.copies.items():
-                if (name, key[0], key[3]) not in refused and _agrees(world, copy.lineage):
+                entries = {(name, key[0], key[3]), (name, key[0], "")}
+                if refused.isdisjoint(entries) and _agrees(world, copy.lineage):
                     found.append((key, copy.lineage))
     return found
 

@@ -98,7 +98,13 @@ class Group:
         lineage = checks.source(self.world, self)
         if unread := self._unread():
             after_s = self.world.rng.uniform(0.1, 3.0)  # what the client's own retries take
-            self.world.after(after_s, lambda: self._refuse_unread(unread))
+            url = self.assignment.source.url
+            self.world.after(after_s, lambda: self._refuse_unread(url, unread))
+            return
+        if holder := self._unanswered():
+            everyone = list(self.all)
+            after_s = self._answers_after_s(holder)
+            self.world.after(after_s, lambda: self._refuse_unread(holder, everyone))
             return
         if (damaged := self._damaged()) is not None:
             self.world.after(self._answers_after_s(damaged[0]), lambda: self._refuse(*damaged))
@@ -118,9 +124,18 @@ class Group:
         readers = self.all.values() if source.holders else self.members
         return [w.id for w in readers if store.down or w.node.id in store.unread_on]
 
-    def _refuse_unread(self, unread: list[WorkerId]) -> None:
+    def _unanswered(self) -> str:
+        """What a keeper has that does not answer, asked where nobody else has it."""
+        for holders in self.assignment.source.holders.values():
+            keeper, _ = self.world.keeper_of(holders[0][0])
+            is_left = all(tier is Tier.KEEPER for _, tier in holders)
+            if is_left and (keeper is None or not keeper.answers()):
+                return holders[0][0]
+        return ""
+
+    def _refuse_unread(self, holder: str, unread: list[WorkerId]) -> None:
         """All know who could not, and say the same."""
-        world, source = self.world, self.assignment.source
+        world = self.world
         if self.failed:
             return
         alone = tuple(unread) if len(unread) < len(self.members) else ()
@@ -131,7 +146,7 @@ class Group:
                         world.now_s,
                         worker.id,
                         self.generation,
-                        source.url,
+                        holder,
                         "cannot read: unreachable",
                         kind=UNREACHABLE,
                         unread_by=alone,
@@ -161,7 +176,8 @@ class Group:
     def _answers_after_s(self, holder: str) -> float:
         """A keeper that hangs is waited for: until some deadline, or this group is broken off."""
         keeper, _ = self.world.keeper_of(holder)
-        return self.world.rng.uniform(0.5, 6.0) if keeper is not None and keeper.hung else 0.0
+        is_slow = keeper is not None and keeper.alive and not keeper.answers()
+        return self.world.rng.uniform(0.5, 6.0) if is_slow else 0.0
 
     def _refuse(self, holder: str, shard: str) -> None:
         """A worker looks at what it gives; what others have is looked at by who gets it."""

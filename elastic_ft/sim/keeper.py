@@ -39,12 +39,13 @@ class LeftCopies:
 class SimKeeper:
     """One life of a keeper: one that starts again is another, and empty.
 
-    ``hung``: it says nothing, serves nobody, and may go on later.
+    ``hung``: it says nothing, serves nobody, and may go on later. ``hushed``: it serves nobody, and
+    the controller hears it.
     """
 
     def __init__(self, world: World, node: Node) -> None:
         self.world, self.node, self.alive = world, node, True
-        self.hung = False
+        self.hung = self.hushed = False
         self._unsaid: list[Callable[[], None]] = []
         self.keeper = Keeper(node.id, (node.id, world.count_keeper()))
         self.left: dict[WorkerId, LeftCopies] = {}
@@ -60,10 +61,13 @@ class SimKeeper:
         record = tuple(line for step, line in worker.record.items() if step <= newest)
         self._tell(KeeperHolds(self.world.now_s, self.node.id, worker.id, held, record), left)
 
+    def answers(self) -> bool:
+        """Who asks it."""
+        return self.alive and not (self.hung or self.hushed or self.node.cut)
+
     def find(self, worker: WorkerId, key: Key) -> Copy | None:
-        """As who asks finds it: None if the keeper is gone, hung, cut off, or has it no more."""
-        there = self.alive and not self.hung and not self.node.cut
-        left = self.left.get(worker) if there else None
+        """As who asks finds it: None if nobody answers, or it is there no more."""
+        left = self.left.get(worker) if self.answers() else None
         return left.copies.get(key) if left else None
 
     def lineage_of(self, worker: WorkerId, key: Key) -> Lineage | None:

@@ -222,6 +222,20 @@ class Chaos:
         node.keeper.hang(fault.lasts_s)
         return None
 
+    def _hush_keeper(self, fault: Fault) -> bool | None:
+        """Workers can't reach it, for a while; the controller can."""
+        node = self._node(fault)
+        if node is None or node.keeper is None or not node.keeper.alive:
+            return False
+        keeper = node.keeper
+        keeper.hushed = True
+
+        def back() -> None:
+            keeper.hushed = False
+
+        self.world.after(fault.lasts_s, back)
+        return None
+
     def _node(self, fault: Fault) -> Node | None:
         nodes = [n for n in self.world.nodes if n.up and not n.cut and not n.lost]
         return nodes[fault.target % len(nodes)] if nodes else None

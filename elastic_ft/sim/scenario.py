@@ -35,6 +35,7 @@ OUTAGES = {  # drawn apart, and often together with the loss of all that is in m
     "publisher_silent": 1,
     "spoil_node": 2,
     "close_ports": 2,
+    "hush_keeper": 2,
 }
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
 

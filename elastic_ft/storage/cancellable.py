@@ -125,6 +125,12 @@ class Calls:
                 self._waiting.discard(answers)
 
 
+def find_object(url: str, deadline_s: float) -> bool:
+    """Whether the object is there, as this process sees the store. Raises StoreFailed."""
+    root, _, key = url.rpartition("/")
+    return CancellableStore(root, deadline_s).exists(key)
+
+
 # An item in a tuple of its own, an exception instead, or None at the end.
 _Answers = queue.SimpleQueue[tuple[Any] | BaseException | None]
 

@@ -226,7 +226,7 @@ def load_manifest(store: Store, ref: CheckpointRef) -> Manifest:
     key = ref.url.removeprefix(f"{store.url}/")
     body = _body(store, key)
     if body is None:
-        raise StateDamaged(f"{ref.url}: the manifest is missing", ref.url)
+        raise StateDamaged(f"{ref.url}: the manifest is missing", ref.url, missing=ref.url)
     try:
         manifest = Manifest.from_json(body, ref.url)
     except StateDamaged:  # perhaps on the way

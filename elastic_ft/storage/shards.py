@@ -283,7 +283,8 @@ def _read_run(store: Store, prefix: str, run: _Run, holder: str) -> tuple[memory
             data = store.read(f"{prefix}/{run.file}", run.start, run.end)
         except StoreError as error:
             if error.kind is Kind.MISSING:
-                raise StateDamaged(f"{holder}: {run.file} is missing", holder) from error
+                what, url = f"{holder}: {run.file} is missing", store.url_of(f"{prefix}/{run.file}")
+                raise StateDamaged(what, holder, missing=url) from error
             raise
         if not (flaws := _flaws(run, data)):
             break

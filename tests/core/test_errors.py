@@ -25,8 +25,9 @@ from elastic_ft.storage.store import StorageError, StoreError, open_store
 def test_secrets_of_urls_are_left_out(said: str, shown: str) -> None:
     assert redacted(said) == shown
     assert str(DataError(said)) == shown
-    damaged = pickle.loads(pickle.dumps(StateDamaged(said, "holder", "s0")))
+    damaged = pickle.loads(pickle.dumps(StateDamaged(said, "holder", "s0", "url")))
     assert (str(damaged), damaged.holder, damaged.shard) == (shown, "holder", "s0")
+    assert damaged.missing == "url"
     assert str(pickle.loads(pickle.dumps(StoreError(said, Kind.MISSING)))) == shown
 
 

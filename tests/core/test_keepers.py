@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from elastic_ft.core.events import (
+    UNREACHABLE,
     CheckpointRef,
     CollectiveFailed,
     Command,
@@ -511,3 +514,83 @@ def test_a_worker_drops_what_it_finds_damaged_so_its_next_copy_counts() -> None:
     assert script.assignment.source.holders[S1] == (("c", Tier.PEER),)
     script.resume()
     assert not script.state.refused
+
+
+# ------------------------------------------------------------------------ that do not answer
+
+GONE = "keeper:n2/b: keeper:n2 can't be reached in 5 s"
+
+
+def unreached(script: Script, *alone: str) -> list[Command]:
+    """Everybody says so, and comes to its safe point."""
+    generation = script.state.generation
+    commands: list[Command] = []
+    for worker in "ac":
+        how: dict[str, Any] = {"kind": UNREACHABLE, "unread_by": alone}
+        told = script.tell(SourceRefused, worker, generation, "keeper:n2/b", GONE, **how)
+        assert worker == "a" or not told
+        commands += told
+    for worker in "ac":
+        if script.state.phase == "pausing" and worker in script.state.ready:
+            commands += script.paused(worker, Holding(11, THREE, SHARD_OF[worker], Tier.LIVE, 1))
+    return commands
+
+
+def test_a_keeper_that_does_not_answer_is_asked_again_and_nothing_is_struck() -> None:
+    script = reading_from_n2()
+    for _ in range(2):
+        assert formed(unreached(script)).source.holders[S1] == (("keeper:n2/b", Tier.KEEPER),)
+    assert not script.state.refused and script.state.fruitless == 0
+    assert script.journalled("source_unreadable") == [f"{GONE}; it is asked again"] * 2
+    script.resume()
+    assert script.state.committed == 11 and not script.state.unreached
+
+
+def test_one_that_never_answers_is_given_up_for_the_next_source() -> None:
+    script = reading_from_n2()
+    for _ in range(2):
+        unreached(script)
+    commands = unreached(script)
+    assert [c.step for c in commands if isinstance(c, RollBack)] == [10]
+    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
+    assert script.journalled("source_refused") == [f"{GONE}; 3 times in a row"]
+
+
+def test_a_worker_that_alone_can_not_reach_a_keeper_is_left_out() -> None:
+    script = reading_from_n2()
+    for _ in range(2):
+        unreached(script, "c")
+    assignment = formed(unreached(script, "c"))
+    assert [m.worker for m in assignment.members] == ["a"]
+    assert [m.worker for m in assignment.donors] == ["c"]
+    assert assignment.source.step == 11 and not script.state.refused
+    assert script.journalled("worker_left_out") == [
+        f"it can't reach a keeper, and others can: {GONE}"
+    ]
+
+
+def test_a_copy_that_can_be_reached_is_asked_for_first() -> None:
+    script = Script(Policy(1, 2, strategy="fsdp", copies=2), REF)
+    script.keeper("n1")
+    script.keeper("n2")
+    script.run(a="n1", b="n2").train(11)
+    held = tuple(kept(11, shard, space=TWO) for shard in (S0, S1))
+    for worker, node in (("a", "n1"), ("b", "n2")):
+        script.tell(WorkerLost, worker, "killed")
+        script.tell(KeeperHolds, node, worker, held)
+    first = formed(script.ready("d", "n1")).source.holders[S1][0][0]
+    generation = script.state.generation
+    script.tell(SourceRefused, "d", generation, first, "no answer", kind=UNREACHABLE)
+    source = formed(script.paused("d")).source
+    assert source.step == 11 and source.holders[S1][0][0] != first
+
+
+def test_a_refusal_that_is_late_is_heard_of_keepers_too() -> None:
+    """The group broke first; else the same keeper would be asked for ever."""
+    script = reading_from_n2()
+    generation = script.state.generation
+    script.tell(CollectiveFailed, "c", generation, 11, "reset")
+    assert script.state.fruitless == 1
+    how: dict[str, Any] = {"kind": UNREACHABLE}
+    assert script.tell(SourceRefused, "a", generation, "keeper:n2/b", GONE, **how) == []
+    assert len(script.state.unreached) == 1 and script.state.fruitless == 0

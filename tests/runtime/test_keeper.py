@@ -33,7 +33,7 @@ from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
-from elastic_ft.errors import StateDamaged
+from elastic_ft.errors import StateDamaged, StateUnreadable
 from elastic_ft.runtime.buffer import DIGEST_BYTES, is_whole, label, lay_out, schema_bytes, seal
 from elastic_ft.runtime.control import ControlServer, NodeHealth, Welcome
 from elastic_ft.runtime.engines.base import StateTensor
@@ -315,9 +315,20 @@ def stopped() -> Iterator[Keeper]:
 def test_who_dials_a_stopped_keeper_is_told_in_time(stopped: Keeper) -> None:
     with pytest.raises(KeeperGone, match=r"keeper:n0 can't be reached in 0.2 s"):
         KeeperClient(stopped, b"key", "w0", IMPATIENT)
-    with pytest.raises(StateDamaged, match=r"keeper:n0/w1: .* can't be reached") as caught:
+    with pytest.raises(StateUnreadable, match=r"keeper:n0/w1: .* can't be reached") as caught:
         LeftShard(stopped, b"key", "w1", of(6), SHARD, patience=IMPATIENT)
-    assert (caught.value.holder, caught.value.shard) == ("keeper:n0/w1", SHARD)
+    assert caught.value.holder == "keeper:n0/w1"
+
+
+def test_a_keeper_that_can_not_serve_has_not_damaged_anything(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    client.close()
+    desk.next(KeeperHolds)
+    left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
+    with pytest.raises(StateUnreadable, match="keeper:n0/w0: KeyError"):
+        left.read([("no such tensor", WHOLE)])
+    assert left.read([("a", WHOLE)])
 
 
 def test_a_keeper_that_hangs_while_it_is_asked_delays_nobody_for_long(
@@ -328,7 +339,7 @@ def test_a_keeper_that_hangs_while_it_is_asked_delays_nobody_for_long(
     with node_keeper._lock:
         with pytest.raises(KeeperGone, match=r"nothing heard for 0.2 s"):
             client.allocate(100)
-        with pytest.raises(StateDamaged, match="keeper:n0/w0"):
+        with pytest.raises(StateUnreadable, match="keeper:n0/w0"):
             LeftShard(keeper, desk.server.key, "w0", of(6), SHARD, patience=IMPATIENT)
         told = Sealed("/proc/0/fd/0", held(7), SCHEMA * 100)
         deadline_s = time.monotonic() + 30

@@ -228,6 +228,30 @@ def test_a_keeper_line_that_ends_is_no_keepers_copy_and_holds_up_nothing(
     assert failures(scenarios)  # nobody tells: what is not held is awaited for ever
 
 
+def hushed_keepers(seed: int) -> Scenario:
+    """All workers crash. What they left is with keepers, of which one can't be reached at first."""
+    crash = Fault("crash_every_worker", 4 + seed % 3, "running", seed % 10 / 10, 0, 1.0)
+    return Scenario(
+        seed=seed,
+        strategy=STRATEGIES[1 + seed % 2],
+        min_workers=3,
+        max_workers=3,
+        nodes=3,
+        workers_per_node=1,
+        steps=12,
+        copies=1,
+        checkpoint_every=0,
+        faults=(crash, replace(crash, kind="hush_keeper", target=seed % 3, lasts_s=6.0)),
+    )
+
+
+def test_a_keeper_that_can_not_be_reached_for_a_moment_costs_no_step() -> None:
+    scenarios = [hushed_keepers(seed) for seed in range(40)]
+    assert [simulate(scenario).steps_lost for scenario in scenarios] == [0] * 40
+    struck = [simulate(scenario, decide=strikes_the_unreadable) for scenario in scenarios]
+    assert sum(report.steps_lost > 0 for report in struck) > 20
+
+
 def slow_copies(seed: int) -> Scenario:
     """Two nodes go at once: back to the checkpoint, while copies of later steps still run. Then one
     more node goes, which two copies of each step are to bear."""

@@ -17,6 +17,7 @@ from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage import shards
+from elastic_ft.storage.cancellable import find_object
 from elastic_ft.storage.checkpoints import (
     Committed,
     Pace,
@@ -276,8 +277,9 @@ def test_every_flipped_byte_of_a_manifest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StateDamaged):
         load_manifest(store, ref)
     store.delete(key)
-    with pytest.raises(StateDamaged, match="missing"):
+    with pytest.raises(StateDamaged, match="missing") as caught:
         load_manifest(store, ref)
+    assert caught.value.missing == ref.url
 
 
 @pytest.mark.parametrize("left", [None, 3])
@@ -291,8 +293,11 @@ def test_a_shard_lost_or_cut_short_after_the_commit_is_refused(
     store.delete(key)
     if left is not None:
         store.put(key, data[:left])
-    with pytest.raises(StateDamaged, match="missing" if left is None else "ends at byte 3"):
+    what = "missing" if left is None else "ends at byte 3"
+    with pytest.raises(StateDamaged, match=what) as caught:
         read_all(store, ref)
+    assert caught.value.missing == ("" if left else store.url_of(key))
+    assert find_object(store.url_of(key), 5) is bool(left)
     assert verify(store, load_manifest(store, ref))
 
 
