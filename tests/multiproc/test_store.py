@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
@@ -110,48 +111,79 @@ def test_training_goes_on_while_the_bucket_is_gone(
     assert outage.age_after < outage.ages[-1]
 
 
-def test_the_controllers_process_is_killed_where_all_is_in_a_bucket(
+@pytest.mark.timeout(300)  # four controllers start
+def test_controllers_are_killed_and_stopped_where_all_is_in_a_bucket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run folder and checkpoints are mirrored there: no committed step is lost, and none twice."""
-    with s3_server(tmp_path / "s3") as s3:
+    """The first is killed; the second too, as soon as it has published what keepers had saved; the
+    third is stopped, and wakes up when the fourth trains. No committed step is lost, none is twice.
+    """
+    with s3_server(tmp_path / "s3") as s3, ExitStack() as started:
         for name, value in s3.env.items():
             monkeypatch.setenv(name, value)
-        out, store = s3.url("run"), open_store(s3.url("run"))
-        paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.02}}  # the mirror lags by 5 s
-        checkpoint = {"every_steps": 1000}
-        job = make_job("fsdp", steps=250, workers=2, data=paced, checkpoint=checkpoint)
+        store = open_store(s3.url("run"))
+        paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.05}}  # the mirror lags by 4 s
+        checkpoint = {"every_steps": 4000}
+        job = make_job("fsdp", steps=4000, workers=2, data=paced, checkpoint=checkpoint)
         job_file = tmp_path / "job.yaml"
         job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-        command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
-        child = subprocess.Popen([*command, "--out", out], stdout=subprocess.DEVNULL)
-        try:
-            wait_for("some steps", lambda: len(lines(store, "steps.jsonl")) >= 20)
-            pids = [
-                member["pid"]
-                for line in lines(store, "events.jsonl")
-                for member in line.get("members", ())
-            ]
-        finally:
-            child.kill()
-            child.wait(10)
-        wait_for("its workers to exit", lambda: not any(psutil.pid_exists(p) for p in pids))
-        recorded = lines(store, "steps.jsonl")[-1]["step"]
-        subprocess.run([*command, "--out", out], stdout=subprocess.DEVNULL, check=True, timeout=200)
+
+        def start() -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+            child = subprocess.Popen(
+                [*command, "--out", s3.url("run")],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            started.callback(ended, child)
+            return child
+
+        def recorded() -> int:
+            return max((line["step"] for line in lines(store, "steps.jsonl")), default=0)
+
+        first = start()
+        wait_for("some steps", lambda: recorded() >= 20)
+        ended(first)
+        second = start()
+        wait_for("what the keepers saved", lambda: events(store, "emergency_checkpoint"))
+        ended(second)
+        third, before = start(), recorded()
+        wait_for("the third to train", lambda: recorded() >= before + 20)
+        third.send_signal(signal.SIGSTOP)
+        stopped_at = recorded()
+        fourth = start()
+        wait_for("the fourth to train", lambda: recorded() >= stopped_at + 20)
+        third.send_signal(signal.SIGCONT)
+        _, said = third.communicate(timeout=60)
+        fourth.send_signal(signal.SIGINT)
+        _, story = fourth.communicate(timeout=60)
         for name in ("events.jsonl", "steps.jsonl", "ledger.jsonl", "result.json"):
             (tmp_path / name).write_bytes(store.get(name))
-    run = on_disk(job, tmp_path).check()
-    (restarted,) = run.all("controller_restarted")
-    assert restarted["steps_lost"] == 0, run.story()
-    assert restarted["step"] >= recorded, run.story()
-    assert run.all("emergency_checkpoint"), run.story()
+    assert third.returncode == 1 and "superseded by run" in said.strip().splitlines()[-1], said
+    assert fourth.returncode == 130, story
+    run = on_disk(job, tmp_path).check("stopped")
+    restarted = run.all("controller_restarted")
+    assert [line["steps_lost"] for line in restarted] == [0] * len(restarted), run.story()
+    assert restarted[0]["step"] >= 20, run.story()
+    assert restarted[-1]["step"] >= stopped_at, run.story()
+    assert len(run.all("emergency_checkpoint")) >= 2, run.story()
+
+
+def ended(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    child.wait(10)
+
+
+def events(store: Store, name: str) -> list[dict[str, Any]]:
+    return [line for line in lines(store, "events.jsonl") if line["event"] == name]
 
 
 def lines(store: Store, name: str) -> list[dict[str, Any]]:
     return parse_lines(store.get(name), name) if store.exists(name) else []
 
 
-def wait_for(what: str, condition: Callable[[], bool]) -> None:
+def wait_for(what: str, condition: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline_s, f"waited 60 s for {what}"
