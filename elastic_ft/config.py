@@ -178,7 +178,7 @@ class DeviceConfig(Section):
 
 
 class ParallelConfig(Section):
-    """``tp`` and ``pp`` are kept while they divide the world, see ``core.layout.plan_layout``."""
+    """``tp`` and ``pp`` are kept whole unless ``elastic.multiple_of`` says otherwise."""
 
     strategy: Literal["ddp", "fsdp", "hsdp", "auto"] = "ddp"  # of data ranks; auto: of everything
     devices: DeviceConfig = DeviceConfig()
@@ -258,7 +258,9 @@ class ElasticConfig(Section):
     min_workers: Workers = 1
     max_workers: Workers = 1
     workers_per_node: Workers = 1
-    multiple_of: Workers = 1  # worlds are multiples of this; the rest stays warm
+    # Worlds are multiples of this, the rest stays warm; none: of parallel.tp x pp, which are
+    # then never lowered. Given, they are, in worlds that they do not divide.
+    multiple_of: Workers | None = None
     # Kept warm beside max_workers, to take a lost one's place.
     spares: int = Field(0, ge=0, le=WORKERS_MAX)
     # Until min_workers are ready; on Ray, also from each worker's place to its process.
@@ -296,9 +298,10 @@ class ElasticConfig(Section):
 
     @model_validator(mode="after")
     def some_world(self) -> ElasticConfig:
-        if self.max_workers // self.multiple_of * self.multiple_of < self.min_workers:
+        each = self.multiple_of or 1
+        if self.max_workers // each * each < self.min_workers:
             raise ValueError(
-                f"no multiple of {self.multiple_of} is between min_workers {self.min_workers} and "
+                f"no multiple of {each} is between min_workers {self.min_workers} and "
                 f"max_workers {self.max_workers}"
             )
         return self
@@ -371,6 +374,11 @@ class Job(Section):
     network: NetworkConfig = NetworkConfig()
     faults: FaultConfig = FaultConfig()
     audit: bool = False  # write ledger.jsonl: the samples each committed step consumed
+
+    @property
+    def multiple_of(self) -> int:
+        """Worlds are multiples of this."""
+        return self.elastic.multiple_of or self.parallel.tp * self.parallel.pp
 
     def imports(self) -> list[str]:
         """The code of the user's that the job names, as key and "module:name"."""

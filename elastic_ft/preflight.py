@@ -132,6 +132,12 @@ def check_workers(job: Job, place: Place) -> None:
             f"parallel.tp: {parallel.tp} x parallel.pp {parallel.pp} is greater than "
             f"elastic.max_workers {elastic.max_workers}"
         )
+    each = job.multiple_of
+    if elastic.max_workers // each * each < elastic.min_workers:
+        raise ConfigError(
+            f"elastic.multiple_of: no multiple of {each} (parallel.tp x parallel.pp) is between "
+            f"min_workers {elastic.min_workers} and max_workers {elastic.max_workers}"
+        )
     check_engine(job)
 
 

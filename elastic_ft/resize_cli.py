@@ -68,10 +68,10 @@ def _check(job: Job, workers: int) -> None:
             f"--workers: expected min_workers {elastic.min_workers} to max_workers "
             f"{elastic.max_workers}, found {workers}"
         )
-    if workers % elastic.multiple_of:
+    if workers % job.multiple_of:
+        key = "parallel.tp x pp" if elastic.multiple_of is None else "elastic.multiple_of"
         raise ConfigError(
-            f"--workers: expected a multiple of {elastic.multiple_of} (elastic.multiple_of), "
-            f"found {workers}"
+            f"--workers: expected a multiple of {job.multiple_of} ({key}), found {workers}"
         )
 
 

@@ -105,7 +105,7 @@ class Refused:
 def policy_of(job: Job) -> Policy:
     """Raises UsageError where the planner is to lay out what it can't."""
     elastic, every_s = job.elastic, job.checkpoint.every_s
-    each = elastic.multiple_of
+    each = job.multiple_of
     return Policy(
         min_workers=-(-elastic.min_workers // each) * each,
         max_workers=elastic.max_workers // each * each,

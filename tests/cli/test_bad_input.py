@@ -60,6 +60,11 @@ def refused(
             "parallel.tp: 2 x parallel.pp 2 is greater than elastic.max_workers 2",
             id="tp-pp",
         ),
+        pytest.param(
+            {"parallel.tp": 2, "elastic": {"min_workers": 3, "max_workers": 3}},
+            "elastic.multiple_of: no multiple of 2 (parallel.tp x parallel.pp) is between min_wor",
+            id="no-world",
+        ),
         pytest.param({"parallel.pp": 2, "model.kwargs": {"n_layers": 1}}, "parallel.pp: ", id="pp"),
         pytest.param({"parallel.engine": "deepspeed"}, "parallel.zero_stage: req", id="no-stage"),
         pytest.param({"parallel.zero_stage": 2}, "parallel.zero_stage: 2 has no m", id="stage"),

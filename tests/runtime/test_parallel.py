@@ -11,11 +11,14 @@ from torch import nn
 from elastic_ft.core.layout import stages_of
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
+from elastic_ft.runtime.controller import policy_of
 from elastic_ft.runtime.engines.pipeline import check_pipeline, cut, micro_batches_to_run
 from elastic_ft.runtime.engines.tensor_parallel import check_tensor_parallel
+from tests.runtime.alone import job_of
 
 GIVEN: dict[str, str] = {}
 NO_PLAN = 3
+BATCH = {"global_batch_size": 40}
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
     "n_layers": 5,
@@ -94,6 +97,24 @@ def test_other_models_are_refused() -> None:
         check_tensor_parallel(nn.Linear(2, 2), 2, 8)
     with pytest.raises(ConfigError, match=r"parallel.pp: .* found Linear"):
         check_pipeline(nn.Linear(2, 2), 2, "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("elastic", "parallel", "expected"),
+    [
+        ({}, {"tp": 2, "pp": 2}, (4, 4, 8)),  # neither is lowered unasked
+        ({"multiple_of": 2}, {"tp": 2, "pp": 2}, (2, 2, 10)),
+        ({"multiple_of": 1}, {"tp": 2}, (1, 2, 10)),
+        ({}, {}, (1, 2, 10)),
+        ({}, {"strategy": "auto"}, (1, 2, 10)),
+    ],
+)
+def test_worlds_are_multiples_of_what_the_job_wants_whole(
+    elastic: dict[str, Any], parallel: dict[str, Any], expected: tuple[int, int, int]
+) -> None:
+    workers = {"min_workers": 2, "max_workers": 10}
+    policy = policy_of(job_of(elastic=workers | elastic, parallel=parallel, batch=BATCH))
+    assert (policy.multiple_of, policy.min_workers, policy.max_workers) == expected
 
 
 @pytest.mark.parametrize(
