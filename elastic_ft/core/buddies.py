@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from elastic_ft.core.events import Member
-from elastic_ft.core.layout import Layout, shard_names
+from elastic_ft.core.layout import Layout
 
 
 def choose_buddies(
@@ -20,28 +19,32 @@ def choose_buddies(
     failure domains, each worker keeping as few as can be. Where there are too few nodes, one copy
     goes to another worker all the same: it survives a process.
     """
-    if copies < 2 or len(members) < 2 or len(layout.shards()) == 1:
+    if copies < 2 or len(members) < 2 or not layout.is_cut:
         return ((),) * len(members)
-    shards = shard_names(layout)
-    replicas: dict[str, list[int]] = {}
-    for rank, shard in enumerate(shards):
-        replicas.setdefault(shard, []).append(rank)
-    nodes_of = {shard: {members[r].node for r in ranks} for shard, ranks in replicas.items()}
-    kept = _Kept(len(members))
-    domains = {member.domain for member in members}
-    buddies = []
-    for rank, shard in enumerate(shards):
+    kept, where = _Kept(len(members)), [member.node for member in members]
+    domains = [member.domain for member in members]
+    everywhere = set(domains)
+    nodes_of: dict[int, set[str]] = {}  # by the first rank that has the shard
+    buddies: list[tuple[int, ...]] = []
+    for rank in range(len(members)):
+        replicas = layout.replicas_of(rank)
+        if rank == replicas.start:
+            nodes_of[rank] = {where[r] for r in replicas}
         chosen: list[int] = []
-        if len(nodes_of[shard]) < copies:
-            nodes = set(nodes_of[shard])
-            while len(nodes) < copies:
-                holding = [*replicas[shard], *chosen]
-                buddy = _next_buddy(members, rank, holding, nodes, domains, kept)
-                if buddy is None:
-                    break
-                chosen.append(buddy)
-                kept.add(buddy)
-                nodes.add(members[buddy].node)
+        nodes = nodes_of[replicas.start]
+        while len(nodes) < copies:
+            avoid: set[str] = set()
+            if len(everywhere) > 1:
+                avoid = {domains[h] for h in (*replicas, *chosen)} - {""}
+                avoid = avoid if avoid < everywhere else set()  # none is better than another
+            buddy = _next_buddy(rank, where, nodes, domains, avoid, kept)
+            if buddy is None and len(replicas) + len(chosen) == 1:
+                buddy = min(_ring(rank, len(members)), key=lambda peer: kept.copies[peer])
+            if buddy is None:
+                break
+            chosen.append(buddy)
+            kept.add(buddy)
+            nodes = nodes | {where[buddy]}
         buddies.append(tuple(chosen))
     return tuple(buddies)
 
@@ -50,47 +53,70 @@ class _Kept:
     """How many copies each rank keeps by now, and the ranks that keep fewest, in order."""
 
     def __init__(self, count: int) -> None:
-        self.copies = [0] * count
-        self._least, self._fewest = list(range(count)), 0
+        self.copies, self._fewest = [0] * count, 0
+        self._find_least()
+
+    def _find_least(self) -> None:
+        """``_next[rank]``: where to look for the first one from ``rank`` on; itself, if it is."""
+        count, least = len(self.copies), 0
+        self._next = list(range(count + 1))
+        for rank, copies in enumerate(self.copies):
+            if copies == self._fewest:
+                least += 1
+            else:
+                self._next[rank] = rank + 1
+        self._left = least
 
     def add(self, rank: int) -> None:
         self.copies[rank] += 1
         if self.copies[rank] != self._fewest + 1:
             return
-        del self._least[bisect_left(self._least, rank)]
-        if not self._least:
+        self._next[rank] = rank + 1
+        self._left -= 1
+        if not self._left:
             self._fewest += 1
-            self._least = [r for r, kept in enumerate(self.copies) if kept == self._fewest]
+            self._find_least()
+
+    def _from(self, rank: int) -> int:
+        """The first that keeps fewest from ``rank`` on, or how many ranks there are. The way there
+        is halved for the next who asks: it is O(log n) each, and near O(1) for all of them."""
+        ahead = self._next
+        while ahead[rank] != rank:
+            ahead[rank] = rank = ahead[ahead[rank]]
+        return rank
 
     def least_after(self, rank: int) -> Iterator[int]:
         """Those that keep fewest, the next one on the ring first."""
-        at = bisect_right(self._least, rank)
-        return (self._least[i] for i in chain(range(at, len(self._least)), range(at)))
+        count = len(self.copies)
+        peer = self._from(rank + 1)
+        while peer < count:
+            yield peer
+            peer = self._from(peer + 1)
+        peer = self._from(0)
+        while peer <= rank:
+            yield peer
+            peer = self._from(peer + 1)
 
 
 def _next_buddy(
-    members: Sequence[Member],
     rank: int,
-    holding: Sequence[int],
+    where: Sequence[str],
     nodes: set[str],
-    everywhere: set[str],
+    domains: Sequence[str],
+    avoid: set[str],
     kept: _Kept,
 ) -> int | None:
-    """Who keeps the next copy of a shard that ``holding`` have; None if it would be of no use.
+    """Who keeps the next copy of a shard; None if there is no other node for it.
 
-    ``nodes``: those of ``holding``; ``everywhere``: all failure domains that there are.
+    ``where``, ``domains``: of each rank. ``nodes``, ``avoid``: those that have the shard.
     """
-    domains = {members[h].domain for h in holding} - {""}
-    if domains >= everywhere:  # no domain is better than another
-        domains = set()
     for peer in kept.least_after(rank):
-        if members[peer].node not in nodes and members[peer].domain not in domains:
+        if where[peer] not in nodes and domains[peer] not in avoid:
             return peer  # nobody is better
-    ring = chain(range(rank + 1, len(members)), range(rank))
-    others = [peer for peer in ring if members[peer].node not in nodes]
-    if others:
-        return min(others, key=lambda peer: (members[peer].domain in domains, kept.copies[peer]))
-    if len(holding) > 1:
-        return None
-    ring = chain(range(rank + 1, len(members)), range(rank))
-    return min(ring, key=lambda peer: kept.copies[peer], default=None)
+    others = [peer for peer in _ring(rank, len(where)) if where[peer] not in nodes]
+    return min(others, key=lambda p: (domains[p] in avoid, kept.copies[p]), default=None)
+
+
+def _ring(rank: int, count: int) -> Iterator[int]:
+    """The others, the next one first."""
+    return chain(range(rank + 1, count), range(rank))

@@ -280,7 +280,7 @@ def abandon_attempts_of(turn: Turn, gone: list[WorkerId], how: str = "left") -> 
 def _commit_checkpoints(turn: Turn) -> None:
     """Publishes what is written, once its step is committed: no checkpoint runs ahead of steps."""
     for attempt in turn.state.attempts:
-        if not attempt.is_whole or attempt.committing or attempt.step > turn.state.committed:
+        if not attempt.is_whole or attempt.step > turn.state.committed:
             continue
         if any(ref.step == attempt.step for ref in turn.state.checkpoints):
             abandon(turn, attempt, "this step has a checkpoint already")

@@ -29,6 +29,8 @@ class Tier(StrEnum):
     CHECKPOINT = "checkpoint"  # object storage
     INITIAL = "initial"  # recomputed from the seed: step 0
 
+    __hash__ = str.__hash__  # of what it equals, and no call of Python's
+
 
 TIER_ORDER = tuple(Tier)
 
@@ -112,7 +114,7 @@ class Basis:
     @property
     def is_cut(self) -> bool:
         """Whether no member has all of the state."""
-        return self.layout.pp * self.layout.dp_shard * self.layout.tp > 1
+        return self.layout.is_cut
 
     def computed_by(self, step: int) -> int:
         """Which generation computed ``step``, of the states that this one has."""

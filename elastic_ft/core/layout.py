@@ -61,6 +61,18 @@ class Layout:
         pp, _, shard, tp = self.coordinates(rank)
         return f"pp{pp}.s{shard}.tp{tp}"
 
+    def replicas_of(self, rank: int) -> range:
+        """The ranks that hold the same shard, ``rank`` among them."""
+        apart = self.dp_shard * self.tp
+        stage = apart * self.dp_replicate
+        first = rank // stage * stage + rank % apart
+        return range(first, first + stage, apart)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether no rank has all of the state."""
+        return self.pp * self.dp_shard * self.tp > 1
+
     def shards(self) -> frozenset[str]:
         """Every shard name; together they are the whole state."""
         return frozenset(shard_names(self))
@@ -105,7 +117,11 @@ class Layout:
 @lru_cache(maxsize=16)
 def shard_names(layout: Layout) -> tuple[str, ...]:
     """``shard_of`` of every rank, in order: asked for several times while a world of N forms."""
-    return tuple(map(layout.shard_of, range(layout.world_size)))
+    names: list[str] = []
+    for pp in range(layout.pp):
+        stage = [f"pp{pp}.s{s}.tp{tp}" for s in range(layout.dp_shard) for tp in range(layout.tp)]
+        names += stage * layout.dp_replicate
+    return tuple(names)
 
 
 def plan_layout(

@@ -74,6 +74,7 @@ from elastic_ft.core.events import (
     Command,
     Event,
     FormGeneration,
+    Holding,
     JobStarted,
     KeeperHolds,
     KeeperLost,
@@ -209,22 +210,22 @@ def _explain(turn: Turn, why: str, nodes: Iterable[NodeId]) -> None:
         _escalate(turn, why)
 
 
-def _form_if_paused(turn: Turn) -> None:
-    """Holders only become fewer in a pause, and none takes its answer back: those at the front of
-    ``asked`` that are dealt with are looked at once."""
+def _form_if_paused(turn: Turn, paused: Table[WorkerId, tuple[Holding, ...]] | None = None) -> None:
+    """``paused``: with an answer that has just come.
+
+    Holders only become fewer in a pause, and none takes its answer back: those at the front of
+    ``asked`` that are dealt with are looked at once.
+    """
     state = turn.state
     if state.phase != "pausing":
         return
-    first = state.answered
-    while first < len(state.asked) and not _is_awaited(state, state.asked[first]):
+    first, asked, ready = state.answered, state.asked, state.ready
+    paused = state.paused if paused is None else paused
+    while first < len(asked) and (asked[first] in paused or asked[first] not in ready):
         first += 1
-    turn.set(answered=first)
-    if first == len(state.asked):
+    turn.set(paused=paused, answered=first)
+    if first == len(asked):
         _form(turn)
-
-
-def _is_awaited(state: State, worker: WorkerId) -> bool:
-    return worker in state.ready and worker not in state.paused
 
 
 def _form(turn: Turn) -> None:
@@ -639,8 +640,7 @@ def _paused(turn: Turn, event: Paused) -> None:
         return
     if event.worker not in state.ready:
         return
-    turn.set(paused=state.paused.put(event.worker, event.holdings))
-    _form_if_paused(turn)
+    _form_if_paused(turn, state.paused.put(event.worker, event.holdings))
 
 
 def _source_refused(turn: Turn, event: SourceRefused) -> None:

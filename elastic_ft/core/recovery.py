@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from elastic_ft.core.events import (
@@ -68,8 +69,9 @@ def choose(
 
 def _reach(shards: Mapping[str, Holders]) -> tuple[int, float]:
     """The farthest tier that must be read, as an index of TIER_ORDER, and the share that it has."""
-    tiers = [TIER_ORDER.index(who[0][1]) for who in shards.values()]
-    return max(tiers), tiers.count(max(tiers)) / len(tiers)
+    tiers = Counter([who[0][1] for who in shards.values()])
+    farthest = max(tiers, key=TIER_ORDER.index)
+    return TIER_ORDER.index(farthest), tiers[farthest] / len(shards)
 
 
 def _fill(held: dict[Cut, dict[str, Holders]], checkpoint: CheckpointRef) -> None:
@@ -88,25 +90,22 @@ def _by_state_and_space(
     holdings: Mapping[str, Sequence[Holding]], refused: Refused
 ) -> dict[Cut, dict[str, Holders]]:
     """Shard -> its holders, nearest tier first, by state and how it is cut."""
-    found: dict[Cut, dict[str, list[tuple[str, Tier]]]] = {}
+    by_tier: dict[Tier, list[tuple[str, Holding]]] = {tier: [] for tier in TIER_ORDER}
     for worker, held in sorted(holdings.items()):
         for holding in held:
-            if refused and _is_refused(worker, holding, refused):
-                continue
-            cut = (holding.step, holding.generation, holding.space)
-            shards = found.setdefault(cut, {})
-            shards.setdefault(holding.shard, []).append((worker, holding.tier))
+            if not refused or not _is_refused(worker, holding, refused):
+                by_tier[holding.tier].append((worker, holding))
+    found: dict[Cut, dict[str, list[tuple[str, Tier]]]] = {}
+    for tier, some in by_tier.items():  # so that no shard's holders need sorting
+        for worker, holding in some:
+            shards = found.setdefault((holding.step, holding.generation, holding.space), {})
+            if (who := shards.get(holding.shard)) is None:
+                shards[holding.shard] = [(worker, tier)]
+            else:
+                who.append((worker, tier))
     return {
-        key: {
-            shard: tuple(sorted(who, key=_nearness) if len(who) > 1 else who)
-            for shard, who in shards.items()
-        }
-        for key, shards in found.items()
+        cut: {shard: tuple(who) for shard, who in shards.items()} for cut, shards in found.items()
     }
-
-
-def _nearness(holder: tuple[str, Tier]) -> tuple[int, str]:
-    return TIER_ORDER.index(holder[1]), holder[0]
 
 
 def _is_refused(holder: str, held: Holding, refused: Refused) -> bool:

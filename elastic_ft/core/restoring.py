@@ -63,6 +63,8 @@ def _of_this_history(
     """
     states = {(h.step, h.generation) for held in holdings.values() for h in held}
     good = {state for state in states if lineage.has(*state)}
+    if good == states:
+        return {holder: held for holder, held in holdings.items() if held}
     kept = {
         holder: tuple(h for h in held if (h.step, h.generation) in good)
         for holder, held in holdings.items()
@@ -109,9 +111,8 @@ def needed_donors(
 ) -> list[Member]:
     """Leaving workers that alone have some shard: they give it before they go."""
     staying = {m.worker for m in members}
-    needed = {
-        holders[0][0] for holders in shards if not any(_is_there(*who, staying) for who in holders)
-    }
+    leaving = [holders for holders in shards if holders[0][0] not in staying]  # the nearest is
+    needed = {who[0][0] for who in leaving if not any(_is_there(*each, staying) for each in who)}
     return [turn.state.ready[worker] for worker in sorted(needed)]
 
 
@@ -121,6 +122,8 @@ def _is_there(holder: str, tier: Tier, workers: set[str]) -> bool:
 
 def held_by(source: Source, workers: set[str]) -> Source:
     """``source`` without the holders that take no part."""
+    if {holder for who in source.holders.values() for holder, _ in who} <= workers:
+        return source
     holders = {
         shard: tuple((holder, tier) for holder, tier in who if _is_there(holder, tier, workers))
         for shard, who in source.holders.items()

@@ -259,10 +259,12 @@ class Turn:
 
     def set(self, **changes: Any) -> None:
         """``dataclasses.replace``, in a twentieth of its time: each event does it once or twice."""
-        if unknown := changes.keys() - STATE_FIELDS:
+        if not STATE_FIELDS.issuperset(changes):
+            unknown = changes.keys() - STATE_FIELDS
             raise TypeError(f"the state has no {', '.join(sorted(unknown))}")
         new = object.__new__(State)
-        new.__dict__.update(self.state.__dict__, **changes)
+        new.__dict__.update(self.state.__dict__)
+        new.__dict__.update(changes)
         self.state = new
 
     def do(self, command: Command) -> None:
@@ -327,15 +329,12 @@ class Turn:
 
     def _by_rank(self, members: Iterable[Member]) -> list[Member]:
         """Survivors in rank order, then joiners, those on nodes without a member first."""
-        ranks = self.state.ranks
-        taken = {m.node for m in self.members if m.worker in self.state.ready} if ranks else set()
-        return sorted(
-            members,
-            key=lambda m: (
-                ranks.get(m.worker, len(ranks)),
-                m.worker not in ranks and m.node in taken,
-            ),
-        )
+        left = {member.worker: member for member in members}
+        ranked = [left.pop(m.worker) for m in self.members if m.worker in left]
+        if not left:
+            return ranked
+        taken = {m.node for m in self.members if m.worker in self.state.ready}
+        return [*ranked, *sorted(left.values(), key=lambda member: member.node in taken)]
 
     def staying(self) -> list[Member]:
         """Who may be in the next world and is not about to go."""

@@ -36,10 +36,13 @@ class Table(Mapping[K, V]):
         self._size = len(self._base)
 
     def put(self, key: K, value: V) -> Table[K, V]:
-        if self._late.get(key, _NONE) is _GONE:  # then it comes last, as in a dict
+        was = self._late.get(key, _NONE)
+        if was is _GONE:  # then it comes last, as in a dict
             self._settle()
-        grown = self._size + (key not in self)
-        return self._changed({**self._late, key: value}, grown)
+        is_new = was is _GONE or (was is _NONE and key not in self._base)
+        late = self._late.copy()
+        late[key] = value
+        return self._changed(late, self._size + is_new)
 
     def without(self, keys: Iterable[K]) -> Table[K, V]:
         """Keys that are not there are none of it."""

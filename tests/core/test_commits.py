@@ -260,6 +260,19 @@ def test_the_checkpoint_of_a_voided_step_is_never_published() -> None:
     assert script.state.attempts == ()
 
 
+def test_the_checkpoint_of_a_voided_step_does_not_begin_late() -> None:
+    """Nobody had said that it writes step 2 when that was voided; it would be complete."""
+    script = fsdp()
+    script.train(1)
+    script.train(2, held=False)
+    regroup(script, 1, 1)
+    assert write(script, 2, "a", "b") == []
+    assert script.state.attempts == ()
+    commands = script.train(2)
+    assert recorded(commands) == [2]
+    assert not [c for c in commands if isinstance(c, CommitCheckpoint)]
+
+
 def test_told_twice_an_upload_does_not_begin_again() -> None:
     script = ddp()
     script.train(1)

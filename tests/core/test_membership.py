@@ -534,6 +534,20 @@ def test_a_drained_worker_that_others_can_do_without_leaves_at_once() -> None:
     assert formed(commands).donors == ()
 
 
+def test_a_drained_worker_whose_buddy_has_its_shard_gives_nothing() -> None:
+    """It has it nearer, but would be waited for, and asked, by those who stay."""
+    script = fsdp().run(a="n1", b="n2", c="n3")
+    script.train(1)
+    script.tell(NodeDraining, "n2", script.now_s + 30, "spot")
+    held = {w: (script.live(w, 1), *script.copies(w, 1)) for w in script.ranks}
+    for worker in "ab":
+        script.paused(worker, *held[worker])
+    assignment = formed(script.paused("c", *held["c"]))
+    assert [m.worker for m in assignment.members] == ["a", "c"]
+    assert assignment.donors == ()
+    assert all(holder != "b" for who in assignment.source.holders.values() for holder, _ in who)
+
+
 def test_a_drain_below_min_workers_is_deferred_until_replacements_come() -> None:
     script = ddp(min_workers=2).run(a="n1", b="n2")
     assert script.tell(NodeDraining, "n2", script.now_s + 60, "spot") == []
