@@ -24,7 +24,7 @@ from pydantic import model_validator as check_model
 from chaos.object_store_proxy import FaultKind
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError
-from elastic_ft.runtime.faults import Action, Fault
+from elastic_ft.runtime.faults import ON_GPU, Action, Fault
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -379,6 +379,10 @@ class Scenario(Part):
     @property
     def needs_store(self) -> bool:
         return any(isinstance(fault, Store) for fault in self.faults)
+
+    @property
+    def needs_gpu(self) -> bool:
+        return any(fault.action in ON_GPU for fault in self.at_points)
 
     @property
     def needs_disk(self) -> Literal["", "run_folder", "checkpoints"]:

@@ -32,6 +32,7 @@ from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_folder import read_lines
 from elastic_ft.observe.watch import Watch
+from elastic_ft.runtime.devices import gpus_of_machine
 from elastic_ft.runtime.faults import OOM_CGROUP, oom_cgroup
 
 POLL_S = 0.1
@@ -117,6 +118,8 @@ def lacks(scenario: Scenario, tier: Tier) -> str:
         return network_lacks()
     if tier == "sim":
         return ""
+    if scenario.needs_gpu and not gpus_of_machine():
+        return "a GPU to break needs a GPU"
     if scenario.needs_disk and os.geteuid() != 0:
         return "a small file system to fill needs root"
     beside = Path(sys.executable).parent / "weed"

@@ -15,7 +15,8 @@ from elastic_ft.core.layout import Layout
 WorkerId = str  # one process, never reused: a restarted worker has a new id
 NodeId = str
 KEEPER = "keeper:"  # and the node: a keeper's name among workers
-ITS_OWN, EVERYONES = "its own", "everyone's"  # whose trouble a WorkerRaised is, if that is known
+# Whose trouble a WorkerRaised is, if that is known.
+ITS_OWN, ITS_DEVICE, EVERYONES = "its own", "its device", "everyone's"
 DAMAGED, UNREACHABLE = "damaged", "unreachable"  # kinds of SourceRefused
 
 

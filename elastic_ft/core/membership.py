@@ -66,6 +66,7 @@ from elastic_ft.core.elasticity import (
 from elastic_ft.core.episodes import blame_node, close_episode, note_lost
 from elastic_ft.core.events import (
     EVERYONES,
+    ITS_DEVICE,
     UNREACHABLE,
     Assignment,
     CheckpointCommitted,
@@ -119,7 +120,7 @@ from elastic_ft.core.outages import (
     suspend_reading,
     waits_for_store,
 )
-from elastic_ft.core.refusals import is_its_own, refuse
+from elastic_ft.core.refusals import is_its_own, lose_device, refuse
 from elastic_ft.core.restoring import (
     choose_source,
     count_redone,
@@ -600,22 +601,33 @@ def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
     if everyones or event.usage:
         finish(turn, "failed", f"{event.worker}: {event.error}; {turn.last_good()}")
         return
-    step, count, generation = state.user_failures
-    if generation != event.generation:  # else another rank raises the same
-        # The step after it as well: what raises once a step is applied may find it kept.
-        count = count + 1 if step <= event.step <= step + 1 else 1
-        turn.set(user_failures=(event.step, count, event.generation))
-    _journal_raised(turn, event, count)
+    count = _count_failure(turn, event)
+    if event.whose == ITS_DEVICE:
+        lose_device(turn, event)
+    else:
+        _journal_raised(turn, event, count)
     if count > turn.policy.max_user_failures:
         again = f", {count} times in a row" if count > 1 else ""
         reason = f"{event.worker} raised at step {event.step}{again}: {event.error}"
         finish(turn, "failed", f"{reason}; {turn.last_good()}")
+    elif event.whose == ITS_DEVICE:
+        _lose(turn, [event.worker], "worker_lost", event.error)
     elif state.phase in ("running", "forming"):
         _pause(turn, "worker_raised", f"{event.worker} raised: {event.error}", abort=True)
     elif state.phase == "pausing":
         turn.set(broke="")  # by that
         if not state.abort:
             _escalate(turn, f"{event.worker} raised: {event.error}")
+
+
+def _count_failure(turn: Turn, event: WorkerRaised) -> int:
+    """Returns how many generations in a row something was raised at this step."""
+    step, count, generation = turn.state.user_failures
+    if generation != event.generation:  # else another rank raises the same
+        # The step after it as well: what raises once a step is applied may find it kept.
+        count = count + 1 if step <= event.step <= step + 1 else 1
+        turn.set(user_failures=(event.step, count, event.generation))
+    return count
 
 
 def _journal_raised(turn: Turn, event: WorkerRaised, times: int) -> None:

@@ -1,7 +1,7 @@
 """Workers that can't take part: their data or their device is not as the others'. Pure.
 
 Such an error is the worker's own, and its node's; it ends the job only where so many have it that
-too few workers are left to begin with.
+too few workers are left to begin with. A device that fails a worker that trains costs that worker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from itertools import islice
 from elastic_ft.core.commits import finish
 from elastic_ft.core.departures import release
 from elastic_ft.core.elasticity import wanted
-from elastic_ft.core.events import EVERYONES, ITS_OWN, AvoidNode, WorkerRaised
+from elastic_ft.core.events import EVERYONES, ITS_OWN, AvoidNode, KillWorker, WorkerRaised
 from elastic_ft.core.state import Turn
 
 UNFIT_KEPT = 256  # of the last ones it is known where they were
@@ -34,23 +34,45 @@ def is_its_own(turn: Turn, event: WorkerRaised) -> bool:
 
 def refuse(turn: Turn, event: WorkerRaised) -> None:
     """The worker is released; its node is avoided once that has happened there often enough."""
-    state, policy, worker = turn.state, turn.policy, event.worker
+    state, worker = turn.state, event.worker
     if worker in state.unfit:
         return
     node = event.node or (state.ready[worker].node if worker in state.ready else "")
-    kept = islice(state.unfit.items(), max(0, len(state.unfit) + 1 - UNFIT_KEPT), None)
-    unfit = {**dict(kept), worker: node}
-    times = sum(where == node for where in unfit.values())
-    turn.set(unfit=unfit, unfit_why=f"{worker}: {event.error}")
+    times = _count(turn, worker, node, event.error)
     fields = {"worker": worker, "node": node, "times": times, "frames": list(event.frames)}
     turn.journal("worker_refused", event.error, **fields)
     if state.assignment is None and _is_hopeless(turn, worker):
         finish(turn, "failed", f"{worker}: {event.error}; {turn.last_good()}")
         return
     release(turn, worker, f"it can't take part: {event.error}")
+    _avoid_if_due(turn, node, times, event.error)
+
+
+def lose_device(turn: Turn, event: WorkerRaised) -> None:
+    """The worker can use its GPU no more, and ends: a GPU needs another process after an error.
+    Its node is avoided once that has happened there often enough."""
+    node = event.node or turn.state.ready[event.worker].node
+    times = _count(turn, event.worker, node, event.error)
+    fields = {"worker": event.worker, "node": node, "times": times, "step": event.step}
+    turn.journal("device_lost", event.error, **fields)
+    turn.do(KillWorker(event.worker, event.error))
+    _avoid_if_due(turn, node, times, event.error)
+
+
+def _count(turn: Turn, worker: str, node: str, error: str) -> int:
+    """Returns how many workers were unfit on ``node`` so far."""
+    before = turn.state.unfit
+    kept = islice(before.items(), max(0, len(before) + 1 - UNFIT_KEPT), None)
+    unfit = {**dict(kept), worker: node}
+    turn.set(unfit=unfit, unfit_why=f"{worker}: {error}")
+    return sum(where == node for where in unfit.values())
+
+
+def _avoid_if_due(turn: Turn, node: str, times: int, error: str) -> None:
+    policy = turn.policy
     if node and times >= policy.max_node_failures:
         reason = (
-            f"{times} workers could not take part there, the last one: {event.error}; "
+            f"{times} workers could not take part there, the last one: {error}; "
             f"none is started there for {policy.avoid_node_s:g} s"
         )
         turn.journal("node_avoided", reason, node=node)

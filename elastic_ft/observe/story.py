@@ -80,6 +80,7 @@ SPOKEN: dict[str, Callable[[Line], str]] = {
     "source_refused": lambda line: f"refused: {line['reason']}",
     "source_unreadable": lambda line: f"unreadable: {line['reason']}",
     "worker_refused": lambda line: f"{line['worker']} can't take part: {line['reason']}",
+    "device_lost": lambda line: f"{line['worker']} lost its GPU: {line['reason']}",
     "node_avoided": lambda line: f"node {line['node'][:12]} is avoided: {line['reason']}",
     "worker_left_out": lambda line: f"{line['worker']} is left out: {line['reason']}",
     "checkpoint_refused": lambda line: f"checkpoint refused: {line['reason']}",

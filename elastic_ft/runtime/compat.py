@@ -25,6 +25,7 @@ __all__ = [
     "after_operations",
     "buffer_sync",
     "checkpoint_wrapper",
+    "fail_an_assert",
     "forget_meshes",
     "import_lazy_parts",
     "local_shape_and_offset",
@@ -32,7 +33,10 @@ __all__ = [
     "pin",
     "pretended_world",
     "process_groups",
+    "queue_a_kernel_without_end",
     "reset_group_names",
+    "run_out_of_device_memory",
+    "sees_gpu",
     "set_group_timeout",
     "spoil_next_output",
     "unpin",
@@ -64,6 +68,27 @@ def spoil_next_output(factor: float) -> None:
         return output * factor if isinstance(output, torch.Tensor) else None
 
     handle = torch.nn.modules.module.register_module_forward_hook(spoil)
+
+
+def sees_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def fail_an_assert() -> None:
+    """Raises AcceleratorError: a kernel has read beyond the end, and the context is lost."""
+    torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.int64, device="cuda")]
+    torch.cuda.synchronize()
+
+
+def run_out_of_device_memory() -> None:
+    """Raises OutOfMemoryError once this process has all that is left; then it is free again."""
+    hoard = []
+    while True:
+        hoard.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
+
+
+def queue_a_kernel_without_end() -> None:
+    torch.cuda._sleep(1 << 62)  # cycles
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

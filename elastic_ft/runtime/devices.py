@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers f
     import torch
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+# What libraries say of a device that has failed; torch's own is an AcceleratorError.
+SICK = ("CUDA error", "unhandled cuda error", "CUBLAS_STATUS", "CUDNN_STATUS", "uncorrectable ECC")
 
 
 def device_of(parallel: ParallelConfig) -> torch.device:
@@ -43,6 +45,45 @@ def set_up(job: Job) -> None:
     wait_s = math.ceil(job.elastic.form_timeout_s)
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(wait_s))  # torch's: 30 minutes
     torch.set_float32_matmul_precision("high" if job.precision.tf32 else "highest")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of the device's memory."""
+    import torch
+
+    marks = ("CUDA out of memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+    return any(
+        isinstance(one, torch.OutOfMemoryError) or _says(one, marks) for one in _chain(error)
+    )
+
+
+def is_lost(device: torch.device, error: BaseException) -> bool:
+    """Whether this process can use ``device`` no more, as ``error`` says or as it turns out.
+
+    CUDA's errors but for few are sticky: every later call fails, also of what is all right.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return False
+    if any(isinstance(one, torch.AcceleratorError) or _says(one, SICK) for one in _chain(error)):
+        return True
+    try:
+        torch.cuda.current_stream(device).query()  # asks, and waits for nothing
+    except RuntimeError:
+        return True
+    return False
+
+
+def _says(error: BaseException, marks: tuple[str, ...]) -> bool:
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in marks)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def gpus_of_machine() -> list[str]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from elastic_ft.errors import UsageError
 
@@ -60,7 +60,11 @@ Action = Literal[
     "nan",
     "corrupt",
     "corrupt_own",
+    "gpu_assert",
+    "gpu_oom",
+    "gpu_hang",
 ]
+ON_GPU = ("gpu_assert", "gpu_oom", "gpu_hang")  # need one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class Fault:
     kill, abort, oom: the process ends, by SIGKILL, by SIGABRT, by the kernel as memory runs out.
     stop, hang: it stands still, whole or in this thread. slow: it waits ``lasts_s`` here.
     raise, raise_usage: as user code's exceptions; the second is one that no retry can cure.
+    gpu_assert, gpu_oom: the GPU fails as by an index out of range, by memory that is out.
+    gpu_hang: a kernel of it never ends.
     nan: the next forward pass yields NaN. corrupt flips a byte in every copy that the victim keeps
     for a peer, corrupt_own in every snapshot of its own. After slow, nan and these it goes on.
     """
@@ -182,6 +188,15 @@ class Points:
     def _corrupt_own(self, fault: Fault) -> None:
         self.corrupt(True)
 
+    def _gpu_assert(self, fault: Fault) -> None:
+        _gpu().fail_an_assert()
+
+    def _gpu_oom(self, fault: Fault) -> None:
+        _gpu().run_out_of_device_memory()
+
+    def _gpu_hang(self, fault: Fault) -> None:
+        _gpu().queue_a_kernel_without_end()
+
     @property
     def interrupt_operations(self) -> Interrupt | None:
         """Fires a point between tensor operations; None while nothing is armed for that."""
@@ -194,6 +209,15 @@ class Points:
 
         with after_operations(OPERATIONS_BEFORE_INTERRUPT, lambda: self(point)):
             yield
+
+
+def _gpu() -> Any:
+    """What breaks one. Raises InjectedUsageError where there is none."""
+    from elastic_ft.runtime import compat  # a keeper does without torch
+
+    if not compat.sees_gpu():
+        raise InjectedUsageError("a fault of a GPU needs a GPU, and this worker sees none")
+    return compat
 
 
 # ------------------------------------------------------------------------ out of memory

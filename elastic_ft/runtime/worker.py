@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from elastic_ft.config import Job
 from elastic_ft.core.events import (
+    ITS_DEVICE,
     ITS_OWN,
     UNREACHABLE,
     Bench,
@@ -77,7 +78,7 @@ from elastic_ft.runtime.control import (
     connect,
 )
 from elastic_ft.runtime.data import DataBundle, open_dataset
-from elastic_ft.runtime.devices import device_of, set_up
+from elastic_ft.runtime.devices import device_of, is_lost, is_out_of_memory, set_up
 from elastic_ft.runtime.diagnosis import stack_of
 from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
@@ -98,6 +99,7 @@ from elastic_ft.storage.store import open_store
 log = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 8
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
+DEVICE_LOST = 76  # of one whose GPU is of no use to it any more
 STUCK = 70  # of one whose snapshots never end (EX_SOFTWARE)
 GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
 READS_PER_FORMING = 3  # a silent store is found out before forming is given up
@@ -201,6 +203,7 @@ class Worker:
         self._groups: Groups | None = None
         self._flags = Flags()
         self._live: tuple[Holding, State] | None = None
+        self._out_of_memory_at: int | None = None  # the step at which the device's last was
         self._tools: Tools | None = None
         self._loop: Loop | None = None  # once a generation is restored
         self._dialling = ThreadPoolExecutor(1, thread_name_prefix="use-keeper")
@@ -346,6 +349,8 @@ class Worker:
 
     def raised(self, error: BaseException) -> None:
         """Tells the controller of an exception that user code let through."""
+        if self._tools is not None and is_lost(self._tools.engine.device, error):
+            self._leave_device(error)
         step, generation = self._points.step, self._points.generation
         self._send(_raised_event(self.member, generation, step, error))
 
@@ -571,13 +576,40 @@ class Worker:
         worker, step = self.member.worker, self._points.step
         if isinstance(error, ControllerLost):
             raise error
+        if self._tools is not None and self._is_devices(generation, error):
+            return
         if self._loop is None and isinstance(error, (StateDamaged, StateUnreadable)):
             self._send(_refusal(worker, generation, error))
         elif isinstance(error, StateDamaged) or self._is_collective(error):
-            text = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"
+            text = _one_line(error)
             self._send(CollectiveFailed(time.time(), worker, generation, step, text))
         else:
             self._send(_raised_event(self.member, generation, step, error))
+
+    def _is_devices(self, generation: int, error: BaseException) -> bool:
+        """Whether ``error`` is that the device's memory was out, for the first time at this step.
+
+        Ends this process if its device is of no use any more: a GPU needs another process then.
+        """
+        assert self._tools is not None
+        worker, step, device = self.member.worker, self._points.step, self._tools.engine.device
+        if device.type != "cuda":
+            return False
+        if is_out_of_memory(error) and self._out_of_memory_at != step:
+            self._out_of_memory_at = step
+            text = f"out of device memory, once more with an empty cache: {_one_line(error)}"
+            self._send(CollectiveFailed(time.time(), worker, generation, step, text))
+            return True
+        if is_out_of_memory(error) or is_lost(device, error):
+            self._leave_device(error)
+        return False
+
+    def _leave_device(self, error: BaseException) -> NoReturn:
+        """Nothing of this process's state can be read: who has copies goes on, the last word is
+        that it was the device."""
+        event = _raised_event(self.member, self._points.generation, self._points.step, error)
+        self._send(replace(event, usage=False, whose=ITS_DEVICE))
+        os._exit(DEVICE_LOST)
 
     def _is_collective(self, error: BaseException) -> bool:
         """Whether ``error`` comes from a broken group rather than from user code."""
@@ -616,6 +648,8 @@ class Worker:
         with self._news:
             self._groups = None
         groups.teardown(in_use)
+        if engine.device.type == "cuda":  # NCCL's buffers come from what is left
+            torch.cuda.empty_cache()
 
 
 def _process_started_at_s() -> float:
@@ -680,6 +714,10 @@ def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable
         kind=UNREACHABLE,
         unread_by=error.unread_by,
     )
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"
 
 
 def _raised_event(member: Member, generation: int, step: int, error: BaseException) -> WorkerRaised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic_ft.core.events import (
     EVERYONES,
+    ITS_DEVICE,
     ITS_OWN,
     AvoidNode,
     CollectiveFailed,
@@ -88,6 +89,61 @@ def test_what_is_late_from_a_former_member_is_no_news() -> None:
     assert script.tell(WorkerRaised, "b", 1, 3, ERROR, usage=True, node="n2") == []
     assert script.tell(WorkerRaised, "a", 1, 3, ERROR, usage=True, node="n1") == []
     assert script.state == before
+
+
+# ------------------------------------------------------------------------- its device is sick
+
+SICK = "AcceleratorError: CUDA error: uncorrectable ECC error encountered"
+
+
+def sick(script: Script, worker: str, node: str, step: int) -> list[Command]:
+    generation = script.state.generation
+    return script.tell(WorkerRaised, worker, generation, step, SICK, node=node, whose=ITS_DEVICE)
+
+
+def test_a_sick_gpu_costs_its_worker_and_not_the_job() -> None:
+    script = Script(Policy(2, 4)).run(a="n1", b="n2", c="n3")
+    script.train(1, 2)
+    commands = sick(script, "b", "n2", 2)
+    assert KillWorker("b", SICK) in commands
+    assert [c.abort for c in commands if isinstance(c, PauseWorkers)] == [True]
+    assert script.journalled("device_lost") == [SICK] == script.journalled("worker_lost")
+    assert script.journalled("worker_raised") == script.journalled("worker_refused") == []
+    assert script.tell(WorkerLost, "b", "exited with code 76") == []
+    script.paused("a", script.live("a", 2))
+    assignment = formed(script.paused("c", script.live("c", 2)))
+    assert [m.worker for m in assignment.members] == ["a", "c"]
+
+
+def test_a_node_whose_gpus_are_sick_again_and_again_is_avoided() -> None:
+    script = Script(Policy(1, 4)).run(a="n1", b="n2", c="n2", d="n2")
+    script.train(1)
+    assert avoided(sick(script, "b", "n2", 1)) == []
+    script.paused("a", script.live("a", 1))
+    script.paused("c", script.live("c", 1))
+    script.paused("d", script.live("d", 1))
+    script.resume()
+    script.train(2, 3, 4)
+    assert avoided(sick(script, "c", "n2", 4)) == ["n2"]
+
+
+def test_what_every_gpu_makes_of_a_step_is_the_users() -> None:
+    """An index out of range is a device-side assert, on whichever GPU."""
+    script = Script(Policy(1, 8, max_user_failures=2)).run(a="n1", b="n2", c="n3", d="n4")
+    script.train(1, 2)
+    left = ["a", "b", "c", "d"]
+    for _ in range(2):
+        worker = left.pop()
+        assert not [c for c in sick(script, worker, f"n{ord(worker) - 96}", 3) if is_end(c)]
+        for other in left:
+            script.paused(other, script.live(other, 2))
+        script.resume()
+    (end,) = [c for c in sick(script, left.pop(), "n2", 3) if is_end(c)]
+    assert end.status == "failed" and "b raised at step 3, 3 times in a row" in end.reason
+
+
+def is_end(command: Command) -> bool:
+    return isinstance(command, FinishJob)
 
 
 # ---------------------------------------------------------------- before the first generation

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,14 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.config import Job, parse_job
-from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.events import ITS_DEVICE, Assignment, Member, Source, Tier
 from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.shares import share_of
-from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.runtime import groups as groups_module
 from elastic_ft.runtime import local
 from elastic_ft.runtime import worker as worker_module
+from elastic_ft.runtime.faults import ON_GPU, Fault, Points
 from elastic_ft.runtime.groups import Groups
 
 
@@ -261,3 +264,117 @@ def test_deepspeed_takes_the_device_that_the_worker_sees(monkeypatch: pytest.Mon
     )
     engine.attach(make_groups("ddp", 1))
     assert seen == ["0"]
+
+
+# --------------------------------------------------------------------------- a sick device
+
+
+class Ended(BaseException):
+    """Stands in for the end of the process."""
+
+
+def explained(
+    monkeypatch: pytest.MonkeyPatch, *errors: BaseException, device: str = "cuda"
+) -> list[Any]:
+    """What a worker tells of one after the other, and how it ends if it does."""
+    sent: list[Any] = []
+
+    def end(code: int) -> None:
+        sent.append(code)
+        raise Ended
+
+    monkeypatch.setattr(worker_module.os, "_exit", end)
+    monkeypatch.setattr(worker_module, "GRACE_S", 0.01)
+    worker = worker_module.Worker.__new__(worker_module.Worker)
+    worker.member = Member("w0", "n0", "localhost", 0)
+    worker._points, worker._loop = SimpleNamespace(step=7, generation=1), object()
+    worker._tools = SimpleNamespace(engine=SimpleNamespace(device=torch.device(device)))
+    worker._news, worker._channel = threading.Condition(), SimpleNamespace(send=sent.append)
+    worker._is_over = lambda: False
+    worker._out_of_memory_at = None
+    for error in errors:
+        with contextlib.suppress(Ended):
+            worker._explain(1, error)
+    return sent
+
+
+def caused(by: BaseException) -> GroupBroken:
+    error = GroupBroken("forming generation 3: it broke")
+    error.__cause__ = by
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        dist.DistBackendError("NCCL error: unhandled cuda error, NCCL version 2.28.9"),
+        caused(torch.AcceleratorError("CUDA error: unspecified launch failure")),
+    ],
+    ids=str,
+)
+def test_a_sick_device_costs_its_worker(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The process can use it no more: no retry in it, and no state of it is offered."""
+    told, code = explained(monkeypatch, error)
+    assert (told.whose, told.usage, told.step, told.node) == (ITS_DEVICE, False, 7, "n0")
+    assert code == worker_module.DEVICE_LOST
+
+
+def test_an_error_that_leaves_the_device_sick_is_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever its text: from then on every call fails."""
+
+    def query() -> bool:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=query))
+    told, code = explained(monkeypatch, ValueError("a label is out of range"))
+    assert told.whose == ITS_DEVICE and "ValueError: a label is out of range" in told.error
+    assert code == worker_module.DEVICE_LOST
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_users_errors_and_lost_peers_are_what_they_were(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(query=lambda: False)
+    )
+    lost = dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+    told = explained(monkeypatch, ValueError("a typo"), lost, device=device)
+    assert [type(message).__name__ for message in told] == ["WorkerRaised", "CollectiveFailed"]
+    assert told[0].whose == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+    ],
+    ids=str,
+)
+def test_memory_that_is_out_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(query=lambda: False)
+    )
+    again, told, code = explained(monkeypatch, error, error)
+    assert type(again).__name__ == "CollectiveFailed" and "out of device memory" in again.error
+    assert told.whose == ITS_DEVICE and code == worker_module.DEVICE_LOST
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would break the GPU of this process")
+@pytest.mark.parametrize("action", ON_GPU)
+def test_a_fault_of_a_gpu_needs_one(action: str) -> None:
+    points = Points("w0", (Fault("forward", action),), lambda index: None)
+    with pytest.raises(UsageError, match="needs a GPU, and this worker sees none"):
+        points("forward")

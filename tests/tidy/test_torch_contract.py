@@ -69,6 +69,10 @@ def test_has_a_cache_to_clear(path: str) -> None:
     assert callable(find(path).cache_clear)
 
 
+def test_a_kernel_can_be_made_to_last() -> None:
+    assert callable(torch.cuda._sleep)
+
+
 def test_the_random_tracker_is_a_module_variable() -> None:
     assert hasattr(importlib.import_module("torch.distributed.tensor._random"), "_rng_tracker")
 
