@@ -123,10 +123,15 @@ def commit_steps(turn: Turn) -> None:
 
 
 def _drop_what_was_left(turn: Turn) -> None:
-    """A later step is safe: what ended workers left of earlier ones has no use any more."""
+    """A later step is safe: what ended workers left of earlier ones has no use any more, and no
+    word of it is awaited."""
     left, committed = turn.state.left, turn.state.committed
     old = [pair for pair, held in left.items() if all(h.step < committed for h in held)]
     drop_left(turn, old)
+    if awaited := turn.state.awaited:
+        last = {pair: turn.state.lineage.last_before(since) for pair, since in awaited.items()}
+        kept = [pair for pair, step in last.items() if step is None or step >= committed]
+        turn.set(awaited={pair: awaited[pair] for pair in kept})
 
 
 def drop_left(turn: Turn, pairs: Iterable[Left]) -> None:

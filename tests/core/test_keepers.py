@@ -237,6 +237,20 @@ def test_all_workers_of_a_world_may_be_dead() -> None:
 # ---------------------------------------------------------------------------- what is awaited
 
 
+def test_what_no_keeper_ever_tells_of_is_not_awaited_for_ever() -> None:
+    """A worker that dies before it reaches its keeper is one of which no word comes."""
+    script = kept_here(copies=2)
+    script.train(1, 2)
+    script.tell(WorkerLost, "b", "killed")
+    survivors_pause(script, 2, "a", "c")
+    script.resume()
+    assert ("n2", "b") in script.state.awaited
+    script.train(3)
+    assert not script.state.awaited, "what it had is older than what is committed"
+    commands = script.tell(KeeperHolds, "n2", "b", (kept(2, S1),))
+    assert commands == [DropKept("n2", "b")]
+
+
 def waiting() -> Script:
     """b's shard of the committed steps is with its keeper alone, which has not told yet."""
     script = kept_here(1, REF)
