@@ -256,7 +256,11 @@ class Controller:
         self.run_folder.close()
 
     def _run(self) -> dict[str, Any]:
-        found = self._open()
+        try:
+            found = self._open()
+        except BaseException:
+            self._close()  # whatever it had opened
+            raise
         if found is None:
             return self._give_up()
         try:
@@ -515,7 +519,7 @@ class Controller:
         if self._server is not None:
             self._server.close()
         self.metrics.close()
-        if self.run_folder.is_ours:
+        if self._server is not None and self.run_folder.is_ours:
             with contextlib.suppress(OSError):  # a disk that is full has said so before
                 write_targets(self.run_folder.path, "")
         self._publisher.close()

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
-from elastic_ft.errors import UsageError
+from elastic_ft.errors import JobFailed, StoreFailed, UsageError
 from elastic_ft.observe.lines import parse_lines
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.runtime import controller as controller_module
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.local import LocalHost
+from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import open_store
-from tests.runtime.test_publisher import JOB
+from tests.runtime.test_publisher import DEADLINE_S, JOB
 
 
 class Unstartable(LocalHost):
-    def start(self, *_: Any) -> None:
+    served = ("", 0)
+
+    def start(self, post: Any, controller: tuple[str, int], key: bytes) -> None:
+        self.served = controller
         raise ZeroDivisionError("no worker can be\nstarted")
 
 
@@ -34,6 +41,20 @@ def test_the_reason_reaches_a_remote_folder(tmp_path: Path) -> None:
     again = RunFolder(folder.url)
     assert again.take_over("next", JOB.name) == (controller.run_id,), "what it left is looked for"
     again.close()
+
+
+def test_what_was_opened_is_closed_where_the_start_fails(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    folder, host = RunFolder(f"{tmp_path}/run"), Unstartable({"n0": 1})
+    controller = Controller(JOB, host, folder, f"{tmp_path}/checkpoints")
+    with pytest.raises(ZeroDivisionError):
+        controller.run()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(host.served, DEADLINE_S)
+    assert controller._tcp_store is None
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), thread
 
 
 def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
@@ -82,3 +103,56 @@ def test_a_job_that_is_refused_writes_nothing_into_the_others_folder(tmp_path: P
         refused.run()
     assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
     folder.close()
+
+
+class Returning:
+    """A backend that no operation reaches the first few times."""
+
+    def __init__(self, backend: Backend, refusals: int) -> None:
+        self._backend, self.refusals = backend, refusals
+
+    def __getattr__(self, name: str) -> Any:
+        if self.refusals:
+            self.refusals -= 1
+            return getattr(Away(), name)
+        return getattr(self._backend, name)
+
+
+def with_a_remote_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, timeout_s: float
+) -> Controller:
+    """Whose store can't be reached at first."""
+    monkeypatch.setattr(controller_module, "REREAD_MIN_S", 0.01)
+    elastic = JOB.elastic.model_copy(update={"suspend_timeout_s": timeout_s})
+    job = JOB.model_copy(update={"elastic": elastic})
+    folder = RunFolder(f"memory://t/{uuid4().hex}")
+    backend: Any = Returning(folder._store.backend, refusals)
+    folder._store.backend, folder._store.attempts = backend, 1
+    return Controller(job, Unstartable({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+
+
+def test_a_run_folder_that_is_away_at_the_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = with_a_remote_folder(tmp_path, monkeypatch, refusals=3, timeout_s=60)
+    with pytest.raises(ZeroDivisionError):  # it comes as far as that
+        controller.run()
+    events = parse_lines(open_store(controller.run_folder.url).get("events.jsonl"), "events.jsonl")
+    assert events[-1]["event"] == "controller_failed"
+
+
+def test_a_run_folder_that_stays_away_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = with_a_remote_folder(tmp_path, monkeypatch, refusals=10**6, timeout_s=0.1)
+    with pytest.raises(StoreFailed, match="ConnectionError: refused"):
+        controller.run()
+
+
+def test_who_asks_to_stop_is_not_kept_waiting_by_a_run_folder_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = with_a_remote_folder(tmp_path, monkeypatch, refusals=10**6, timeout_s=3600)
+    controller.stop("enough")
+    with pytest.raises(JobFailed, match=r"enough.*ConnectionError: refused"):
+        controller.run()
