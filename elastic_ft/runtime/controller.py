@@ -687,7 +687,8 @@ class Controller:
             self._inquiries.ask(before.ready[worker] for worker in late if worker in before.ready)
         for command in commands:
             self._execute(command)
-        if self.state.abort and self.state.generation > before.generation and before.ranks:
+        is_broken = self.state.abort and self.state.generation > before.generation
+        if is_broken and before.ranks and before.phase in ("running", "forming"):
             self._inquiries.broke(before, self.state, event, self._progress.marks)
         elif isinstance(event, ev.WorkerLost):
             self._inquiries.lost(event.worker)

@@ -25,13 +25,18 @@ Write = Callable[[str, int, str, dict[str, Any]], object]
 
 @dataclass(slots=True)
 class Inquiry:
-    """One broken generation. Times are of the monotonic clock."""
+    """One broken generation. Times are of the monotonic clock.
+
+    ``told``: whether it is worth a line. Whose source was refused broke for that: no matter where
+    anybody stood, and a store that is away may be tried for long.
+    """
 
     generation: int
     cause: str
     due_s: float
     entries: dict[ev.WorkerId, dict[str, Any]]
     awaited: set[ev.WorkerId]
+    told: bool
     frames: dict[ev.WorkerId, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -102,8 +107,9 @@ class Inquiries:
                     "still_s": round(now_s - mark.moved_at_s, 3),
                 }
         awaited = {worker for worker in entries if worker in after.ready or worker in self._asked}
-        cause = type(event).__name__
-        self._open = Inquiry(before.generation, cause, now_s + LINE_WAIT_S, entries, awaited)
+        cause, told = type(event).__name__, not isinstance(event, ev.SourceRefused)
+        due_s = now_s + LINE_WAIT_S
+        self._open = Inquiry(before.generation, cause, due_s, entries, awaited, told)
         for early in self._early:
             self.answer(early)
         self._early.clear()
@@ -158,7 +164,7 @@ class Inquiries:
     def _close(self) -> None:
         inquiry, self._open = self._open, None
         self._asked = {worker: s for worker, s in self._asked.items() if worker in self._held}
-        if inquiry is None:
+        if inquiry is None or not inquiry.told:
             return
         stacks: dict[tuple[str, ...], str] = {}
         for worker, frames in inquiry.frames.items():

@@ -68,6 +68,8 @@ def test_it_resumes_at_the_newest_checkpoint(
     (suspended,) = [line for line in run.all("suspended") if "store" in line["reason"]]
     assert "the store can't be read" in suspended["reason"], run.story()
     assert not run.all("checkpoint_refused"), run.story()
+    (killed,) = run.all("diagnosis")  # no line for each time that the store is tried
+    assert killed["seq"] < suspended["seq"], run.story()
     _, resumed = run.all("generation_formed")
     newest = max(
         line["step"] for line in run.all("checkpoint_committed") if line["seq"] < resumed["seq"]

@@ -117,6 +117,18 @@ class Wires:
 
 
 MEMBER = ev.Member("w1", "n1", "host", 77)
+REFUSED = ev.SourceRefused(1.0, "w1", 2, "s3://b/c", "can't be read", kind=ev.UNREACHABLE)
+
+
+@pytest.mark.parametrize("event", [REFUSED, ev.CollectiveFailed(1.0, "w1", 2, 3, "reset")])
+def test_a_source_that_is_refused_is_worth_no_diagnosis(event: ev.Event) -> None:
+    """A store that is away is tried again and again: nobody stands anywhere because of it."""
+    wires = Wires()
+    before = State("forming", 2, ranks={"w1": 0}, ready={"w1": MEMBER})
+    wires.inquiries.broke(before, replace(before, generation=3), event, {})
+    wires.inquiries.answer(Stood("w1", "worker", 3, "resharding", ("read (store.py:1)",)))
+    assert wires.inquiries.due_s is None
+    assert len(wires.lines) == (0 if event is REFUSED else 1)
 
 
 def test_killing_waits_for_an_answer() -> None:
