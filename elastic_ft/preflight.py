@@ -5,6 +5,8 @@ Cheap checks come first, so that most mistakes are answered without importing to
 
 from __future__ import annotations
 
+import os
+import posixpath
 import socket
 import tempfile
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 CONNECT_TIMEOUT_S = 5.0
 CHECK_DEADLINE_S = 20.0  # of one look into a store
+FOLDERS_OF_A_RUN = ("owners", "segments")
+FOLDERS_OF_CHECKPOINTS = ("owners", "data", "manifests", "emergency")
 
 TensorTable = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -88,6 +92,7 @@ def check(
     check_writable("run folder (--out)", out)
     warnings: tuple[str, ...] = ()
     if job.checkpoint.url is not None:
+        check_apart(out, url)
         warnings = check_writable("checkpoint.url", url)
     check_owner(job, out, url)
     bundle, tensors, parameters, remarks = _check_model_and_data(job)
@@ -246,6 +251,32 @@ def _check_folder(url: str) -> None:
             Path(tempfile.mkdtemp(prefix=".probe-", dir=found)).rmdir()
     except OSError as error:
         raise StorageError(f"{folder}: cannot write in {found}: {error.strerror}") from None
+
+
+def check_apart(out: str, url: str) -> None:
+    """Raises ConfigError where run folder and checkpoints would take each other's files for theirs:
+    both have ``owners``, and marks of who ended and was rescued."""
+    from elastic_ft.storage.store import open_store
+
+    folder, checkpoints = (_plain(open_store(where).url) for where in (out, url))
+    for key, where, other, taken in (
+        ("checkpoint.url", checkpoints, folder, ("", *FOLDERS_OF_A_RUN)),
+        ("run folder (--out)", folder, checkpoints, FOLDERS_OF_CHECKPOINTS),
+    ):
+        for name in taken:
+            place = posixpath.join(other, name).rstrip("/")
+            if where == place or (name and where.startswith(f"{place}/")):
+                whose = "the run folder's" if key == "checkpoint.url" else "checkpoint.url's"
+                raise ConfigError(
+                    f"{key}: {where} is {whose}{f' {name}/' if name else ''}: each needs a place "
+                    "of its own, as checkpoints/ in the run folder is"
+                )
+
+
+def _plain(url: str) -> str:
+    """One of the ways to write it."""
+    scheme, mark, path = url.rpartition("://")
+    return f"{scheme}{mark}{posixpath.normpath(path)}" if mark else os.path.realpath(path)
 
 
 def check_owner(job: Job, out: str, url: str) -> None:

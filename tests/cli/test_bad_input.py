@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from elastic_ft.cli import BAD_USAGE, COMPLETED, _main
+from elastic_ft.preflight import check_apart
 from tests.s3_server import s3_server
 
 Refused = Callable[..., str]
@@ -215,6 +216,34 @@ def test_a_forbidden_and_a_missing_bucket_are_refused(
         line = refused({"checkpoint.url": server.url("run")})
         assert "checkpoint.url: " in line
         assert "forbidden" in line
+
+
+@pytest.mark.parametrize(
+    ("out", "checkpoints", "key"),
+    [
+        pytest.param("there", "there", "checkpoint.url: ", id="the-same"),
+        pytest.param("there", "there/../there/", "checkpoint.url: ", id="the-same-in-other-words"),
+        pytest.param("there", "there/owners", "checkpoint.url: ", id="among-the-folders-owners"),
+        pytest.param("there", "there/segments/x", "checkpoint.url: ", id="among-its-segments"),
+        pytest.param("there/data/run", "there", "run folder (--out): ", id="among-the-shards"),
+        pytest.param("there/owners", "there", "run folder (--out): ", id="among-the-owners"),
+        pytest.param("memory://a/b", "memory://a/b/", "checkpoint.url: ", id="the-same-bucket"),
+    ],
+)
+def test_a_run_folder_and_checkpoints_in_one_place_are_refused(
+    refused: Refused, out: str, checkpoints: str, key: str
+) -> None:
+    line = refused({"checkpoint.url": checkpoints}, "--out", out)
+    assert line.startswith(f"elastic-ft: {key}"), line
+    assert "a place of its own" in line
+
+
+@pytest.mark.parametrize(
+    ("out", "checkpoints"),
+    [("there", "there/checkpoints"), ("there/run", "there"), ("there", "there-too")],
+)
+def test_one_may_lie_beside_the_others_files(folder: Path, out: str, checkpoints: str) -> None:
+    check_apart(str(folder / out), str(folder / checkpoints))
 
 
 def test_a_checkpoint_of_another_model_is_refused(
