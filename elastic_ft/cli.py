@@ -98,7 +98,7 @@ AcceptChanges = Annotated[
     bool,
     typer.Option(
         "--accept-changes",
-        help="Go on from a checkpoint of another seed, batch, optimizer, or of other data.",
+        help="Go on from a checkpoint of another seed, batch, optimizer, data, or job name.",
     ),
 ]
 Out = Annotated[

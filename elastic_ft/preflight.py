@@ -82,7 +82,7 @@ def check(
     Args:
         out: the run folder, any fsspec URL.
         chaos: a fault scenario; without one, the job's own.
-        accept_changes: go on from a checkpoint that was trained under other terms.
+        accept_changes: go on from a checkpoint that was trained under other terms, or another name.
     """
     check_workers(job, place)
     if place.address is not None:
@@ -94,7 +94,8 @@ def check(
     if job.checkpoint.url is not None:
         check_apart(out, url)
         warnings = check_writable("checkpoint.url", url)
-    check_owner(job, out, url)
+    if not accept_changes:
+        check_owner(job, out, url)
     bundle, tensors, parameters, remarks = _check_model_and_data(job)
     warnings += remarks
     terms = terms_of(job.model_dump(mode="json"))

@@ -99,15 +99,18 @@ class RunFolder:
                 _sync(self.path / name)
         _sync(self.path)
 
-    def take_over(self, run: str, job: str) -> tuple[str, ...]:
+    def take_over(self, run: str, job: str, renamed: bool = False) -> tuple[str, ...]:
         """This is controller ``run``'s now. Returns the runs here that did not end.
 
         Of a remote folder, what they left is fetched now, and mirrored from now on. If one of
         them lives it ends by ``check_owner``, without another line here. Raises UsageError where
-        this is another job's folder; StoreFailed, after which it may be called again.
+        this is another job's folder, unless that was ``renamed``; StoreFailed, after which it may
+        be called again.
         """
         if self._claim is None:
-            self._claim = owners.take_over(self._store, job=job, run=run, run_folder=self.url)
+            self._claim = owners.take_over(
+                self._store, job=job, run=run, run_folder=self.url, renamed=renamed
+            )
         if self._remote:
             self._fetch()
             for work in (self._mirror_always, self._attend_always):

@@ -32,12 +32,14 @@ class Continuity:
     """Of one start of a controller.
 
     Attributes:
+        accepts: whether changes are.
         data: the data's terms, that workers must find; {} until they are known.
     """
 
     def __init__(self, job: Job, accept_changes: bool, journal: Journal) -> None:
         self._job = terms_of(job.model_dump(mode="json"))
-        self._accept, self._journal = accept_changes, journal
+        self.accepts, self._journal = accept_changes, journal
+        self._name = job.name
         self._before: Terms = {}
         self._step = 0
         self._opened = False
@@ -55,13 +57,17 @@ class Continuity:
         """
         self._before, self._step = before, ref.step if ref else 0
         found = changes(before, self._job)
-        if found and ref is not None and not self._accept:
+        if found and ref is not None and not self.accepts:
             raise ConfigError(refusal(found, ref.step, ref.url))
-        wanted = {} if self._accept else before
+        wanted = {} if self.accepts else before
         self.data = {key: value for key, value in wanted.items() if key in DATA_KEYS}
 
-    def begin(self, generation: int) -> None:
+    def begin(self, generation: int, renamed_from: str = "") -> None:
         """Journals what has changed since the checkpoint. ``generation``: the last one before."""
+        if renamed_from:
+            change = Change("name", renamed_from, self._name)
+            fields = {"step": self._step, "changes": as_fields((change,))}
+            self._journal("job_changed", generation, f"the job was renamed: {change}", fields)
         if found := changes(self._before, self._job):
             self._tell(found, generation)
         if found := noted(self._before, self._job):

@@ -152,7 +152,7 @@ class Controller:
         checkpoint_url: where checkpoints are.
         address: this machine's, as workers reach it.
         faults: to inject at named points.
-        accept_changes: go on from a checkpoint that was trained under other terms.
+        accept_changes: go on from a checkpoint that was trained under other terms, or another name.
     """
 
     def __init__(
@@ -303,7 +303,8 @@ class Controller:
         if found is None:
             return None
         self.run_folder.write_job(self.job.model_dump(mode="json", exclude=FOR_ONE_START))
-        self._continuity.begin(last_generation(self.run_folder.path / "events.jsonl"))
+        before = last_generation(self.run_folder.path / "events.jsonl")
+        self._continuity.begin(before, self._publisher.claim.renamed_from)
         computed_by = self.run_folder.computed_by()
         found = tuple(replace(ref, generation=computed_by.get(ref.step, 0)) for ref in found)
         step = found[0].step if found else 0
@@ -347,7 +348,9 @@ class Controller:
         until_s, pause_s = time.monotonic() + self.policy.suspend_timeout_s, REREAD_MIN_S
         while True:
             try:
-                return self.run_folder.take_over(self.run_id, self.job.name)
+                return self.run_folder.take_over(
+                    self.run_id, self.job.name, self._continuity.accepts
+                )
             except StoreFailed as error:
                 if time.monotonic() + pause_s > until_s:
                     raise
@@ -360,7 +363,8 @@ class Controller:
             pause_s = min(2 * pause_s, REREAD_MAX_S)
 
     def _take_over_checkpoints(self, killed: tuple[str, ...]) -> bool:
-        self._publisher.take_over(self.run_folder.url, behind=killed)
+        renamed = self._continuity.accepts
+        self._publisher.take_over(self.run_folder.url, behind=killed, renamed=renamed)
         return True
 
     def _resumable(self) -> tuple[ev.CheckpointRef, ...]:

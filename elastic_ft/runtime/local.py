@@ -402,7 +402,7 @@ def run_local(
         faults: to inject at named points.
         on_step: called with (host, step line) after each committed step, in the controller's
             thread.
-        accept_changes: go on from a checkpoint that was trained under other terms.
+        accept_changes: go on from a checkpoint that was trained under other terms, or another name.
     """
     from elastic_ft.runtime.controller import Controller
 

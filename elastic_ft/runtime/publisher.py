@@ -87,16 +87,22 @@ class Publisher:
 
     # ------------------------------------------------------------------------ ownership
 
-    def take_over(self, run_folder: str, behind: Collection[str]) -> None:
+    def take_over(self, run_folder: str, behind: Collection[str], renamed: bool = False) -> None:
         """The checkpoint URL is this run's from now on.
 
         Args:
             behind: the runs that this one has superseded in its run folder.
+            renamed: another job's URL is this one's, under its earlier name.
 
         Raises UsageError where the URL is another job's; Superseded where this run is; StoreFailed.
         """
         self._claim = owners.take_over(
-            self._store, job=self._job.name, run=self._run, run_folder=run_folder, behind=behind
+            self._store,
+            job=self._job.name,
+            run=self._run,
+            run_folder=run_folder,
+            behind=behind,
+            renamed=renamed,
         )
 
     @property

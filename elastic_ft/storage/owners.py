@@ -87,22 +87,32 @@ def successor(store: Store, number: int) -> str | None:
 
 
 def take_over(
-    store: Store, *, job: str, run: str, run_folder: str, behind: Collection[str] = ()
+    store: Store,
+    *,
+    job: str,
+    run: str,
+    run_folder: str,
+    behind: Collection[str] = (),
+    renamed: bool = False,
 ) -> Claim:
     """The URL is controller ``run``'s from now on. Whoever had it ends as soon as it looks.
 
     Args:
         behind: runs that are superseded elsewhere (in the run folder): should one of them come
             here late, it is refused.
+        renamed: another job's URL is this job's, under its earlier name.
 
     Raises UsageError where the URL is another job's; Superseded where ``run`` comes late;
     StoreFailed.
     """
-    nonce, trouble = secrets.token_hex(16), ""
+    nonce, trouble, was = secrets.token_hex(16), "", ""
     number, ended = _listed(store)
     for _ in range(TAKE_ATTEMPTS):
         before = _read(store, number) if number else None
-        _refuse_other(store, before, job)
+        if renamed:
+            was = before.job if before is not None else _job_of_checkpoints(store) or job
+        else:
+            _refuse_other(store, before, job)
         passed = () if before is None else before.behind
         if before is not None and run in passed:
             raise Superseded(f"{store.url}: superseded by run {before.run}: it has the job now")
@@ -118,7 +128,7 @@ def take_over(
             won, trouble = False, f": {error}"
         found = owner if won else _read(store, number + 1)
         if found is not None and found.nonce == nonce:
-            return Claim(store, number + 1, found)
+            return Claim(store, number + 1, found, was if was != job else "")
         if found is not None:  # another was first: after it
             number += 1
             _, ended = _listed(store)
@@ -136,10 +146,11 @@ class Claim:
     Attributes:
         number: among the owners of this URL; manifests carry it (``extra["owner"]``).
         unended: earlier runs that have not ended and were not rescued, the oldest first.
+        renamed_from: the job's earlier name, if it had one here.
     """
 
-    def __init__(self, store: Store, number: int, owner: Owner) -> None:
-        self.number, self.owner = number, owner
+    def __init__(self, store: Store, number: int, owner: Owner, renamed_from: str = "") -> None:
+        self.number, self.owner, self.renamed_from = number, owner, renamed_from
         self.unended = owner.unended
         self._store = store
         self._next = number + 1
@@ -258,7 +269,7 @@ def _refuse_other(store: Store, owner: Owner | None, job: str) -> None:
     if name is not None and name != job:
         raise UsageError(
             f"{store.url} is job {name!r}'s{where}, not {job!r}'s: each job needs a run folder and "
-            "a checkpoint.url of its own"
+            "a checkpoint.url of its own (--accept-changes, if it was renamed)"
         )
 
 

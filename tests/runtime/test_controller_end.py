@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from elastic_ft.errors import JobFailed, StoreFailed, UsageError
-from elastic_ft.observe.lines import parse_lines
+from elastic_ft.observe.lines import parse_lines, read_lines
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime import controller as controller_module
 from elastic_ft.runtime.controller import Controller
@@ -67,6 +67,17 @@ def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"checkpoints is job 'job''s .*, not 'other''s"):
         second.run()
     first._publisher.claim.check()
+
+
+def test_a_renamed_job_goes_on_where_changes_are_accepted(tmp_path: Path) -> None:
+    url, host = f"{tmp_path}/checkpoints", Unstartable({"n0": 1})
+    renamed = JOB.model_copy(update={"name": "renamed"})
+    for job, accept in ((JOB, False), (renamed, True)):
+        folder = RunFolder(f"{tmp_path}/run")
+        with pytest.raises(ZeroDivisionError):  # it comes as far as that
+            Controller(job, host, folder, url, accept_changes=accept).run()
+    (line,) = [line for line in read_lines(folder.path / "events.jsonl") if "changes" in line]
+    assert (line["event"], line["changes"]) == ("job_changed", {"name": ["job", "renamed"]})
 
 
 class Away:

@@ -198,6 +198,29 @@ def test_an_object_that_is_being_written_is_read_again(tmp_path: Path) -> None:
     assert owner is not None and (owner.run, torn.torn) == ("run1", 0)
 
 
+def test_a_job_that_was_renamed_goes_on_where_it_says_so(url: str) -> None:
+    store = open_store(url)
+    first = take(store, "run1", "old")
+    with pytest.raises(UsageError, match=r"is job 'old''s .*\(--accept-changes, if it was renamed"):
+        take(store, "run2", "new")
+    first.check()
+    second = take(store, "run2", "new", renamed=True)
+    assert (second.renamed_from, second.unended) == ("old", ("run1",))
+    with pytest.raises(Superseded):
+        first.check()
+    with pytest.raises(UsageError, match="is job 'new''s"):
+        take(store, "run3", "old")
+    assert take(store, "run3", "new").renamed_from == ""
+
+
+def test_checkpoints_without_an_owner_may_be_of_a_renamed_job(url: str) -> None:
+    store = open_store(url)
+    save(store, 1)
+    with pytest.raises(UsageError, match="is job 'job''s"):
+        take(store, "run1", "new")
+    assert take(store, "run1", "new", renamed=True).renamed_from == "job"
+
+
 # ------------------------------------------------------------------- what the older one does
 
 
