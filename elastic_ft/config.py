@@ -323,6 +323,9 @@ class CheckpointConfig(Section):
     every_s: Seconds | Literal["auto"] | None = "auto"  # auto: Young/Daly
     final: bool = True
     keep_last: Count = 2
+    # Each is read back once, by the controller and one object at a time, before an older one is
+    # deleted for it. Without, their lengths are all that is known of shards before someone reads.
+    read_back: bool = True
     keep_for_h: float | None = Field(None, gt=0)  # and whatever is younger than that
     # Begin anew from the seed where no checkpoint is good, although steps are recorded. It is said
     # for one start: the run folder's job.yaml leaves it out.

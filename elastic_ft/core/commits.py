@@ -10,6 +10,7 @@ from statistics import median
 from elastic_ft.core.events import (
     AbandonCheckpoint,
     CheckpointCommitted,
+    CheckpointDamaged,
     CheckpointFailed,
     CheckpointRef,
     CommitCheckpoint,
@@ -336,6 +337,14 @@ def _learn_write_time(turn: Turn, event: CheckpointCommitted) -> None:
             write_s=round(_write_s(turn), 3),
             failures=turn.state.failures,
         )
+
+
+def checkpoint_damaged(turn: Turn, event: CheckpointDamaged) -> None:
+    """Nobody is to go on from it. Who reads it at this moment finds out, too."""
+    kept = tuple(ref for ref in turn.state.checkpoints if ref.url != event.url)
+    if len(kept) < len(turn.state.checkpoints):
+        turn.set(checkpoints=kept)
+        turn.journal("checkpoint_refused", event.reason, step=event.step, url=event.url)
 
 
 def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:

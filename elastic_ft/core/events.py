@@ -402,6 +402,16 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointDamaged:
+    """It was published, and does not read back as it was written."""
+
+    at_s: float
+    step: int
+    url: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDone:
     """The worker has run every step; rank 0 adds the digest of the final state."""
 
@@ -457,6 +467,7 @@ Event = (
     | ShardsFailed
     | CheckpointCommitted
     | CheckpointFailed
+    | CheckpointDamaged
     | WorkerDone
     | StopRequested
     | ResizeRequested

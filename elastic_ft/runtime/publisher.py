@@ -26,6 +26,7 @@ from elastic_ft.errors import StateDamaged, StoreFailed, Superseded
 from elastic_ft.runtime import rescue
 from elastic_ft.runtime.control import Note
 from elastic_ft.storage import checkpoints, owners
+from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.storage.store import Store, open_store
 
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
@@ -73,6 +74,9 @@ class Publisher:
         self._record = record
         self._store: Store = open_store(url)
         self._claim: owners.Claim | None = None
+        self._reading = CancellableStore(url)
+        self._newest: Manifest | None = None  # that was published
+        self._damaged: set[str] = set()  # URLs of manifests
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
         self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
         self._looking = False
@@ -83,6 +87,7 @@ class Publisher:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._deletes.close(CLOSE_S)
+        self._reading.close()
         self._looks.close(0.0)
 
     # ------------------------------------------------------------------------ ownership
@@ -241,7 +246,8 @@ class Publisher:
         self._post(
             ev.CheckpointCommitted(time.time(), command.step, done.ref.url, done.nbytes, seconds)
         )
-        self._deletes.submit(partial(self._clean_up, manifest))
+        self._newest = manifest
+        self._deletes.submit(partial(self._clean_up, manifest, done.ref))
 
     def _manifest(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> Manifest:
         return Manifest(
@@ -257,11 +263,41 @@ class Publisher:
             extra={"terms": dict(terms)},
         )
 
-    def _clean_up(self, newest: Manifest) -> None:
-        """Deletes what nobody needs now that ``newest`` is published."""
+    def _clean_up(self, newest: Manifest, ref: ev.CheckpointRef) -> None:
+        """Deletes what nobody needs now that ``newest`` is published, and reads back whole."""
+        if newest is self._newest and self._reads_back(newest, ref):
+            self._prune(newest)
+        left, self._not_deleted = self._not_deleted, []
+        for abandoned in left:  # the store works again
+            self._abandon(abandoned)
+
+    def _reads_back(self, newest: Manifest, ref: ev.CheckpointRef) -> bool:
+        """Whether it is all there, as it was written. Its shards were published by their lengths.
+
+        Takes its time, one object after the other: where others are published meanwhile, only the
+        newest of them is read after it, and none is deleted before.
+        """
+        keep = self._job.checkpoint
+        if not keep.read_back:
+            return True
+        rate = keep.max_upload_mb_per_s
+        pace = checkpoints.Pace(rate * 1e6) if rate else None
+        try:
+            flaw = checkpoints.first_flaw(self._reading, newest, pace)
+        except StoreFailed as error:
+            why = f"step {newest.step} can't be read back, so no older one is deleted: {error}"
+            self._warn(newest.generation, why)
+            return False
+        if flaw:
+            self._damaged.add(ref.url)
+            self._post(ev.CheckpointDamaged(time.time(), ref.step, ref.url, flaw))
+        return not flaw
+
+    def _prune(self, newest: Manifest) -> None:
         keep = self._job.checkpoint
         keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600
         try:
+            counted = owners.counted_in(self._store)
             warnings = checkpoints.prune(
                 self._store,
                 newest,
@@ -269,7 +305,7 @@ class Publisher:
                 keep_for_s,
                 self._in_use(),
                 self.claim.check,
-                owners.counted_in(self._store),
+                lambda ref: ref.url not in self._damaged and counted(ref),
             )
         except Superseded as error:
             self._post(error)
@@ -278,9 +314,6 @@ class Publisher:
             warnings = (f"older checkpoints were not pruned: {type(error).__name__}: {error}",)
         for warning in warnings:
             self._warn(newest.generation, warning)
-        left, self._not_deleted = self._not_deleted, []
-        for abandoned in left:  # the store works again
-            self._abandon(abandoned)
 
     def _abandon(self, command: ev.AbandonCheckpoint) -> None:
         prefix = checkpoints.attempt_prefix(self._run, command.generation, command.step)

@@ -248,6 +248,22 @@ def verify(store: Store, manifest: Manifest) -> list[str]:
     return [*incomplete(manifest), *odd_sizes(manifest), *(p for each in problems for p in each)]
 
 
+def first_flaw(store: Store, manifest: Manifest, pace: Pace | None = None) -> str:
+    """Reads every byte of a checkpoint, one object after the other, until something is wrong with
+    it: what. "" if nothing is. Raises StoreFailed where that can't be told."""
+    prefix = prefix_of(manifest)
+    for run in _runs(manifest.entries):
+        if pace is not None:
+            pace.wait(run.end - run.start)
+        try:
+            _, flaws = _read_run(store, prefix, run, store.url_of(prefix))
+        except StateDamaged as error:
+            return str(error)
+        if flaws:
+            return f"{store.url_of(prefix)}: {flaws[0]}"
+    return ""
+
+
 def _runs(entries: Iterable[ShardEntry]) -> list[_Run]:
     """Neighbouring entries of one object, joined into reads of at most OBJECT_BYTES."""
     ordered = sorted((e for e in entries if e.nbytes), key=lambda e: (e.file, e.offset))

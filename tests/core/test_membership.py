@@ -7,6 +7,7 @@ import pytest
 from elastic_ft.core.events import (
     AbandonCheckpoint,
     CheckpointCommitted,
+    CheckpointDamaged,
     CheckpointFailed,
     CheckpointRef,
     CollectiveFailed,
@@ -413,6 +414,17 @@ def test_an_outcome_that_comes_late_counts(late: type) -> None:
         script.tell(late, 2, "503")
     assert script.state.unsettled == 0
     assert script.fire("publish 2 1", 0) == []
+
+
+def test_a_checkpoint_that_is_found_damaged_is_no_source_any_more() -> None:
+    script = ddp().run(a="n1", b="n2", c="n3")
+    for number in (1, 2):
+        script.tell(CheckpointCommitted, number, f"s3://b/{number}", 100, 0.1)
+    assert script.tell(CheckpointDamaged, 2, "s3://b/2", "digest differs") == []
+    assert [ref.url for ref in script.state.checkpoints] == ["s3://b/1"]
+    assert script.journalled("checkpoint_refused") == ["digest differs"]
+    script.tell(CheckpointDamaged, 2, "s3://b/2", "digest differs")
+    assert len(script.journalled("checkpoint_refused")) == 1, "its readers found it, too"
 
 
 def test_a_damaged_source_is_refused_and_the_next_one_taken() -> None:

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from elastic_ft.config import parse_job
+from elastic_ft.config import Job, parse_job
 from elastic_ft.core import events as ev
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StoreFailed, Superseded
@@ -37,23 +37,33 @@ TERMS: dict[str, Any] = {}
 class Publishing:
     """A publisher at a local store, and what it posts."""
 
-    def __init__(self, url: str, run: str, record: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, url: str, run: str, record: Callable[[], None] = lambda: None, job: Job = JOB
+    ) -> None:
         self.store, self.run = open_store(url), run
         self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.publisher = Publisher(JOB, run, url, self.posted.put, lambda: (), record)
+        self.publisher = Publisher(job, run, url, self.posted.put, lambda: (), record)
         self.publisher.take_over("runs/x", ())
 
-    def commit(self, step: int) -> Any:
-        """The outcome."""
+    def commit(self, step: int, happens: Callable[[], None] = lambda: None) -> Any:
+        """The outcome. ``happens``: between the shards and the manifest."""
         prefix = checkpoints.attempt_prefix(self.run, 1, step)
         piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
         entries = checkpoints.write_shards(self.store, prefix, 0, [piece])
         command = ev.CommitCheckpoint(step, 1, tuple(entries), {"w": ("float32", (4,))})
+        happens()
         self.publisher.commit(command, "ddp1", TERMS)
         return self.posted.get(timeout=DEADLINE_S)
 
     def steps(self) -> list[int]:
         return [ref.step for ref in checkpoints.committed(self.store)]
+
+    def damage(self, step: int) -> None:
+        """One bit of a shard, after it was written: its length tells nobody."""
+        (key,) = self.store.list(checkpoints.attempt_prefix(self.run, 1, step))
+        body = bytearray(self.store.get(key))
+        body[3] ^= 1
+        self.store.put(key, body)
 
 
 @pytest.fixture
@@ -132,6 +142,64 @@ def test_a_delete_that_hangs_delays_no_outcome(publishing: Publishing) -> None:
     backend.let_go.set()
     publishing.publisher.close()
     assert publishing.steps() == [4], "and then they are pruned"
+
+
+def test_no_older_checkpoint_goes_for_one_that_is_damaged(publishing: Publishing) -> None:
+    """Published on the lengths of its shards, read back before an older one is deleted."""
+    assert isinstance(publishing.commit(1), ev.CheckpointCommitted)
+    published = publishing.commit(2, lambda: publishing.damage(2))
+    assert isinstance(published, ev.CheckpointCommitted)
+    damaged = publishing.posted.get(timeout=DEADLINE_S)
+    assert isinstance(damaged, ev.CheckpointDamaged)
+    assert (damaged.step, damaged.url) == (2, published.url)
+    assert "digest" in damaged.reason
+    assert publishing.steps() == [2, 1]
+    assert isinstance(publishing.commit(3), ev.CheckpointCommitted)
+    publishing.publisher.close()
+    assert publishing.steps() == [3], "neither the damaged one nor what is older counts any more"
+
+
+def test_a_damaged_checkpoint_is_none_of_the_last_that_are_kept(tmp_path: Path) -> None:
+    keep = JOB.checkpoint.model_copy(update={"keep_last": 2})
+    one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
+    one.commit(1)
+    one.commit(2, lambda: one.damage(2))
+    assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointDamaged)
+    one.commit(3)
+    one.publisher.close()
+    assert one.steps() == [3, 1]
+
+
+def test_what_can_not_be_read_back_is_neither_damaged_nor_a_reason_to_delete(
+    publishing: Publishing,
+) -> None:
+    publishing.commit(1)
+    away: Any = Away()
+    publishing.publisher._reading.backend, publishing.publisher._reading.attempts = away, 1
+    publishing.commit(2)
+    warning = publishing.posted.get(timeout=DEADLINE_S)
+    assert warning.event == "checkpoint_warning"
+    assert "refused" in warning.reason and "no older one is deleted" in warning.reason
+    assert publishing.steps() == [2, 1]
+
+
+def test_reading_back_may_be_left_out(tmp_path: Path) -> None:
+    keep = JOB.checkpoint.model_copy(update={"read_back": False})
+    one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
+    one.commit(1)
+    one.commit(2, lambda: one.damage(2))
+    one.publisher.close()
+    assert one.steps() == [2] and one.posted.empty()
+
+
+class Away:
+    """A backend that no operation reaches."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refused(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("refused")
+
+        return refused
 
 
 def test_who_is_superseded_says_so_and_publishes_nothing(publishing: Publishing) -> None:
