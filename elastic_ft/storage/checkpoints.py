@@ -226,9 +226,14 @@ def load_manifest(store: Store, ref: CheckpointRef) -> Manifest:
     up its tensors; StoreFailed if it can't be read.
     """
     key = ref.url.removeprefix(f"{store.url}/")
-    body = _body(store, key)
-    if body is None:
-        raise StateDamaged(f"{ref.url}: the manifest is missing", ref.url, missing=ref.url)
+    try:
+        size = store.size(key)
+        body = bytes(store.read(key, 0, size))  # of a large world it may be large, too
+    except StoreError as error:
+        if error.kind is not Kind.MISSING:
+            raise
+        missing = f"{ref.url}: the manifest is missing"
+        raise StateDamaged(missing, ref.url, missing=ref.url) from error
     try:
         manifest = Manifest.from_json(body, ref.url)
     except StateDamaged:  # perhaps on the way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ from elastic_ft.storage.checkpoints import (
     verify,
     write_shards,
 )
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import Backend, Kind
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -215,6 +216,35 @@ class Counting:
             return getattr(self.backend, name)(*args)
 
         return call
+
+
+def test_a_large_manifest_may_take_its_time(tmp_path: Path) -> None:
+    """Its deadline is of silence, as that of shards is."""
+    store = open_store(str(tmp_path))
+    ref = save(store, 1).ref
+    slow: Any = Slowly(store.backend)
+    assert load_manifest(Store(store.url, slow, deadline_s=0.4), ref).step == 1
+    assert slow.pieces > 3
+
+
+class Slowly:
+    """A backend that streams little at a time, which together takes longer than any deadline."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self.pieces = backend, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "get":
+            raise AssertionError("a whole object has one deadline for all of it")
+        return getattr(self._backend, name)
+
+    def stream(self, key: str, start: int, end: int, silent_s: float) -> Iterator[bytes]:
+        pause = threading.Event()
+        for piece in self._backend.stream(key, start, end, silent_s):
+            for begin in range(0, len(piece), 1000):
+                pause.wait(0.1)
+                self.pieces += 1
+                yield bytes(piece[begin : begin + 1000])
 
 
 def test_each_byte_is_read_once(tmp_path: Path) -> None:
