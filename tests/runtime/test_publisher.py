@@ -55,6 +55,12 @@ class Publishing:
         self.publisher.commit(command, "ddp1", TERMS)
         return self.posted.get(timeout=DEADLINE_S)
 
+    def settle(self) -> None:
+        """What was submitted so far is read back, and deleted."""
+        done = threading.Event()
+        self.publisher._deletes.submit(done.set)
+        assert done.wait(DEADLINE_S)
+
     def steps(self) -> list[int]:
         return [ref.step for ref in checkpoints.committed(self.store)]
 
@@ -174,6 +180,7 @@ def test_what_can_not_be_read_back_is_neither_damaged_nor_a_reason_to_delete(
     publishing: Publishing,
 ) -> None:
     publishing.commit(1)
+    publishing.settle()
     away: Any = Away()
     publishing.publisher._reading.backend, publishing.publisher._reading.attempts = away, 1
     publishing.commit(2)
