@@ -23,6 +23,11 @@ from elastic_ft.models.imports import call_object, one_line
 
 ModelFactory = Callable[[], nn.Module]
 
+# In configurations on the Hub, and not in transformers' own any more: it converts them, or they
+# mean nothing to a decoder.
+CONVERTED = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+MEANINGLESS = ("n_ctx", "task_specific_params", "_name_or_path", "_attn_implementation_autoset")
+
 
 def build_model(
     config: ModelConfig, *, vocab_size: int | None, sequence_length: int | None
@@ -32,6 +37,7 @@ def build_model(
     ``vocab_size`` and ``sequence_length`` are the data's, None where the data has none. A preset
     takes them unless its kwargs say otherwise, a transformers model takes the vocabulary if its
     configuration has none, a custom callable gets its kwargs and nothing else.
+    Trained parameters are float32: in less, an update that is small beside its weight is lost.
     Raises ModelError, one line.
     """
     if config.preset is not None:
@@ -40,6 +46,15 @@ def build_model(
         return _build_custom(config.path, config.kwargs)
     assert config.transformers is not None  # ModelConfig has exactly one of the three
     return _build_transformers(config.transformers, vocab_size, sequence_length)
+
+
+def _check_trained_in_full(key: str, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"{key}: {name} is {parameter.dtype}: trained parameters are float32, and "
+                "precision.dtype says what is computed in"
+            )
 
 
 def _build_preset(
@@ -73,6 +88,7 @@ def _build_custom(path: str, kwargs: dict[str, Any]) -> nn.Module:
         raise ModelError(
             f"model.path: {path} returned {type(model).__name__}, expected a torch.nn.Module"
         )
+    _check_trained_in_full("model.path", model)
     return model
 
 
@@ -97,22 +113,33 @@ def _build_transformers(
             "expected a name such as llama, qwen3 or gpt2"
         )
     try:
-        defaults = AutoConfig.for_model(model_type)
-        for key in values:  # transformers itself keeps unknown keys without a word
-            if not hasattr(defaults, key) and key != "attn_implementation":
-                raise ModelError(f"model.transformers.{key}: unknown key for {model_type}")
-        values.setdefault("use_cache", False)  # the cache serves generation; here it costs memory
+        values = _known(values, AutoConfig.for_model(model_type), model_type)
+        values["use_cache"] = False  # the cache serves generation; here it costs memory
         if vocab_size is not None:
             values.setdefault("vocab_size", vocab_size)
         config = AutoConfig.for_model(model_type, **values)
         _check_fits("model.transformers.vocab_size", config.vocab_size, vocab_size)
         length_max = getattr(config, "max_position_embeddings", None)
         _check_fits("model.transformers.max_position_embeddings", length_max, sequence_length)
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _check_trained_in_full("model.transformers", model)
+        return model
     except ModelError:
         raise
     except Exception as error:  # transformers raises errors of many packages
         raise ModelError(f"model.transformers: {one_line(error)}") from error
+
+
+def _known(values: dict[str, Any], defaults: Any, model_type: str) -> dict[str, Any]:
+    """Without what does not matter here; transformers itself keeps unknown keys without a word."""
+    known = {"attn_implementation", "torch_dtype", "dtype", *MEANINGLESS}
+    if hasattr(defaults, "rope_parameters"):
+        known.update(CONVERTED)
+    for key in values:
+        if key not in known and not hasattr(defaults, key):
+            raise ModelError(f"model.transformers.{key}: unknown key for {model_type}")
+    left_out = {"torch_dtype", "dtype", *MEANINGLESS}
+    return {key: value for key, value in values.items() if key not in left_out}
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:

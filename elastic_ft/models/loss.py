@@ -21,7 +21,8 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     Token batches, ``{"tokens": int64 [B, T+1]}``: the model maps int64 [B, T] to logits
     [B, T, V] (or to an object with ``.logits``), and the sum is next-token cross-entropy. An
     optional ``"labels"``, int64 [B, T+1], stands in for the tokens as targets; -100 leaves a
-    target out. Labels line up with tokens and are shifted here, as in transformers.
+    target out. Labels line up with tokens and are shifted here, as in transformers. In training,
+    a mixture of experts adds its routers' loss, times the count.
 
     Any other batch: a dict is passed as keywords, a tuple or list as arguments, anything else as
     the one argument, and the model must return (sum of losses, count) itself. Raises TypeError
@@ -48,9 +49,28 @@ def _next_token_loss(
         )
     targets = (tokens if labels is None else labels)[:, 1:]
     total = cross_entropy_sum(logits, targets)
-    if labels is None:
-        return total, targets.numel()
-    return total, int((targets != IGNORED_LABEL).sum())
+    count = targets.numel() if labels is None else int((targets != IGNORED_LABEL).sum())
+    router = router_loss(model, output)
+    return (total, count) if router is None else (total + router * count, count)
+
+
+def router_loss(model: nn.Module, output: Any) -> Tensor | None:
+    """What a transformers mixture of experts adds to the mean loss, so that its experts share the
+    tokens (``output_router_logits: true``); None in evaluation.
+
+    Raises TypeError if the model does not say by which coefficient.
+    """
+    found = getattr(output, "aux_loss", None)
+    if not isinstance(found, Tensor) or not model.training:
+        return None
+    bare = getattr(model, "module", model)  # of DDP
+    coefficient = getattr(getattr(bare, "config", None), "router_aux_loss_coef", None)
+    if coefficient is None:
+        raise TypeError(
+            f"{type(bare).__name__} returned an aux_loss, and has no config.router_aux_loss_coef "
+            "that says how much it counts"
+        )
+    return coefficient * found.float()
 
 
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from elastic_ft.core.batches import DataOrder
 from elastic_ft.core.layout import plan_layout
 from elastic_ft.core.schedule import learning_rate
 from elastic_ft.core.sharding import Box
+from elastic_ft.models.build import build_model
 from elastic_ft.runtime.engines.base import tensor_name
 from elastic_ft.runtime.engines.native import make_optimizer
 from tests.multiproc import pool
@@ -27,7 +28,7 @@ from tests.multiproc.harness import make_job
 from tests.multiproc.layouts import COMMON
 from tests.multiproc.moves import assemble
 from tests.multiproc.pool import Pool
-from tests.multiproc.tiny import Counted, matrices, mixer
+from tests.multiproc.tiny import Counted
 
 BEFORE, STEPS, TOLERANCE = 10, 20, 1e-5
 ADAFACTOR = {"relative_step": False, "scale_parameter": False}
@@ -47,14 +48,25 @@ NEEDS_WHOLE = ("torch.optim:Adafactor", "transformers:Adafactor", "torch.optim:M
 pytestmark = pytest.mark.timeout(120)
 
 
-def job_of(name: str, strategy: str) -> Job:
-    model = "matrices" if name.endswith("Muon") else "mixer"
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 36,
+    "vocab_size": 102,
+    "num_local_experts": 4,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}
+
+
+def job_of(name: str, strategy: str, model: dict[str, Any] | None = None) -> Job:
+    path = "matrices" if name.endswith("Muon") else "mixer"
     optimizer = COMMON["optimizer"] | {"name": name, "kwargs": OPTIMIZERS[name], "eps": 1e-6}
-    return make_job(
-        strategy,
-        workers=1,
-        **COMMON | {"optimizer": optimizer, "model": {"path": f"tests.multiproc.tiny:{model}"}},
-    )
+    model = model or {"path": f"tests.multiproc.tiny:{path}"}
+    return make_job(strategy, workers=1, **COMMON | {"optimizer": optimizer, "model": model})
 
 
 # ------------------------------------------------------------------------------------- on ranks
@@ -102,15 +114,20 @@ def train_on(
 def alone(job: Job) -> dict[str, np.ndarray]:
     """The parameters after all steps, with nothing but torch and the order of the samples."""
     torch.manual_seed(job.seed)
-    model: nn.Module = matrices() if job.optimizer.name.endswith("Muon") else mixer()
+    model = build_model(job.model, vocab_size=Counted.vocab_size, sequence_length=None)
     optimizer = make_optimizer(job.optimizer, dict(model.named_parameters()))
     data, size = Counted(), job.batch.global_batch_size
     order = DataOrder(job.seed, len(data))
     for step in range(1, STEPS + 1):
         ids = order.sample_ids((step - 1) * size, step * size)
         tokens = torch.stack([data[order.dataset_index(i)]["tokens"] for i in ids])
-        logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        for part in tokens.split(job.batch.micro_batch_size):
+            output = model(part[:, :-1])
+            logits = output if isinstance(output, torch.Tensor) else output.logits
+            loss = F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten())
+            if not isinstance(output, torch.Tensor):
+                loss = loss + MIXTRAL["router_aux_loss_coef"] * output.aux_loss
+            (loss * len(part) / size).backward()
         assert job.optimizer.grad_clip is not None
         nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.grad_clip)
         for group in optimizer.param_groups:
@@ -131,7 +148,16 @@ def ranks() -> Iterator[Pool]:
 def test_as_plain_pytorch_through_a_loss(ranks: Pool, name: str, strategy: str) -> None:
     if strategy == "fsdp" and name in NEEDS_WHOLE:
         pytest.skip("refused by name: tests/runtime/test_optimizer_state.py")
-    job = job_of(name, strategy)
+    check(ranks, job_of(name, strategy))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_mixture_of_experts_through_a_loss(ranks: Pool, strategy: str) -> None:
+    """Its routers' loss included, of each micro-batch."""
+    check(ranks, job_of("adamw", strategy, {"transformers": MIXTRAL}))
+
+
+def check(ranks: Pool, job: Job) -> None:
     parts = ranks(train_on, job, None, range(1, BEFORE + 1), world=3)
     state = assemble(dict(enumerate(parts)))
     parts = ranks(train_on, job, state, range(BEFORE + 1, STEPS + 1), world=2)
