@@ -41,6 +41,12 @@ class ModelShape:
     embedding_parameters: int
     output_parameters: int  # final norm, and the projection unless it is tied
     gated: bool = True  # three matrices in the feed-forward, not two
+    idle_parameters: int = 0  # of one layer: experts that a token does not go through
+
+    @property
+    def block_active_parameters(self) -> int:
+        """Of one layer, what a token goes through."""
+        return self.block_parameters - self.idle_parameters
 
     @property
     def parameters(self) -> int:
@@ -52,7 +58,7 @@ class ModelShape:
     def block_flops(self) -> float:
         """Of one layer, forward, one sample; attention is causal."""
         tokens = self.sequence_length
-        return 2.0 * tokens * self.block_parameters + 2.0 * tokens * tokens * self.dim
+        return 2.0 * tokens * self.block_active_parameters + 2.0 * tokens * tokens * self.dim
 
     @property
     def output_flops(self) -> float:

@@ -5,10 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from elastic_ft.config import Job
+import torch
+from torch import nn
+
+from elastic_ft.config import Job, ModelConfig
 from elastic_ft.core.costs import ModelShape, Work
 from elastic_ft.errors import ConfigError, ModelError
+from elastic_ft.models.build import block_modules, build_model
 from elastic_ft.models.decoder import PRESETS, DecoderConfig
+
+# That must be given: transformers has defaults for each, which nobody means.
+SIZES = (
+    ("num_hidden_layers", "n_layer"),
+    ("hidden_size", "n_embd"),
+    ("num_attention_heads", "n_head"),
+    ("intermediate_size", "moe_intermediate_size", "n_embd"),
+    ("vocab_size",),
+)
 
 
 def describe_decoder(config: DecoderConfig, sequence_length: int) -> ModelShape:
@@ -33,7 +46,7 @@ def describe_decoder(config: DecoderConfig, sequence_length: int) -> ModelShape:
 def describe_job(job: Job) -> Work:
     """Returns the work of one step. Opens no data: the vocabulary is the job file's.
 
-    Knows presets, and transformers models with Llama's names of sizes. Raises UsageError.
+    Knows presets and transformers models. Raises UsageError.
     """
     adam = job.optimizer.name in ("adamw", "adam")
     if not adam and job.optimizer.name != "sgd":
@@ -42,7 +55,7 @@ def describe_job(job: Job) -> Work:
         )
     momentum = 4 if job.optimizer.kwargs.get("momentum") else 0
     return Work(
-        model=describe_decoder(_decoder(job), job.data.sequence_length),
+        model=_shape(job),
         global_batch=job.batch.global_batch_size,
         compute_bytes=4 if job.precision.dtype == "fp32" else 2,
         optimizer_bytes=8 if adam else momentum,
@@ -51,7 +64,7 @@ def describe_job(job: Job) -> Work:
     )
 
 
-def _decoder(job: Job) -> DecoderConfig:
+def _shape(job: Job) -> ModelShape:
     model, data = job.model, job.data
     trained = data.vocab_size if data.tokenizer is None and data.format != "tokens" else None
     if model.preset is not None:
@@ -59,9 +72,8 @@ def _decoder(job: Job) -> DecoderConfig:
             known = ", ".join(PRESETS)
             raise ModelError(f"model.preset: expected one of {known}; found {model.preset!r}")
         given: dict[str, Any] = {} if trained is None else {"vocab_size": trained}
-        return _checked(
-            "model.kwargs", {**dataclasses.asdict(PRESETS[model.preset]), **given, **model.kwargs}
-        )
+        sizes = {**dataclasses.asdict(PRESETS[model.preset]), **given, **model.kwargs}
+        return describe_decoder(_checked("model.kwargs", sizes), data.sequence_length)
     if model.transformers is not None:
         return _of_transformers(model.transformers, trained, data.sequence_length)
     raise ModelError(
@@ -69,26 +81,52 @@ def _decoder(job: Job) -> DecoderConfig:
     )
 
 
-def _of_transformers(values: dict[str, Any], trained: int | None, length: int) -> DecoderConfig:
-    """By Llama's names, which most decoders share."""
-    names = {
-        "n_layers": "num_hidden_layers",
-        "dim": "hidden_size",
-        "n_heads": "num_attention_heads",
-        "ffn_dim": "intermediate_size",
-    }
-    for name in names.values():
-        if name not in values:
+def _of_transformers(values: dict[str, Any], trained: int | None, length: int) -> ModelShape:
+    """Counted on the meta device; of experts, which a token goes through some of, too."""
+    given = {"vocab_size": trained, **values}
+    for names in SIZES:
+        if not any(given.get(name) for name in names):
             raise ModelError(
-                f"model.transformers.{name}: the planner needs it, and it is not given"
+                f"model.transformers.{names[0]}: the planner needs it, and it is not given"
             )
-    sizes = {ours: values[theirs] for ours, theirs in names.items()}
-    sizes["n_kv_heads"] = values.get("num_key_value_heads", sizes["n_heads"])
-    sizes["vocab_size"] = values.get("vocab_size", trained)
-    if sizes["vocab_size"] is None:
-        raise ModelError("model.transformers.vocab_size: the planner needs it, and it is not given")
-    sizes["tie_embeddings"] = bool(values.get("tie_word_embeddings", False))
-    return _checked("model.transformers", sizes | {"max_sequence_length": length})
+    with torch.device("meta"):
+        model = build_model(
+            ModelConfig(transformers=values), vocab_size=trained, sequence_length=length
+        )
+    config: Any = model.config
+    blocks = block_modules(model)
+    in_blocks = sum(map(_numel, blocks))
+    embedding = model.get_input_embeddings().weight.numel()  # type: ignore[operator, union-attr]
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    per_token = getattr(config, "num_experts_per_tok", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    idle = 0
+    if per_token and experts:
+        inner = per_token * (getattr(config, "moe_intermediate_size", None) or inner)
+        idle = round(sum(map(_of_experts, blocks)) * (1 - per_token / experts))
+    return ModelShape(
+        layers=len(blocks),
+        dim=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        ffn_dim=inner,
+        vocabulary=config.vocab_size,
+        sequence_length=length,
+        block_parameters=in_blocks // len(blocks),
+        embedding_parameters=embedding,
+        output_parameters=_numel(model) - in_blocks - embedding,
+        gated=any("gate" in name for name, _ in blocks[0].named_parameters()),
+        idle_parameters=idle // len(blocks),
+    )
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _of_experts(block: nn.Module) -> int:
+    named = block.named_parameters()
+    return sum(parameter.numel() for name, parameter in named if ".experts." in name)
 
 
 def _checked(key: str, sizes: dict[str, Any]) -> DecoderConfig:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ft.config import ModelConfig
+from elastic_ft.config import ModelConfig, parse_job
+from elastic_ft.core.costs import ModelShape
 from elastic_ft.errors import ModelError
 from elastic_ft.models import build_model, loss_sum
+from elastic_ft.models.describe import describe_job
 
 SIZES = {
     "hidden_size": 32,
@@ -269,3 +271,36 @@ def test_trained_parameters_in_half_precision_are_refused() -> None:
     with pytest.raises(ModelError, match=expected):
         build_own("half")
     build_own("half_frozen")
+
+
+# -------------------------------------------------------------------------------- the planner's
+
+
+def shape_of(values: dict[str, Any]) -> ModelShape:
+    job = {
+        "name": "planned",
+        "steps": 1,
+        "model": {"transformers": values},
+        "data": {"url": "stdlib:", "sequence_length": 128, "vocab_size": 300},
+    }
+    return describe_job(parse_job(job)).model
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
+def test_the_planner_counts_every_parameter(name: str) -> None:
+    values = ON_THE_HUB[name]
+    shape, model = shape_of(values), build_on_meta(values)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.layers == 2
+
+
+def test_a_token_goes_through_some_of_the_experts() -> None:
+    shape = shape_of(ON_THE_HUB["mixtral"] | {"num_hidden_layers": 32})
+    assert shape.parameters == pytest.approx(46.7e9, rel=0.01)
+    ends = shape.embedding_parameters + shape.output_parameters
+    active = shape.layers * shape.block_active_parameters + ends
+    assert active == pytest.approx(12.9e9, rel=0.01)  # as its authors say
+    assert shape.ffn_dim == 2 * 14336
+    dense = shape_of(ON_THE_HUB["llama 3"])
+    assert dense.block_active_parameters == dense.block_parameters
+    assert dense.block_flops < shape.block_flops < 2.1 * dense.block_flops
