@@ -8,8 +8,9 @@ which are functions of the configuration, from ``computed_buffers``.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,11 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ft.config import ModelConfig
+from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ModelError
 from elastic_ft.models.decoder import PRESETS, Decoder, DecoderConfig
 from elastic_ft.models.imports import call_object, one_line
+from elastic_ft.models.initial import Recipe, recorded
 
 ModelFactory = Callable[[], nn.Module]
+WHOLE_ELEMENTS = 1 << 26  # of a model that each rank builds whole to begin from the seed
+log = logging.getLogger(__name__)
 
 # In configurations on the Hub, and not in transformers' own any more: it converts them, or they
 # mean nothing to a decoder.
@@ -184,19 +189,71 @@ def _size(module: nn.Module) -> int:
 def initial_state(model_factory: ModelFactory, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, CPU tensor) for every parameter and persistent buffer, in the model's order.
 
-    A function of ``seed`` alone. A model with ``initial_tensor(name, shape, seed)`` is asked
-    tensor by tensor, so that one tensor is in memory at a time; any other is built whole on the
-    CPU with torch's generator seeded, and the generator is put back afterwards. Tied tensors
-    come once, under the name ``named_parameters`` gives them.
+    See ``initial_parts``. Tied tensors come once, under the name ``named_parameters`` gives them.
     """
     with torch.device("meta"):
         skeleton = model_factory()
+    wanted = {name: [Box.whole(tuple(tensor.shape))] for name, tensor in _persistent(skeleton)}
+    return ((name, part) for name, _, part in initial_parts(model_factory, seed, wanted))
+
+
+def initial_parts(
+    model_factory: ModelFactory, seed: int, wanted: Mapping[str, Iterable[Box]]
+) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yields (name, box, CPU tensor) for the boxes ``wanted`` of parameters and buffers.
+
+    A function of ``seed`` alone. A model with ``initial_part(name, shape, seed, box)`` or
+    ``initial_tensor(name, shape, seed)`` is asked, one tensor in memory at a time. Any other of up
+    to WHOLE_ELEMENTS is built whole on the CPU with torch's generator seeded, which is put back
+    afterwards: as ``torch.manual_seed(seed)`` would make it. A larger one's parts are made by
+    themselves, as recorded, unless it fills a tensor with what another one has.
+    """
+    with torch.device("meta"):
+        skeleton = model_factory()
+    tensors = dict(_persistent(skeleton))
+    make = _maker(model_factory, skeleton, tensors, seed)
+    for name, tensor in tensors.items():
+        for box in wanted.get(name, ()):
+            yield name, box, make(name, box).to(tensor.dtype)
+
+
+def _maker(
+    model_factory: ModelFactory, skeleton: nn.Module, tensors: Mapping[str, Tensor], seed: int
+) -> Callable[[str, Box], Tensor]:
+    initial_part: Any = getattr(skeleton, "initial_part", None)
+    if initial_part is not None:
+        return lambda name, box: initial_part(name, tensors[name].shape, seed, box)
     initial_tensor: Any = getattr(skeleton, "initial_tensor", None)
     if initial_tensor is not None:
-        for name, tensor in _persistent(skeleton):
-            yield name, initial_tensor(name, tensor.shape, seed).to(tensor.dtype)
-        return
-    yield from _persistent(_seeded(model_factory, seed))
+        return lambda name, box: _cut_out(initial_tensor(name, tensors[name].shape, seed), box)
+    if sum(tensor.numel() for tensor in tensors.values()) > WHOLE_ELEMENTS:
+        try:
+            recipes = _recipes(model_factory)
+            return lambda name, box: recipes[name].part(seed, name, box)
+        except Exception as error:  # the user's code may raise anything of fake tensors
+            log.warning(
+                "model: each rank builds all of it to begin, as its parts can't be made by "
+                "themselves without initial_tensor(name, shape, seed): %s",
+                one_line(error),
+            )
+    whole = dict(_persistent(_seeded(model_factory, seed)))
+    return lambda name, box: _cut_out(whole[name], box)
+
+
+def _cut_out(whole: Tensor, box: Box) -> Tensor:
+    return whole[box.slices_within(Box.whole(tuple(whole.shape)))]
+
+
+def _recipes(model_factory: ModelFactory) -> dict[str, Recipe]:
+    """How a model fills each of its parameters and persistent buffers."""
+    model, recorder = recorded(model_factory)
+    recipes = {}
+    for name, tensor in _persistent(model):
+        recipe = recorder.recipe(tensor)
+        if recipe is None:
+            raise ModelError(f"{name} begins with what another tensor has")
+        recipes[name] = recipe
+    return recipes
 
 
 def _seeded(model_factory: ModelFactory, seed: int) -> nn.Module:

@@ -12,7 +12,6 @@ width, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -20,6 +19,9 @@ from dataclasses import dataclass, fields
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from elastic_ft.core.sharding import Box
+from elastic_ft.models.initial import draw
 
 INITIAL_STD = 0.02
 
@@ -201,21 +203,27 @@ class Decoder(nn.Module):
         costs[-1] += self.config.vocab_size * self.config.dim
         return costs
 
-    def initial_tensor(self, name: str, shape: Sequence[int], seed: int) -> Tensor:
-        """Returns the initial float32 CPU value of parameter ``name``, whose full shape is given.
+    def initial_part(self, name: str, shape: Sequence[int], seed: int, box: Box) -> Tensor:
+        """Returns what is in ``box`` of the initial float32 CPU value of parameter ``name``.
 
         A function of (seed, name, shape) and the number of layers alone. Norms start at 1,
         weights at N(0, 0.02), and the two projections of a block that write to the residual
         stream at N(0, 0.02 / sqrt(2 * n_layers)), as in GPT-2 (Radford et al., 2019, 2.3).
         """
         if name.endswith("norm.weight"):
-            return torch.ones(*shape, device="cpu")
+            return torch.ones(*box.sizes, device="cpu")
         std = INITIAL_STD
         if name.endswith((".attention.output.weight", ".ffn.down.weight")):
             std /= math.sqrt(2 * self.config.n_layers)
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.randn(*shape, generator=generator, device="cpu") * std
+
+        def fill(values: Tensor, generator: torch.Generator) -> None:
+            values.normal_(generator=generator).mul_(std)
+
+        return draw(seed, name, shape, box, fill, torch.float32)
+
+    def initial_tensor(self, name: str, shape: Sequence[int], seed: int) -> Tensor:
+        """Returns all of it."""
+        return self.initial_part(name, shape, seed, Box.whole(tuple(shape)))
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:

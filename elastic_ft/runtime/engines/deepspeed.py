@@ -23,7 +23,7 @@ from torch import nn
 from elastic_ft.config import Job
 from elastic_ft.core.sharding import Box, boxes_of_range
 from elastic_ft.errors import ConfigError
-from elastic_ft.models.build import block_modules, computed_buffers, initial_state
+from elastic_ft.models.build import block_modules, computed_buffers, initial_parts
 from elastic_ft.models.loss import loss_sum
 from elastic_ft.runtime import compat
 from elastic_ft.runtime.engines import deepspeed_compat
@@ -207,15 +207,25 @@ class DeepSpeedEngine:
             if self.job.model.weights is not None:
                 self._load_weights(self.job.model.weights, by_name)
             else:
-                for name, whole in initial_state(self._factory, self.job.seed):
-                    for piece in by_name[f"model.{name}"]:
-                        box = piece.box
-                        piece.local.copy_(whole[box.slices_within(Box.whole(whole.shape))])
+                self._initialise_from_seed(by_name)
             for name, pieces in by_name.items():
                 if name.startswith("optim."):
                     for piece in pieces:
                         piece.local.zero_()
         self._loss_scale.reset()
+
+    def _initialise_from_seed(self, by_name: dict[str, list[StateTensor]]) -> None:
+        places = {
+            (name.removeprefix("model."), piece.box): piece.local
+            for name, pieces in by_name.items()
+            for piece in pieces
+            if name.startswith("model.")
+        }
+        wanted: dict[str, list[Box]] = defaultdict(list)
+        for name, box in places:
+            wanted[name].append(box)
+        for name, box, part in initial_parts(self._factory, self.job.seed, wanted):
+            places[name, box].copy_(part)
 
     def _load_weights(self, url: str, by_name: dict[str, list[StateTensor]]) -> None:
         with torch.device("meta"):

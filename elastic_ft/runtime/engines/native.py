@@ -31,7 +31,7 @@ from elastic_ft.config import Job, OptimizerConfig
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError
-from elastic_ft.models.build import block_modules, computed_buffers, initial_state
+from elastic_ft.models.build import block_modules, computed_buffers, initial_parts
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.loss import loss_sum
 from elastic_ft.runtime import compat
@@ -272,13 +272,13 @@ class NativeEngine:
                 log.warning(remark)
 
     def _initialise_from_seed(self, state: State) -> None:
-        for name, whole in initial_state(self._factory, self.job.seed):
-            target = state.get(f"model.{name}")
-            if target is None:
-                continue  # another stage's
-            box = target.box
-            slices = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
-            target.local.copy_(whole[slices])
+        wanted = {
+            name.removeprefix("model."): [target.box]
+            for name, target in state.items()
+            if name.startswith("model.")
+        }
+        for name, _, part in initial_parts(self._factory, self.job.seed, wanted):
+            state[f"model.{name}"].local.copy_(part)
 
     def restored(self) -> None:
         self._loss_scale.restored()
