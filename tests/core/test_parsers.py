@@ -140,7 +140,7 @@ MERGES = "a: &a {k: 1, l: 2}\n" + "".join(
             JOB.replace("micro_batch_size", "micro_batch_sise"),
             "batch.micro_batch_sise: unknown key, did you mean micro_batch_size?",
         ),
-        pytest.param(JOB.replace("seed: 3", "seed: 9223372036854775808"), "seed: "),
+        pytest.param(JOB.replace("seed: 3", "seed: 18446744073709551616"), "seed: "),
         pytest.param(JOB.replace("10\n", "0x" + "f" * 5000 + "\n"), "steps: "),
         pytest.param(JOB.replace("1.0e-3", ".inf"), "optimizer.lr: "),
         pytest.param(JOB.replace("[0.9, 0.95]", "[5, -7]"), "optimizer.betas.0: "),
