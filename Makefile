@@ -62,6 +62,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/store.py
 	$(BIN)/python benchmarks/core_scale.py
+	$(BIN)/python benchmarks/forming.py
 	$(BIN)/python benchmarks/fleets.py
 	for what in reshard stall steps restart memory; do $(BIN)/python benchmarks/state.py $$what || exit 1; done
 	-$(BIN)/python benchmarks/gpu_snapshot.py

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from ranks import on_ranks
 
-from elastic_ft.core.events import Holding, Tier
-from elastic_ft.core.sharding import Box, Piece, plan_reshard
+from elastic_ft.core.events import Holding, Source, Tier
+from elastic_ft.core.sharding import Box, plan_moves
 from elastic_ft.models.decoder import PRESETS, Decoder
 from elastic_ft.runtime.buffer import DIGEST_BYTES, schema_bytes
 from elastic_ft.runtime.engines.base import State, StateTensor
 from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.placed import Placed, exchange_placed
 from elastic_ft.runtime.snapshot import Buffer, HostShard, make_schema
-from elastic_ft.runtime.transfer import Boxes, exchange_boxes, move
+from elastic_ft.runtime.transfer import move
 
 SURVIVORS, BEFORE = 3, 4
 Shapes = dict[str, tuple[int, ...]]
@@ -77,16 +78,13 @@ def as_snapshot(state: State) -> HostShard:
     return shard
 
 
-def bytes_between(boxes: list[Boxes]) -> dict[tuple[int, int], int]:
-    """(source, target) -> bytes that the plan moves."""
-    sides = [
-        [Piece(str(i), n, b) for i, each in enumerate(boxes) for n, b in getattr(each, side)]
-        for side in ("offers", "needs")
-    ]
-    moved: dict[tuple[int, int], int] = defaultdict(int)
-    for copy in plan_reshard(*sides, boxes[0].itemsizes):
-        if not copy.is_local:
-            moved[int(copy.source), int(copy.target)] += copy.box.numel * 4
+def bytes_by_peer(groups: Groups, placed: Placed, sent: bool) -> dict[int, int]:
+    """By participant, what this one's plan sends it, or receives from it."""
+    me = str(groups.participant)
+    plan = plan_moves(me, placed.offered, placed.needed, placed.itemsizes)
+    moved: dict[int, int] = defaultdict(int)
+    for copy in plan.sends if sent else plan.receives:
+        moved[int(copy.target if sent else copy.source)] += copy.box.numel * 4
     return moved
 
 
@@ -97,17 +95,23 @@ def one_rank(groups: Groups, nbytes: int, rounds: int) -> dict[str, Any]:
     needs = make_shard(shapes, rank, SURVIVORS)
     expected = {name: tensor.local.clone() for name, tensor in needs.items()}
     held = [*offers, *([buddys.state()] if buddys else [])]
-    moved = bytes_between(exchange_boxes(groups, held, needs))
-    out = {b: torch.ones(n, dtype=torch.uint8) for (a, b), n in moved.items() if a == rank}
-    into = {a: torch.ones(n, dtype=torch.uint8) for (a, b), n in moved.items() if b == rank}
+    shards = ["pp0.s0.tp0", "pp0.s3.tp0"] if rank == 0 else [f"pp0.s{rank}.tp0"]
+    source = Source(1, Tier.PEER, "pp1.s4.tp1", generation=1)
+    has = dict.fromkeys(shards, Tier.PEER)
+    groups.assignment = replace(groups.assignment, source=source, has=has)
+    placed = exchange_placed(groups, held, needs)
+    out, into = (
+        {who: torch.ones(n, dtype=torch.uint8) for who, n in moved.items()}
+        for moved in (bytes_by_peer(groups, placed, sent) for sent in (True, False))
+    )
     count = itertools.count()
     gc.freeze()  # as a worker does
 
     def reshard() -> None:
         if buddys is not None:
             buddys.verify("benchmark")
-        groups_boxes = exchange_boxes(_Fresh(groups, next(count)), held, needs)  # type: ignore[arg-type]
-        move(groups, groups_boxes, held, needs)
+        fresh: Any = _Fresh(groups, next(count))
+        move(groups, exchange_placed(fresh, held, needs), held, needs)
 
     def raw() -> None:
         works = [groups.host.recv([t], peer, 0) for peer, t in sorted(into.items())]
@@ -132,13 +136,22 @@ def one_rank(groups: Groups, nbytes: int, rounds: int) -> dict[str, Any]:
 
 
 class _Fresh:
-    """The groups, for an exchange under a name that was not used before."""
+    """The groups, for an exchange under names that were not used before."""
 
     def __init__(self, groups: Groups, number: int) -> None:
         self._groups, self._number = groups, number
 
-    def exchange(self, name: str, value: bytes) -> list[bytes]:
-        return self._groups.exchange(f"{name}{self._number}", value)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._groups, name)
+
+    def exchange_values(self, name: str, value: Any) -> list[Any]:
+        return self._groups.exchange_values(f"{name}{self._number}", value)
+
+    def publish(self, name: str, make: Callable[[], bytes]) -> None:
+        self._groups.publish(f"{name}{self._number}", make)
+
+    def published(self, name: str) -> bytes:
+        return self._groups.published(f"{name}{self._number}")
 
 
 def measure(mib: int, rounds: int) -> list[dict[str, float]]:

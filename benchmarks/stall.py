@@ -36,8 +36,8 @@ from elastic_ft.runtime.engines.base import MicroBatch
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import KeeperClient, run_keeper
+from elastic_ft.runtime.placed import exchange_placed
 from elastic_ft.runtime.snapshot import Snapshots
-from elastic_ft.runtime.transfer import exchange_boxes
 
 WORLD = 2
 WAYS = ("ours", "async_save", "save")
@@ -116,7 +116,7 @@ class Rank:
             lambda *_: None,
         )
         self._dcp_group = dist.new_group(backend="gloo")  # its thread must not use training's
-        self._owned = owned_by(groups, exchange_boxes(groups, [], engine.state()))
+        self._owned = owned_by(groups, exchange_placed(groups, [], engine.state()))
 
     def train(self, begin: Callable[[], object] | None, written: bool) -> tuple[float, bool]:
         """One step, then ``begin``. Returns its seconds, and whether all ranks have written."""

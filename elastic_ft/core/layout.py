@@ -73,6 +73,15 @@ class Layout:
         """Whether no rank has all of the state."""
         return self.pp * self.dp_shard * self.tp > 1
 
+    @staticmethod
+    def place_of(shard: str) -> tuple[int, int, int]:
+        """(pp, dp_shard, tp) indices of a shard's name. Raises ValueError."""
+        match = re.fullmatch(r"pp(\d+)\.s(\d+)\.tp(\d+)", shard)
+        if match is None:
+            raise ValueError(f"not a shard: {shard!r}")
+        pp, index, tp = map(int, match.groups())
+        return pp, index, tp
+
     def shards(self) -> frozenset[str]:
         """Every shard name; together they are the whole state."""
         return frozenset(shard_names(self))

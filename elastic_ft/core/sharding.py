@@ -4,8 +4,8 @@ Every layout cuts a tensor into boxes: DDP holds the whole, FSDP2 slices dimensi
 0 or 1, pipeline stages hold some tensors and not others. Going from any layout to any other is
 then one question: which box of which holder fills which part of which target.
 
-A plan is a value, the same whoever computes it and in whatever order the pieces are given, so all
-ranks may plan for themselves. ``runtime.transfer`` executes it.
+A plan is a value, and agrees with everybody else's: each rank plans for itself what it sends and
+receives. ``runtime.transfer`` executes it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from math import prod
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class StateMissing(ValueError):
@@ -201,89 +202,143 @@ class Copy:
 
 
 Holders = tuple[str, ...]  # sorted
-Replicas = dict[Box, Holders]  # of one tensor: who has exactly this box
+Replicas = Mapping[Box, Holders]  # of one tensor: who has exactly this box; none is empty
+Placement = Mapping[str, Replicas]  # by tensor; of those that are cut alike, one object
+Sized = tuple[int, str, Box]  # bytes, tensor, box
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one holder does. Its peers' plans agree: what it sends to one, that one receives."""
+
+    local: tuple[Copy, ...]
+    sends: tuple[Copy, ...]
+    receives: tuple[Copy, ...]
 
 
 class Cell(NamedTuple):
-    """A part of a target that any one of ``candidates`` can send whole."""
+    """A part of a tensor that any one of ``candidates`` can send whole to each of ``targets``."""
 
-    tensor: str
-    target: str
     box: Box
     candidates: Holders
+    targets: Holders  # those who have it not
+    turn: int  # which of all that want it the first of them is
+    is_mine: bool  # whose plan it is has it, and wants it
 
 
-def plan_reshard(
-    sources: Iterable[Piece],
-    targets: Iterable[Piece],
+def place(pieces: Iterable[Piece], among: Placement | None = None) -> dict[str, Replicas]:
+    """Who has which box, of ``among`` and of ``pieces``. Empty boxes are left out."""
+    added: dict[str, dict[Box, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for piece in pieces:
+        if 0 not in piece.box.sizes:
+            added[piece.tensor][piece.box].add(piece.holder)
+    found, known = dict(among or {}), {}
+    for tensor, boxes in added.items():
+        before = found.get(tensor, {})
+        alike = (id(before), tuple(sorted((box, *sorted(who)) for box, who in boxes.items())))
+        if alike not in known:
+            merged = dict(before)
+            for box, who in boxes.items():
+                merged[box] = tuple(sorted(who.union(before.get(box, ()))))
+            known[alike] = merged
+        found[tensor] = known[alike]
+    return found
+
+
+def plan_moves(
+    me: str,
+    held: Placement,
+    wanted: Placement,
     itemsize: Mapping[str, int] | None = None,
     cost: Mapping[tuple[str, str], float] | None = None,
-) -> tuple[Copy, ...]:
-    """Returns copies that write each element of each target exactly once, sorted by tensor.
+) -> Plan:
+    """Returns what ``me`` sends, receives and has: all plans together write each element of each
+    target exactly once.
 
     What a target's holder has itself is not moved, so no plan moves fewer bytes. The rest comes
-    from the cheapest of those that have it, and among equally cheap ones from the holder that
-    sends the fewest bytes so far. Sources may be partial, replicated, and overlap.
+    from the cheapest of those that have it, who share the sending of what they can all send.
+    Sources may be partial, replicated, and overlap. Work grows with the holders, and with what
+    this one has; not with what all have.
 
     itemsize: bytes per element of each tensor; 1 where it is not given.
     cost: of moving from one holder to another (source, target), compared first; 0 where it is
         not given. Any scale: say 0 within a node, 1 across.
 
-    Raises StateMissing if some element of a target has no source, and ValueError if boxes of a
-    tensor differ in dimensions or one holder's targets overlap.
+    Raises StateMissing if some element that ``me`` wants has no source, and ValueError if boxes of
+    a tensor differ in dimensions or its own targets overlap.
     """
-    held = _replicas_by_tensor(sources)
-    wanted = _replicas_by_tensor(targets)
     local: list[Copy] = []
-    remote: list[Cell] = []
-    cells_of: dict[Any, list[Cell]] = {}  # many tensors are cut alike
-    for tensor in sorted(wanted):
-        alike = (_pattern(held.get(tensor, {})), _pattern(wanted[tensor]))
-        if alike not in cells_of:
-            _refuse_overlapping_targets(tensor, wanted[tensor])
-            cells_of[alike] = list(_cells_of_tensor(tensor, held.get(tensor, {}), wanted[tensor]))
-        for _, target, box, candidates in cells_of[alike]:
-            if target in candidates:
-                local.append(Copy(tensor, target, target, box))
-            else:
-                remote.append(Cell(tensor, target, box, candidates))
-    copies = local + _choose_senders(remote, itemsize or {}, cost or {})
-    return tuple(sorted(copies, key=attrgetter("tensor", "target", "box")))
+    flows: dict[tuple[Holders, Holders, int], list[Sized]] = defaultdict(list)
+    for tensors in _alike(held, wanted):
+        first = tensors[0]
+        for cell in _cells_near(me, first, held.get(first, {}), wanted[first]):
+            if cell.is_mine:
+                local += [Copy(tensor, me, me, cell.box) for tensor in tensors]
+            if cell.targets:
+                flow = flows[cell.candidates, cell.targets, cell.turn]
+                flow += _sized(tensors, cell.box, itemsize or {})
+    moved = [
+        copy
+        for (candidates, targets, turn), cells in flows.items()
+        for copy in _share_out(me, cells, candidates, targets, turn, cost or {})
+    ]
+    moved.sort(key=_ORDER)
+    return Plan(
+        tuple(sorted(local, key=_ORDER)),
+        tuple(copy for copy in moved if copy.source == me),
+        tuple(copy for copy in moved if copy.target == me),
+    )
+
+
+_ORDER = attrgetter("tensor", "source", "target", "box")
 
 
 def bytes_moved(copies: Iterable[Copy], itemsize: Mapping[str, int] | None = None) -> int:
-    """Bytes that cross from one holder to another; itemsize as in ``plan_reshard``."""
+    """Bytes that cross from one holder to another; itemsize as in ``plan_moves``."""
     sizes = itemsize or {}
     return sum(c.box.numel * sizes.get(c.tensor, 1) for c in copies if not c.is_local)
 
 
-def _replicas_by_tensor(pieces: Iterable[Piece]) -> dict[str, Replicas]:
-    """tensor -> box -> the holders of exactly that box, sorted. Empty boxes are left out."""
-    found: dict[str, dict[Box, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for piece in pieces:
-        if 0 not in piece.box.sizes:
-            found[piece.tensor][piece.box].add(piece.holder)
-    return {
-        tensor: {box: tuple(sorted(holders)) for box, holders in boxes.items()}
-        for tensor, boxes in found.items()
-    }
+def _sized(tensors: Iterable[str], box: Box, itemsize: Mapping[str, int]) -> list[Sized]:
+    numel = box.numel
+    return [(numel * itemsize.get(tensor, 1), tensor, box) for tensor in tensors]
 
 
-def _pattern(replicas: Replicas) -> frozenset[tuple[Box, Holders]]:
-    return frozenset(replicas.items())
+def _alike(*sides: Placement) -> list[list[str]]:
+    """The tensors of the last, sorted; those together that are cut alike in all ``sides``."""
+    found: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for tensor in sorted(sides[-1]):
+        found[tuple([id(side.get(tensor)) for side in sides])].append(tensor)
+    return list(found.values())
 
 
-def _cells_of_tensor(tensor: str, held: Replicas, wanted: Replicas) -> Iterator[Cell]:
-    """The targets of one tensor, cut where the set of those who can send changes."""
+def _cells_near(me: str, tensor: str, held: Replicas, wanted: Replicas) -> Iterator[Cell]:
+    """The targets of one tensor, cut where the set of those who can send changes: what ``me``
+    wants, and what it has."""
     disjoint = overlapping(held) is None  # no layout here cuts otherwise; then it is quick
+    own = [box for box, holders in held.items() if me in holders]
+    _refuse_overlapping(me, tensor, [box for box, holders in wanted.items() if me in holders])
     for box, targets in sorted(wanted.items()):
-        near = _touching(box, held, disjoint)
-        if gap := _gap(box, near, disjoint):
-            raise StateMissing(f"{tensor}: no holder has {gap}, {targets[0]} wants {box}")
-        for target in targets:
-            parts = near if disjoint else _cut_up(box, target, near)
-            for part, candidates in parts:
-                yield Cell(tensor, target, part, candidates)
+        is_wanted = me in targets
+        if not is_wanted and not any(box.intersect(some) for some in own):
+            continue
+        sources = held if is_wanted or not disjoint else {some: held[some] for some in own}
+        near = _touching(box, sources, disjoint)
+        if is_wanted and (gap := _gap(box, near, disjoint)):
+            raise StateMissing(f"{tensor}: no holder has {gap}, {me} wants {box}")
+        if disjoint:
+            for part, candidates in near:
+                have = frozenset(candidates)
+                lack = tuple(target for target in targets if target not in have)
+                yield Cell(part, candidates, lack, 0, is_wanted and me in have)
+            continue
+        for turn, target in enumerate(targets):
+            for part, candidates in _cut_up(box, target, near):
+                if target in candidates:
+                    if target == me:
+                        yield Cell(part, candidates, (), 0, True)
+                elif target == me or me in candidates:
+                    yield Cell(part, candidates, (target,), turn, False)
 
 
 def _touching(box: Box, held: Replicas, disjoint: bool) -> list[tuple[Box, Holders]]:
@@ -327,62 +382,107 @@ def _split(part: tuple[Box, Holders], cut: Box, holders: Holders) -> list[tuple[
     return [(inside, everyone), *((outside, candidates) for outside in box.minus(cut))]
 
 
-def _refuse_overlapping_targets(tensor: str, wanted: Replicas) -> None:
-    """One holder's targets must be disjoint: an element written twice has no one value."""
-    boxes_of: dict[str, list[Box]] = defaultdict(list)
-    for box, holders in wanted.items():
-        for holder in holders:
-            boxes_of[holder].append(box)
-    for holder, boxes in boxes_of.items():
-        if len(boxes) > 1 and (pair := overlapping(boxes)):
-            raise ValueError(f"{tensor}: targets {pair[0]} and {pair[1]} of {holder} overlap")
+def _refuse_overlapping(me: str, tensor: str, targets: list[Box]) -> None:
+    """An element written twice has no one value."""
+    if len(targets) > 1 and (pair := overlapping(targets)):
+        raise ValueError(f"{tensor}: targets {pair[0]} and {pair[1]} of {me} overlap")
 
 
-def _choose_senders(
-    cells: Iterable[Cell],
-    itemsize: Mapping[str, int],
+def _share_out(
+    me: str,
+    cells: list[Sized],
+    candidates: Holders,
+    targets: Holders,
+    turn: int,
     cost: Mapping[tuple[str, str], float],
-) -> list[Copy]:
-    """Who sends what: cheapest, then least loaded. What has no choice first, then largest first."""
-    weighed = [(cell.box.numel * itemsize.get(cell.tensor, 1), cell) for cell in cells]
-    weighed.sort(key=lambda pair: (len(pair[1].candidates) > 1, -pair[0], pair[1]))
-    sent: dict[str, int] = defaultdict(int)
-    copies: list[Copy] = []
-    for nbytes, (tensor, target, box, candidates) in weighed:
-        keys = ((cost.get((c, target), 0.0), sent[c], c) for c in candidates)
-        sender = min(keys)[2]
-        sent[sender] += nbytes
-        copies.append(Copy(tensor, sender, target, box))
-    return copies
+) -> Iterator[Copy]:
+    """Of ``cells``, which each of ``targets`` gets from one of ``candidates``, those from or to
+    ``me``. The next target begins with the sender after the last one's."""
+    cells.sort(key=_largest_first)
+    dealt: dict[int, list[list[Sized]]] = {}
+    for number, target in enumerate(targets, turn):
+        if me not in candidates and target != me:
+            continue
+        senders = _cheapest(candidates, target, cost)
+        count = len(senders)
+        hands = dealt.get(count)
+        if hands is None:
+            hands = dealt[count] = _deal(cells, [0] * count)
+        first = number * (len(cells) % count or 1)
+        for sender in (me,) if target != me else senders:
+            if sender in senders:
+                hand = hands[(senders.index(sender) - first) % count]
+                yield from (Copy(tensor, sender, target, box) for _, tensor, box in hand)
+
+
+def _largest_first(cell: Sized) -> tuple[int, str, Box]:
+    return -cell[0], cell[1], cell[2]
+
+
+def _cheapest(
+    candidates: Holders, target: str, cost: Mapping[tuple[str, str], float]
+) -> Sequence[str]:
+    if len(candidates) == 1 or not cost:
+        return candidates
+    costs = [cost.get((candidate, target), 0.0) for candidate in candidates]
+    least = min(costs)
+    return [c for c, each in zip(candidates, costs, strict=True) if each == least]
+
+
+def _deal(cells: Iterable[Sized], loads: Sequence[int]) -> list[list[Sized]]:
+    """``cells``, the largest first, each to who has least: as many hands as ``loads``."""
+    hands: list[list[Sized]] = [[] for _ in loads]
+    heap = [(load, hand) for hand, load in enumerate(loads)]
+    heapify(heap)
+    for cell in cells:
+        load, hand = heap[0]
+        hands[hand].append(cell)
+        heapreplace(heap, (load + cell[0], hand))
+    return hands
 
 
 # ------------------------------------------------------------------------- checkpoint owners
 
 
-def partition_owners(
-    pieces: Iterable[Piece], itemsize: Mapping[str, int] | None = None
-) -> dict[str, list[Piece]]:
-    """Returns, for every holder, the pieces it writes: each box once, bytes spread evenly.
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A box that several may have: ``owner``, one of ``holders``, writes or reads it for all."""
+
+    tensor: str
+    box: Box
+    owner: str
+    holders: Holders
+
+
+def find_owners(
+    me: str, placed: Placement, itemsize: Mapping[str, int] | None = None
+) -> tuple[Owned, ...]:
+    """Of each box that ``me`` has, who writes it: each box once, bytes spread evenly.
 
     Identical boxes are replicas; other boxes of one tensor are disjoint, which is asserted: every
-    layout here cuts that way. Pieces that one holder alone has are counted first, then the
-    replicated ones go, largest first, to whoever writes least. Empty boxes are written by no one.
+    layout here cuts that way. What one holder alone has is counted first, then what the same
+    holders share goes, largest first, to whoever writes least. Empty boxes are written by no one.
     """
-    pieces = tuple(pieces)
     sizes = itemsize or {}
-    held: list[tuple[int, str, Box, Holders]] = []
-    for tensor, replicas in _replicas_by_tensor(pieces).items():
+    loads: dict[str, int] = defaultdict(int)
+    owned: list[Owned] = []
+    shared: dict[Holders, list[Sized]] = defaultdict(list)
+    for tensors in _alike(placed):
+        replicas = placed[tensors[0]]
         pair = overlapping(replicas)
-        assert pair is None, f"{tensor}: {pair[0]} and {pair[1]} overlap, and are not replicas"
+        assert pair is None, f"{tensors[0]}: {pair[0]} and {pair[1]} overlap, and are no replicas"
+        together = sum(sizes.get(tensor, 1) for tensor in tensors)
         for box, holders in replicas.items():
-            held.append((box.numel * sizes.get(tensor, 1), tensor, box, holders))
-    held.sort(key=lambda h: (len(h[3]) > 1, -h[0], h[1], h[2]))
-    load = dict.fromkeys(sorted({piece.holder for piece in pieces}), 0)
-    owned: dict[str, list[Piece]] = {holder: [] for holder in load}
-    for nbytes, tensor, box, holders in held:
-        owner = min(holders, key=lambda h: (load[h], h))
-        load[owner] += nbytes
-        owned[owner].append(Piece(owner, tensor, box))
-    for mine in owned.values():
-        mine.sort(key=attrgetter("tensor", "box"))
-    return owned
+            if len(holders) == 1:
+                loads[holders[0]] += box.numel * together
+            if me not in holders:
+                continue
+            if len(holders) == 1:
+                owned += [Owned(tensor, box, me, holders) for tensor in tensors]
+            else:
+                shared[holders] += _sized(tensors, box, sizes)
+    for holders, cells in shared.items():
+        hands = _deal(sorted(cells, key=_largest_first), [loads[holder] for holder in holders])
+        for owner, hand in zip(holders, hands, strict=True):
+            owned += [Owned(tensor, box, owner, holders) for _, tensor, box in hand]
+    return tuple(sorted(owned, key=attrgetter("tensor", "box")))

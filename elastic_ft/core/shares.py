@@ -24,7 +24,6 @@ class Share(Basis):
         keepers: that are among those.
         members, participants: how many; members come first.
         holding: the first so many ranks keep snapshots in host memory.
-        are_copied: whether any rank keeps a copy of another one's shard.
         participant: index among all of them; a member's is its rank.
         has: shards of the source that it has, in its nearest tier.
         buddies: ranks that keep a copy of its shard.
@@ -38,7 +37,6 @@ class Share(Basis):
     members: int
     participants: int
     holding: int
-    are_copied: bool
     participant: int
     has: dict[str, Tier]
     buddies: tuple[int, ...]
@@ -75,7 +73,6 @@ def shares(assignment: Assignment) -> Iterator[tuple[WorkerId, Share]]:
     keepers = tuple(keeper for keeper in assignment.keepers if keeper.name in asked)
     members = len(assignment.members)
     holding = len(assignment.holding) if members else 0
-    are_copied = any(assignment.buddies)
     for participant, worker in enumerate(everyone):
         yield (
             worker,
@@ -87,7 +84,6 @@ def shares(assignment: Assignment) -> Iterator[tuple[WorkerId, Share]]:
                 members,
                 len(everyone),
                 holding,
-                are_copied,
                 participant,
                 has[worker],
                 assignment.buddies[participant] if participant < members else (),

@@ -13,13 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from elastic_ft.core.events import ShardsFailed, ShardsWritten
-from elastic_ft.core.sharding import Box, Piece, partition_owners
+from elastic_ft.core.sharding import Box, find_owners
 from elastic_ft.runtime.buffer import cut
 from elastic_ft.runtime.engines.base import Reach, State, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import KeeperGone, Upload
+from elastic_ft.runtime.placed import Placed
 from elastic_ft.runtime.snapshot import HostShard, Snapshots
-from elastic_ft.runtime.transfer import Boxes
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import open_store
@@ -29,25 +29,11 @@ UPLOAD_DEADLINE_S = 600.0
 Owned = frozenset[tuple[str, Box]]
 
 
-def owned_by(groups: Groups, boxes: list[Boxes]) -> Owned:
+def owned_by(groups: Groups, placed: Placed) -> Owned:
     """Which boxes this rank writes."""
-    owners = owners_of(groups.world_size, boxes)
-    return frozenset(owners[groups.rank] if groups.rank is not None else ())
-
-
-def owners_of(world_size: int, boxes: list[Boxes]) -> dict[int, tuple[tuple[str, Box], ...]]:
-    """By rank, the boxes that it writes or reads for all who have them. Equal on every rank."""
-    pieces = [
-        Piece(str(rank), name, box)
-        for rank, listed in enumerate(boxes[:world_size])
-        for name, box in listed.needs
-    ]
-    itemsizes = {name: size for listed in boxes for name, size in listed.itemsizes.items()}
-    owners = partition_owners(pieces, itemsizes)
-    return {
-        rank: tuple((p.tensor, p.box) for p in owners.get(str(rank), ()))
-        for rank in range(world_size)
-    }
+    me = str(groups.participant)
+    owned = find_owners(me, placed.needed, placed.itemsizes)
+    return frozenset((one.tensor, one.box) for one in owned if one.owner == me)
 
 
 class Checkpointer:

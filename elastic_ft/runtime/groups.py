@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -51,6 +52,24 @@ class Peer:
     worker: WorkerId
     node: NodeId
     listeners: tuple[Address, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Everyones:
+    """Values by participant, each different one once, with how many in a row have it."""
+
+    values: tuple[bytes, ...]
+    runs: tuple[tuple[int, int], ...]  # number of the value, participants
+
+    @staticmethod
+    def of(listed: list[bytes]) -> _Everyones:
+        numbers: dict[bytes, int] = {}
+        found = [numbers.setdefault(value, len(numbers)) for value in listed]
+        runs = tuple((number, len([*some])) for number, some in groupby(found))
+        return _Everyones(tuple(numbers), runs)
+
+    def listed(self) -> list[bytes]:
+        return [self.values[number] for number, count in self.runs for _ in range(count)]
 
 
 class Groups:
@@ -190,24 +209,58 @@ class Groups:
             raise GroupBroken(f"barrier {name}: {_one_line(error)}") from error
 
     def exchange(self, name: str, value: bytes, timeout_s: float = FORM_TIMEOUT_S) -> list[bytes]:
-        """Returns every participant's value, in participant order."""
+        """Returns every participant's value, in participant order.
+
+        The first one collects them, so that all the others read one value: equal ones once.
+        """
         assert self.store is not None
-        keys = [f"{name}/{peer}" for peer in range(self.participants)]
         try:
-            self.store.set(keys[self.participant], value)
-            self.store.wait(keys, datetime.timedelta(seconds=timeout_s))
-            return [self.store.get(key) for key in keys]
+            self.store.set(f"{name}/{self.participant}", value)
+            if self.participant == 0:
+                everyones = _Everyones.of(self._collect(name, timeout_s))
+                self.store.set(f"{name}/all", wire.pack(wire.Packed(everyones)))
+            self._await([f"{name}/all"], timeout_s)
+            return decoder(_Everyones)(wire.unpack(self.store.get(f"{name}/all"))).listed()
         except Exception as error:
             raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
 
+    def _collect(self, name: str, timeout_s: float) -> list[bytes]:
+        assert self.store is not None
+        keys = [f"{name}/{peer}" for peer in range(self.participants)]
+        self._await(keys, timeout_s)
+        return [self.store.get(key) for key in keys]
+
+    def _await(self, keys: list[str], timeout_s: float) -> None:
+        assert self.store is not None
+        self.store.wait(keys, datetime.timedelta(seconds=timeout_s))
+
     def exchange_values(self, name: str, value: T) -> list[T]:
-        """Every participant's data class, in participant order."""
+        """Every participant's data class, in participant order; of equal ones, the same."""
         raw = self.exchange(name, wire.pack(value))
         try:
             decode = decoder(type(value))  # type: ignore[arg-type]
-            return [decode(wire.unpack(each)) for each in raw]
+            known = {each: decode(wire.unpack(each)) for each in set(raw)}
         except (wire.MessageRefused, Undecodable) as error:
             raise GroupBroken(f"exchange {name}: {error}") from error
+        return [known[each] for each in raw]
+
+    def publish(self, name: str, make: Callable[[], bytes]) -> None:
+        """The first to come puts what ``make`` returns into the store, for all."""
+        assert self.store is not None
+        try:
+            if self.store.add(f"{name}/said", 1) == 1:
+                self.store.set(name, make())
+        except Exception as error:
+            raise GroupBroken(f"publishing {name}: {_one_line(error)}") from error
+
+    def published(self, name: str) -> bytes:
+        """What was published, before an ``exchange``, by whoever knows ``name``."""
+        assert self.store is not None
+        try:
+            self._await([name], FORM_TIMEOUT_S)
+            return bytes(self.store.get(name))
+        except Exception as error:
+            raise GroupBroken(f"reading {name}: {_one_line(error)}") from error
 
     def wait(self, *works: Any) -> None:
         """Waits for transfers over ``host``. Raises GroupBroken if one fails, is late or aborted.

@@ -36,7 +36,6 @@ from elastic_ft.runtime.pace import Pace
 from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.rates import learning_rate
 from elastic_ft.runtime.snapshot import Schema, Snapshots
-from elastic_ft.runtime.transfer import Boxes
 
 FINISH_DEADLINE_S = 600.0
 UPLOAD_POLL_S = 0.1
@@ -78,7 +77,6 @@ class Formed:
     """One formed generation, ready to train."""
 
     groups: Groups
-    boxes: list[Boxes]
     owned: Owned
     peer_schemas: dict[int, Schema]  # of the ranks whose copies are kept here
     step: int

@@ -8,25 +8,26 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ft.core.events import CheckpointRef, Source, Tier
+from elastic_ft.core.sharding import find_owners
 from elastic_ft.errors import (
     CheckpointMismatch,
     GroupBroken,
     StateDamaged,
 )
-from elastic_ft.runtime.checkpointer import owners_of
 from elastic_ft.runtime.engines.base import Engine, Reach, State, tensor_name
 from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.keeper import Described, LeftShard
+from elastic_ft.runtime.keeper import LeftShard
 from elastic_ft.runtime.outcomes import together
-from elastic_ft.runtime.snapshot import Schema, Snapshots, make_schema
+from elastic_ft.runtime.placed import Placed, exchange_placed
+from elastic_ft.runtime.snapshot import Schema, Snapshots
 from elastic_ft.runtime.stored import StoredState, reading, store_of
-from elastic_ft.runtime.transfer import Boxes, exchange_boxes, move
+from elastic_ft.runtime.transfer import hand_on, move
 from elastic_ft.storage import checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    boxes: list[Boxes]  # what everyone holds now, by participant
+    placed: Placed  # what everyone holds now
     peer_schemas: dict[int, Schema]  # of the ranks whose copies this one keeps
     bytes_received: int
 
@@ -58,22 +59,21 @@ def restore(
         engine.intact = False  # until it is filled
         if kept:
             forget_live()
-    boxes = exchange_boxes(groups, offers, needs)
+    placed = exchange_placed(groups, offers, needs)
     received = 0
     if source.tier is Tier.INITIAL:
         if groups.rank is not None:
             engine.initialise()
     elif source.tier is Tier.CHECKPOINT and not source.holders:
-        received = _read_checkpoint(groups, source, boxes, needs, silent_s)
+        received = _read_checkpoint(groups, source, placed, needs, silent_s)
     else:
         left = left_shards(groups, key, silent_s)
-        received = move(groups, boxes, offers, needs, left)
+        received = move(groups, placed, offers, needs, left)
     if groups.rank is not None:
         engine.restored()
         engine.intact = True
-    schemas = _exchange_schemas(groups, needs)
     groups.barrier("restored")
-    return Restored(boxes, schemas, received)
+    return Restored(placed, _peer_schemas(groups, placed), received)
 
 
 def left_shards(groups: Groups, key: bytes, silent_s: float) -> list[LeftShard | StoredState]:
@@ -122,31 +122,28 @@ def _offers(
     return offers
 
 
-def _exchange_schemas(groups: Groups, state: State) -> dict[int, Schema]:
-    """Sizes of the snapshots to expect from the ranks whose buddy this one is."""
-    if not groups.assignment.are_copied:
-        return {}
-    schemas = groups.exchange_values("schemas", Described(make_schema(state)))
-    return {rank: schemas[rank].schema for rank in groups.assignment.keeps}
+def _peer_schemas(groups: Groups, placed: Placed) -> dict[int, Schema]:
+    """Of the snapshots to expect from the ranks whose buddy this one is."""
+    return {rank: placed.schema_of(rank) for rank in groups.assignment.keeps}
 
 
 def _read_checkpoint(
-    groups: Groups, source: Source, boxes: list[Boxes], needs: State, silent_s: float
+    groups: Groups, source: Source, placed: Placed, needs: State, silent_s: float
 ) -> int:
     """Reads each box once for all ranks that need it, and hands it on. Returns bytes received.
 
     Every participant calls it. All raise the same for the manifest's URL, if anybody finds it
     damaged or can't read it (I5): nobody waits for what will not come.
     """
-    readers = _readers(groups, boxes)
-    own = set(readers[groups.participant].offers)
+    me = str(groups.participant)
+    owned = find_owners(me, placed.needed, placed.itemsizes)
+    own = {(one.tensor, one.box) for one in owned if one.owner == me}
     mine = {key: tensor for key, tensor in needs.items() if (tensor_name(key), tensor.box) in own}
 
     def read() -> tuple[None, tuple[str, ...]]:
         if groups.rank is None:
             return None, ()
-        here = {tensor_name(key) for key in needs}
-        elsewhere = {name for listed in boxes for name, _ in listed.needs} - here
+        elsewhere = placed.itemsizes.keys() - {tensor_name(key) for key in needs}
         ref = CheckpointRef(source.step, source.url)
         store = store_of(groups, ref, silent_s)
         with reading(groups, store, source.url):
@@ -154,16 +151,7 @@ def _read_checkpoint(
         return None, (source.url,) * any(tensor.local.numel() for tensor in mine.values())
 
     together(groups, "read", read)
-    return move(groups, readers, [mine], needs)
-
-
-def _readers(groups: Groups, boxes: list[Boxes]) -> list[Boxes]:
-    """What each participant offers once it has read its part: of replicas, one has it."""
-    owners = owners_of(groups.world_size, boxes)
-    return [
-        Boxes(owners.get(participant, ()), listed.needs, listed.itemsizes)
-        for participant, listed in enumerate(boxes)
-    ]
+    return hand_on(groups, placed, owned, needs)
 
 
 def _read_boxes(reader: checkpoints.Reader, state: State, mine: State, elsewhere: Set[str]) -> None:

@@ -1,8 +1,8 @@
 """How a shard gets from A to B: executes a reshard plan over a generation's host group.
 
-Everyone publishes what it offers (boxes of the chosen source) and what it needs (the boxes of its
-new layout), everyone computes the same plan, and each rank receives just what it lacks. Copies
-read from snapshots are verified before they leave, messages when they arrive.
+Everyone knows what everyone offers (boxes of the chosen source) and needs (the boxes of its new
+layout, see ``runtime.placed``), plans its own part of the moves, and receives just what it lacks.
+Copies read from snapshots are verified before they leave, messages when they arrive.
 
 Large parts go from tensor to tensor. Small ones are packed into buffers that are used again: memory
 that is written for the first time costs more than a good network does.
@@ -19,13 +19,24 @@ from typing import Any
 
 import torch
 
-from elastic_ft.core.sharding import Box, Copy, Piece, StateMissing, plan_reshard, slabs
+from elastic_ft.core.sharding import (
+    Box,
+    Copy,
+    Owned,
+    Piece,
+    Plan,
+    StateMissing,
+    place,
+    plan_moves,
+    slabs,
+)
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime.buffer import DIGEST_BYTES, digest_of, is_whole, seal
 from elastic_ft.runtime.engines.base import State, StateTensor, tensor_name
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import LeftShard
 from elastic_ft.runtime.outcomes import together
+from elastic_ft.runtime.placed import Placed
 from elastic_ft.runtime.stored import StoredState
 
 LARGE_BYTES = 256 << 10  # a part of that size is worth a message of its own
@@ -34,63 +45,12 @@ BATCH_BYTES = 32 << 20  # of large parts that are on their way to one peer; so t
 FETCH_BYTES = 64 << 20  # of one request to a keeper
 
 
-@dataclass(frozen=True, slots=True)
-class Boxes:
-    """What one participant offers and needs, by tensor name."""
-
-    offers: tuple[tuple[str, Box], ...]
-    needs: tuple[tuple[str, Box], ...]
-    itemsizes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class NumberedBoxes:
-    """As they are published: many tensors are cut alike, and each box is sent once."""
-
-    offers: tuple[tuple[str, int], ...]
-    needs: tuple[tuple[str, int], ...]
-    itemsizes: dict[str, int]
-    boxes: tuple[Box, ...]
-
-    def whole(self) -> Boxes:
-        """Raises GroupBroken where there is no box of a number."""
-        try:
-            offers, needs = (
-                tuple([(name, self.boxes[number]) for name, number in listed])
-                for listed in (self.offers, self.needs)
-            )
-        except IndexError:
-            raise GroupBroken("a participant names boxes that it has not") from None
-        return Boxes(offers, needs, self.itemsizes)
-
-
 Held = dict[str, list[StateTensor]]  # by tensor name
-
-
-def exchange_boxes(groups: Groups, offers: Iterable[State], needs: State) -> list[Boxes]:
-    """Publishes this participant's boxes. Returns everyone's, in participant order."""
-    numbers: dict[Box, int] = {}
-
-    def listed(state: State) -> list[tuple[str, int]]:
-        return [(tensor_name(k), numbers.setdefault(t.box, len(numbers))) for k, t in state.items()]
-
-    offers = tuple(offers)
-    own = NumberedBoxes(
-        offers=tuple(item for state in offers for item in listed(state)),
-        needs=tuple(listed(needs)),
-        itemsizes={
-            tensor_name(key): t.local.element_size()
-            for state in (*offers, needs)
-            for key, t in state.items()
-        },
-        boxes=tuple(numbers),
-    )
-    return [listed.whole() for listed in groups.exchange_values("boxes", own)]
 
 
 def move(
     groups: Groups,
-    boxes: list[Boxes],
+    placed: Placed,
     offers: Iterable[State],
     needs: State,
     left: Sequence[LeftShard | StoredState] = (),
@@ -101,31 +61,52 @@ def move(
     message arrives damaged, or what was ``left`` is; StateUnreadable when that can't be had.
     """
     kept = {_left_holder(index): shard for index, shard in enumerate(left)}
-    sources = _pieces(b.offers for b in boxes)
-    sources += [
-        Piece(who, slot.name, slot.box) for who, shard in kept.items() for slot in shard.schema
-    ]
-    targets = _pieces(b.needs for b in boxes)
-    itemsizes: dict[str, int] = {}
-    for participant in boxes:
-        itemsizes |= participant.itemsizes
+    sources = place(
+        (Piece(who, s.name, s.box) for who, shard in kept.items() for s in shard.schema),
+        placed.offered,
+    )
+    me = str(groups.participant)
     try:
-        plan = plan_reshard(sources, targets, itemsizes, _costs(groups, kept))
+        plan = plan_moves(me, sources, placed.needed, placed.itemsizes, _costs(groups, kept))
     except StateMissing as error:
         raise GroupBroken(f"the chosen source is not complete: {error}") from error
-    held, wanted = _by_name(offers), _by_name([needs])
+    return _execute(groups, plan, placed, offers, needs, kept)
+
+
+def hand_on(groups: Groups, placed: Placed, owned: Iterable[Owned], needs: State) -> int:
+    """Of ``needs``, this participant's boxes are filled: each goes from its owner to all who need
+    the same. Returns the bytes received; raises as ``move``.
+    """
     me = str(groups.participant)
-    local = [c for c in plan if c.source == me == c.target]
-    between = [c for c in plan if c.source not in kept and not c.is_local]
+    sends: list[Copy] = []
+    receives: list[Copy] = []
+    for one in owned:
+        if one.owner == me:
+            sends += [Copy(one.tensor, me, who, one.box) for who in one.holders if who != me]
+        else:
+            receives.append(Copy(one.tensor, one.owner, me, one.box))
+    plan = Plan((), tuple(sends), tuple(receives))
+    return _execute(groups, plan, placed, [needs], needs, {})
+
+
+def _execute(
+    groups: Groups,
+    plan: Plan,
+    placed: Placed,
+    offers: Iterable[State],
+    needs: State,
+    kept: Mapping[str, LeftShard | StoredState],
+) -> int:
+    """Returns the bytes received."""
+    held, wanted, itemsizes = _by_name(offers), _by_name([needs]), placed.itemsizes
     with torch.no_grad():
         received = 0
         if kept:
-            mine = [c for c in plan if c.target == me]
-            fetch = partial(_fetch, groups, kept, mine, wanted, itemsizes)
+            fetch = partial(_fetch, groups, kept, plan.receives, wanted, itemsizes)
             received = together(groups, "fetched", fetch)
-        exchange = _Exchange(groups, between, held, wanted, itemsizes)
+        exchange = _Exchange(groups, plan, held, wanted, itemsizes)
         exchange.begin()
-        for copy in local:  # while the first batches are on their way
+        for copy in plan.local:  # while the first batches are on their way
             _copy_locally(copy, held, wanted)
         return received + exchange.end()
 
@@ -159,7 +140,7 @@ def _left_holder(index: int) -> str:
 def _fetch(
     groups: Groups,
     kept: Mapping[str, LeftShard | StoredState],
-    plan: list[Copy],
+    plan: Sequence[Copy],
     needs: Held,
     itemsizes: Mapping[str, int],
 ) -> tuple[int, tuple[str, ...]]:
@@ -200,14 +181,6 @@ def _requests(copies: Iterable[Copy], itemsizes: Mapping[str, int]) -> Iterator[
 def _cut(copy: Copy, nbytes_max: int, itemsizes: Mapping[str, int]) -> Iterator[Copy]:
     for box in slabs(copy.box, nbytes_max // itemsizes[copy.tensor]):
         yield Copy(copy.tensor, copy.source, copy.target, box)
-
-
-def _pieces(boxes: Iterable[tuple[tuple[str, Box], ...]]) -> list[Piece]:
-    return [
-        Piece(str(participant), name, box)
-        for participant, listed in enumerate(boxes)
-        for name, box in listed
-    ]
 
 
 def _copy_locally(copy: Copy, held: Held, needs: Held) -> None:
@@ -302,15 +275,15 @@ class _Exchange:
     def __init__(
         self,
         groups: Groups,
-        plan: Sequence[Copy],
+        plan: Plan,
         held: Held,
         needs: Held,
         itemsizes: Mapping[str, int],
     ) -> None:
         self._groups, self._held, self._needs = groups, held, needs
-        me = str(groups.participant)
-        self._outgoing = _batches((c for c in plan if c.source == me), "target", itemsizes)
-        self._incoming = _batches((c for c in plan if c.target == me), "source", itemsizes)
+        of_peers = (copy for copy in plan.receives if copy.source.isdecimal())  # not of keepers
+        self._outgoing = _batches(plan.sends, "target", itemsizes)
+        self._incoming = _batches(of_peers, "source", itemsizes)
         streams = (*self._outgoing.values(), *self._incoming.values())
         self._rounds = max(map(len, streams), default=0)
         self._arenas = (_Arena(), _Arena())

@@ -539,8 +539,7 @@ class Worker:
         self._keep_old_cut(tools, assignment)
         formed = Formed(
             groups=groups,
-            boxes=restored.boxes,
-            owned=owned_by(groups, restored.boxes),
+            owned=owned_by(groups, restored.placed),
             peer_schemas=restored.peer_schemas,
             step=step,
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from elastic_ft.core.sharding import Box, Piece, StateMissing, plan_reshard
+from elastic_ft.core.sharding import Box, Piece, StateMissing
 from tests.core.test_sharding import (
     anything,
     check_plan,
@@ -16,6 +16,7 @@ from tests.core.test_sharding import (
     missing_elements,
     placements,
 )
+from tests.core.whole_plans import plan_reshard
 
 COSTS = (-1.0, 0.0, 1.0)  # on the target's node, elsewhere, in the store
 Costs = dict[tuple[str, str], float]

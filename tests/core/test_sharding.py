@@ -20,10 +20,9 @@ from elastic_ft.core.sharding import (
     boxes_of_range,
     bytes_moved,
     overlapping,
-    partition_owners,
-    plan_reshard,
     uncovered,
 )
+from tests.core.whole_plans import partition_owners, plan_reshard
 
 Element = tuple[int, ...]
 
@@ -232,7 +231,8 @@ def test_the_order_of_the_pieces_does_not_matter(case, random) -> None:  # type:
 
 
 HASH_SEED_PROGRAM = """
-from elastic_ft.core.sharding import *
+from elastic_ft.core.sharding import Box, Piece
+from tests.core.whole_plans import partition_owners, plan_reshard
 box = [Box((8 * i, 0), (8, 5)) for i in range(3)]
 sources = [Piece(f"w{r}", f"t{t}", b) for t in range(9) for r in range(5) for b in box[: r + 1]]
 targets = [Piece(f"x{r}", f"t{t}", Box((4 * r, 0), (4, 5))) for t in range(9) for r in range(6)]
@@ -261,16 +261,24 @@ def test_the_hash_seed_does_not_matter() -> None:
     joiners=st.integers(1, 3),
 )
 def test_replicas_share_the_sending(tensors: list[int], replicas: int, joiners: int) -> None:
-    """No sender has more than one largest tensor above another."""
+    """To no joiner one sends more than one largest tensor above another."""
     itemsize = {f"t{i}": 4 for i in range(len(tensors))}
     wholes = {f"t{i}": Box.whole((n,)) for i, n in enumerate(tensors)}
     sources = [Piece(f"w{r}", t, box) for t, box in wholes.items() for r in range(replicas)]
     targets = [Piece(f"x{j}", t, box) for t, box in wholes.items() for j in range(joiners)]
-    sent = Counter({f"w{r}": 0 for r in range(replicas)})
+    sent = {f"x{j}": Counter({f"w{r}": 0 for r in range(replicas)}) for j in range(joiners)}
     for copy in plan_reshard(sources, targets, itemsize):
-        sent[copy.source] += copy.box.numel * 4
-    assert sum(sent.values()) == joiners * 4 * sum(tensors)
-    assert max(sent.values()) - min(sent.values()) <= 4 * max(tensors)
+        sent[copy.target][copy.source] += copy.box.numel * 4
+    for each in sent.values():
+        assert sum(each.values()) == 4 * sum(tensors)
+        assert max(each.values()) - min(each.values()) <= 4 * max(tensors)
+
+
+def test_the_next_joiner_is_served_by_the_next_sender() -> None:
+    sources = [Piece(f"w{r}", "t", Box.whole((8,))) for r in range(3)]
+    targets = [Piece(f"x{j}", "t", Box.whole((8,))) for j in range(3)]
+    plan = plan_reshard(sources, targets)
+    assert {copy.source for copy in plan} == {"w0", "w1", "w2"}
 
 
 def test_a_pure_shrink_moves_only_the_lost_shard() -> None:

@@ -39,7 +39,6 @@ def agrees(assignment: Assignment) -> None:
         rank = assignment.rank_of(worker)
         assert (share.rank, share.participant) == (rank, participant)
         assert share.holds == (rank is not None and rank in assignment.holding)
-        assert share.are_copied == any(assignment.buddies)
         assert share.buddies == (() if rank is None else assignment.buddies[rank])
         assert set(share.keeps) == keeps.get(participant, set())
         assert (share.is_cut, share.layout) == (assignment.is_cut, assignment.layout)

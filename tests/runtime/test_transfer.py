@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ft.core.sharding import Box
+from elastic_ft.core.sharding import Box, Piece, place
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.runtime import transfer
 from elastic_ft.runtime.engines.base import State, StateTensor
-from elastic_ft.runtime.transfer import Boxes, move
+from elastic_ft.runtime.placed import Placed
+from elastic_ft.runtime.transfer import move
 
 # Some parts are large and go by themselves, some are packed; of one a batch takes only a part.
 SHAPES = {
@@ -113,8 +114,13 @@ def shard(rank: int, world: int, filled: bool) -> State:
     return state
 
 
-def listed(state: State) -> tuple[tuple[str, Box], ...]:
-    return tuple((name, tensor.box) for name, tensor in state.items())
+def pieces(states: list[State]) -> list[Piece]:
+    """Of participants, in their order."""
+    return [
+        Piece(str(number), name, tensor.box)
+        for number, state in enumerate(states)
+        for name, tensor in state.items()
+    ]
 
 
 def run(before: int, after: int, network: Network) -> tuple[list[Any], list[State]]:
@@ -123,14 +129,12 @@ def run(before: int, after: int, network: Network) -> tuple[list[Any], list[Stat
     offers = [[shard(r, before, True)] if r < before else [] for r in range(count)]
     needs = [shard(r, after, False) if r < after else {} for r in range(count)]
     itemsizes = {name: whole(name).element_size() for name in SHAPES}
-    boxes = [
-        Boxes(tuple(item for o in offers[r] for item in listed(o)), listed(needs[r]), itemsizes)
-        for r in range(count)
-    ]
+    offered = pieces([offer for some in offers for offer in some])
+    placed = Placed(place(offered), place(pieces(needs)), itemsizes, {})
 
     def one(rank: int) -> Any:
         try:
-            return move(Participant(network, rank), boxes, offers[rank], needs[rank])  # type: ignore[arg-type]
+            return move(Participant(network, rank), placed, offers[rank], needs[rank])  # type: ignore[arg-type]
         except (StateDamaged, GroupBroken) as error:
             network.break_off()
             return error

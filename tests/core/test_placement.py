@@ -1,0 +1,112 @@
+"""Listings: what everyone computes of everybody's boxes, against the boxes themselves."""
+
+from __future__ import annotations
+
+from hypothesis import event, given
+from hypothesis import strategies as st
+
+from elastic_ft.core.layout import Layout
+from elastic_ft.core.placement import Cut, Listing, Part, Place, find_cut, list_parts, place_parts
+from elastic_ft.core.sharding import Box, Piece, Placement, place
+from tests.core.test_sharding import check_plan
+from tests.core.whole_plans import whole_plan
+
+SHAPES = {"matrix": (7, 6), "vector": (5,), "scalar": (), "wide": (2, 9), "cube": (3, 4, 2)}
+ITEMSIZES = {"matrix": 4, "vector": 2, "scalar": 8, "wide": 4, "cube": 1}
+sizes = st.integers(1, 3)
+layouts = st.builds(Layout, dp_replicate=sizes, dp_shard=st.integers(1, 5), pp=sizes, tp=sizes)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> dict[str, Cut | None]:
+    """Of each tensor. None: each rank has what no cut explains."""
+
+    def axis(shape: tuple[int, ...]) -> int | None:
+        return draw(st.sampled_from([None, *range(len(shape))]))
+
+    return {
+        name: None if shape and draw(st.integers(0, 5)) == 0 else Cut(axis(shape), axis(shape))
+        for name, shape in SHAPES.items()
+    }
+
+
+def odd_part(shape: tuple[int, ...], layout: Layout, place: Place) -> Box:
+    """Rows of the first axis, more of them the later the shard."""
+    count = layout.dp_shard
+    stops = [shape[0] * (i * i) // (count * count) for i in range(count + 1)]
+    start, stop = stops[place[1]], stops[place[1] + 1]
+    return Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
+
+
+def place_of(layout: Layout, rank: int) -> Place:
+    pp, _, shard, tp = layout.coordinates(rank)
+    return pp, shard, tp
+
+
+def parts(
+    cut: dict[str, Cut | None], layout: Layout, place: Place
+) -> list[tuple[str, str, int, tuple[int, ...], Box]]:
+    """Of the tensors of one stage; the scalar is in all of them."""
+    found = []
+    for number, (name, shape) in enumerate(SHAPES.items()):
+        if number % layout.pp == place[0] or not shape:
+            how = cut[name]
+            box = (how.box if how else odd_part)(shape, layout, place)
+            found.append((name, "float32", ITEMSIZES[name], shape, box))
+    return found
+
+
+def shares(
+    cut: dict[str, Cut | None], layout: Layout, prefix: str = ""
+) -> tuple[list[Part], list[Piece]]:
+    """What each rank says, equal listings being one object, and what it has."""
+    listings: dict[Listing, Listing] = {}
+    said, pieces = [], []
+    for rank in range(layout.world_size):
+        at = place_of(layout, rank)
+        own = parts(cut, layout, at)
+        listing = list_parts(own, layout, at)
+        said.append(Part(f"{prefix}{rank}", listings.setdefault(listing, listing), layout, at))
+        pieces += [Piece(f"{prefix}{rank}", name, box) for name, _, _, _, box in own]
+    return said, pieces
+
+
+def as_sets(placement: Placement) -> dict[str, dict[Box, set[str]]]:
+    return {name: {box: {*who} for box, who in some.items()} for name, some in placement.items()}
+
+
+@given(cuts(), layouts)
+def test_everyone_knows_what_everyone_has(cut: dict[str, Cut | None], layout: Layout) -> None:
+    said, pieces = shares(cut, layout)
+    event(f"listings: {len({id(share.listing) for share in said})}")
+    for share, rank in zip(said, range(layout.world_size), strict=True):
+        own = parts(cut, layout, place_of(layout, rank))
+        boxes = [
+            (name, kind.dtype, kind.itemsize, kind.shape, box) for name, kind, box in share.boxes()
+        ]
+        assert boxes == own
+    assert as_sets(place_parts(said)) == as_sets(place(pieces))
+
+
+@given(cuts(), layouts, cuts(), layouts)
+def test_plans_from_listings_move_what_must_be_moved(
+    cut: dict[str, Cut | None],
+    layout: Layout,
+    new_cut: dict[str, Cut | None],
+    new_layout: Layout,
+) -> None:
+    said, sources = shares(cut, layout)
+    wanted, targets = shares(new_cut, new_layout)
+    check_plan(whole_plan(place_parts(said), place_parts(wanted), ITEMSIZES), sources, targets)
+
+
+def test_ranks_that_are_cut_alike_list_the_same() -> None:
+    layout = Layout(dp_replicate=2, dp_shard=4, tp=2)
+    cut = {name: Cut(None, 0 if shape else None) for name, shape in SHAPES.items()}
+    assert len({id(share.listing) for share in shares(cut, layout)[0]}) == 1
+
+
+def test_a_box_that_no_cut_explains_is_listed_itself() -> None:
+    odd = Box((1,), (3,))
+    assert find_cut((8,), odd, Layout(dp_shard=4), (0, 1, 0)) == odd
+    assert find_cut((8,), Box((2,), (2,)), Layout(dp_shard=4), (0, 1, 0)) == Cut(None, 0)
