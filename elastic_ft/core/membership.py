@@ -126,6 +126,7 @@ from elastic_ft.core.refusals import is_its_own, lose_device, refuse
 from elastic_ft.core.restoring import (
     choose_source,
     count_redone,
+    decides,
     forget_keeper,
     forget_void,
     held_by,
@@ -233,6 +234,7 @@ def _form_if_paused(turn: Turn, paused: Table[WorkerId, tuple[Holding, ...]] | N
 
 def _form(turn: Turn) -> None:
     """Everyone alive is paused: lay out the next world, or wait for more workers."""
+    turn.set(lacking=None)
     if not blame_joiners(turn):
         return
     learn_rate(turn)
@@ -552,7 +554,8 @@ def _leave_draining(turn: Turn) -> bool:
 
 def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
     keeper_holds(turn, event)
-    _form_if_paused(turn)
+    if decides(turn, event):
+        _form_if_paused(turn)
 
 
 def _unkept(turn: Turn, event: Unkept) -> None:

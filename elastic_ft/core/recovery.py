@@ -67,6 +67,17 @@ def choose(
     return Source(0, Tier.INITIAL), _because("no state is held and no checkpoint is good", skipped)
 
 
+def missing_of(
+    holdings: Mapping[str, Sequence[Holding]], refused: Refused, newer_than: int
+) -> dict[Cut, int]:
+    """Of each state newer than a step, how many of its shards nobody has."""
+    return {
+        cut: len(Layout.of_shard_space(cut[2]).shards() - shards.keys())
+        for cut, shards in _by_state_and_space(holdings, refused).items()
+        if cut[0] > newer_than
+    }
+
+
 def _reach(shards: Mapping[str, Holders]) -> tuple[int, float]:
     """The farthest tier that must be read, as an index of TIER_ORDER, and the share that it has."""
     tiers = Counter([who[0][1] for who in shards.values()])

@@ -23,10 +23,11 @@ from elastic_ft.core.events import (
     Tier,
     Unkept,
     UseKeeper,
+    WorkerId,
 )
 from elastic_ft.core.lineage import Lineage
-from elastic_ft.core.recovery import choose
-from elastic_ft.core.state import PendingStep, Turn, Writers
+from elastic_ft.core.recovery import choose, missing_of
+from elastic_ft.core.state import Lacking, PendingStep, Turn, Writers
 
 Holder = TypeVar("Holder")
 
@@ -37,14 +38,10 @@ WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
 
 def choose_source(turn: Turn) -> tuple[Source, str]:
     """From what the living hold; from what the dead left too where that is better."""
-    state = turn.state
-    held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
-    held = _of_this_history(state.lineage, held)
+    state, (held, left) = turn.state, _known_holdings(turn)
     found = choose(held, state.checkpoints, state.refused)
     if not state.left:
         return found
-    left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
-    left = _of_this_history(state.lineage, left)
     with_left = choose(held | left, state.checkpoints, state.refused)
     if not _is_better(with_left[0], found[0]):
         return found
@@ -52,6 +49,17 @@ def choose_source(turn: Turn) -> tuple[Source, str]:
         reached = choose(held | left, state.checkpoints, state.refused | state.unreached.keys())
         return with_left if _is_better(with_left[0], reached[0]) else reached
     return with_left
+
+
+Holdings = dict[str, tuple[Holding, ...]]
+
+
+def _known_holdings(turn: Turn) -> tuple[Holdings, Holdings]:
+    """Of this history: the living's, and what the dead left."""
+    state = turn.state
+    held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
+    left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
+    return _of_this_history(state.lineage, held), _of_this_history(state.lineage, left)
 
 
 def _of_this_history(
@@ -85,14 +93,38 @@ def is_worth_waiting(turn: Turn, step: int) -> bool:
         reason = f"one newer than step {step} is being published, {up_to}"
         turn.journal("awaiting_checkpoint", reason)
         return True
-    last_of = turn.state.lineage.last_before
-    awaited = {worker: last_of(since) for (_, worker), since in turn.state.awaited.items()}
-    if newer := [worker for worker, last in awaited.items() if last is None or last > step]:
+    if newer := _awaited_beyond(turn, step):
+        held, left = _known_holdings(turn)
+        missing = missing_of(held | left, turn.state.refused, step)
+        least = min(missing.values(), default=1)
+        turn.set(lacking=Lacking(step, frozenset(missing), least))
         who = ", ".join(sorted(newer))
         turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
         turn.timer("keeper", turn.policy.pause_timeout_s)
         return True
     return False
+
+
+def _awaited_beyond(turn: Turn, step: int) -> list[WorkerId]:
+    """Whose keepers may yet tell of something newer."""
+    last_of = turn.state.lineage.last_before
+    awaited = ((worker, last_of(since)) for (_, worker), since in turn.state.awaited.items())
+    return [worker for worker, last in awaited if last is None or last > step]
+
+
+def decides(turn: Turn, event: KeeperHolds) -> bool:
+    """Whether it may end the wait for keepers, if there is one: by what it has, or as the last.
+
+    To look what there is takes long in a large world, and as many tell as it had workers.
+    """
+    lacking = turn.state.lacking
+    if lacking is None or not _awaited_beyond(turn, lacking.step):
+        return True
+    newer = [held for held in event.holdings if held.step > lacking.step]
+    least = lacking.holdings - len(newer)
+    is_known = {(held.step, held.generation, held.space) for held in newer} <= lacking.cuts
+    turn.set(lacking=replace(lacking, holdings=least))
+    return least <= 0 or not is_known
 
 
 def _is_publishing(turn: Turn, step: int) -> bool:

@@ -170,6 +170,21 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
+class Lacking:
+    """What keepers are waited for.
+
+    Attributes:
+        step: the newest that could be gone on from as it is.
+        cuts: the states known to be newer: (step, generation, shard space).
+        holdings: so many more, at least, make one of those whole.
+    """
+
+    step: int
+    cuts: frozenset[tuple[int, int, str]]
+    holdings: int
+
+
+@dataclass(frozen=True, slots=True)
 class Unreached:
     """A keeper's state that nobody could ask for. ``alone``: others could, each time."""
 
@@ -218,6 +233,7 @@ class State:
     left: dict[Left, tuple[Holding, ...]] = field(default_factory=dict)
     # Whose keeper has not told yet, and the first generation that it had no part in.
     awaited: dict[Left, int] = field(default_factory=dict)
+    lacking: Lacking | None = None  # while they are waited for
     told: frozenset[Left] = frozenset()  # before the worker's loss was known here
     # Of the dead's steps, by keepers: (step, the generation that computed it).
     heard: dict[tuple[int, int], PendingStep] = field(default_factory=dict)
