@@ -98,7 +98,8 @@ class Nodes:
     used: set[NodeId] = field(default_factory=set)
     kept: set[NodeId] = field(default_factory=set)  # with a keeper, or what starts one
     draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
-    avoided: set[NodeId] = field(default_factory=set)  # nobody is placed there for now
+    # Nobody is placed there for now; what ends that.
+    avoided: dict[NodeId, asyncio.TimerHandle] = field(default_factory=dict)
     lost: set[NodeId] = field(default_factory=set)
     keepers: dict[NodeId, HostedKeeper] = field(default_factory=dict)
 
@@ -113,6 +114,7 @@ class RayHost:
         self._nodes = Nodes()
         self._wanted, self._count, self._failures = 0, 0, 0
         self._closed = False
+        self._keepers_until_s = 0.0  # on the monotonic clock, once closed
         self._watchers: list[asyncio.Task[None]] = []
         self._keeping: list[asyncio.Task[None]] = []  # a node's keepers each
         self._look = asyncio.Event()
@@ -164,16 +166,26 @@ class RayHost:
 
     def close(self, keepers_s: float = 0.0) -> None:
         """Stops keeping workers. Members live on until Ray Train has fetched their last reports."""
+        self._keepers_until_s = time.monotonic() + keepers_s
         self._call(self._stop_keeping)
-        if keepers_s and self._thread.is_alive():
-            ended = asyncio.run_coroutine_threadsafe(self._await_keepers(keepers_s), self._loop)
+        self._let_keepers_end()
+
+    def _let_keepers_end(self) -> None:
+        """They save what they have, for as long as ``close`` gave them."""
+        left_s = self._keepers_until_s - time.monotonic()
+        if left_s > 0 and self._thread.is_alive():
+            ended = asyncio.run_coroutine_threadsafe(self._await_keepers(left_s), self._loop)
             with contextlib.suppress(TimeoutError):
-                ended.result(2 * keepers_s)
+                ended.result(2 * left_s)
 
     def release(self) -> None:
-        """Kills what is left and frees every resource. Bounded; idempotent."""
+        """Kills what is left and frees every resource. Bounded; idempotent.
+
+        May come while ``close`` still waits, in another thread: keepers have their time.
+        """
         if not self._thread.is_alive():
             return
+        self._let_keepers_end()
         done = threading.Event()
         self._call(self._free_everything, done)
         done.wait(CLOSE_TIMEOUT_S)
@@ -328,12 +340,15 @@ class RayHost:
 
     def _avoid(self, node: NodeId, for_s: float) -> None:
         """Places that wait for capacity don't know of it: they are asked for anew, now and then."""
-        self._nodes.avoided.add(node)
-        self._place_anew()
-        self._loop.call_later(for_s, self._avoid_no_more, node)
+        earlier = self._nodes.avoided.get(node)
+        self._nodes.avoided[node] = self._loop.call_later(for_s, self._avoid_no_more, node)
+        if earlier is None:
+            self._place_anew()
+        else:
+            earlier.cancel()
 
     def _avoid_no_more(self, node: NodeId) -> None:
-        self._nodes.avoided.discard(node)
+        del self._nodes.avoided[node]
         self._place_anew()
 
     def _place_anew(self) -> None:

@@ -1,0 +1,84 @@
+"""What the host does by itself, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ft.ray_train import host as hosts
+from elastic_ft.ray_train.host import HostedKeeper, RayHost
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def host() -> Iterator[RayHost]:
+    """Its loop runs; it hosts nobody."""
+    placements = SimpleNamespace(clear=lambda: None)
+    launch: Any = SimpleNamespace(placements=placements)
+    made = RayHost(SimpleNamespace(members=()), launch)  # type: ignore[arg-type]
+    made._thread.start()
+    yield made
+    made._loop.call_soon_threadsafe(made._loop.stop)
+    made._thread.join(DEADLINE_S)
+
+
+def on_loop(host: RayHost, function: Callable[[], Any]) -> Any:
+    async def run() -> Any:
+        return function()
+
+    return asyncio.run_coroutine_threadsafe(run(), host._loop).result(DEADLINE_S)
+
+
+def test_a_node_that_is_avoided_again_is_avoided_for_longer(host: RayHost) -> None:
+    placed: list[float] = []
+    host._placements.clear = lambda: placed.append(0.0)  # type: ignore[method-assign]
+    host.avoid_node("n1", 0.2)
+    host.avoid_node("n1", 1000.0)
+    host.avoid_node("n2", 0.4)  # due after the first one's end
+    until_s = time.monotonic() + DEADLINE_S
+    while on_loop(host, lambda: "n2" in host._nodes.avoided):
+        assert time.monotonic() < until_s
+    assert on_loop(host, lambda: list(host._nodes.avoided)) == ["n1"]
+    assert len(placed) == 3  # n1, n2, and n2 no more: what waits for a place is asked for anew
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["in-time", "for-ever"])
+def test_keepers_that_save_are_not_killed_before_their_time(
+    host: RayHost, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """Ray Train's controller has waited long enough for ours, which waits for its keepers."""
+    events: list[str] = []
+    monkeypatch.setattr(hosts.ray, "kill", events.append)
+    saved = on_loop(host, asyncio.Event)
+
+    async def keep() -> None:
+        await saved.wait()
+        events.append("saved")
+
+    def begin() -> None:
+        host._nodes.keepers["n1"] = HostedKeeper("killed")  # type: ignore[arg-type]
+        host._keeping.append(host._loop.create_task(keep()))
+
+    on_loop(host, begin)
+    closing = threading.Thread(target=host.close, args=(DEADLINE_S if saves else 0.3,))
+    closing.start()
+    until_s = time.monotonic() + DEADLINE_S
+    while not host._closed:
+        assert time.monotonic() < until_s
+    releasing = threading.Thread(target=host.release)
+    releasing.start()
+    for _ in range(20 if saves else 0):  # the loop has had its turns
+        on_loop(host, lambda: None)
+    assert not saves or events == []
+    if saves:
+        on_loop(host, saved.set)
+    closing.join(DEADLINE_S)
+    releasing.join(DEADLINE_S)
+    assert events == (["saved", "killed"] if saves else ["killed"])
