@@ -17,7 +17,8 @@ from elastic_ft.core.elasticity import choose_world
 from elastic_ft.core.events import AvoidNode, NodeId, WorkerId
 from elastic_ft.core.state import Turn
 
-BROKEN = ("collective_failed", "form_timeout")  # causes of which nobody's loss is one
+# Causes of which nobody's loss is one.
+BROKEN = ("collective_failed", "form_timeout", "boundary_overdue")
 TRIES_MAX = 3  # generations that a joiner is in and that break, before it is blamed
 
 # ---------------------------------------------------------------------- what is borne how often

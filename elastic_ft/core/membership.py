@@ -207,6 +207,12 @@ def _escalate(turn: Turn, reason: str) -> None:
     turn.timer("pause", turn.policy.pause_timeout_s)
 
 
+def _break_off(turn: Turn, cause: str, why: str) -> None:
+    """On the way to a boundary: it is no planned end any more."""
+    if count_end(turn, cause, why):
+        _escalate(turn, why)
+
+
 def _explain(turn: Turn, why: str, nodes: Iterable[NodeId]) -> None:
     """Meanwhile somebody was lost on ``nodes``, who may be why the generation broke."""
     explain_break(turn)
@@ -592,7 +598,7 @@ def _collective_failed(turn: Turn, event: CollectiveFailed) -> None:
         reason = f"{event.worker} saw its group break: {event.error}"
         _pause(turn, "collective_failed", reason, abort=True)
     elif turn.state.phase == "pausing" and not turn.state.abort:
-        _escalate(turn, f"{event.worker} saw its group break: {event.error}")
+        _break_off(turn, "collective_failed", f"{event.worker} saw its group break: {event.error}")
 
 
 def _worker_raised(turn: Turn, event: WorkerRaised) -> None:
@@ -853,7 +859,8 @@ def _late(turn: Turn) -> list[WorkerId]:
 def _boundary_overdue(turn: Turn) -> None:
     late = _late(turn)
     if late and not turn.state.abort:
-        _escalate(turn, f"{', '.join(late)} reached no step boundary in time")
+        reason = f"{', '.join(late)} reached no step boundary in time"
+        _break_off(turn, "boundary_overdue", reason)
 
 
 def _pause_overdue(turn: Turn) -> None:

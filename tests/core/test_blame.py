@@ -218,6 +218,25 @@ def test_nor_one_with_which_it_forms_and_makes_no_step() -> None:
     assert script.ranks == ("a", "b")
 
 
+@pytest.mark.parametrize("how", ["group", "boundary"])
+def test_nor_one_whose_breaks_fall_into_planned_pauses(how: str) -> None:
+    """Others join meanwhile, one at a time."""
+    script = world(2, room=4)
+    joined(script, "c")
+    for name in "def":
+        script.resume()
+        script.ready(name, f"n-{name}")
+        script.fire("join")
+        assert not script.state.abort
+        if how == "group":
+            script.tell(CollectiveFailed, "a", script.assignment.generation, 1, ERROR)
+        else:
+            script.fire("boundary")
+        assert script.state.abort
+        pause(script)
+    assert "c" not in script.ranks and {"a", "b", "f"} <= set(script.ranks)
+
+
 def test_an_old_member_is_never_blamed() -> None:
     script = world(3, room=1, max_generations_without_progress=5)
     for _ in range(6):

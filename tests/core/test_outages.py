@@ -136,6 +136,22 @@ def test_a_late_refusal_of_damage_counts_too() -> None:
     assert formed(commands).source.step == 80
 
 
+def test_all_that_is_found_damaged_at_a_time_is_struck_at_once() -> None:
+    """Each worker tells of what it has found; the first one opens the next generation."""
+    script = Script(Policy(1, 3, strategy="fsdp", copies=2)).run(a="n1", b="n2", c="n3")
+    script.train(1)
+    script.tell(WorkerLost, "c", "killed")
+    for name in "ab":
+        script.paused(name, *script.copies(name, 1))
+    assert script.state.phase == "forming"
+    generation = script.state.generation
+    for name in "ab":
+        script.tell(SourceRefused, name, generation, name, "digest differs", f"pp0.s{name}.tp0")
+    assert script.journalled("source_refused") == ["digest differs"] * 2
+    assert {holder for holder, *_ in script.state.refused} == {"a", "b"}
+    assert script.state.phase == "pausing" and script.state.generation == generation + 1
+
+
 def test_a_worker_that_alone_can_not_read_is_left_out() -> None:
     script = restarted("a", "b", "c", min_workers=2)
     for _ in range(2):  # once may be chance
