@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -18,17 +19,19 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fsspec
 import numpy as np
-import tokenizers
 from fsspec.implementations.local import LocalFileSystem
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from elastic_ft.config import DataConfig
 from elastic_ft.errors import DataError, StorageError
 from elastic_ft.models.imports import one_line
 from elastic_ft.runtime.sources import Piece, Source, find_source, read_pieces, read_tokens, reading
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 CACHE_VERSION = 1  # of what this module writes
 TOKENS_NAME = "tokens.bin"
@@ -82,7 +85,7 @@ def open_corpus(config: DataConfig, lock_wait_s: float = LOCK_WAIT_S) -> Corpus:
 
 def _digest(config: DataConfig, source: Source, tokenizer_json: str | None) -> str:
     settings = {
-        "version": [CACHE_VERSION, tokenizers.__version__],
+        "version": [CACHE_VERSION, importlib.metadata.version("tokenizers")],
         "file_system": type(source.fs).__name__,
         "files": [(file.name, file.size_bytes, file.stamp) for file in source.files],
         "format": source.format,
@@ -156,7 +159,7 @@ def _take_tokens(
     )
     vocab_size = writer.largest + 1
     if tokenizer_json is not None:
-        vocab_size = _vocab_size(Tokenizer.from_str(tokenizer_json))
+        vocab_size = _vocab_size(_tokenizer(tokenizer_json))
         if writer.largest >= vocab_size:
             raise DataError(
                 f"data.url: {source.url}: token {writer.largest} is outside data.tokenizer's "
@@ -171,7 +174,7 @@ def _tokenise(
     if tokenizer_json is None:
         tokenizer = _train(read_pieces(source, config.text_field), config.vocab_size)
     else:
-        tokenizer = Tokenizer.from_str(tokenizer_json)
+        tokenizer = _tokenizer(tokenizer_json)
         tokenizer.no_truncation()
         tokenizer.no_padding()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -219,13 +222,19 @@ class _Writer:
         )
 
 
+def _tokenizer(text: str) -> Tokenizer:
+    from tokenizers import Tokenizer  # of use for texts alone
+
+    return Tokenizer.from_str(text)
+
+
 def _read_tokenizer(url: str) -> str:
     key = "data.tokenizer"
     with reading(url, key), fsspec.open(url, "rb") as file:
         content = file.read()
     try:
         text = content.decode()
-        Tokenizer.from_str(text)
+        _tokenizer(text)
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"{key}: {url}: not a tokenizer.json: {one_line(error)}") from error
     return text
@@ -233,6 +242,8 @@ def _read_tokenizer(url: str) -> str:
 
 def _train(pieces: Iterable[Piece], vocab_size: int) -> Tokenizer:
     """A byte-level BPE (any text can be encoded) of the first megabytes; the same every time."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

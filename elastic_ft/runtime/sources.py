@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -229,6 +227,9 @@ def _text_of(record: Any, text_field: str, where: str) -> str:
 
 
 def _parquet_pieces(fs: AbstractFileSystem, file: SourceFile, text_field: str) -> Iterator[Piece]:
+    import pyarrow as pa  # of use for such files alone
+    import pyarrow.parquet as pq
+
     with fs.open(file.path, "rb") as raw:
         try:
             table = pq.ParquetFile(raw)
@@ -243,12 +244,14 @@ def _parquet_pieces(fs: AbstractFileSystem, file: SourceFile, text_field: str) -
             ) from error
 
 
-def _check_text_column(schema: pa.Schema, text_field: str, name: str) -> None:
+def _check_text_column(schema: Any, text_field: str, name: str) -> None:
     if text_field not in schema.names:
         raise DataError(
             f"data.text_field: {name}: no column {text_field!r}; "
             f"found {', '.join(schema.names)[:200]}"
         )
+    import pyarrow as pa
+
     kind = schema.field(text_field).type
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         raise DataError(

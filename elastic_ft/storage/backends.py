@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -20,8 +22,7 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from elastic_ft.errors import StorageError, redacted
-from elastic_ft.storage import objects
-from elastic_ft.storage.kinds import PIECE_BYTES, Backend, Bytes, Kind, one_line
+from elastic_ft.storage.kinds import OBJECT_STORES, PIECE_BYTES, Backend, Bytes, Kind, one_line
 
 REMOTE_PIECE_BYTES = 32 * PIECE_BYTES
 TMP_SUFFIX = ".tmp~"  # of local files not yet whole; never listed
@@ -42,8 +43,8 @@ def backend_of(url: str) -> tuple[Backend, str]:
         root = Path(LocalFileSystem._strip_protocol(url)).absolute()
         return Local(root), str(root)
     try:
-        if protocol in objects.STORES:
-            return objects.Objects(protocol, path), url.rstrip("/")
+        if protocol in OBJECT_STORES:
+            return _objects().Objects(protocol, path), url.rstrip("/")
         fs, root_path = fsspec.core.url_to_fs(
             url, use_listings_cache=False, skip_instance_cache=True
         )
@@ -243,9 +244,16 @@ def _remove_if_empty(folder: Path) -> None:
 # ------------------------------------------------------------------------------- errors
 
 
+def _objects() -> ModuleType:
+    """Its client is of use for their URLs alone."""
+    from elastic_ft.storage import objects
+
+    return objects
+
+
 def explain(error: BaseException) -> tuple[Kind, str]:
     """What went wrong, and one line about it, for whatever a filesystem raised."""
-    if explained := objects.explain(error):
+    if "obstore" in sys.modules and (explained := _objects().explain(error)):
         return explained
     why = one_line(error)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):

@@ -10,6 +10,7 @@ Bytes = bytes | bytearray | memoryview
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0  # without a single byte
+OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az")  # protocols of ``objects``
 PIECE_BYTES = 1 << 18  # of a streamed object
 
 

@@ -21,15 +21,18 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.exceptions import UnauthenticatedError as Unauthenticated
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from elastic_ft.storage.kinds import CONNECT_TIMEOUT_S, PIECE_BYTES, READ_TIMEOUT_S, Bytes, Kind
+from elastic_ft.storage.kinds import (
+    CONNECT_TIMEOUT_S,
+    OBJECT_STORES,
+    PIECE_BYTES,
+    READ_TIMEOUT_S,
+    Bytes,
+    Kind,
+)
 
-STORES: dict[str, Any] = {
-    "s3": S3Store,
-    "s3a": S3Store,
-    "gs": GCSStore,
-    "gcs": GCSStore,
-    "az": AzureStore,
-}
+STORES: dict[str, Any] = dict(
+    zip(OBJECT_STORES, (S3Store, S3Store, GCSStore, GCSStore, AzureStore), strict=True)
+)
 REQUEST_TIMEOUT_S = 60.0  # an object that takes longer has stalled, unless it is streamed
 STREAM_TIMEOUT_S = 24 * 3600.0
 CREDENTIALS_TTL = timedelta(minutes=5)  # then they are looked up again: they may have been rotated

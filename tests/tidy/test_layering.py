@@ -158,3 +158,26 @@ def test_tests_wait_on_conditions_and_do_not_sleep() -> None:
 def test_no_excuse_outlives_its_reason() -> None:
     asleep = {name_of(path) for path in TESTS for _, call in calls_of(path) if "sleep" in call}
     assert MAY_SLEEP.keys() <= asleep
+
+
+# Of packages that only some jobs need: for objects in S3 and the like, Parquet, texts, a cluster.
+SOME_JOBS = ("obstore", "pyarrow", "tokenizers", "ray", "deepspeed", "transformers", "s3fs")
+
+
+def test_a_process_of_a_job_imports_what_every_job_needs() -> None:
+    """The others take seconds and tens of MB in each of them, and need not be there."""
+    program = f"""
+import sys
+import elastic_ft.runtime.local, elastic_ft.runtime.controller
+import elastic_ft.runtime.worker, elastic_ft.runtime.keeper
+print(*(name for name in {SOME_JOBS!r} if name in sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        cwd=ROOT,
+    )
+    assert done.stdout.split() == []
