@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from elastic_ft.cli import BAD_USAGE, COMPLETED, _main
+from elastic_ft.errors import ConfigError
 from elastic_ft.preflight import check_apart
 from tests.s3_server import s3_server
 
@@ -231,11 +232,16 @@ def test_a_forbidden_and_a_missing_bucket_are_refused(
     ],
 )
 def test_a_run_folder_and_checkpoints_in_one_place_are_refused(
-    refused: Refused, out: str, checkpoints: str, key: str
+    out: str, checkpoints: str, key: str
 ) -> None:
-    line = refused({"checkpoint.url": checkpoints}, "--out", out)
-    assert line.startswith(f"elastic-ft: {key}"), line
-    assert "a place of its own" in line
+    with pytest.raises(ConfigError, match=r"a place of its own") as told:
+        check_apart(out, checkpoints)
+    assert str(told.value).startswith(key)
+
+
+def test_checkpoints_in_the_run_folder_itself_are_refused(refused: Refused) -> None:
+    line = refused({"checkpoint.url": "there"}, "--out", "there")
+    assert "checkpoint.url: " in line and "a place of its own" in line
 
 
 @pytest.mark.parametrize(
