@@ -943,9 +943,9 @@ class Controller:
         }
         self.run_folder.drop_request()
         self.run_folder.write_result(result)
-        self.run_folder.close()
-        if not unsaved:
+        if not unsaved:  # first: who is killed now leaves no keepers to be waited for
             self._publisher.ended()
+        self.run_folder.close()
         return result
 
 

@@ -16,6 +16,7 @@ from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime import controller as controller_module
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.local import LocalHost
+from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import open_store
 from tests.runtime.test_publisher import DEADLINE_S, JOB
@@ -67,6 +68,23 @@ def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"checkpoints is job 'job''s .*, not 'other''s"):
         second.run()
     first._publisher.claim.check()
+
+
+def test_who_is_killed_while_it_ends_leaves_no_one_to_wait_for(tmp_path: Path) -> None:
+    """Of the two marks the checkpoints' comes first: without it the next start would wait for
+    keepers that were released."""
+    marked: list[bool] = []
+
+    class Closing(RunFolder):
+        def close(self) -> None:
+            marked.append(owners.has_ended(open_store(url), controller.run_id))
+            super().close()
+
+    url = f"{tmp_path}/checkpoints"
+    controller = Controller(JOB, LocalHost({}), Closing(f"{tmp_path}/run"), url)
+    controller.stop("enough")
+    assert controller.run()["status"] == "stopped"
+    assert marked == [True]
 
 
 def test_a_renamed_job_goes_on_where_changes_are_accepted(tmp_path: Path) -> None:
