@@ -92,8 +92,8 @@ def check(
     check_writable("run folder (--out)", out)
     warnings: tuple[str, ...] = ()
     if job.checkpoint.url is not None:
-        check_apart(out, url)
         warnings = check_writable("checkpoint.url", url)
+        check_apart(out, url)
     if not accept_changes:
         check_owner(job, out, url)
     bundle, tensors, parameters, remarks = _check_model_and_data(job)
