@@ -368,23 +368,30 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
         import_object(config.name, "optimizer.name", ConfigError)
     make = partial(make_optimizer, config)
     dimensions = {p.dim() for p in model.parameters() if p.requires_grad}
-    sharded = parallel.engine == "native" and (parallel.strategy != "ddp" or parallel.tp > 1)
+    native = parallel.engine == "native"
     try:
         make(dict(model.named_parameters()))
-        if ":" in config.name:
-            rehearsal.rehearse(make, dimensions, sharded=sharded)
-        elif parallel.engine == "native" or config.name != "sgd":
-            return
-        if parallel.engine == "native" or rehearsal.begins_with_zeros(make, dimensions):
-            return
     except ConfigError:
         raise
     except Exception as error:  # the user's class may raise anything
         raise ConfigError(f"optimizer.kwargs: {config.name}: {one_line(error)}") from error
-    raise ConfigError(
-        f"optimizer.name: {config.name} begins with a state that is not zero: engine deepspeed "
-        "can't, native can"
-    )
+    if config.name in ("adamw", "adam") or (native and config.name == "sgd"):
+        return
+    try:
+        sharded = native and (parallel.strategy != "ddp" or parallel.tp > 1)
+        rehearsal.rehearse(make, dimensions, sharded=sharded)
+        good = native or rehearsal.begins_with_zeros(make, dimensions)
+    except ConfigError:
+        raise
+    except Exception as error:  # steps are on the CPU here, and may be for GPUs alone there
+        if native and parallel.may_use_gpu:
+            return
+        raise ConfigError(f"optimizer.name: {config.name}: {one_line(error)}") from error
+    if not good:
+        raise ConfigError(
+            f"optimizer.name: {config.name} begins with a state that is not zero: engine "
+            "deepspeed can't, native can"
+        )
 
 
 def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:

@@ -95,3 +95,12 @@ class Packed(torch.optim.SGD):
             for parameter in group["params"]:
                 packed = torch.zeros(4).as_subclass(Quantised)
                 self.state[parameter]["packed"] = packed
+
+
+class OfGpus(torch.optim.SGD):
+    """Has kernels for GPUs alone."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if not all(p.is_cuda for group in self.param_groups for p in group["params"]):
+            raise RuntimeError("no kernel for the CPU")
+        super().step(closure)

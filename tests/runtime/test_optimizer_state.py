@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ft.config import OptimizerConfig
+from elastic_ft.config import OptimizerConfig, parse_job
 from elastic_ft.errors import ConfigError
+from elastic_ft.preflight import check_optimizer
 from elastic_ft.runtime.engines.native import make_optimizer
 from elastic_ft.runtime.engines.optimizer_state import OptimizerState
 from elastic_ft.runtime.engines.rehearsal import begins_with_zeros, rehearse
@@ -230,3 +231,24 @@ def test_which_begin_with_zeros() -> None:
     found = {n for n in OPTIMIZERS if begins_with_zeros(lambda given, n=n: make(n, given), (1, 2))}
     assert {"adamw", "adam", "torch.optim:RMSprop"} <= found
     assert not found & {"torch.optim:NAdam", "torch.optim:ASGD", "torch.optim:Rprop"}
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_who_needs_a_gpu_is_not_judged_by_a_cpu(device: str) -> None:
+    """The rehearsal is on the CPU, and workers may have what it has not."""
+    job = parse_job(
+        {
+            "name": "rehearsed",
+            "steps": 1,
+            "model": {"preset": "decoder-1m"},
+            "data": {"url": "stdlib:"},
+            "optimizer": {"name": f"{OWN}:OfGpus"},
+            "parallel": {"device": device},
+        }
+    )
+    model = nn.Linear(2, 2, device="meta")
+    if device == "auto":
+        check_optimizer(job, model)
+        return
+    with pytest.raises(ConfigError, match="no kernel for the CPU"):
+        check_optimizer(job, model)
