@@ -73,6 +73,10 @@ class DataConfig(Section):
     format: Literal["auto", "text", "jsonl", "parquet", "tokens"] = "auto"
     text_field: str = "text"  # jsonl, parquet
     tokenizer: str | None = None  # a tokenizer.json; none: a BPE is trained on the data
+    # Ends each document: of the tokenizer, or an id; none: a usual name.
+    end_token: str | Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    # Documents in one window do not attend to each other, and positions begin anew in each.
+    separate_documents: bool = False
     vocab_size: int = Field(4096, ge=258, le=1 << 31)  # of a trained BPE
     token_bytes: Literal[2, 4] = 2  # format "tokens": little-endian unsigned
     sequence_length: int = Field(256, ge=2, le=SEQUENCE_MAX)
@@ -88,6 +92,17 @@ class DataConfig(Section):
     def one_source(self) -> DataConfig:
         if (self.url is None) == (self.path is None):
             raise ValueError("expected exactly one of url and path")
+        return self
+
+    @model_validator(mode="after")
+    def knows_where_documents_end(self) -> DataConfig:
+        if self.separate_documents and self.url is None:
+            raise ValueError("separate_documents: is of url; a dataset has position_ids in samples")
+        unknown = self.format == "tokens" and not (
+            isinstance(self.end_token, int) or (self.end_token and self.tokenizer)
+        )
+        if self.separate_documents and unknown:
+            raise ValueError("separate_documents: format tokens needs end_token: an id, say")
         return self
 
 
@@ -393,6 +408,12 @@ class Job(Section):
             "parallel.tp_plan": self.parallel.tp_plan,
         }
         return [f"{key} {path}" for key, path in named.items() if path and ":" in path]
+
+    @model_validator(mode="after")
+    def stages_take_tokens_alone(self) -> Job:
+        if self.data.separate_documents and self.parallel.pp > 1:
+            raise ValueError("data.separate_documents: not with parallel.pp")
+        return self
 
     @model_validator(mode="after")
     def every_worker_has_work(self) -> Job:

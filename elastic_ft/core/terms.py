@@ -29,6 +29,7 @@ NOTED_KEYS = (
     "steps",
     "batch.micro_batch_size",
     "precision.dtype",
+    "data.separate_documents",
     *(
         f"optimizer.{key}"
         for key in ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "grad_clip")

@@ -85,21 +85,48 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 
 
-def rotations(length: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
+def rotations(
+    length: int,
+    head_dim: int,
+    theta: float,
+    device: torch.device,
+    position_ids_BT: Tensor | None = None,
+) -> Tensor:
     """Returns complex64 [T, E/2]: entry (t, i) turns pair i of a head by t * theta^(-2i/E).
 
-    RoFormer (Su et al., 2021), equation 15.
+    With positions of their own, [B, T, E/2]. RoFormer (Su et al., 2021), equation 15.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
-    positions = torch.arange(length, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, theta ** (-pairs / head_dim))
+    positions = torch.arange(length, device=device) if position_ids_BT is None else position_ids_BT
+    angles = positions.float()[..., None] * theta ** (-pairs / head_dim)
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def rotate(x_BTHE: Tensor, turns: Tensor) -> Tensor:
     """Returns ``x`` with each neighbouring pair of its last dimension turned; same dtype."""
     pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turns[:, None, :]).flatten(-2).type_as(x_BTHE)
+    return torch.view_as_real(pairs * turns[..., None, :]).flatten(-2).type_as(x_BTHE)
+
+
+def who_attends(attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None) -> Tensor | None:
+    """Returns bool [B, 1, T, T], from query to key; None for what is causal and no more.
+
+    A document begins where a position is not greater than the one before. Who attends to nobody
+    (padding) attends to itself.
+    """
+    given = [x for x in (attention_mask_BT, position_ids_BT) if x is not None]
+    if not given:
+        return None
+    length, device = given[0].shape[1], given[0].device
+    allowed_BTT = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None]
+    if position_ids_BT is not None:
+        begins = position_ids_BT[:, 1:] <= position_ids_BT[:, :-1]
+        document_BT = F.pad(begins.cumsum(dim=1), (1, 0))
+        allowed_BTT = allowed_BTT & (document_BT[:, :, None] == document_BT[:, None, :])
+    if attention_mask_BT is not None:
+        itself = torch.eye(length, dtype=torch.bool, device=device)
+        allowed_BTT = allowed_BTT & attention_mask_BT[:, None, :].bool() | itself
+    return allowed_BTT[:, None]
 
 
 class Attention(nn.Module):
@@ -115,7 +142,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(config.dim, kv_dim, bias=False)
         self.output = nn.Linear(config.dim, config.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, turns: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, turns: Tensor, attends: Tensor | None = None) -> Tensor:
         # Head counts come from the weights (-1): under tensor parallelism a rank has fewer.
         q_BTHE = rotate(self.query(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
         k_BTKE = rotate(self.key(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
@@ -124,7 +151,11 @@ class Attention(nn.Module):
         k_BTHE = k_BTKE.repeat_interleave(self.queries_per_kv, dim=2)
         v_BTHE = v_BTKE.repeat_interleave(self.queries_per_kv, dim=2)
         mixed = F.scaled_dot_product_attention(
-            q_BTHE.transpose(1, 2), k_BTHE.transpose(1, 2), v_BTHE.transpose(1, 2), is_causal=True
+            q_BTHE.transpose(1, 2),
+            k_BTHE.transpose(1, 2),
+            v_BTHE.transpose(1, 2),
+            attn_mask=attends,
+            is_causal=attends is None,
         )
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
@@ -152,8 +183,8 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, turns: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), turns)
+    def forward(self, x_BTD: Tensor, turns: Tensor, attends: Tensor | None = None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), turns, attends=attends)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
@@ -174,9 +205,16 @@ class Decoder(nn.Module):
         if config.tie_embeddings:
             self.output.weight = self.embedding.weight
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
         """Returns logits [B, T, V] for int64 ``tokens`` [B, T].
 
+        ``attention_mask`` [B, T]: 0 for tokens that none attends to. ``position_ids`` int64 [B, T]:
+        documents, which do not attend to each other, begin where they fall.
         Raises ValueError if T exceeds ``config.max_sequence_length``.
         """
         length = tokens_BT.shape[1]
@@ -184,10 +222,12 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"{length} tokens exceed max_sequence_length {self.config.max_sequence_length}"
             )
-        turns = rotations(length, self.config.head_dim, self.config.rope_theta, tokens_BT.device)
+        head_dim, theta = self.config.head_dim, self.config.rope_theta
+        turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
+        attends = who_attends(attention_mask, position_ids)
         x_BTD = self.embedding(tokens_BT)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, turns)
+            x_BTD = layer(x_BTD, turns, attends=attends)
         return self.output(self.norm(x_BTD))
 
     def stage(self, layers: range) -> DecoderStage:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 IGNORED_LABEL = -100
+TOKEN_KEYS = {"tokens", "labels", "attention_mask", "position_ids"}
 
 
 def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
@@ -21,14 +22,18 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     Token batches, ``{"tokens": int64 [B, T+1]}``: the model maps int64 [B, T] to logits
     [B, T, V] (or to an object with ``.logits``), and the sum is next-token cross-entropy. An
     optional ``"labels"``, int64 [B, T+1], stands in for the tokens as targets; -100 leaves a
-    target out. Labels line up with tokens and are shifted here, as in transformers. In training,
-    a mixture of experts adds its routers' loss, times the count.
+    target out. Labels line up with tokens and are shifted here, as in transformers. Of the same
+    shape, ``"attention_mask"`` (0: padding, no target either unless labels say so) and
+    ``"position_ids"`` go to the model. A transformers model takes ``"input_ids"`` for tokens. In
+    training, a mixture of experts adds its routers' loss, times the count.
 
     Any other batch: a dict is passed as keywords, a tuple or list as arguments, anything else as
     the one argument, and the model must return (sum of losses, count) itself. Raises TypeError
     if it does not.
     """
-    if isinstance(batch, dict) and "tokens" in batch and batch.keys() <= {"tokens", "labels"}:
+    if isinstance(batch, dict) and "input_ids" in batch and _is_of_transformers(model):
+        batch = {"tokens" if key == "input_ids" else key: value for key, value in batch.items()}
+    if isinstance(batch, dict) and "tokens" in batch and batch.keys() <= TOKEN_KEYS:
         return _next_token_loss(model, **batch)
     if isinstance(batch, dict):
         return _checked_pair(model(**batch))
@@ -37,10 +42,17 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     return _checked_pair(model(batch))
 
 
+def _is_of_transformers(model: nn.Module) -> bool:
+    bare = getattr(model, "module", model)  # of DDP, DeepSpeed
+    return any(kind.__module__.startswith("transformers.") for kind in type(bare).__mro__)
+
+
 def _next_token_loss(
-    model: nn.Module, tokens: Tensor, labels: Tensor | None = None
+    model: nn.Module, tokens: Tensor, labels: Tensor | None = None, **more: Tensor
 ) -> tuple[Tensor, int]:
-    output = model(tokens[:, :-1])
+    output = model(tokens[:, :-1], **{key: value[:, :-1] for key, value in more.items()})
+    if labels is None and "attention_mask" in more:
+        labels = tokens.masked_fill(more["attention_mask"] == 0, IGNORED_LABEL)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise TypeError(

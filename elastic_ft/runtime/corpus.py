@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CACHE_VERSION = 1  # of what this module writes
 TOKENS_NAME = "tokens.bin"
 EOS = "<eos>"
-EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "[SEP]")
+EOS_NAMES = (EOS, "<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "[SEP]", "[EOS]")
 TRAINING_CHARACTERS_MAX = 8 << 20
 ENCODE_CHARACTERS = 1 << 20  # handed to the tokenizer at once
 LOCK_WAIT_S = 3600.0
@@ -53,6 +53,7 @@ class Corpus:
     vocab_size: int  # ids are below it
     file_count: int
     fingerprint: str  # of the tokens themselves: equal on two machines if the data is
+    end_id: int | None = None  # ends each document, where the job wants to know
 
     def is_whole(self) -> bool:
         """Whether the file still holds the tokens."""
@@ -70,6 +71,8 @@ def open_corpus(config: DataConfig, lock_wait_s: float = LOCK_WAIT_S) -> Corpus:
     """
     source = find_source(config)
     tokenizer_json = _read_tokenizer(config.tokenizer) if config.tokenizer else None
+    if tokenizer_json is not None and source.format != "tokens":
+        _end_token(Tokenizer.from_str(tokenizer_json), config.end_token)
     cache = Path(config.cache_dir).expanduser()
     folder = cache / _digest(config, source, tokenizer_json)
     try:
@@ -78,9 +81,18 @@ def open_corpus(config: DataConfig, lock_wait_s: float = LOCK_WAIT_S) -> Corpus:
         if corpus is None:
             with _locked(folder.with_suffix(".lock"), lock_wait_s):
                 corpus = _load(folder) or _build(config, source, tokenizer_json, folder)
+        if config.separate_documents:
+            corpus = replace(corpus, end_id=_end_id(config, tokenizer_json, folder))
     except OSError as error:
         raise StorageError(f"data.cache_dir: {cache}: {one_line(error)}") from error
     return corpus
+
+
+def _end_id(config: DataConfig, tokenizer_json: str | None, folder: Path) -> int:
+    if isinstance(config.end_token, int):
+        return config.end_token
+    tokenizer_json = tokenizer_json or (folder / "tokenizer.json").read_text()
+    return _end_token(Tokenizer.from_str(tokenizer_json), config.end_token)
 
 
 def _digest(config: DataConfig, source: Source, tokenizer_json: str | None) -> str:
@@ -91,6 +103,7 @@ def _digest(config: DataConfig, source: Source, tokenizer_json: str | None) -> s
         "format": source.format,
         "text_field": config.text_field,
         "tokenizer": tokenizer_json,
+        **({} if config.end_token is None else {"end_token": config.end_token}),
         "vocab_size": config.vocab_size,
         "token_bytes": config.token_bytes,
         "max_tokens": config.max_tokens,
@@ -181,7 +194,8 @@ def _tokenise(
     vocab_size = _vocab_size(tokenizer)
     writer = _Writer("<u2" if vocab_size <= 1 << 16 else "<u4", config.max_tokens)
     pieces = read_pieces(source, config.text_field)
-    writer.drain(_encode(tokenizer, pieces), folder / TOKENS_NAME)
+    end = _end_token(tokenizer, config.end_token)
+    writer.drain(_encode(tokenizer, pieces, end), folder / TOKENS_NAME)
     return writer.corpus(TOKENS_NAME, vocab_size, source)
 
 
@@ -266,12 +280,28 @@ def _first_texts(pieces: Iterable[Piece], characters_max: int) -> Iterator[str]:
             return
 
 
-def _encode(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
-    eos = [i for name in EOS_NAMES if (i := tokenizer.token_to_id(name)) is not None][:1]
+def _end_token(tokenizer: Tokenizer, wanted: str | int | None) -> int:
+    """The id that ends each document. Raises DataError where it can't be told: documents without
+    anything between them would be one."""
+    if isinstance(wanted, int):
+        if wanted >= (size := _vocab_size(tokenizer)):
+            raise DataError(f"data.end_token: {wanted} is outside the vocabulary of {size}")
+        return wanted
+    names = EOS_NAMES if wanted is None else (wanted,)
+    for name in names:
+        if (found := tokenizer.token_to_id(name)) is not None:
+            return found
+    raise DataError(
+        f"data.end_token: the tokenizer has no {' or '.join(names)}: name the token of its "
+        "vocabulary that ends a document"
+    )
+
+
+def _encode(tokenizer: Tokenizer, pieces: Iterable[Piece], end: int) -> Iterator[np.ndarray]:
     for batch in _batched(pieces):
         encodings = tokenizer.encode_batch([p.text for p in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
-            yield np.array(encoding.ids + (eos if piece.ends_document else []), dtype=np.uint32)
+            yield np.array(encoding.ids + [end] * piece.ends_document, dtype=np.uint32)
 
 
 def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

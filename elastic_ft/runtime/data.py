@@ -20,6 +20,7 @@ from elastic_ft.config import DataConfig, Job
 from elastic_ft.errors import DataError, redacted
 from elastic_ft.models.build import build_model
 from elastic_ft.models.imports import call_object, import_object, one_line
+from elastic_ft.models.loss import IGNORED_LABEL
 from elastic_ft.runtime.corpus import Corpus, open_corpus
 from elastic_ft.runtime.prefetch import Prefetcher
 
@@ -55,15 +56,26 @@ class DataBundle:
     fingerprint: str | None = None  # of the tokens: differs if two workers read different data
 
 
+def positions_in_documents(tokens: Tensor, end_id: int) -> Tensor:
+    """Of each token of a row, how many of its document are before it there."""
+    places = torch.arange(len(tokens))
+    begins = torch.zeros_like(places)
+    begins[1:] = torch.where(tokens[:-1] == end_id, places[1:], 0)
+    return places - begins.cummax(dim=0).values
+
+
 class Windows:
     """Consecutive, non-overlapping windows of a row of tokens, read through a memory map.
 
-    ``windows[i]`` is ``{"tokens": int64 [length]}``. Pickles as its arguments, not as its data.
+    ``windows[i]`` is ``{"tokens": int64 [length]}``. Where the corpus tells what ends a document,
+    ``position_ids`` begin anew after it, and ``labels`` leave out each document's first token.
+    Pickles as its arguments, not as its data.
     """
 
     def __init__(self, corpus: Corpus, length: int, first: int, count: int) -> None:
         self._arguments = (corpus, length, first, count)
         self._length, self._first, self._count = length, first, count
+        self._end_id = corpus.end_id
         self._tokens = np.memmap(corpus.tokens_file, corpus.dtype, "r", shape=corpus.token_count)
 
     def __len__(self) -> int:
@@ -73,11 +85,16 @@ class Windows:
         if not 0 <= index < self._count:
             raise IndexError(f"sample {index} of a dataset of {self._count}")
         start = (self._first + index) * self._length
-        return {"tokens": torch.from_numpy(self._tokens[start : start + self._length].astype("i8"))}
+        tokens = torch.from_numpy(self._tokens[start : start + self._length].astype("i8"))
+        if self._end_id is None:
+            return {"tokens": tokens}
+        position_ids = positions_in_documents(tokens, self._end_id)
+        labels = tokens.masked_fill(position_ids == 0, IGNORED_LABEL)
+        return {"tokens": tokens, "labels": labels, "position_ids": position_ids}
 
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Returns ``{"tokens": int64 [samples, length]}``."""
-        return {"tokens": torch.stack([sample["tokens"] for sample in samples])}
+        """Returns the samples as rows, int64 [samples, length] each."""
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
 
     def __reduce__(self) -> tuple[type[Windows], tuple[Any, ...]]:
         return Windows, self._arguments

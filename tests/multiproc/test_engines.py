@@ -131,6 +131,23 @@ def test_tied_embeddings_in_two_stages(
     assert_close(train(job_of("decoder tied", strategy, parallel=parallel), world), alone, EXACT)
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy", "world", "parallel"),
+    [
+        ("decoder", "ddp", 2, {}),
+        ("decoder", "fsdp", 4, {"tp": 2, "activation_checkpointing": True}),
+        ("llama", "fsdp", 4, {"tp": 2}),
+    ],
+)
+def test_packed_documents(
+    train: Train, model: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    data = {"path": "tests.multiproc.tiny:packed", "kwargs": {}}
+    alone = train(job_of(model, data=data), 1)
+    found = train(job_of(model, strategy, parallel=parallel, data=data), world)
+    assert_close(found, alone, EXACT)
+
+
 ACCUMULATING: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "hsdp": ("hsdp", {"shard_size": 2}, {"allreduce"}),
     "fsdp, reduced once": ("fsdp", {"reduce_gradients": "step"}, {"reduce_scatter_base"}),

@@ -80,6 +80,27 @@ def counted(gate: str | None = None) -> Any:
     return samples
 
 
+class Packed(Counted):
+    """Each sample is two documents, and one token of the first is padding."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = super().__getitem__(index)["tokens"]
+        places = torch.arange(len(tokens))
+        begins = 3 + index % 5
+        position_ids = torch.where(places < begins, places, places - begins)
+        labels = tokens.masked_fill(position_ids == 0, -100)
+        mask = (places != begins - 1).long()
+        batch = {"tokens": tokens, "labels": labels}
+        return batch | {"position_ids": position_ids, "attention_mask": mask}
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def packed() -> Any:
+    return Packed()
+
+
 class Mixer(torch.nn.Module):
     """A language model that is no decoder: each position sees the mean of those before it."""
 

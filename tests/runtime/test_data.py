@@ -161,6 +161,22 @@ def test_a_given_tokenizer_is_used(config: Any, tmp_path: Path) -> None:
     assert given.tokens_file != trained.tokens_file
 
 
+def test_documents_are_never_joined_without_a_separator(config: Any, tmp_path: Path) -> None:
+    """Many a tokenizer ends documents by a token of a name of its own."""
+    folder = write_texts(tmp_path / "texts")
+    trained = open_corpus(config(folder))
+    text = (Path(trained.tokens_file).parent / "tokenizer.json").read_text()
+    file = tmp_path / "tokenizer.json"
+    file.write_text(text.replace(corpus_module.EOS, "<the end>"))
+    with pytest.raises(DataError, match=r"^data.end_token: the tokenizer has no <eos> or "):
+        open_corpus(config(folder, tokenizer=str(file)))
+    with pytest.raises(DataError, match=r"^data.end_token: the tokenizer has no <end>: "):
+        open_corpus(config(folder, tokenizer=str(file), end_token="<end>"))
+    for end in ("<the end>", 0):
+        named = open_corpus(config(folder, tokenizer=str(file), end_token=end))
+        assert named.fingerprint == trained.fingerprint
+
+
 # ------------------------------------------------------------------------------- the samples
 
 

@@ -255,7 +255,9 @@ class Pipeline:
 
 
 def _tokens_and_targets(micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [B, T] each; of padding, every target is one to ignore."""
+    """int64 [B, T] each; of padding, every target is one to ignore. Raises TypeError."""
+    if odd := micro_batch.data.keys() - {"tokens", "labels"}:
+        raise TypeError(f"parallel.pp: stages take tokens and labels, found {min(odd)} in a batch")
     tokens = micro_batch.data["tokens"].to(device, non_blocking=True)
     targets = micro_batch.data.get("labels", micro_batch.data["tokens"]).to(device)[:, 1:]
     if not micro_batch.weight:
