@@ -18,6 +18,7 @@ from typing import Any
 from elastic_ft.core.events import NodeId, RecordStep
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
+from elastic_ft.core.rescuing import Cut, candidates
 from elastic_ft.core.terms import Terms
 from elastic_ft.errors import UsageError
 from elastic_ft.observe.run_folder import read_lines
@@ -340,20 +341,18 @@ def compose(
         computed_by: the generations of the recorded steps; what came from others is left out.
         newest: the step of the newest checkpoint: what is not recorded up to there, is not needed.
     """
-    cuts: dict[tuple[int, int, str], list[Shard]] = defaultdict(list)
+    cuts: dict[Cut, list[Shard]] = defaultdict(list)
     for shard in shards:
         cuts[shard.step, shard.generation, shard.space].append(shard)
-    for (step, generation, space), parts in sorted(cuts.items(), reverse=True):
-        record = {number: line for part in parts for number, line in part.record.items()}
-        history = {number: line.generation for number, line in record.items()}
-        if not _agree(history | {step: generation}, computed_by or {}):
-            continue  # it was rolled back, and trained again
-        since = range(max(recorded, newest) + 1, step + 1)
-        if not record.keys() >= set(since):
-            continue  # it would leave a hole in what the run folder has
+    records = {
+        cut: {number: line for part in parts for number, line in part.record.items()}
+        for cut, parts in cuts.items()
+    }
+    for cut, since in candidates(records, recorded, computed_by or {}, newest):
+        step, _, space = cut
         entries: dict[Any, ShardEntry] = {}
         tensors: dict[str, TensorSpec] = {}
-        for part in parts:
+        for part in cuts[cut]:
             tensors |= part.tensors
             for entry in part.entries:  # of replicas, one
                 entries.setdefault((entry.tensor, entry.box), entry)
@@ -370,13 +369,8 @@ def compose(
             extra={"terms": dict(terms or {})},
         )
         if not incomplete(manifest):
-            return Saved(manifest, tuple(record[number] for number in since))
+            return Saved(manifest, since)
     return None
-
-
-def _agree(one: Mapping[int, int], other: Mapping[int, int]) -> bool:
-    """Whether the steps that both know were computed by the same generations."""
-    return all(one[step] == other[step] for step in one.keys() & other.keys())
 
 
 def forget(store: Store, run: str) -> None:

@@ -17,7 +17,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.recovery import Refused
-from elastic_ft.sim.places import Key, Lineage
+from elastic_ft.sim.places import Key, Lineage, SavedShard
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
@@ -238,6 +238,45 @@ def _lineage_at(world: World, group: Group, name: str, key: Key, tier: Tier) -> 
     lineage = group.all[name].lineage_of(key, tier)
     require(lineage is not None, "I4", f"{where} has no {key} in {tier}")
     return lineage
+
+
+def rescued(
+    world: World, step: int, shards: Iterable[SavedShard], since: Iterable[RecordStep]
+) -> Lineage:
+    """I4, I2: what keepers had saved is of one history, the record's, and leaves no hole in that.
+
+    Returns its history. ``since``: the steps that are recorded with it.
+    """
+    what, record = f"step {step}, saved by keepers,", [number for number, _ in world.recorded]
+    lineages = {shard.lineage for shard in shards}
+    require(len(lineages) == 1, "I4", f"{what} is mixed from {len(lineages)} histories")
+    lineage: Lineage = lineages.pop()
+    require(len(lineage) == step, "I2", f"{what} consumed {len(lineage)} batches")
+    same_history(world, lineage, what)
+    for line in since:
+        record.append(line.step)
+        right = line.generation == lineage[line.step - 1] and bool(line.metrics)
+        require(right, "I2", f"{what} is recorded with {line}")
+    require(record == [*range(1, max(step, len(record)) + 1)], "I2", f"{what} is on {record}")
+    return lineage
+
+
+def nothing_saved_is_newer(world: World, saved: Iterable[SavedShard], chosen: int) -> None:
+    """I4: no later state than ``chosen`` is whole, of this history, and known up to there."""
+    shards: dict[tuple[int, str, Lineage], set[str]] = {}
+    known = {number for number, _ in world.recorded}
+    for one in saved:
+        (step, _, space, shard), lineage = one.key, one.lineage
+        if step > chosen and _agrees(world, lineage):
+            shards.setdefault((step, space, lineage), set()).add(shard)
+            known |= one.record.keys()
+    passed_over = [
+        step
+        for (step, space, _), names in shards.items()
+        if names >= Layout.of_shard_space(space).shards() and known >= set(range(1, step + 1))
+    ]
+    what = f"keepers had saved steps {passed_over}, the next one has {chosen}"
+    require(not passed_over, "I4", what)
 
 
 def published(world: World, command: CommitCheckpoint) -> Lineage:

@@ -12,10 +12,11 @@ from elastic_ft.core.events import (
     KeeperHolds,
     KeeperLost,
     KeeperReady,
+    RecordStep,
     Tier,
     WorkerId,
 )
-from elastic_ft.sim.places import HANG_TIMEOUT_S, Key, Lineage, Node, holding
+from elastic_ft.sim.places import HANG_TIMEOUT_S, Key, Lineage, Node, SavedShard, holding
 
 if TYPE_CHECKING:
     from elastic_ft.sim.worker import Copy, SimWorker
@@ -27,11 +28,13 @@ class LeftCopies:
     """What one worker left.
 
     Attributes:
+        record: of the steps that it had applied.
         told: the controller has heard of it.
         void: it counts no more: the controller said so, or has waited long enough.
     """
 
     copies: dict[Key, Copy] = field(default_factory=dict)
+    record: dict[int, RecordStep] = field(default_factory=dict)
     told: bool = False
     void: bool = False
 
@@ -55,7 +58,7 @@ class SimKeeper:
     def inherit(self, worker: SimWorker) -> None:
         """The worker is gone: what it sealed here stays."""
         kept = {key: copy for key, copy in worker.copies.items() if copy.keeper is self}
-        left = self.left[worker.id] = LeftCopies(kept)
+        left = self.left[worker.id] = LeftCopies(kept, dict(worker.record))
         held = tuple(holding(key, Tier.KEEPER) for key in kept)
         newest = max((one.step for one in held), default=0)
         record = tuple(line for step, line in worker.record.items() if step <= newest)
@@ -98,6 +101,15 @@ class SimKeeper:
         self._unsaid = []
         for say in unsaid if self.alive else ():
             say()
+
+    def saves(self) -> list[SavedShard]:
+        """What is good of what ended workers left: for the next controller, as this one is gone."""
+        return [
+            SavedShard(key, copy.lineage, left.record)
+            for left in self.left.values()
+            for key, copy in left.copies.items()
+            if not copy.damaged
+        ]
 
     def die(self) -> None:
         if self.alive:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from elastic_ft.core.events import Holding, Tier
+from elastic_ft.core.events import Holding, RecordStep, Tier
 
 if TYPE_CHECKING:
     from elastic_ft.sim.keeper import SimKeeper
@@ -44,6 +44,15 @@ class Checkpoint:
     lineage: Lineage
     owner: int  # the controller that published it
     damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShard:
+    """What a keeper wrote of one, as its controller was gone. ``lineage``: the truth."""
+
+    key: Key
+    lineage: Lineage
+    record: Mapping[int, RecordStep]
 
 
 @dataclass(slots=True)

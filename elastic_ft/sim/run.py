@@ -28,6 +28,7 @@ class Report:
     rollbacks: int
     steps_lost: int
     fired: Counter[str]
+    rescues: int = 0  # a step was gone on from that keepers had saved
     trace: tuple[str, ...] = ()
 
 
@@ -50,6 +51,7 @@ def simulate(
     chaos = Chaos(world)
     world.on_turn = chaos.look
     world.at(scenario.heal_at_s, chaos.heal)
+    world.take_over()
     world.start_controller()
     try:
         _run(world)
@@ -68,6 +70,7 @@ def simulate(
         rollbacks=len(world.rollbacks),
         steps_lost=sum(before - after for before, after in world.rollbacks),
         fired=chaos.fired,
+        rescues=len(world.rescued),
         trace=tuple(world.trace or ()),
     )
 

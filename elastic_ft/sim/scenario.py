@@ -37,6 +37,11 @@ OUTAGES = {  # drawn apart, and often together with the loss of all that is in m
     "close_ports": 2,
     "hush_keeper": 2,
 }
+SUCCESSIONS = {  # drawn apart: what a controller, and the next one, must get right
+    "crash_controller": 3,
+    "stop_controller": 3,
+    "lose_keeper_line": 2,
+}
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
 
 
@@ -158,6 +163,7 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
     scenario = _with_network(scenario, random.Random(f"network {seed}"))
     scenario = _with_policy(scenario, random.Random(f"policy {seed}"))
     scenario = _with_outages(scenario, random.Random(f"outages {seed}"))
+    scenario = _with_successions(scenario, random.Random(f"successions {seed}"))
     return replace(scenario, from_scratch=random.Random(f"scratch {seed}").random() < 0.7)
 
 
@@ -198,6 +204,16 @@ def _with_outages(scenario: Scenario, rng: random.Random) -> Scenario:
         faults.append(replace(outage, kind="crash_worker_there", after_s=outage.after_s + 0.2))
     elif rng.random() < 0.7:
         faults.append(replace(outage, kind="crash_everything", after_s=outage.after_s + 0.2))
+    return replace(scenario, faults=(*scenario.faults, *faults))
+
+
+def _with_successions(scenario: Scenario, rng: random.Random) -> Scenario:
+    """Every third job: its controller is followed by another, once or twice; or a keeper is not
+    heard by its worker, and its controller goes."""
+    if rng.random() < 0.65:
+        return scenario
+    kinds = rng.choices(list(SUCCESSIONS), list(SUCCESSIONS.values()), k=rng.choice((1, 2, 2)))
+    faults = [_fault(rng, scenario.steps, kind) for kind in kinds]
     return replace(scenario, faults=(*scenario.faults, *faults))
 
 

@@ -43,6 +43,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.state import Policy, State
 from elastic_ft.sim import checks
+from elastic_ft.sim.emergency import Emergency
 from elastic_ft.sim.group import Group
 from elastic_ft.sim.keeper import SimKeeper
 from elastic_ft.sim.places import Checkpoint, Node, ObjectStore
@@ -95,6 +96,7 @@ class World:
         self.core = State()
         self.controller = 0  # how many have run; messages are for one of them
         self.up = False
+        self.rescued: list[int] = []  # the steps gone on from, as keepers had saved them
         self.want = 0
         self.publishing: list[CommitCheckpoint] = []
         self.silenced: list[CommitCheckpoint] = []  # their outcome came late, or never
@@ -322,12 +324,15 @@ class World:
 
     # -------------------------------------------------------------------- controller
 
+    def take_over(self) -> None:
+        """A controller has the job: no older one's word counts any more."""
+        self.controller += 1
+        self.store.take_over(self.controller)
+
     def start_controller(self) -> None:
         """State is lost with a controller; what is published and recorded is not."""
         generation = max([0, *self.groups])
-        self.controller += 1
         self.up, self.core = True, State()
-        self.store.take_over(self.controller)
         within = [c for c in self.store.good() if c.step <= len(self.recorded)]
         refs = tuple(CheckpointRef(c.step, c.url, c.lineage[-1]) for c in reversed(within))
         refs = tuple(sorted(refs, key=lambda ref: -ref.step))
@@ -356,12 +361,14 @@ class World:
         self.publishing = []
         if len(self.recorded) > self.flushed and self.rng.random() < 0.5:
             self.recorded.pop()
-        for node in self.nodes:  # as do keepers
-            if node.keeper is not None:
-                node.keeper.die()
         for worker in self.alive():
             self.kill(worker, "its controller is gone")
-        self.after(self.rng.uniform(1.0, 5.0), self.start_controller)
+        emergency = Emergency(self)
+        for node in self.nodes:  # keepers leave, too, once they have saved what they have
+            if node.keeper is not None:
+                emergency.save(node)
+                node.keeper.die()
+        self.after(self.rng.uniform(1.0, 5.0), emergency.end)
 
     def tell(self, event: Event, controller: int) -> None:
         if not self.up or controller != self.controller or self.finish is not None:

@@ -19,7 +19,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import Scenario, Violation, checks
-from elastic_ft.sim.places import Checkpoint
+from elastic_ft.sim.places import Checkpoint, SavedShard
 from elastic_ft.sim.run import Chaos
 from elastic_ft.sim.worker import Copy, Live
 from elastic_ft.sim.world import World
@@ -40,6 +40,7 @@ def world() -> World:
     )
     made = World(scenario, core_step, True)
     made.on_turn = Chaos(made).look
+    made.take_over()
     made.start_controller()
     while len(made.recorded) < 2:
         assert made.turn()
@@ -234,3 +235,34 @@ def test_a_command_without_a_reason(world: World) -> None:
 def test_require_is_what_all_of_them_stand_on() -> None:
     checks.require(True, "I1", "fine")
     sees("I1", checks.require, False, "I1", "not fine")
+
+
+def saved(step: int, *lineages: tuple[int, ...], known: int = 9) -> list[SavedShard]:
+    """A shard of each history."""
+    layout = Layout(dp_shard=len(lineages))
+    record = {n: RecordStep(n, 1, 3, "fsdp3", {"loss": 1.0}) for n in range(1, known + 1)}
+    return [
+        SavedShard((step, 1, layout.shard_space, layout.shard_of(rank)), lineage, record)
+        for rank, lineage in enumerate(lineages)
+    ]
+
+
+def test_what_keepers_saved(world: World) -> None:
+    good = saved(3, (1, 1, 1), (1, 1, 1))
+    since = [good[0].record[3]]
+    assert checks.rescued(world, 3, good, since) == (1, 1, 1)
+    sees("I4", checks.rescued, world, 3, saved(3, (1, 1, 1), (1, 1, 2)), since)
+    sees("I4", checks.rescued, world, 3, saved(3, (1, 2, 1), (1, 2, 1)), since)
+    sees("I2", checks.rescued, world, 3, saved(3, (1, 1), (1, 1)), since)
+    sees("I2", checks.rescued, world, 3, good, [])
+    sees("I2", checks.rescued, world, 3, good, [replace(since[0], generation=2)])
+    sees("I2", checks.rescued, world, 3, good, [replace(since[0], metrics={})])
+
+
+def test_what_keepers_saved_and_nobody_goes_on_from(world: World) -> None:
+    good = saved(3, (1, 1, 1), (1, 1, 1))
+    checks.nothing_saved_is_newer(world, good, 3)
+    checks.nothing_saved_is_newer(world, good[:1], 2)
+    checks.nothing_saved_is_newer(world, saved(3, (1, 2, 1), (1, 2, 1)), 2)
+    checks.nothing_saved_is_newer(world, saved(4, (1,) * 4, (1,) * 4, known=3), 2)
+    sees("I4", checks.nothing_saved_is_newer, world, good, 2)

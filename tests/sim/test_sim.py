@@ -33,10 +33,12 @@ from elastic_ft.sim import (
     CHANGES,
     KINDS,
     OUTAGES,
+    SUCCESSIONS,
     Fault,
     Scenario,
     Violation,
     bearable,
+    emergency,
     large,
     make_scenario,
     simulate,
@@ -94,7 +96,7 @@ def test_every_schedule_is_safe_and_completes(strategy: str) -> None:
         except Violation:
             pytest.fail(history_of(scenario))
     if COUNT >= 500:  # a fault that never fires tests nothing
-        wanted = {*KINDS, *CHANGES, *OUTAGES, "crash_everything"} - (
+        wanted = {*KINDS, *CHANGES, *OUTAGES, *SUCCESSIONS, "crash_everything"} - (
             {"damage_memory"} if strategy == "ddp" else set()
         )
         assert wanted <= fired.keys(), wanted - fired.keys()
@@ -336,6 +338,7 @@ def taken_over(seed: int) -> Scenario:
         nodes=2,
         workers_per_node=1,
         steps=40,
+        keepers=False,  # what they save, the next one would go on from
         checkpoint_every=4,
         faults=(stopped, crashed),
     )
@@ -434,6 +437,63 @@ def test_a_node_whose_workers_crash_again_and_again_ends_a_job_that_needs_them()
         line = r"ends failed: 4 generations .* have ended with a loss on n1, the last one: w\d+: "
         with pytest.raises(Violation, match=line):
             simulate(scenario)
+
+
+# ------------------------------------------------------------------------------ last resort
+
+
+def orphaned(seed: int) -> Scenario:
+    """The controller is killed with all workers, before there is any checkpoint; in every other
+    scenario once more. Keepers, nodes and the store are well."""
+    first = Fault("crash_controller", 3 + seed % 4, "running", seed % 13 / 6, 0, 1.0)
+    again = replace(first, at_step=9, after_s=seed % 7 / 4)
+    return Scenario(
+        seed=seed,
+        strategy=STRATEGIES[seed % 3],
+        min_workers=1,
+        max_workers=4,
+        nodes=2,
+        workers_per_node=2,
+        steps=14,
+        checkpoint_every=0,
+        faults=(first, again)[: 1 + seed % 2],
+        spread_s=(0.0, 0.3, 1.0)[seed // 3 % 3],
+    )
+
+
+def test_what_keepers_save_is_gone_on_from_and_no_recorded_step_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenarios = [orphaned(seed) for seed in range(60)]
+    monkeypatch.setattr(emergency, "PATIENCE_S", 60.0)
+    lengths: list[tuple[int, int]] = []
+    end = emergency.Emergency.end
+
+    def ends(one: emergency.Emergency) -> None:
+        before, number = len(one.world.recorded), one.world.controller
+        end(one)
+        if one.world.controller > number:
+            lengths.append((before, len(one.world.recorded)))
+
+    monkeypatch.setattr(emergency.Emergency, "end", ends)
+    rescues = [simulate(scenario).rescues for scenario in scenarios]
+    assert rescues == [len(scenario.faults) for scenario in scenarios]
+    assert all(after >= before for before, after in lengths)
+    assert any(after > before for before, after in lengths), "none was ahead of the record"
+
+
+def test_a_rule_for_what_is_gone_on_from_that_is_wrong_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenarios = [orphaned(seed) for seed in range(30)]
+    right = emergency.candidates
+    monkeypatch.setattr(emergency, "candidates", lambda *a: reversed([*right(*a)]))
+    assert failures(scenarios), "an older state than need be"
+    monkeypatch.setattr(emergency, "candidates", lambda *a: [(cut, ()) for cut, _ in right(*a)])
+    assert failures(scenarios), "a hole in the record"
+    monkeypatch.setattr(emergency, "candidates", right)
+    monkeypatch.setattr(emergency, "is_whole", lambda shards: False)
+    assert failures(scenarios), "nothing is gone on from"
 
 
 # ------------------------------------------------------------------------------- determinism
