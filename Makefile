@@ -8,13 +8,13 @@ STAMP := .venv/.installed
 SOURCES := elastic_ft chaos tests benchmarks examples deploy
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-peers chaos soak fuzz mutants clean venv \
+.PHONY: help demo test lint bench bench-peers gpu chaos soak fuzz mutants clean venv \
   test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make lint | bench | bench-peers | chaos | soak | fuzz | mutants | clean | test-<tier>"
+	@echo "also: make lint | bench | bench-peers | gpu | chaos | soak | fuzz | mutants | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -69,6 +69,11 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/pause.py --strategy ddp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill worker
 	$(BIN)/python benchmarks/pause.py --strategy fsdp --kill raylet
+
+# The first half hour on one GPU, with whatever Python has torch: no Ray, nothing downloaded.
+GPU_DEVICE ?= cuda
+gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu/run.py --device $(GPU_DEVICE)
 
 # Every fault there is, each on the highest tier that it can run on here.
 chaos: $(STAMP)

@@ -1,0 +1,116 @@
+"""A job of several workers on this GPU, disturbed: one is killed, or its GPU is made to fail."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_ft.config import parse_job
+from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.runtime.faults import Fault
+from elastic_ft.runtime.local import run_local
+
+STEPS, AT_STEP = 40, 10
+ODD = ("worker_lost", "device_lost", "worker_raised", "collective_failed", "worker_hung")
+
+
+def job_of(options: argparse.Namespace) -> dict[str, Any]:
+    parallel: dict[str, Any] = {"strategy": options.strategy, "device": options.device}
+    parallel |= {"backend": options.backend if options.device == "cuda" else "auto"}
+    parallel |= {"shard_size": 2} if options.strategy == "hsdp" else {}
+    parallel |= {"tp": options.tp} if options.tp > 1 else {}
+    return {
+        "name": "gpu",
+        "seed": 3,
+        "steps": STEPS,
+        "model": {"preset": options.preset},
+        "data": {
+            "url": "stdlib:",
+            "vocab_size": 1024,
+            "sequence_length": 128,
+            "max_tokens": 200_000,
+        },
+        "batch": {"global_batch_size": 12, "micro_batch_size": 1},
+        "parallel": parallel,
+        "snapshot": {"every_steps": 1},
+        "checkpoint": {"every_s": None, "final": False},
+        "elastic": {
+            "min_workers": 1,
+            "max_workers": options.workers,
+            "gather_s": 60,
+            "pause_timeout_s": 30,
+            "start_timeout_s": 120,
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--strategy", default="fsdp")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--preset", default="decoder-1m")
+    parser.add_argument("--kill", action="store_true")
+    parser.add_argument("--fault", default="")
+    options = parser.parse_args()
+    faults = [Fault("forward", options.fault, rank=1, step=AT_STEP)] if options.fault else []
+    pids: dict[str, int] = {}
+    last: dict[str, int] = {}
+    killed_at_s = 0.0
+
+    def on_step(host: Any, line: dict[str, Any]) -> None:
+        nonlocal killed_at_s
+        now = {worker: host.pid_of(worker) for worker in host.alive()}
+        if not pids and line["step"] == AT_STEP - 1:
+            pids.update(now)
+            if options.kill:
+                killed_at_s = time.time()
+                os.kill(now[max(now)], signal.SIGKILL)
+        last.clear()
+        last.update(now)
+
+    folder = Path(tempfile.mkdtemp(prefix="gpu-kit-"))
+    nodes = {f"n{number}": 1 for number in range(options.workers)}
+    values = job_of(options)
+    try:
+        found = run_local(
+            parse_job(values), str(folder), nodes=nodes, faults=faults, on_step=on_step
+        )
+    except Exception as error:
+        found = {"status": type(error).__name__, "reason": str(error)[:300]}
+    steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
+    after = [s["applied_at_s"] for s in steps if s["applied_at_s"] > killed_at_s > 0]
+    times = [step["step_time_s"] for step in steps]
+    print(
+        json.dumps(
+            {
+                "job": values["parallel"],
+                "workers": options.workers,
+                "status": found["status"],
+                "reason": str(found.get("reason"))[:300],
+                "steps": len(steps),
+                "pids_kept": sum(last.get(worker) == pid for worker, pid in pids.items()),
+                "pause_s": round(after[0] - killed_at_s, 3) if after else None,
+                "step_s": round(statistics.median(times), 4) if times else None,
+                "worlds": sorted({step["world_size"] for step in steps}),
+                "odd": [
+                    [line["event"], str(line.get("reason"))[:120]]
+                    for line in events
+                    if line["event"] in ODD
+                ][:6],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

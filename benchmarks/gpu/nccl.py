@@ -1,0 +1,206 @@
+"""The life of communicators, by the product's own groups; several ranks share the GPU.
+
+killed: one rank dies in a collective. running: one is elsewhere, the others are broken off.
+generations: many, one after the other. init: one dies before the communicator is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from elastic_ft.config import parse_job
+from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.shares import share_of
+from elastic_ft.errors import GroupBroken
+from elastic_ft.runtime import compat, devices
+from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.host import WORKER_ENVIRONMENT
+
+LIMIT_S = 45.0
+STUCK_S = 25.0
+GENERATIONS = 30
+NUMBERS = 1 << 18
+
+
+class Rank:
+    def __init__(self, rank: int, options: SimpleNamespace, port: int) -> None:
+        self.rank, self.options, self._port = rank, options, port
+        self.device = torch.device(options.device, *([0] if options.device == "cuda" else []))
+        self.last = rank == options.world - 1
+
+    def form(
+        self, generation: int, world: int, reach: Callable[[str], None] = lambda point: None
+    ) -> Groups:
+        is_hsdp = self.options.hsdp and world == self.options.world
+        layout, _ = plan_layout("hsdp" if is_hsdp else "fsdp", world, 2 if is_hsdp else None)
+        members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
+        source = Source(0, Tier.INITIAL)
+        made = Assignment(generation, members, (), layout, source, ((),) * world, "kit")
+        share, member = share_of(made, f"w{self.rank}"), members[self.rank]
+        groups = Groups(share, member, ("127.0.0.1", self._port))
+        groups.form(self.device, 60, reach)
+        return groups
+
+    def reduce(self, group: Any = None) -> float:
+        numbers = torch.ones(NUMBERS, device=self.device)
+        dist.all_reduce(numbers, group=group)
+        return float(numbers.sum()) / NUMBERS
+
+    def break_off(self, groups: Groups, after_s: float) -> dict[str, Any]:
+        """A collective that one member never joins, aborted from another thread."""
+        at_s: list[float] = []
+
+        def cut() -> None:
+            time.sleep(after_s)
+            at_s.append(time.perf_counter())
+            groups.abort("kit")
+
+        threading.Thread(target=cut, daemon=True).start()
+        group = groups.mesh.get_group(0) if self.options.hsdp and groups.mesh is not None else None
+        try:
+            found: dict[str, Any] = {"returned": self.reduce(group)}
+        except Exception as error:
+            found = {"raised": f"{type(error).__name__}: {str(error)[:80]}"}
+        woken_s = time.perf_counter()
+        groups.teardown()
+        found["woken_s"] = round(woken_s - at_s[0], 3) if at_s else "before the abort"
+        return found | {"teardown_s": round(time.perf_counter() - woken_s, 3)}
+
+    def again(self, generation: int, world: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        groups = self.form(generation, world)
+        right = self.reduce() == world
+        found = {"again_s": round(time.perf_counter() - began, 3), "right": right}
+        groups.teardown()
+        return found
+
+    def killed(self) -> dict[str, Any]:
+        groups = self.form(1, self.options.world)
+        if self.last:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.break_off(groups, 1.5) | self.again(2, self.options.world - 1)
+
+    def running(self) -> dict[str, Any]:
+        groups = self.form(1, self.options.world)
+        if self.last:
+            time.sleep(2.5)
+            groups.teardown()
+            return self.again(2, self.options.world)
+        return self.break_off(groups, 1.0) | self.again(2, self.options.world)
+
+    def generations(self) -> dict[str, Any]:
+        times, free, files = [], [], []
+        for generation in range(1, GENERATIONS + 1):
+            marks = [time.perf_counter()]
+            groups = self.form(generation, self.options.world)
+            marks.append(time.perf_counter())
+            self.reduce()
+            marks.append(time.perf_counter())
+            groups.teardown()
+            marks.append(time.perf_counter())
+            times.append([b - a for a, b in itertools.pairwise(marks)])
+            if self.device.type == "cuda":
+                free.append(torch.cuda.mem_get_info()[0] >> 20)
+            files.append(len(list(Path("/proc/self/fd").iterdir())))
+        medians = [round(statistics.median(column), 4) for column in zip(*times, strict=True)]
+        found = dict(zip(("form_s", "use_s", "teardown_s"), medians, strict=True))
+        return found | {"free_mib": free[::10], "files": files[::10]}
+
+    def init(self) -> dict[str, Any]:
+        def die(point: str) -> None:
+            if point == "connecting" and self.last:
+                os._exit(9)
+
+        if self.last and self.device.type == "cuda":  # Gloo's groups are made, NCCL's is not
+            c10d.ProcessGroupNCCL = Dies
+            die = lambda point: None  # noqa: E731
+        ended: list[str] = []
+
+        def attempt() -> None:
+            try:
+                self.form(1, self.options.world, die)
+            except GroupBroken as error:
+                ended.append(str(error)[:120])
+
+        began, thread = time.perf_counter(), threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        thread.join(STUCK_S)
+        took_s = round(time.perf_counter() - began, 1)
+        return {"stuck": thread.is_alive(), "ended_s": took_s, "why": ended}
+
+
+class Dies:
+    """In place of NCCL's group."""
+
+    Options = getattr(getattr(c10d, "ProcessGroupNCCL", None), "Options", None)
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        os._exit(9)
+
+
+def serve(rank: int, options: SimpleNamespace, port: int, answers: Any) -> None:
+    if options.device == "cuda":
+        values = {"name": "kit", "steps": 1, "model": {"preset": "decoder-1m"}}
+        values |= {"data": {"url": "stdlib:"}, "elastic": {"form_timeout_s": STUCK_S / 2}}
+        devices.set_up(parse_job(values))
+    compat.forget_meshes()
+    try:
+        answers.put((rank, getattr(Rank(rank, options, port), options.mode)()))
+    except BaseException as error:
+        answers.put((rank, {"error": f"{type(error).__name__}: {str(error)[:200]}"}))
+    time.sleep(1)  # the answer is on its way
+    os._exit(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("mode", choices=("killed", "running", "generations", "init"))
+    parser.add_argument("--world", type=int, default=4)
+    parser.add_argument("--hsdp", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    options = SimpleNamespace(**vars(parser.parse_args()))
+    timeout = datetime.timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = []
+    for rank in range(options.world):
+        shared = {"NCCL_HOSTID": f"kit{rank}"}  # NCCL refuses two ranks of a host on one GPU
+        os.environ.update(WORKER_ENVIRONMENT | shared)
+        process = context.Process(target=serve, args=(rank, options, store.port, answers))
+        process.start()
+        ranks.append(process)
+    awaited = options.world - (options.mode in ("killed", "init"))
+    found: dict[int, Any] = {}
+    until_s = time.monotonic() + LIMIT_S
+    while len(found) < awaited and time.monotonic() < until_s:
+        with contextlib.suppress(Exception):  # none yet
+            rank, answer = answers.get(timeout=1)
+            found[rank] = answer
+    for process in ranks:
+        process.kill()
+    print(json.dumps({"mode": options.mode, "answered": f"{len(found)}/{awaited}", "ranks": found}))
+
+
+if __name__ == "__main__":
+    main()

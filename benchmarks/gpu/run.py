@@ -1,0 +1,124 @@
+"""The first half hour on one GPU: each step bounded, one line of JSON each, worst case 30 minutes.
+
+    make gpu                                        # or, without make, Ray, or anything downloaded:
+    PYTHONPATH=. python benchmarks/gpu/run.py       # --device cpu: a dry run of what can be one
+
+Lines say what was expected and what was found; they and all logs are kept in ``--out``. A step
+that fails ends nothing: the next one is tried. Nothing here changes the GPU's settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+MINUTES = 30
+ENVIRONMENT = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "OMP_NUM_THREADS": "2",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    name: str
+    limit_s: int
+    command: str  # of a script here
+    expected: str
+    on_cpu: bool = False  # in a dry run, too
+
+
+STEPS = (
+    Step("probe", 100, "probe.py", "workers' CUDA is clean after the fork server's preload"),
+    Step("nccl_killed", 70, "nccl.py killed --world 4", "woken < 1 s, again < 5 s, right", True),
+    Step("nccl_running", 70, "nccl.py running --world 4 --hsdp", "all wake; aborts < 1 s", True),
+    Step("nccl_generations", 60, "nccl.py generations --world 2", "memory and fds flat", True),
+    Step("nccl_init", 50, "nccl.py init --world 3", "ended, not stuck: nonblocking init", True),
+    Step("train_fsdp_1", 90, "job.py --workers 1", "completed: FSDP2 in a world of one", True),
+    Step("kill_gloo", 110, "job.py --workers 4 --backend gloo --kill", "3 of 4 pids kept", True),
+    Step("kill_fsdp", 120, "job.py --workers 4 --kill", "3 of 4 pids kept, pause < 1 s", True),
+    Step("kill_hsdp", 120, "job.py --workers 4 --strategy hsdp --kill", "as kill_fsdp"),
+    Step("kill_tp", 120, "job.py --workers 4 --tp 2 --kill", "completed; pids kept"),
+    Step("sick_assert", 90, "job.py --workers 3 --fault gpu_assert", "device_lost, completed"),
+    Step("sick_oom", 90, "job.py --workers 3 --fault gpu_oom", "once more, then completed"),
+    Step("speed_bare", 90, "speed.py bare", "25-35 % MFU of bf16 on an H100 or H200", True),
+    Step("speed_ours", 110, "speed.py ours", "at least 0.97 of bare", True),
+    Step("snapshot", 180, "../gpu_snapshot.py --preset decoder-410m --rounds 4", "stall < 1 %"),
+    Step("memory", 130, "job.py --workers 3 --preset decoder-160m --kill", "peak < 2 x steady"),
+)
+
+
+def run(step: Step, device: str, out: Path, limit_s: float) -> dict[str, Any]:
+    """What the step printed as JSON. It is killed with all its processes at the limit."""
+    arguments = step.command.split()
+    command = [sys.executable, str(HERE / arguments[0]), *arguments[1:]]
+    if not arguments[0].startswith(".."):
+        command += ["--device", device]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{HERE}"}
+    log, began = out / f"{step.name}.log", time.monotonic()
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = "out of time"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    found = [line for line in lines if line.startswith('{"')]
+    return {
+        "step": step.name,
+        "ended": code,
+        "seconds": round(time.monotonic() - began, 1),
+        "expected": step.expected,
+        "found": [json.loads(line) for line in found] or lines[-3:],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
+    parser.add_argument("--minutes", type=float, default=MINUTES)
+    parser.add_argument("--only", nargs="*", help="names of steps")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    until_s = time.monotonic() + 60 * arguments.minutes
+    with (arguments.out / f"{arguments.device}.jsonl").open("a") as record:
+        for step in STEPS:
+            left_s = until_s - time.monotonic()
+            if arguments.only and step.name not in arguments.only:
+                continue
+            if (arguments.device == "cpu" and not step.on_cpu) or left_s < 10:
+                continue
+            line = run(step, arguments.device, arguments.out, min(step.limit_s, left_s))
+            text = json.dumps(line, default=str)
+            print(text, flush=True)
+            record.write(text + "\n")
+            record.flush()
+
+
+if __name__ == "__main__":
+    main()
