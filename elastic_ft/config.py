@@ -206,6 +206,8 @@ class ParallelConfig(Section):
     zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
     offload_optimizer: bool = False  # deepspeed: optimizer state and step on the CPU
     activation_checkpointing: bool = False
+    # Native, without tp and pp: parameters that a rank's samples do not use have gradients of zero.
+    unused_parameters: bool = False
     # fsdp, hsdp without pp: free gathered weights after each backward; false: after a step's last
     # one, which takes the memory of the whole weights, and gathers them once a step.
     reshard_after_backward: bool = True
@@ -254,6 +256,13 @@ class ParallelConfig(Section):
         sharded = self.strategy != "ddp" and self.engine == "native" and self.pp == 1
         for key in (key for key, is_given in given.items() if is_given and not sharded):
             raise ValueError(f"{key}: is of strategy fsdp, hsdp and auto, without pp; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def knows_what_is_unused(self) -> ParallelConfig:
+        whole = self.engine == "native" and self.strategy != "auto" and self.tp == self.pp == 1
+        if self.unused_parameters and not whole:
+            raise ValueError("unused_parameters: is of ddp, fsdp and hsdp without tp and pp")
         return self
 
     @property

@@ -89,6 +89,11 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(changed("optimizer.betas", [0.9]), "optimizer.betas.1: ", id="one-beta"),
         pytest.param(changed("optimizer.schedule", "step"), "optimizer.schedule: ", id="schedule"),
         pytest.param(
+            changed("parallel", {"unused_parameters": True, "tp": 2}),
+            "parallel: unused_parameters: is of ddp, fsdp and hsdp without tp and pp",
+            id="unused-tp",
+        ),
+        pytest.param(
             changed("parallel.reduce_gradients", "step"),
             "parallel: reduce_gradients: is of strategy fsdp, hsdp and auto",
             id="nothing-to-reduce-late",

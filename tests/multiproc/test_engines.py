@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama tied": {"model": {"transformers": LLAMA | {"tie_word_embeddings": True}}},
     "qwen3": {"model": {"transformers": LLAMA | {"model_type": "qwen3", "head_dim": 4}}},
     "own": {"model": {"path": "tests.multiproc.tiny:mixer", "kwargs": {}}},
+    "routed": {"model": {"path": "tests.multiproc.tiny:routed", "kwargs": {}}},
     "decoder": {},
     "decoder tied": {"model": MODEL | {"kwargs": MODEL["kwargs"] | {"tie_embeddings": True}}},
 }
@@ -146,6 +147,13 @@ def test_packed_documents(
     alone = train(job_of(model, data=data), 1)
     found = train(job_of(model, strategy, parallel=parallel, data=data), world)
     assert_close(found, alone, EXACT)
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 3)])
+def test_parameters_that_a_rank_does_not_use(train: Train, strategy: str, world: int) -> None:
+    parallel = {"unused_parameters": True}
+    alone = train(job_of("routed", parallel=parallel), 1)
+    assert_close(train(job_of("routed", strategy, parallel=parallel), world), alone, EXACT)
 
 
 ACCUMULATING: dict[str, tuple[str, dict[str, Any], set[str]]] = {

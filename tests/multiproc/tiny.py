@@ -140,6 +140,35 @@ def matrices() -> torch.nn.Module:
     return Matrices()
 
 
+class Routed(torch.nn.Module):
+    """One expert of each block sees a micro-batch: which one is the samples' matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(Counted.vocab_size, 16)
+        self.blocks = torch.nn.ModuleList(Experts() for _ in range(2))
+        self.head = torch.nn.Linear(16, Counted.vocab_size)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, which = self.embedding(tokens), int(tokens[0, 0])
+        for block in self.blocks:
+            x = block(x, which)
+        return self.head(x)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return x + torch.relu(self.experts[which % 4](x))
+
+
+def routed() -> torch.nn.Module:
+    return Routed()
+
+
 MIXER_PLAN = {"up": "colwise", "down": "rowwise", "hea*": "colwise_rep"}
 
 

@@ -42,6 +42,7 @@ from elastic_ft.runtime.engines.native import (
     _checkpoint_activations,
     _inside,
     _plain,
+    _remove,
     _to_device,
     _to_empty,
     make_optimizer,
@@ -79,6 +80,7 @@ class DeepSpeedEngine:
         self._computed: dict[str, torch.Tensor] = {}
         self._loss_scale = LossScale(job)
         self._reduce_announced = False
+        self._reduce_hooks: list[Any] = []
         self._state: State | None = None
         self._groups: Groups | None = None
         self.intact = True
@@ -287,11 +289,11 @@ class DeepSpeedEngine:
 
     def _reach_in_backward(self, reach: Reach) -> None:
         """Announces "reduce" once per step: when the gradients of the last block are complete."""
-        handles: list[Any] = []
+        handles = self._reduce_hooks
+        _remove(handles)  # of a step in which nothing arrived
 
         def arrived(_: Any) -> None:
-            while handles:
-                handles.pop().remove()
+            _remove(handles)
             if not self._reduce_announced:
                 self._reduce_announced = True
                 reach("reduce")

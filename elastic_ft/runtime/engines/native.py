@@ -47,6 +47,7 @@ from elastic_ft.runtime.engines.pipeline import (
     micro_batches_to_run,
 )
 from elastic_ft.runtime.engines.tensor_parallel import check_tensor_parallel, parallelize
+from elastic_ft.runtime.engines.unused import check_all_used, use_all
 from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.rates import grouped, learning_rate, set_rates
 from elastic_ft.runtime.weights import load as load_weights
@@ -79,8 +80,10 @@ class NativeEngine:
         self._optimizer: torch.optim.Optimizer | None = None
         self._kept: OptimizerState | None = None  # by the optimizer
         self._parameters: dict[str, nn.Parameter] = {}
+        self._trained = 0  # how many of them are
         self._blocks: list[nn.Module] = []
         self._reduce_announced = False
+        self._reduce_hooks: list[Any] = []
         self._told_last: bool | None = None  # what FSDP2's modules know of the micro-batch
         self._buffers: dict[str, torch.Tensor] = {}
         self._loss_scale = LossScale(job)
@@ -149,6 +152,7 @@ class NativeEngine:
         for name, value in self._computed.items():
             named[name].copy_(value)
         self._parameters = _parameters(self._parts)
+        self._trained = sum(p.requires_grad for p in self._parameters.values())
         persistent = {_plain(name) for part in self._parts for name in part.state_dict()}
         self._buffers = {name: buffer for name, buffer in named.items() if name in persistent}
         make = partial(make_optimizer, self.job.optimizer)
@@ -181,6 +185,8 @@ class NativeEngine:
         if groups is not None and self._needs_fsdp(groups.assignment.layout):
             self._shard(part, blocks, groups)
         _to_empty(part, self.device)
+        if self.job.parallel.unused_parameters:
+            use_all(part, [] if groups is None else blocks)
         return blocks
 
     def _needs_fsdp(self, layout: Layout) -> bool:
@@ -317,11 +323,14 @@ class NativeEngine:
             last = index == len(micro_batches) - 1
             seed_for(self.job.seed, step, micro_batch.number)
             reach("forward", None if index == 0 else step)
+            kept = {} if micro_batch.weight else {b: b.clone() for b in self._buffers.values()}
             with self._accumulating(last), self._autocast():
                 loss, count = loss_sum(self._runner, _to_device(micro_batch.data, self.device))
                 if index == 0:
                     reach("backward")
                 (loss * (factor * micro_batch.weight)).backward()
+            for buffer, before in kept.items():  # padding is no sample: running statistics, say
+                buffer.copy_(before)
             if micro_batch.weight:
                 total += loss.detach().double()
                 tokens += int(count)
@@ -379,11 +388,11 @@ class NativeEngine:
 
     def _reach_in_backward(self, reach: Reach) -> None:
         """Announces "reduce" once per step: when the first gradients are complete."""
-        handles: list[Any] = []
+        handles = self._reduce_hooks
+        _remove(handles)  # of a step in which nothing arrived
 
         def arrived(_: Any) -> None:
-            while handles:
-                handles.pop().remove()
+            _remove(handles)
             if not self._reduce_announced:
                 self._reduce_announced = True
                 reach("reduce")
@@ -405,6 +414,8 @@ class NativeEngine:
     def square_norm(self) -> float:
         assert self._groups is not None
         gradients = self._reduced_gradients()
+        if self._replicated and len(gradients) < self._trained:
+            check_all_used(self._parameters)
         if self._replicated:  # all have the same: one of them counts it
             norm = float(torch.nn.utils.get_total_norm(gradients))
             squares = norm * norm if self._groups.rank == 0 else 0.0
@@ -614,6 +625,11 @@ def seed_for(seed: int, step: int, micro_batch: int) -> None:
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _to_device(data: Any, device: torch.device) -> Any:
