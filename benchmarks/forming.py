@@ -220,19 +220,21 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 64")
     parser.add_argument("--plans", type=int, default=4, help="ranks that plan")
+    parser.add_argument("--moves", nargs="*", help="loss, join, hsdp, tp, ddp; none: all")
     parser.add_argument("--out", type=Path, help="folder for forming.json")
     arguments = parser.parse_args()
     n = arguments.ranks
-    moves = [
-        (Layout(dp_shard=n), Layout(dp_shard=n - 8)),  # a node is lost
-        (Layout(dp_shard=n - 8), Layout(dp_shard=n)),  # and comes back
-        (Layout(n // 8, 8), Layout(n // 8 - 1, 8)),
-        (Layout(dp_shard=n // 8 - 1, tp=8), Layout(dp_shard=n // 8, tp=8)),
-        (Layout(dp_replicate=n - 8), Layout(dp_replicate=n)),
-    ]
-    found = [measure(LLAMA_70B, *move, arguments.plans) for move in moves]
-    for line in found:
-        print(json.dumps(line))
+    moves = {
+        "loss": (Layout(dp_shard=n), Layout(dp_shard=n - 8)),  # of a node
+        "join": (Layout(dp_shard=n - 8), Layout(dp_shard=n)),
+        "hsdp": (Layout(n // 8, 8), Layout(n // 8 - 1, 8)),
+        "tp": (Layout(dp_shard=n // 8 - 1, tp=8), Layout(dp_shard=n // 8, tp=8)),
+        "ddp": (Layout(dp_replicate=n - 8), Layout(dp_replicate=n)),
+    }
+    found = []
+    for name in arguments.moves or moves:
+        found.append(measure(LLAMA_70B, *moves[name], arguments.plans))
+        print(json.dumps(found[-1]), flush=True)
     if arguments.out:
         (arguments.out / "forming.json").write_text(json.dumps(found, indent=1) + "\n")
 

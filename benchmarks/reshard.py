@@ -144,8 +144,8 @@ class _Fresh:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._groups, name)
 
-    def exchange_values(self, name: str, value: Any) -> list[Any]:
-        return self._groups.exchange_values(f"{name}{self._number}", value)
+    def exchange_values(self, name: str, value: Any, timeout_s: float) -> list[Any]:
+        return self._groups.exchange_values(f"{name}{self._number}", value, timeout_s)
 
     def publish(self, name: str, make: Callable[[], bytes]) -> None:
         self._groups.publish(f"{name}{self._number}", make)

@@ -24,7 +24,7 @@ from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import open_store
 
-UPLOAD_DEADLINE_S = 600.0
+COPIED_TIMEOUT_S = 3600.0  # last resort: a copy in host memory ends with its generation
 
 Owned = frozenset[tuple[str, Box]]
 
@@ -85,7 +85,7 @@ class Checkpointer:
         began_s: float,
     ) -> None:
         try:
-            shard.ready.result(UPLOAD_DEADLINE_S)
+            shard.ready.result(COPIED_TIMEOUT_S)
             self._reach("checkpoint_shard", shard.of.step)
             prefix = checkpoints.attempt_prefix(self._run, generation, shard.of.step)
             entries = self._write_shards(shard, owned, prefix, rank)

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elastic_ft.config import Job
+from elastic_ft.core import deadlines
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
@@ -106,6 +107,7 @@ def policy_of(job: Job) -> Policy:
     """Raises UsageError where the planner is to lay out what it can't."""
     elastic, every_s = job.elastic, job.checkpoint.every_s
     each = job.multiple_of
+    pause_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)
     return Policy(
         min_workers=-(-elastic.min_workers // each) * each,
         max_workers=elastic.max_workers // each * each,
@@ -126,9 +128,9 @@ def policy_of(job: Job) -> Policy:
         gather_s=elastic.gather_s,
         join_batch_s=elastic.join_batch_s,
         suspend_timeout_s=elastic.suspend_timeout_s,
-        pause_timeout_s=elastic.pause_timeout_s,
-        form_timeout_s=elastic.form_timeout_s,
-        boundary_timeout_s=LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + elastic.pause_timeout_s,
+        pause_timeout_s=pause_s,
+        form_timeout_s=deadlines.form_s(elastic.form_timeout_s, elastic.max_workers),
+        boundary_timeout_s=LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + pause_s,
         publish_timeout_s=elastic.suspend_timeout_s,
         max_generations_without_progress=elastic.max_generations_without_progress,
         max_user_failures=elastic.max_user_failures,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_ft.config import Job, ParallelConfig
+from elastic_ft.core.deadlines import form_s
 from elastic_ft.errors import ConfigError
 
 if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers fork from it
@@ -42,7 +43,8 @@ def set_up(job: Job) -> None:
     """What CUDA's libraries are to do in this process, before they do anything."""
     import torch
 
-    wait_s = math.ceil(job.elastic.form_timeout_s)
+    elastic = job.elastic
+    wait_s = math.ceil(form_s(elastic.form_timeout_s, elastic.max_workers))
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(wait_s))  # torch's: 30 minutes
     torch.set_float32_matmul_precision("high" if job.precision.tf32 else "highest")
 

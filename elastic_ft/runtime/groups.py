@@ -36,7 +36,10 @@ from elastic_ft.runtime.links import Address, Links, SealedStore, Socket, inet_s
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-FORM_TIMEOUT_S = 10.0  # one attempt; a longer wait is a lost peer, and a new generation's business
+MEET_TIMEOUT_S = 10.0  # where there is no job that says it (``core.deadlines``)
+# For what others do, restoring say: it takes as long as the state is large. The controller's
+# deadline, which follows the bytes that come, is what ends it: these groups are aborted.
+OTHERS_TIMEOUT_S = 24 * 3600.0
 ABORT_POLL_S = 0.05
 ABORT_GRACE_S = 0.2  # a closed connection ends what waits for it in milliseconds, or never
 
@@ -92,6 +95,7 @@ class Groups:
         member: Member,
         store: tuple[str, int] | Links,
         backend: str = "auto",
+        meet_timeout_s: float = MEET_TIMEOUT_S,
     ) -> None:
         self.assignment, self.worker, self._node = assignment, member.worker, member.node
         self.rank, self.world_size = assignment.rank, assignment.members
@@ -102,14 +106,14 @@ class Groups:
         self.store: dist.Store | None = None
         self._bare_store: dist.Store | None = None
         self._sealed_store: SealedStore | None = None  # torch keeps no hold on what is Python of it
-        self._links = store if isinstance(store, Links) else Links(store, FORM_TIMEOUT_S)
+        self._links = store if isinstance(store, Links) else Links(store, meet_timeout_s)
         self._store_sockets: tuple[Socket, ...] = ()
         self._own_listeners: frozenset[Address] = frozenset()
         self._gloo_listeners: frozenset[Address] = frozenset()  # everyone's
         self._lock = threading.Lock()
         self._aborted = ""
         self.uses_nccl, self._backend = False, backend
-        self._operation_timeout_s = FORM_TIMEOUT_S
+        self._operation_timeout_s = self._meet_timeout_s = meet_timeout_s
         self._guarded: set[Closable] = set()
         self._aborting: list[tuple[Any, threading.Thread]] = []  # NCCL's communicators
         self.bytes_received = 0
@@ -171,7 +175,7 @@ class Groups:
         self.check()
 
     def _make_groups(self, device: torch.device, reach: Callable[[str], None]) -> None:
-        timeout = datetime.timedelta(seconds=FORM_TIMEOUT_S)
+        timeout = datetime.timedelta(seconds=self._meet_timeout_s)
         assert self.store is not None
         self.host = dist.ProcessGroupGloo(
             dist.PrefixStore("host", self.store), self.participant, self.participants, timeout
@@ -198,20 +202,24 @@ class Groups:
         with self._lock:
             self._own_listeners, self._gloo_listeners = frozenset(own), everyones
 
-    def barrier(self, name: str) -> None:
-        """Waits until every participant is here. Over the store: it works before any group does."""
+    def barrier(self, name: str, timeout_s: float | None = None) -> None:
+        """Waits until every participant is here. Over the store: it works before any group does.
+
+        ``timeout_s``: as of ``exchange``.
+        """
         assert self.store is not None
-        if self.store.add(f"{name}/count", 1) == self.participants:
-            self.store.set(f"{name}/all", b"1")
         try:
-            self.store.wait([f"{name}/all"], datetime.timedelta(seconds=FORM_TIMEOUT_S))
+            if self.store.add(f"{name}/count", 1) == self.participants:
+                self.store.set(f"{name}/all", b"1")
+            self._await(f"{name}/all", timeout_s=timeout_s)
         except Exception as error:
             raise GroupBroken(f"barrier {name}: {_one_line(error)}") from error
 
-    def exchange(self, name: str, value: bytes, timeout_s: float = FORM_TIMEOUT_S) -> list[bytes]:
+    def exchange(self, name: str, value: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Returns every participant's value, in participant order.
 
         The first one collects them, so that all the others read one value: equal ones once.
+        ``timeout_s``: for all to be here; None where they only have to meet.
         """
         assert self.store is not None
         try:
@@ -219,24 +227,25 @@ class Groups:
             if self.participant == 0:
                 everyones = _Everyones.of(self._collect(name, timeout_s))
                 self.store.set(f"{name}/all", wire.pack(wire.Packed(everyones)))
-            self._await([f"{name}/all"], timeout_s)
+            self._await(f"{name}/all", timeout_s=timeout_s)
             return decoder(_Everyones)(wire.unpack(self.store.get(f"{name}/all"))).listed()
         except Exception as error:
             raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
 
-    def _collect(self, name: str, timeout_s: float) -> list[bytes]:
+    def _collect(self, name: str, timeout_s: float | None) -> list[bytes]:
         assert self.store is not None
         keys = [f"{name}/{peer}" for peer in range(self.participants)]
-        self._await(keys, timeout_s)
+        self._await(*keys, timeout_s=timeout_s)
         return [self.store.get(key) for key in keys]
 
-    def _await(self, keys: list[str], timeout_s: float) -> None:
+    def _await(self, *keys: str, timeout_s: float | None = None) -> None:
         assert self.store is not None
-        self.store.wait(keys, datetime.timedelta(seconds=timeout_s))
+        timeout_s = self._meet_timeout_s if timeout_s is None else timeout_s
+        self.store.wait([*keys], datetime.timedelta(seconds=timeout_s))
 
-    def exchange_values(self, name: str, value: T) -> list[T]:
+    def exchange_values(self, name: str, value: T, timeout_s: float | None = None) -> list[T]:
         """Every participant's data class, in participant order; of equal ones, the same."""
-        raw = self.exchange(name, wire.pack(value))
+        raw = self.exchange(name, wire.pack(value), timeout_s)
         try:
             decode = decoder(type(value))  # type: ignore[arg-type]
             known = {each: decode(wire.unpack(each)) for each in set(raw)}
@@ -257,7 +266,7 @@ class Groups:
         """What was published, before an ``exchange``, by whoever knows ``name``."""
         assert self.store is not None
         try:
-            self._await([name], FORM_TIMEOUT_S)
+            self._await(name)
             return bytes(self.store.get(name))
         except Exception as error:
             raise GroupBroken(f"reading {name}: {_one_line(error)}") from error

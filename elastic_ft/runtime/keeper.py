@@ -30,6 +30,7 @@ import numpy as np
 import psutil
 import xxhash
 
+from elastic_ft.core.deadlines import upload_s
 from elastic_ft.core.events import (
     KEEPER,
     DropKept,
@@ -69,7 +70,6 @@ from elastic_ft.storage.store import Store, open_store
 HEALTH_EVERY_S = 5.0  # at most: often enough that silence is told from a pause
 BEATS_PER_TIMEOUT = 5
 DIAL_TIMEOUT_S = 5.0
-UPLOAD_TIMEOUT_S = 600.0
 RECORD_STEPS = 2000  # kept per worker: so far behind may the controller be when it is killed
 WORKERS_END_S = 10.0  # after the controller; what they had is complete then
 SPARE_BYTES = 256 << 20  # of the node's memory that snapshots leave free
@@ -149,6 +149,13 @@ class Upload:
     prefix: str
     rank: int
     max_mb_per_s: float | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        """As long as so much may take."""
+        nbytes = sum(s.nbytes for s in self.schema if (s.name, s.box) in self.owned)
+        rate = None if self.max_mb_per_s is None else self.max_mb_per_s * 1e6
+        return upload_s(nbytes, rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -564,7 +571,7 @@ class KeeperClient:
         with _dialled(self._keeper, self._key, self._patience) as channel:
             self._open.add(channel)
             try:
-                return _ask(channel, request, Uploaded, UPLOAD_TIMEOUT_S).entries
+                return _ask(channel, request, Uploaded, request.timeout_s).entries
             finally:
                 self._open.discard(channel)
 

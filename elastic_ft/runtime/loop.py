@@ -37,7 +37,6 @@ from elastic_ft.runtime.prefetch import Prefetcher
 from elastic_ft.runtime.rates import learning_rate
 from elastic_ft.runtime.snapshot import Schema, Snapshots
 
-FINISH_DEADLINE_S = 600.0
 UPLOAD_POLL_S = 0.1
 
 
@@ -427,9 +426,11 @@ class Loop:
         self._send(WorkerDone(time.time(), tools.worker, self._generation, self.step, digest))
 
     def _await_uploads(self) -> bool:
-        """Returns whether they have ended; False if a pause came first. Raises GroupBroken."""
-        deadline = time.monotonic() + FINISH_DEADLINE_S
-        while not self.tools.checkpointer.wait_all(UPLOAD_POLL_S) and time.monotonic() < deadline:
+        """Returns whether they have ended, each by its own deadline; False if a pause came first.
+
+        Raises GroupBroken.
+        """
+        while not self.tools.checkpointer.wait_all(UPLOAD_POLL_S):
             self.tools.points("finishing")  # an upload takes as long as it takes: this is no hang
             if self.groups.aborted:
                 raise GroupBroken(self.groups.aborted)

@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 from elastic_ft.core.events import DAMAGED, UNREACHABLE
 from elastic_ft.errors import StateDamaged, StateUnreadable, StoreFailed
-from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.storage.cancellable import find_object
 
 T = TypeVar("T")
 DONE = "done"
 LOOK_S = 5.0  # for an object that somebody does not find: less than a pause may take
-OTHERS_READ_S = 24 * 3600.0  # the controller's deadline is what ends it: it follows their bytes
 THERE, NOWHERE, UNKNOWN = "there", "nowhere", "unknown"
 
 
@@ -68,7 +67,7 @@ def together(
         own = Outcome(DAMAGED, str(error), error.holder, error.shard, error.missing)
     except StateUnreadable as error:
         own = Outcome(UNREACHABLE, str(error), error.holder)
-    outcomes = [Outcome(**told) for told in _exchange(groups, name, asdict(own), OTHERS_READ_S)]
+    outcomes = [Outcome(**told) for told in _exchange(groups, name, asdict(own), OTHERS_TIMEOUT_S)]
     if missing := sorted({outcome.missing for outcome in outcomes if outcome.missing}):
         within_s = min(LOOK_S, groups.operation_timeout_s / 2 / len(missing))
         seen = {url: _look(look, url, within_s) for url in missing}

@@ -18,7 +18,7 @@ from elastic_ft.errors import GroupBroken
 from elastic_ft.runtime import wire
 from elastic_ft.runtime.buffer import Schema, lay_out
 from elastic_ft.runtime.engines.base import State, tensor_name
-from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.groups import OTHERS_TIMEOUT_S, Groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,8 @@ def tell(groups: Groups, offers: Sequence[State], needs: State) -> Told:
         for shard, state in zip(sorted(groups.assignment.has), offers, strict=True)
     )
     needed = None if groups.rank is None else publish(needs, layout, _place(layout, groups.rank))
-    return Told(groups, own, groups.exchange_values("listed", Listed(offered, needed)))
+    listed = Listed(offered, needed)  # once what is offered was verified, as large as it is
+    return Told(groups, own, groups.exchange_values("listed", listed, OTHERS_TIMEOUT_S))
 
 
 def _fetch(groups: Groups, digest: str) -> Listing:

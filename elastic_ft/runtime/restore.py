@@ -15,7 +15,7 @@ from elastic_ft.errors import (
     StateDamaged,
 )
 from elastic_ft.runtime.engines.base import Engine, Reach, State, tensor_name
-from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.runtime.keeper import LeftShard
 from elastic_ft.runtime.outcomes import together
 from elastic_ft.runtime.placed import Placed, exchange_placed
@@ -72,7 +72,7 @@ def restore(
     if groups.rank is not None:
         engine.restored()
         engine.intact = True
-    groups.barrier("restored")
+    groups.barrier("restored", OTHERS_TIMEOUT_S)
     return Restored(placed, _peer_schemas(groups, placed), received)
 
 

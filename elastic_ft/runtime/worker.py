@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.config import Job
+from elastic_ft.core import deadlines
 from elastic_ft.core.events import (
     ITS_DEVICE,
     ITS_OWN,
@@ -83,7 +84,7 @@ from elastic_ft.runtime.diagnosis import stack_of
 from elastic_ft.runtime.engines.base import Engine, State
 from elastic_ft.runtime.engines.native import NativeEngine
 from elastic_ft.runtime.faults import Points
-from elastic_ft.runtime.groups import FORM_TIMEOUT_S, Groups
+from elastic_ft.runtime.groups import Groups
 from elastic_ft.runtime.keeper import DIAL_TIMEOUT_S, KeeperClient, KeeperGone
 from elastic_ft.runtime.links import Links, use_interface_of
 from elastic_ft.runtime.loop import Flags, Formed, Loop, Step, Tools
@@ -183,7 +184,10 @@ class Worker:
         self._channel, self._welcome = connect(address, key, member)
         self.job: Job = self._welcome.job
         store_key = hmac.digest(key, self._welcome.run.encode(), "sha256")
-        self._links = Links(self._welcome.store, FORM_TIMEOUT_S, store_key)
+        elastic = self.job.elastic
+        meet_timeout_s = deadlines.meet_s(elastic.form_timeout_s, elastic.max_workers)
+        self._pause_timeout_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)
+        self._links = Links(self._welcome.store, meet_timeout_s, store_key)
         self._links.prepare()
         use_interface_of(self._channel.own_address)
         self._training = TrainingThread()
@@ -229,7 +233,7 @@ class Worker:
                 if isinstance(error, MessageRefused):
                     log.error("what the controller says can't be read: %s", error)
                 self._on_controller_lost()
-                if self.cut_off and not self._closed.wait(self.job.elastic.pause_timeout_s):
+                if self.cut_off and not self._closed.wait(self._pause_timeout_s):
                     os._exit(CUT_OFF)  # the training thread waits for what can't be reached either
                 return
             if isinstance(message, PauseWorkers):
@@ -508,7 +512,10 @@ class Worker:
             self._on_generation(form.extra)
         if self._dialled is not None and wait([self._dialled], DIAL_TIMEOUT_S).done:
             self._dialled.result()  # the first snapshot is to outlive this process
-        groups = Groups(assignment, self.member, self._links, self.job.parallel.backend)
+        elastic = self.job.elastic
+        meet_timeout_s = deadlines.meet_s(elastic.form_timeout_s, assignment.participants)
+        backend = self.job.parallel.backend
+        groups = Groups(assignment, self.member, self._links, backend, meet_timeout_s)
         with self._news:
             self._groups = groups
             if self._fence > assignment.generation:
@@ -516,7 +523,7 @@ class Worker:
         step = assignment.source.step
         self._points.enter(groups.generation, groups.rank, groups.world_size, step, form.fired)
         self._points("forming")
-        operation_timeout_s = LAST_RESORT_TIMEOUTS * self.job.elastic.hang_timeout_s
+        operation_timeout_s = LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s
         groups.form(tools.engine.device, operation_timeout_s, self._points)
         self._links.prepare()  # for the generation after this one
         _check_same_data(groups, _data_in_words(tools.data), self._live is not None)
@@ -530,7 +537,7 @@ class Worker:
             self._points,
             self._forget_live,
             self._key,
-            self.job.elastic.form_timeout_s / READS_PER_FORMING,
+            elastic.form_timeout_s / READS_PER_FORMING,
         )
         if groups.rank is None:
             self._send(Resumed(time.time(), self.member.worker, groups.generation, step))
@@ -628,7 +635,7 @@ class Worker:
             return
         groups.abort(groups.aborted or "retreat")
         tools.prefetcher.cancel()
-        if not tools.snapshots.quiesce(time.monotonic() + self.job.elastic.pause_timeout_s / 2):
+        if not tools.snapshots.quiesce(time.monotonic() + self._pause_timeout_s / 2):
             self._note("snapshot_stuck", "a snapshot has not ended since a generation: this ends")
             os._exit(STUCK)
         engine, loop = tools.engine, self._loop

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +19,7 @@ from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layout import Layout
 from elastic_ft.core.shares import share_of, shares
 from elastic_ft.errors import GroupBroken
-from elastic_ft.runtime.groups import Groups
+from elastic_ft.runtime.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.runtime.links import Address, Links, SealedStore
 
 KEY = b"k" * 32
@@ -87,6 +88,19 @@ def test_an_abort_ends_what_a_peer_waits_for(pair: list[Groups]) -> None:
         pair[0].abort("fenced")
         with pytest.raises(GroupBroken, match="onnection closed"):
             received.result(5)
+
+
+def test_who_restores_for_long_is_waited_for(pair: list[Groups]) -> None:
+    """A part of a checkpoint that comes 10 s later than another's broke the generation."""
+    for each in pair:
+        each._meet_timeout_s = 0.05
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(pair[0].barrier, "restored", OTHERS_TIMEOUT_S)
+        assert not futures.wait([waiting], 0.3).done
+        pair[1].barrier("restored", OTHERS_TIMEOUT_S)
+        waiting.result(5)
+    with pytest.raises(GroupBroken, match="barrier alone"):
+        pair[0].barrier("alone")
 
 
 def test_what_a_stranger_puts_into_the_store_is_refused(pair: list[Groups]) -> None:

@@ -1,0 +1,41 @@
+"""Deadlines that grow with the world and with what is to be moved. Pure.
+
+What a job configures suits worlds of up to SUITED. In larger ones each worker adds a little: Gloo
+connects everybody with everybody, NCCL's bootstrap goes round, an abort is heard by all.
+"""
+
+from __future__ import annotations
+
+SUITED = 128  # workers
+FORM_S_PER_WORKER = 0.05  # ncclCommInit alone takes up to a minute at some thousands
+PAUSE_S_PER_WORKER = 0.005
+MEETINGS_PER_FORMING = 6  # all meet within a part of it: who does not is lost, and there is time
+UPLOAD_BASE_S = 600.0  # for a store that is away for a while
+UPLOAD_BYTES_PER_S = 10e6  # slower than that is no upload
+
+
+def form_s(form_timeout_s: float, workers: int) -> float:
+    """For a generation to form and to get its state, while no byte of it comes."""
+    return form_timeout_s + FORM_S_PER_WORKER * _beyond(workers)
+
+
+def meet_s(form_timeout_s: float, workers: int) -> float:
+    """For all to come to one point of forming, and to connect to each other."""
+    return form_timeout_s / MEETINGS_PER_FORMING + FORM_S_PER_WORKER * _beyond(workers)
+
+
+def pause_s(pause_timeout_s: float, workers: int) -> float:
+    """For survivors to reach a safe point."""
+    return pause_timeout_s + PAUSE_S_PER_WORKER * _beyond(workers)
+
+
+def upload_s(nbytes: int, bytes_per_s_max: float | None) -> float:
+    """For one worker's part of a checkpoint. ``bytes_per_s_max``: a cap that it is held to."""
+    rate = UPLOAD_BYTES_PER_S
+    if bytes_per_s_max is not None:
+        rate = min(rate, bytes_per_s_max / 2)
+    return UPLOAD_BASE_S + nbytes / rate
+
+
+def _beyond(workers: int) -> int:
+    return max(0, workers - SUITED)

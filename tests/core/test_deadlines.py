@@ -1,0 +1,27 @@
+"""Deadlines: small worlds have what is configured, large ones and large states more."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic_ft.core.deadlines import form_s, meet_s, pause_s, upload_s
+
+
+@pytest.mark.parametrize("workers", [1, 8, 128])
+def test_small_worlds_have_what_is_configured(workers: int) -> None:
+    assert form_s(60.0, workers) == 60.0
+    assert meet_s(60.0, workers) == 10.0
+    assert pause_s(10.0, workers) == 10.0
+
+
+def test_thousands_have_more_and_meet_while_there_is_time() -> None:
+    for workers in (1024, 4096):
+        assert form_s(60.0, workers) > 100.0
+        assert 50.0 < meet_s(60.0, workers) < form_s(60.0, workers) - 49.0
+        assert pause_s(10.0, workers) > 14.0
+
+
+def test_a_large_shard_has_time_to_be_uploaded_at_the_rate_it_may() -> None:
+    assert upload_s(0, None) == 600.0
+    assert upload_s(52 << 30, None) > 5000.0
+    assert upload_s(52 << 30, 5e6) > (52 << 30) / 5e6
