@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable
@@ -54,12 +55,16 @@ def decoder(hint: Any) -> Decode:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """A data class's fields by name, as they are: what is inside is not converted."""
-    return {name: getattr(value, name) for name in _names(type(value))}  # type: ignore[arg-type]
+    return _reader(type(value))(value)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(each.name for each in dataclasses.fields(kind))
+def _reader(kind: type) -> Callable[[Any], dict[str, Any]]:
+    names = tuple(each.name for each in dataclasses.fields(kind))
+    if len(names) < 2:
+        return lambda value: {name: getattr(value, name) for name in names}
+    values_of = operator.attrgetter(*names)
+    return lambda value: dict(zip(names, values_of(value), strict=True))
 
 
 def _plain(value: Any) -> Any:
@@ -191,6 +196,9 @@ def _collection(kind: type, part: Decode) -> Decode:
 
 
 def _dict(key: Decode, part: Decode) -> Decode:
+    if key is decoder(str) and part is _plain:
+        return _named
+
     def decode(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _refused("a mapping", value)
@@ -199,11 +207,27 @@ def _dict(key: Decode, part: Decode) -> Decode:
     return decode
 
 
+def _named(value: Any) -> Any:
+    """A mapping from names to plain values, itself."""
+    if type(value) is not dict:
+        raise _refused("a mapping", value)
+    return _plain(value)
+
+
 def _dataclass(kind: type) -> Decode:
-    hints = typing.get_type_hints(kind)
-    parts = [(each.name, decoder(hints[each.name])) for each in dataclasses.fields(kind)]
+    hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+    parts = [(each.name, decoder(hints[each.name])) for each in fields]
+    is_positional = all(each.init and not each.kw_only for each in fields)
 
     def decode(value: Any) -> Any:
+        if is_positional:
+            try:  # of this version, and right: as good as all are
+                return kind(*[part(value[name]) for name, part in parts])
+            except (KeyError, TypeError, ValueError):
+                pass  # something is missing, or wrong: which it is
+        return explain(value)
+
+    def explain(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _refused(f"the fields of {kind.__name__}", value)
         known: dict[str, Any] = {}

@@ -261,6 +261,7 @@ class Channel:
         self._sending, self._receiving = _Seals(session.sends), _Seals(session.receives)
         self._lock, self._closing = threading.Lock(), threading.Lock()
         self._unheard = self._closed = False
+        self._come = bytearray()  # and not read yet
 
     def send(self, message: Any) -> bool:
         """Returns False if the other end is gone, or takes nothing any more (``limit``): that has
@@ -319,23 +320,40 @@ class Channel:
             body, seal = frame[:size], self._receiving.of(frame[:size])
             return body, hmac.compare_digest(seal, frame[size:])
         sealing = self._receiving.begin()
-        large = self._read(size, timeout_s, sealing)
+        large = self._read_large(size, timeout_s, sealing)
         seal = sealing.digest()[:SEAL_BYTES]
         return large, hmac.compare_digest(seal, self._read(SEAL_BYTES, timeout_s))
 
-    def _read(self, size: int, timeout_s: float | None, seal: hmac.HMAC | None = None) -> bytearray:
+    def _read(self, size: int, timeout_s: float | None) -> bytes:
+        """Of small messages several come at once."""
+        while len(self._come) < size:
+            self._await_bytes(timeout_s)
+            if not (part := self._socket.recv(SMALL_BYTES)):
+                raise EOFError("the other end is gone")
+            self._come += part
+        found = bytes(self._come[:size])
+        del self._come[:size]
+        return found
+
+    def _read_large(self, size: int, timeout_s: float | None, seal: hmac.HMAC) -> bytearray:
         found = bytearray(size)
         rest = memoryview(found)
         while rest:
-            if timeout_s is not None and not _readable(self._socket, timeout_s):
-                raise EOFError(f"nothing heard for {timeout_s:g} s")
-            part = rest[: self._socket.recv_into(rest[:SLICE_BYTES])]
-            if not part:
-                raise EOFError("the other end is gone")
-            if seal is not None:
-                seal.update(part)
-            rest = rest[len(part) :]
+            if count := min(len(self._come), len(rest)):
+                rest[:count] = self._come[:count]
+                del self._come[:count]
+            else:
+                self._await_bytes(timeout_s)
+                count = self._socket.recv_into(rest[:SLICE_BYTES])
+                if not count:
+                    raise EOFError("the other end is gone")
+            seal.update(rest[:count])
+            rest = rest[count:]
         return found
+
+    def _await_bytes(self, timeout_s: float | None) -> None:
+        if timeout_s is not None and not _readable(self._socket, timeout_s):
+            raise EOFError(f"nothing heard for {timeout_s:g} s")
 
     def limit(self, send_s: float) -> None:
         """From now on sending fails that can't go on for ``send_s``, and ends the connection."""
