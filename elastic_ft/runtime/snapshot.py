@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -513,9 +514,14 @@ class _Source:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source)
             return
-        stream = torch.cuda.Stream(self._device)
+        stream = copy_stream(self._device)
         stream.wait_event(self._queued)
-        with torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
+        with torch.cuda.stream(stream):  # in one call: thousands would keep training from its own
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         stream.synchronize()
+
+
+@cache
+def copy_stream(device: torch.device) -> Any:
+    """One for all snapshots: torch's pool has few, and others use them, too."""
+    return torch.cuda.Stream(device)

@@ -8,20 +8,23 @@ import subprocess
 import sys
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.core.events import ITS_DEVICE, Assignment, Member, Source, Tier
 from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.runtime import groups as groups_module
-from elastic_ft.runtime import local
+from elastic_ft.runtime import local, snapshot
 from elastic_ft.runtime import worker as worker_module
+from elastic_ft.runtime.engines.base import StateTensor
 from elastic_ft.runtime.faults import ON_GPU, Fault, Points
 from elastic_ft.runtime.groups import Groups
 
@@ -378,3 +381,70 @@ def test_a_fault_of_a_gpu_needs_one(action: str) -> None:
     points = Points("w0", (Fault("forward", action),), lambda index: None)
     with pytest.raises(UsageError, match="needs a GPU, and this worker sees none"):
         points("forward")
+
+
+# ------------------------------------------------------------------------------- snapshots
+
+
+class Stream:
+    """One of CUDA's; ``log`` has what is done with all of them."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def record_event(self) -> str:
+        self.log.append(f"record on {self.name}")
+        return self.name
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"synchronize {self.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(f"leave {self.name}")
+
+
+def test_a_snapshot_waits_for_what_was_queued_and_uses_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are queued behind the step, beside the next one, and done when it is sealed."""
+    made: list[Stream] = []
+
+    def make(_: torch.device) -> Stream:
+        made.append(Stream(f"copies {len(made)}"))
+        return made[-1]
+
+    Stream.log.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("training"))
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    copied: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        torch,
+        "_foreach_copy_",
+        lambda targets, sources, non_blocking: copied.append((len(sources), non_blocking)),
+    )
+    snapshot.copy_stream.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = {
+            "model.w": StateTensor((4, 3), Box.whole((4, 3)), torch.empty(4, 3, device="cuda")),
+            "model.b": StateTensor((5,), Box.whole((5,)), torch.empty(5, device="cuda"), True),
+        }
+        shard: Any = SimpleNamespace(state=lambda: state)
+        for _ in range(2):
+            source = snapshot._Source(state)
+            assert source.state["model.w"].local is state["model.w"].local
+            assert source.state["model.b"].local is not state["model.b"].local  # it may change
+            source.copy_to(shard)
+    snapshot.copy_stream.cache_clear()
+    each = ["record on training", "copies 0 waits for training", "enter copies 0"]
+    each += ["leave copies 0", "synchronize copies 0"]
+    assert each * 2 == Stream.log
+    assert len(made) == 1 and copied == [(2, True)] * 2
