@@ -41,6 +41,15 @@ def test_the_newest_whole_step_wins_and_the_reason_names_what_was_skipped() -> N
     assert why == ("step 7 is complete in memory, farthest tier host; step 8 lacks pp0.s1.tp0")
 
 
+def test_each_shards_holders_come_nearest_first_and_of_equals_by_name() -> None:
+    tiers = {"a": Tier.PEER, "b": Tier.HOST, "c": Tier.LIVE, "d": Tier.LIVE}
+    holdings = {worker: (held(Layout(), 5, 0, tier),) for worker, tier in tiers.items()}
+    source, _ = choose(holdings, ())
+    assert source.tier is Tier.LIVE
+    (holders,) = source.holders.values()
+    assert holders == (("c", Tier.LIVE), ("d", Tier.LIVE), ("b", Tier.HOST), ("a", Tier.PEER))
+
+
 def test_memory_wins_over_a_checkpoint_of_the_same_step() -> None:
     holdings = {"a": (held(Layout(), 5, 0, Tier.PEER),)}
     assert choose(holdings, (CheckpointRef(5, "u"),))[0].tier is Tier.PEER
