@@ -115,10 +115,10 @@ class Metrics:
 
     # ------------------------------------------------------------- what the core decides
 
-    def show(self, state: State) -> None:
-        """After each event."""
+    def show(self, state: State, events: int = 1) -> None:
+        """After so many events."""
         running = state.phase == "running"
-        self._of("core_events_total").inc()
+        self._of("core_events_total").inc(events)
         self._of("world_size").set(len(state.ranks) if running else 0)
         self._of("workers_ready").set(len(state.ready))
         self._of("nodes_draining").set(len(state.draining))

@@ -70,6 +70,8 @@ class RunFolder:
         self.path = folder
         self.path.mkdir(parents=True, exist_ok=True)
         self._files: dict[str, Any] = {}
+        self._unwritten: dict[str, list[str]] = {}  # lines, by file
+        self._is_patient = False
         self._lock, self._uploading = threading.Lock(), threading.Lock()
         self._sequence = self._inbox_bytes = self._sent_bytes = 0
         self._stop_mirror = threading.Event()
@@ -91,6 +93,7 @@ class RunFolder:
 
         Raises StoreFailed, OSError; Superseded.
         """
+        self.flush()
         if self._remote:
             self._upload(RECORD)
             return
@@ -265,20 +268,46 @@ class RunFolder:
         _replace(self.path / "result.json", (json.dumps(_finite(result), indent=2) + "\n").encode())
         self._has_result = True
 
-    def _append(self, name: str, line: dict[str, Any]) -> int:
-        """Returns the bytes written."""
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What is appended meanwhile is written at its end, or by ``flush``, in one go."""
+        self._is_patient = True
+        try:
+            yield
+        finally:
+            self._is_patient = False
+            self.flush()
+
+    def flush(self) -> None:
+        """What was appended is in the files. Raises Superseded, and then it is not."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._unwritten:
+            return
+        unwritten, self._unwritten = self._unwritten, {}
         self.check_owner()
-        file = self._files.get(name)
-        if file is None:
-            descriptor = _opener(name)(
-                str(self.path / name), os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            )
-            file = self._files[name] = os.fdopen(descriptor, "a")
-        written: int = file.write(line_of(line))
-        file.flush()
-        return written
+        for name, lines in unwritten.items():
+            file = self._files.get(name)
+            if file is None:
+                descriptor = _opener(name)(
+                    str(self.path / name), os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                )
+                file = self._files[name] = os.fdopen(descriptor, "a")
+            file.write("".join(lines))
+            file.flush()
+
+    def _append(self, name: str, line: dict[str, Any]) -> int:
+        """Returns the bytes to be written."""
+        written = line_of(line)
+        self._unwritten.setdefault(name, []).append(written)
+        if not self._is_patient:
+            self._flush()
+        return len(written)
 
     def _close_file(self, name: str) -> None:
+        self._flush()
         file = self._files.pop(name, None)
         if file is not None:
             file.close()

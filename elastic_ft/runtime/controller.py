@@ -31,6 +31,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
 from elastic_ft.core.state import Policy, Recovery, State, Turn
+from elastic_ft.core.typed import fields_of
 from elastic_ft.core.watch import LAST_RESORT_TIMEOUTS, Progress
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.observe import snapshots
@@ -57,6 +58,7 @@ from elastic_ft.runtime.control import (
 )
 from elastic_ft.runtime.faults import Fault
 from elastic_ft.runtime.host import Host
+from elastic_ft.runtime.inbox import Inbox
 from elastic_ft.runtime.inquiry import Inquiries
 from elastic_ft.runtime.links import serve_store
 from elastic_ft.runtime.planning import planning_of
@@ -74,6 +76,7 @@ from elastic_ft.runtime.wire import MessageRefused
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 WATCH_EVERY_S = 0.25
+STEPS_EVERY_S = 0.1  # while nothing else happens, what workers tell of their steps is looked at
 FOR_ONE_START = {"checkpoint": {"from_scratch"}}  # of the job: not in job.yaml
 ACCOUNT_EVERY_S = 1.0
 KEEPERS_SAVE_S = 60.0  # what they have, where no checkpoint has it
@@ -84,6 +87,8 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run 
 # What handling a message may raise for what is in it.
 UNREADABLE = (MessageRefused, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 EVENTS = frozenset(typing.get_args(ev.Event))
+OF_STEPS = frozenset({ev.StepApplied, ev.StepHeld, Heartbeat, NodeHealth})  # flat, and frequent
+LINES = frozenset({ev.RecordStep, ev.Journal})  # commands that are done by writing one
 JOURNALS_OWN = frozenset({"at_s", "seq", "event", "generation", "reason"})
 
 
@@ -181,7 +186,9 @@ class Controller:
         self._fired: set[int] = set()
         self._data_read: dict[ev.WorkerId, dict[str, Any]] = {}  # by workers that are ready
         self._continuity = Continuity(job, accept_changes, self._journal)
-        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox = Inbox()
+        self._events = 0  # that the metrics have not been told of
+        self._is_steady = False  # steps go by: what workers tell of them can wait a little
         self._timers: list[tuple[float, int, ev.TimerFired]] = []
         self._timer_count = 0
         elastic = job.elastic
@@ -399,7 +406,7 @@ class Controller:
                 tried = f"tried again for up to {timeout_s:g} s"
                 self._journal("suspended", 0, f"{why}: {tried}", {"workers": 0})
             try:
-                told = self._inbox.get(timeout=min(pause_s, timeout_s - past_s))
+                told = self._inbox.get(min(pause_s, timeout_s - past_s))
             except queue.Empty:
                 pause_s = min(2 * pause_s, REREAD_MAX_S)
                 continue
@@ -429,7 +436,7 @@ class Controller:
     def _wait(self, pause_s: float) -> None:
         """Before there is anybody to hear of. Raises InterruptedError if someone asks to stop."""
         with contextlib.suppress(queue.Empty):
-            told = self._inbox.get(timeout=pause_s)
+            told = self._inbox.get(pause_s)
             if isinstance(told, ev.StopRequested):
                 raise InterruptedError(f"{told.reason}, while waiting for keepers to save")
 
@@ -571,7 +578,7 @@ class Controller:
         deadline = time.monotonic() + 5.0
         while self._workers_connected() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=0.02)
+                self._inbox.get(0.02)
 
     def _workers_connected(self) -> bool:
         assert self._server is not None
@@ -580,7 +587,10 @@ class Controller:
     # ------------------------------------------------------------------- the inbox
 
     def _on_message(self, member: ev.Member, message: Any) -> None:
-        self._inbox.put(Said(member, message))
+        if self._is_steady and type(message) in OF_STEPS:
+            self._inbox.put_aside(Said(member, message))
+        else:
+            self._inbox.put(Said(member, message))
 
     def _on_refused(self, member: ev.Member, reason: str) -> None:
         self._inbox.put(Refused(member, reason))
@@ -593,25 +603,26 @@ class Controller:
             self._inbox.put(ev.WorkerLost(now, member.worker, why, round(silent_s, 4)))
 
     def _turn(self) -> None:
-        """One message, or one timer, or one look at who hangs."""
+        """All that was told since the last one; timers that are due; a look at who hangs."""
         now = time.monotonic()
         due = self._timers[0][0] if self._timers else now + WATCH_EVERY_S
-        patience = max(0.0, min(due, max(self._next_watch_s, now)) - now)
+        patience = max(0.0, min(due, max(self._next_watch_s, now), now + STEPS_EVERY_S) - now)
         if (inquiry_due_s := self._inquiries.due_s) is not None:
             patience = max(0.0, min(patience, inquiry_due_s - now))
-        try:
-            message = self._inbox.get(timeout=patience)
-        except queue.Empty:
-            self._inquiries.look()
-            self._fire_timers()
-            self._watch()
-            return
-        self._handle(message)
+        told = self._inbox.take(patience)
+        with self.run_folder.together():
+            for message in told:
+                self._handle(message)
+                if self._finish is not None:
+                    return
+        if self._events:
+            self.metrics.show(self.state, self._events)
+            self._events = 0
         self._inquiries.look()
-        if time.monotonic() >= due:
-            for _ in range(self._inbox.qsize()):  # what came before the deadline counts
-                self._handle(self._inbox.get_nowait())
-            self._fire_timers()
+        self._fire_timers()  # what came before the deadline counts
+        self._watch()
+        state = self.state
+        self._is_steady = state.phase == "running" and state.episode is None
 
     def _fire_timers(self) -> None:
         while self._timers and self._timers[0][0] <= time.monotonic():
@@ -669,6 +680,7 @@ class Controller:
         if self._finish is not None:
             return
         now_s = time.time()
+        self._events += 1
         self._record(event, now_s)
         if isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
             self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
@@ -691,6 +703,8 @@ class Controller:
         if isinstance(event, ev.TimerFired):  # who reached no safe point in time
             late = [c.worker for c in commands if isinstance(c, ev.KillWorker)]
             self._inquiries.ask(before.ready[worker] for worker in late if worker in before.ready)
+        if any(type(command) not in LINES for command in commands):
+            self.run_folder.flush()  # first the record, then what follows from it
         for command in commands:
             self._execute(command)
         is_broken = self.state.abort and self.state.generation > before.generation
@@ -713,7 +727,8 @@ class Controller:
         if self.run_folder.inbox_is_full:
             policy = {"type": "Policy", "at_s": self._started_at_s, **asdict(self.policy)}
             self.run_folder.begin_inbox(now_s, policy, snapshots.encode(self.state))
-        line = {"type": type(event).__name__, "told_at_s": now_s, **asdict(event)}
+        fields = fields_of(event) if type(event) in OF_STEPS else asdict(event)
+        line = {"type": type(event).__name__, "told_at_s": now_s, **fields}
         line.pop("metrics", None)
         self.run_folder.record_inbox(line)
 
@@ -723,7 +738,6 @@ class Controller:
             self._progress.forget()
             self.host.formed(state.assignment)
             self.metrics.formed(state.assignment)
-        self.metrics.show(state)
 
     def _show(self, event: ev.Event) -> None:
         """In the metrics, whatever an event tells beside what becomes of it."""

@@ -184,3 +184,31 @@ def test_a_file_that_was_replaced_is_mirrored_whatever_its_time_and_size() -> No
         folder._mirror()
         assert status in store.get("result.json").decode()
     folder.close()
+
+
+def test_lines_that_come_together_are_written_in_one_go_and_in_order(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path))
+    steps = tmp_path / "steps.jsonl"
+    with folder.together():
+        for step in (1, 2):
+            record(folder, step)
+        assert not steps.exists()
+        folder.flush()
+        assert [line["step"] for line in read_lines(steps)] == [1, 2]
+        record(folder, 3)
+        folder.make_durable()  # what refers to a step comes after its line
+        assert [line["step"] for line in read_lines(steps)] == [1, 2, 3]
+        record(folder, 4)
+    assert [line["step"] for line in read_lines(steps)] == [1, 2, 3, 4]
+    folder.close()
+
+
+def test_what_was_not_written_before_another_took_over_is_not_written_after(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.take_over("run1", "job")
+    with pytest.raises(Superseded), folder.together():
+        record(folder, 1)
+        RunFolder(str(tmp_path)).take_over("run2", "job")
+    assert not (tmp_path / "steps.jsonl").exists()
