@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import random
 import sys
@@ -231,6 +232,7 @@ def main() -> None:
         "tp": (Layout(dp_shard=n // 8 - 1, tp=8), Layout(dp_shard=n // 8, tp=8)),
         "ddp": (Layout(dp_replicate=n - 8), Layout(dp_replicate=n)),
     }
+    gc.disable()  # one rank's thread would collect what a thousand have
     found = []
     for name in arguments.moves or moves:
         found.append(measure(LLAMA_70B, *moves[name], arguments.plans))
