@@ -621,8 +621,7 @@ class Controller:
         self._inquiries.look()
         self._fire_timers()  # what came before the deadline counts
         self._watch()
-        state = self.state
-        self._is_steady = state.phase == "running" and state.episode is None
+        self._is_steady = _is_steady(self.state)
 
     def _fire_timers(self) -> None:
         while self._timers and self._timers[0][0] <= time.monotonic():
@@ -963,6 +962,13 @@ class Controller:
             self._publisher.ended()
         self.run_folder.close()
         return result
+
+
+def _is_steady(state: State) -> bool:
+    """A generation trains, and its first step is committed: who waits for that waits no longer."""
+    if state.phase != "running" or state.assignment is None:
+        return False
+    return state.committed > state.assignment.source.step
 
 
 executors: dict[type, Callable[[Controller, Any], None]] = {

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
+from dataclasses import replace
 
 import pytest
 
+from elastic_ft.core.events import Assignment, Source, Tier
+from elastic_ft.core.layout import Layout
+from elastic_ft.core.state import State
+from elastic_ft.runtime.controller import _is_steady
 from elastic_ft.runtime.inbox import Inbox
 
 
@@ -43,3 +48,12 @@ def test_one_is_waited_for() -> None:
     assert [inbox.get(1.0), inbox.get(1.0)] == [1, 2]
     with pytest.raises(queue.Empty):
         inbox.get(0.01)
+
+
+def test_the_first_step_after_a_pause_does_not_wait() -> None:
+    source = Source(7, Tier.LIVE)
+    formed = State(phase="running", assignment=Assignment(2, (), (), Layout(), source, (), ""))
+    assert not _is_steady(replace(formed, committed=7))
+    assert _is_steady(replace(formed, committed=8))
+    assert not _is_steady(replace(formed, committed=8, phase="pausing"))
+    assert not _is_steady(State())
