@@ -72,7 +72,7 @@ def open_corpus(config: DataConfig, lock_wait_s: float = LOCK_WAIT_S) -> Corpus:
     source = find_source(config)
     tokenizer_json = _read_tokenizer(config.tokenizer) if config.tokenizer else None
     if tokenizer_json is not None and source.format != "tokens":
-        _end_token(Tokenizer.from_str(tokenizer_json), config.end_token)
+        _end_token(_tokenizer(tokenizer_json), config.end_token)
     cache = Path(config.cache_dir).expanduser()
     folder = cache / _digest(config, source, tokenizer_json)
     try:
@@ -92,7 +92,7 @@ def _end_id(config: DataConfig, tokenizer_json: str | None, folder: Path) -> int
     if isinstance(config.end_token, int):
         return config.end_token
     tokenizer_json = tokenizer_json or (folder / "tokenizer.json").read_text()
-    return _end_token(Tokenizer.from_str(tokenizer_json), config.end_token)
+    return _end_token(_tokenizer(tokenizer_json), config.end_token)
 
 
 def _digest(config: DataConfig, source: Source, tokenizer_json: str | None) -> str:
