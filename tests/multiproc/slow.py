@@ -20,10 +20,10 @@ class SlowBlock(nn.Module):
         super().__init__()
         self.inner, self._victims = inner, victims
 
-    def forward(self, x: Tensor, *rotary: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **more: Any) -> Tensor:
         if self._victims.exists() and str(os.getpid()) in self._victims.read_text().split():
             threading.Event().wait(SLOW_S)
-        output: Tensor = self.inner(x, *rotary)
+        output: Tensor = self.inner(*inputs, **more)
         return output
 
 
