@@ -9,7 +9,7 @@ from __future__ import annotations
 SUITED = 128  # workers
 FORM_S_PER_WORKER = 0.05  # ncclCommInit alone takes up to a minute at some thousands
 PAUSE_S_PER_WORKER = 0.005
-MEETINGS_PER_FORMING = 6  # all meet within a part of it: who does not is lost, and there is time
+MEET_S = 10.0  # all meet within it: who does not is lost, and there is time for others to form
 UPLOAD_BASE_S = 600.0  # for a store that is away for a while
 UPLOAD_BYTES_PER_S = 10e6  # slower than that is no upload
 
@@ -21,7 +21,7 @@ def form_s(form_timeout_s: float, workers: int) -> float:
 
 def meet_s(form_timeout_s: float, workers: int) -> float:
     """For all to come to one point of forming, and to connect to each other."""
-    return form_timeout_s / MEETINGS_PER_FORMING + FORM_S_PER_WORKER * _beyond(workers)
+    return min(MEET_S, form_timeout_s) + FORM_S_PER_WORKER * _beyond(workers)
 
 
 def pause_s(pause_timeout_s: float, workers: int) -> float:

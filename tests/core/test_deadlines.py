@@ -21,6 +21,13 @@ def test_thousands_have_more_and_meet_while_there_is_time() -> None:
         assert pause_s(10.0, workers) > 14.0
 
 
+@pytest.mark.parametrize(("form_timeout_s", "met_s"), [(1800.0, 10.0), (60.0, 10.0), (6.0, 6.0)])
+def test_who_is_gone_is_not_waited_for_as_long_as_a_state_is(
+    form_timeout_s: float, met_s: float
+) -> None:
+    assert meet_s(form_timeout_s, 8) == met_s
+
+
 def test_a_large_shard_has_time_to_be_uploaded_at_the_rate_it_may() -> None:
     assert upload_s(0, None) == 600.0
     assert upload_s(52 << 30, None) > 5000.0
