@@ -331,6 +331,8 @@ class Channel:
             if not (part := self._socket.recv(SMALL_BYTES)):
                 raise EOFError("the other end is gone")
             self._come += part
+        if self._closed:  # what came before that is heard no more
+            raise EOFError("this end was closed")
         found = bytes(self._come[:size])
         del self._come[:size]
         return found

@@ -410,6 +410,23 @@ def test_a_message_is_waited_for_no_longer_than_told(desk: Desk) -> None:
     channel.close()
 
 
+def test_what_has_come_is_not_heard_after_an_end_was_closed() -> None:
+    """Who is hung up on, or replaced, has said its last word, though more of it has been read."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    sender = Channel(one, wire.Session(1, KEY, KEY), PINGS)
+    receiver = Channel(other, wire.Session(1, KEY, KEY), PINGS)
+    for number in range(3):
+        sender.send(Ping(number))
+    assert receiver.receive(SOON_S) == Ping(0)
+    assert receiver._come, "the others were read with it"
+    receiver.close()
+    with pytest.raises(EOFError, match="closed"):
+        receiver.receive(SOON_S)
+    sender.close()
+
+
 def test_sending_to_who_takes_nothing_ends(desk: Desk) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
