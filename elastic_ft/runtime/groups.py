@@ -177,8 +177,9 @@ class Groups:
     def _make_groups(self, device: torch.device, reach: Callable[[str], None]) -> None:
         timeout = datetime.timedelta(seconds=self._meet_timeout_s)
         assert self.store is not None
-        self.host = dist.ProcessGroupGloo(
-            dist.PrefixStore("host", self.store), self.participant, self.participants, timeout
+        store = dist.PrefixStore("host", self.store)
+        self.host = self._connected(
+            lambda: dist.ProcessGroupGloo(store, self.participant, self.participants, timeout)
         )
         reach("connecting")
         if self.rank is None:
@@ -193,6 +194,27 @@ class Groups:
             device_id=device if self.uses_nccl else None,
         )
         self.mesh = _make_mesh(self.assignment.layout, device)
+
+    def _connected(self, connect: Callable[[], T]) -> T:
+        """What ``connect`` returns. Raises GroupBroken once these groups are aborted.
+
+        Who waits for a peer's connection has no socket that could be shut down, and Gloo waits for
+        five of its timeouts: longer than a pause may take. So a thread of its own does.
+        """
+        made: Future[T] = Future()
+
+        def run(sealed_store: object) -> None:  # it may ask that after the teardown
+            try:
+                made.set_result(connect())
+            except Exception as error:
+                made.set_exception(error)
+
+        asked = (self._sealed_store,)
+        threading.Thread(target=run, args=asked, name="connect", daemon=True).start()
+        while not futures.wait([made], ABORT_POLL_S).done:
+            if self._aborted and not futures.wait([made], ABORT_GRACE_S).done:
+                raise GroupBroken(self._aborted)
+        return made.result()
 
     def _exchange_listeners(self, own: list[Address]) -> None:
         """Each listener has the address of one interface: the one that Gloo gives to its peers."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +89,37 @@ def test_an_abort_ends_what_a_peer_waits_for(pair: list[Groups]) -> None:
         pair[0].abort("fenced")
         with pytest.raises(GroupBroken, match="onnection closed"):
             received.result(5)
+
+
+def test_who_waits_for_a_peer_to_connect_is_ended_by_an_abort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where Gloo listens for a peer that is lost there is no socket to be shut down."""
+    waits, let_go = threading.Event(), threading.Event()
+
+    def connect(*_: object) -> None:
+        waits.set()
+        let_go.wait(60)
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", connect)
+    donors = tuple(Member(f"w{i}", f"n{i}", "localhost", 1) for i in range(2))
+    assignment = Assignment(1, (), donors, Layout(), Source(0, Tier.INITIAL), (), "a test")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    links = Links(("127.0.0.1", store.port), 10.0, KEY)
+    groups = Groups(share_of(assignment, "w0"), donors[0], links)
+    with ThreadPoolExecutor(1) as thread:
+        forming = thread.submit(groups.form, torch.device("cpu"), 10.0)
+        assert waits.wait(20)
+        groups.abort("w1 is lost")
+        ended = futures.wait([forming], 10).done
+        let_go.set()
+    assert ended
+    with pytest.raises(GroupBroken, match="w1 is lost"):
+        forming.result()
+    groups.teardown()
+    for left in [thread for thread in threading.enumerate() if thread.name == "connect"]:
+        left.join(20)
+        assert not left.is_alive()
 
 
 def test_who_restores_for_long_is_waited_for(pair: list[Groups]) -> None:
