@@ -578,7 +578,15 @@ class Controller:
         deadline = time.monotonic() + 5.0
         while self._workers_connected() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
-                self._inbox.get(0.02)
+                self._hear_late(self._inbox.get(0.02))
+
+    def _hear_late(self, told: Any) -> None:
+        """The end is decided; what is found out of checkpoints is said all the same."""
+        if isinstance(told, ev.CheckpointDamaged):
+            fields = {"step": told.step, "url": told.url}
+            self._journal("checkpoint_refused", self.state.generation, told.reason, fields)
+        elif isinstance(told, Note):
+            self._journal(told.event, told.generation, told.reason, told.fields)
 
     def _workers_connected(self) -> bool:
         assert self._server is not None
@@ -609,19 +617,27 @@ class Controller:
         patience = max(0.0, min(due, max(self._next_watch_s, now), now + STEPS_EVERY_S) - now)
         if (inquiry_due_s := self._inquiries.due_s) is not None:
             patience = max(0.0, min(patience, inquiry_due_s - now))
-        told = self._inbox.take(patience)
-        with self.run_folder.together():
-            for message in told:
-                self._handle(message)
-                if self._finish is not None:
-                    return
+        self._listen(patience)
+        if self._timers and self._timers[0][0] <= time.monotonic():
+            self._listen(0.0)  # what came before the deadline counts, also while others were heard
         if self._events:
             self.metrics.show(self.state, self._events)
             self._events = 0
+        if self._finish is not None:
+            return
         self._inquiries.look()
-        self._fire_timers()  # what came before the deadline counts
+        self._fire_timers()
         self._watch()
         self._is_steady = _is_steady(self.state)
+
+    def _listen(self, patience: float) -> None:
+        """Does what all that came asks for; waits up to ``patience`` seconds where nothing has."""
+        with self.run_folder.together():
+            for message in self._inbox.take(patience):
+                if self._finish is None:
+                    self._handle(message)
+                else:
+                    self._hear_late(message)
 
     def _fire_timers(self) -> None:
         while self._timers and self._timers[0][0] <= time.monotonic():
@@ -935,6 +951,8 @@ class Controller:
     # --------------------------------------------------------------------- the end
 
     def _result(self, finish: ev.FinishJob) -> dict[str, Any]:
+        for told in self._inbox.take(0.0):
+            self._hear_late(told)
         self.run_folder.record_inbox({"type": "Ended", "at_s": self._ended_at_s})
         accounts = self._accounts.totals(self._ended_at_s)
         unsaved = self._left_unsaved()

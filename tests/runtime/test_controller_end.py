@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
 
+from elastic_ft.core import events as ev
 from elastic_ft.errors import JobFailed, StoreFailed, UsageError
 from elastic_ft.observe.lines import parse_lines, read_lines
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.runtime import controller as controller_module
+from elastic_ft.runtime.control import Note
 from elastic_ft.runtime.controller import Controller
 from elastic_ft.runtime.local import LocalHost
 from elastic_ft.storage import owners
@@ -85,6 +88,60 @@ def test_who_is_killed_while_it_ends_leaves_no_one_to_wait_for(tmp_path: Path) -
     controller.stop("enough")
     assert controller.run()["status"] == "stopped"
     assert marked == [True]
+
+
+class Ending:
+    """In the place of a publisher's ``close``: what is found out while the job ends."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller, self._close = controller, controller._publisher.close
+        self.at_once: list[bool] = []
+
+    def __call__(self, at_once: bool = False) -> None:
+        if not self.at_once:
+            url = "checkpoints/step-3"
+            self._controller.post(ev.CheckpointDamaged(time.time(), 3, url, "a digest differs"))
+            self._controller.post(Note("controller", 1, "checkpoint_warning", "not pruned"))
+        self.at_once.append(at_once)
+        self._close()
+
+
+def test_what_is_found_out_of_checkpoints_while_a_job_ends_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped: the last checkpoint's damage was known, and nobody told."""
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
+    ending = Ending(controller)
+    monkeypatch.setattr(controller._publisher, "close", ending)
+    controller.stop("enough")
+    assert controller.run()["status"] == "stopped"
+    events = [line["event"] for line in read_lines(folder.path / "events.jsonl")]
+    assert {"checkpoint_refused", "checkpoint_warning"} < set(events)
+
+
+def test_who_answered_while_others_were_heard_was_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deadline passes while a batch is worked on, and the answers lie in the inbox by then."""
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
+    told: list[Any] = []
+
+    def handle(message: Any) -> None:
+        told.append(message)
+        if message == "slow":
+            controller._timers = [(time.monotonic(), 1, ev.TimerFired(0.0, "pause", 1))]
+            controller.post("an answer")
+
+    monkeypatch.setattr(controller, "_handle", handle)
+    monkeypatch.setattr(controller, "_watch", lambda: None)
+    controller.post("slow")
+    controller._turn()
+    assert told[:2] == ["slow", "an answer"]
+    assert isinstance(told[2], ev.TimerFired)
+    controller._publisher.close()
+    folder.close()
 
 
 def test_a_renamed_job_goes_on_where_changes_are_accepted(tmp_path: Path) -> None:
