@@ -286,17 +286,36 @@ class RunFolder:
     def _flush(self) -> None:
         if not self._unwritten:
             return
-        unwritten, self._unwritten = self._unwritten, {}
-        self.check_owner()
-        for name, lines in unwritten.items():
-            file = self._files.get(name)
-            if file is None:
-                descriptor = _opener(name)(
-                    str(self.path / name), os.O_WRONLY | os.O_APPEND | os.O_CREAT
-                )
-                file = self._files[name] = os.fdopen(descriptor, "a")
-            file.write("".join(lines))
-            file.flush()
+        try:
+            self.check_owner()
+        except Superseded:
+            self._unwritten = {}
+            raise
+        refused: list[OSError] = []
+        for name in list(self._unwritten):
+            if name == "steps.jsonl" and "ledger.jsonl" in self._unwritten:
+                continue  # a step line has its samples
+            try:
+                self._write_out(name)
+            except OSError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
+
+    def _write_out(self, name: str) -> None:
+        """What a full disk does not take, be it half a line, is written the next time."""
+        file = self._files.get(name)
+        if file is None:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            descriptor = _opener(name)(str(self.path / name), flags)
+            file = self._files[name] = os.fdopen(descriptor, "ab", buffering=0)
+        rest = "".join(self._unwritten.pop(name)).encode()
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        finally:
+            if rest:
+                self._unwritten[name] = [rest.decode()]
 
     def _append(self, name: str, line: dict[str, Any]) -> int:
         """Returns the bytes to be written."""

@@ -262,7 +262,8 @@ class Controller:
         with contextlib.suppress(OSError, StoreFailed, JobFailed):  # it may be what has failed
             if self.run_folder.is_ours:
                 self._journal("controller_failed", self.state.generation, reason, {})
-        self.run_folder.close()
+        with contextlib.suppress(OSError):  # of a full disk: what it does not take is lost now
+            self.run_folder.close()
 
     def _run(self) -> dict[str, Any]:
         try:

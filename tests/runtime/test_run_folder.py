@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -212,3 +213,44 @@ def test_what_was_not_written_before_another_took_over_is_not_written_after(
         record(folder, 1)
         RunFolder(str(tmp_path)).take_over("run2", "job")
     assert not (tmp_path / "steps.jsonl").exists()
+
+
+class Full:
+    """A file on a disk that takes some more bytes, and the rest once there is room."""
+
+    def __init__(self, file: Any, takes: int) -> None:
+        self._file, self.takes = file, takes
+
+    def write(self, data: bytes) -> int:
+        if not self.takes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = int(self._file.write(data[: self.takes]))
+        self.takes -= taken
+        return taken
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@pytest.mark.parametrize("name", ["inbox.jsonl", "ledger.jsonl"])
+def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, name: str) -> None:
+    """A checkpoint that can't be recorded is refused, and the job goes on: with its record."""
+    folder = RunFolder(str(tmp_path))
+    steps = tmp_path / "steps.jsonl"
+    folder.record_inbox({"type": "A"})
+    record(folder, 1)
+    full = folder._files[name] = Full((tmp_path / name).open("ab", buffering=0), 7)
+    with pytest.raises(OSError, match="No space left"), folder.together():
+        folder.record_inbox({"type": "B"})
+        record(folder, 2)
+    recorded = [line["step"] for line in read_lines(steps)]
+    assert recorded == ([1] if name == "ledger.jsonl" else [1, 2]), "no step without its samples"
+    full.takes = 1 << 20
+    record(folder, 3)
+    folder.close()
+    assert [line["step"] for line in read_lines(steps)] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(tmp_path / "ledger.jsonl")] == [1, 2, 3]
+    assert [line["type"] for line in read_lines(tmp_path / "inbox.jsonl")] == ["A", "B"]
