@@ -536,7 +536,8 @@ class Controller:
         if self._server is not None and self.run_folder.is_ours:
             with contextlib.suppress(OSError):  # a disk that is full has said so before
                 write_targets(self.run_folder.path, "")
-        self._publisher.close()
+        # Who asks to stop gives it some seconds, and kills it then.
+        self._publisher.close(at_once=self._finish is not None and self._finish.status == "stopped")
         self._tcp_store = None
 
     def _left_unsaved(self) -> bool:

@@ -79,12 +79,16 @@ class Publisher:
         self._damaged: set[str] = set()  # URLs of manifests
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
         self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
-        self._looking = False
+        self._looking = self._is_hurried = False
         self._not_deleted: list[ev.AbandonCheckpoint] = []
         self._deletes.start()
         self._looks.start()
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
+        """``at_once``: what is being read back is not waited for."""
+        if at_once:
+            self._is_hurried = True
+            self._reading.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._deletes.close(CLOSE_S)
         self._reading.close()
@@ -286,6 +290,10 @@ class Publisher:
             flaw = checkpoints.first_flaw(self._reading, newest, pace)
         except StoreFailed as error:
             why = f"step {newest.step} can't be read back, so no older one is deleted: {error}"
+            if self._is_hurried:
+                why = (
+                    f"step {newest.step} was not read back, nor an older one deleted: asked to stop"
+                )
             self._warn(newest.generation, why)
             return False
         if flaw:

@@ -103,13 +103,14 @@ class Ending:
             self._controller.post(ev.CheckpointDamaged(time.time(), 3, url, "a digest differs"))
             self._controller.post(Note("controller", 1, "checkpoint_warning", "not pruned"))
         self.at_once.append(at_once)
-        self._close()
+        self._close(at_once)
 
 
 def test_what_is_found_out_of_checkpoints_while_a_job_ends_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was dropped: the last checkpoint's damage was known, and nobody told."""
+    """It was dropped: the last checkpoint's damage was known, and nobody told. Asked to stop,
+    the job waits for no reading."""
     folder = RunFolder(f"{tmp_path}/run")
     controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
     ending = Ending(controller)
@@ -118,6 +119,7 @@ def test_what_is_found_out_of_checkpoints_while_a_job_ends_is_said(
     assert controller.run()["status"] == "stopped"
     events = [line["event"] for line in read_lines(folder.path / "events.jsonl")]
     assert {"checkpoint_refused", "checkpoint_warning"} < set(events)
+    assert ending.at_once[0]
 
 
 def test_who_answered_while_others_were_heard_was_in_time(

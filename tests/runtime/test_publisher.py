@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,34 @@ def test_reading_back_may_be_left_out(tmp_path: Path) -> None:
     one.commit(2, lambda: one.damage(2))
     one.publisher.close()
     assert one.steps() == [2] and one.posted.empty()
+
+
+class Unread:
+    """A backend from which nothing comes until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked, self.let_go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def wait(*_: Any, **__: Any) -> Any:
+            self.asked.set()
+            assert self.let_go.wait(DEADLINE_S)
+            raise ConnectionError("too late")
+
+        return wait
+
+
+def test_who_is_asked_to_stop_waits_for_no_reading(publishing: Publishing) -> None:
+    unread: Any = Unread()
+    publishing.publisher._reading._calls._backend = unread
+    publishing.commit(1)
+    assert unread.asked.wait(DEADLINE_S)
+    began = time.monotonic()
+    publishing.publisher.close(at_once=True)
+    assert time.monotonic() - began < DEADLINE_S / 4
+    unread.let_go.set()
+    note = publishing.posted.get(timeout=DEADLINE_S)
+    assert "step 1 was not read back" in note.reason
 
 
 class Away:
