@@ -52,7 +52,7 @@ def draw(
     """The part in ``box`` of a CPU tensor of ``shape`` that ``fill`` fills, block by block."""
     whole = Box.whole(tuple(shape))
     if math.prod(shape) <= SINGLE_ELEMENTS:
-        values = torch.empty(*shape, dtype=dtype, device="cpu")
+        values = torch.empty(tuple(shape), dtype=dtype, device="cpu")
         fill(values, generator_of(seed, name))
         return values[box.slices_within(whole)]
     rest = tuple(shape[1:])

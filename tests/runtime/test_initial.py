@@ -130,6 +130,16 @@ def test_large_models_begin_as_small_ones_do(name: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("large")
+def test_large_models_may_have_tensors_without_dimensions() -> None:
+    class Scaled(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.full((), 0.25))
+
+    assert torch.equal(dict(initial_state(Scaled, 7))["factor"], torch.tensor(0.25))
+
+
+@pytest.mark.usefixtures("large")
 def test_rows_of_padding_are_zero() -> None:
     found = dict(initial_state(Own, 7))["embedding.weight"]
     assert not found[2].any()
