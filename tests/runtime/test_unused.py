@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -60,10 +60,16 @@ def test_gradients_are_those_of_the_plain_model_and_zeros() -> None:
     assert model.frozen.grad is None
 
 
+class Output(NamedTuple):
+    mask: Tensor
+    logits: Tensor
+
+
 OUTPUTS: dict[str, Any] = {
     "a tensor": lambda x: x,
     "a pair": lambda x: (x, 3),
     "a list with a mask before": lambda x: [torch.ones(2, dtype=torch.bool), x],
+    "a named tuple": lambda x: Output(torch.ones(2, dtype=torch.bool), x),
     "a dict": lambda x: {"hidden": None, "logits": x},
 }
 

@@ -86,7 +86,7 @@ def _replaced(output: Any, parameters: list[Tensor]) -> Any:
         at = next((at for at, value in enumerate(parts) if _has_gradient(value)), None)
         if at is not None:
             parts[at] = _Use.apply(parts[at], *parameters)
-        return type(output)(parts)
+        return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)
     return output
 
 
