@@ -72,6 +72,12 @@ def test_a_step_that_is_run_again_counts_once() -> None:
         scale.skipped(6, BAD)
 
 
+def test_steps_that_a_rank_was_away_for_are_not_of_a_row() -> None:
+    scale = LossScale(job(2))
+    notes = [scale.skipped(step, BAD).note for step in (5, 200, 201, 7)]
+    assert [note.rpartition(", ")[2][0] for note in notes] == ["1", "1", "2", "1"]
+
+
 def test_a_loss_scale_stops_at_one_where_nan_is_no_overflow() -> None:
     """It went on to 0, and divided by it."""
     scale = LossScale(job(0, "fp16", initial_loss_scale=2.0**7))

@@ -35,6 +35,7 @@ class LossScale:
         self._scale = torch.tensor(self._initial, dtype=torch.float32)
         self._good_steps = torch.tensor(0, dtype=torch.int64)
         self._first_bad: int | None = None  # step, of those in a row
+        self._last_bad = 0
         self.state: dict[str, torch.Tensor] = {}
         if precision.dtype == "fp16":
             self.state["engine.loss_scale"] = self._scale
@@ -68,9 +69,12 @@ class LossScale:
 
         Raises NonFiniteGradient if neither a lower loss scale nor the job allows for it.
         """
-        if self._first_bad is None or step < self._first_bad:  # it may be run again
-            self._first_bad = step
-        in_a_row = step - self._first_bad + 1
+        first = self._first_bad
+        # A step may be run again; and this rank may have been out of the world since.
+        if first is None or not first <= step <= self._last_bad + 1:
+            first = step
+        self._first_bad, self._last_bad = first, step
+        in_a_row = step - first + 1
         if self.state and self.factor > self._least:
             self._scale.mul_(0.5).clamp_(min=self._least)
             self._good_steps.zero_()
