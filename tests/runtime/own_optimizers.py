@@ -104,3 +104,33 @@ class OfGpus(torch.optim.SGD):
         if not all(p.is_cuda for group in self.param_groups for p in group["params"]):
             raise RuntimeError("no kernel for the CPU")
         super().step(closure)
+
+
+class Trusting(torch.optim.Optimizer):
+    """In the manner of LAMB: norms of whole parameters, which are collectives if they are cut."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    trust = parameter.norm() / (parameter.grad.norm() + 1e-6)
+                    parameter.sub_(parameter.grad * trust * group["lr"])
+
+
+class Slowing(torch.optim.Optimizer):
+    """Counts its steps, and keeps nothing for parameters."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["k"])

@@ -122,7 +122,10 @@ class NativeEngine:
         return kept
 
     def detach(self, in_use: list[object] | None = None) -> State:
-        state = self.state() if self._parts else {}
+        # What a step that broke off has left can't be listed: all is made anew.
+        whole = self._kept is not None and self._kept.whole
+        state = self.state() if whole else {}
+        self._replicated = self._replicated and whole
         runner, self._runner, self._groups = self._runner, None, None
         if in_use is not None:
             in_use += [runner, self._parts, self._pipeline, self._tied, self._optimizer]

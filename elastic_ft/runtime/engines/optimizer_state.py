@@ -75,6 +75,7 @@ class OptimizerState:
                 kind = NUMBERS[type(stepped.param_groups[number][key])]
                 self._numbers[f"group{number}", key] = torch.zeros((), dtype=kind)
         self._fresh: set[str] | None = None  # names; None: to be found out
+        self.whole = True  # False from a step's beginning on, until it has ended well
 
     # -------------------------------------------------------------------------- listed, filled in
 
@@ -106,7 +107,8 @@ class OptimizerState:
     def restored(self) -> None:
         """The tensors listed were filled in: numbers follow them."""
         self._fresh = None
-        if len(self.fresh) == len(self._parameters):
+        counted = any(bool(tensor) for _, tensor in self.of_groups())
+        if len(self.fresh) == len(self._parameters) and not counted:
             self._reset_groups()
             return
         for (name, key), tensor in self._numbers.items():
@@ -129,6 +131,7 @@ class OptimizerState:
     def stepping(self) -> Iterator[None]:
         """Around a step of the optimizer. Raises ConfigError if what it keeps has changed."""
         beginning = [n for n in self.fresh if self._parameters[n].grad is not None]
+        self.whole = False
         for name in beginning:
             self.optimizer.state.pop(self._parameters[name], None)
         yield
@@ -136,6 +139,7 @@ class OptimizerState:
             self._check_kinds(name)
         self.fresh.difference_update(beginning)
         self._follow()
+        self.whole = True
 
     def _follow(self) -> None:
         """Writes numbers of Python into the tensors that are listed for them."""
