@@ -28,6 +28,8 @@ __all__ = [
     "fail_an_assert",
     "forget_meshes",
     "import_lazy_parts",
+    "is_owed",
+    "is_reduced",
     "local_shape_and_offset",
     "nccl_backends",
     "pin",
@@ -89,6 +91,33 @@ def run_out_of_device_memory() -> None:
 
 def queue_a_kernel_without_end() -> None:
     torch.cuda._sleep(1 << 62)  # cycles
+
+
+def is_reduced(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether the last backward has reduced all gradients; else some are this rank's own."""
+    try:
+        module._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_owed(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 still keeps gradients that it has not summed over replicas."""
+    groups = (group for part in module.modules() for group in _fsdp_groups(part))
+    return any(group._partial_reduce_output is not None for group in groups)
+
+
+def _fsdp_groups(part: torch.nn.Module) -> list[Any]:
+    """Of parameters that FSDP2 gathers together for ``part``; torch 2.11 has one at most."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(part, FSDPModule):
+        return []
+    state = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ft.errors import UsageError
+from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.runtime.engines.base import MicroBatch
 from elastic_ft.runtime.engines.unused import use_all
 from tests.runtime.alone import attached, job_of, run_step
 
@@ -44,6 +45,28 @@ def test_without_the_key_the_first_step_says_so_and_is_not_applied() -> None:
     """DDP has reduced nothing of what shares a bucket with them, and tells in the second step."""
     with pytest.raises(UsageError, match=r"^parallel.unused_parameters: branches.1.weight and 3 "):
         trained(False, 0, 1)
+
+
+def test_a_parameter_that_only_an_earlier_micro_batch_uses_is_told_of() -> None:
+    """It has a gradient, which DDP has not reduced."""
+
+    class Both(Branching):
+        def forward(self, which: Tensor, x: Tensor) -> tuple[Tensor, int]:
+            used = self.branches if int(which) else self.branches[:1]
+            return sum(branch(x).square().sum() for branch in used), len(x)
+
+    some, every = ((torch.tensor(which), torch.ones(1, 2)) for which in (0, 1))
+    with attached(job_of(), Both) as engine:
+        run_step(engine, 1, [every])
+        engine.evaluate([MicroBatch(0, some)])
+        run_step(engine, 2, [some, every])
+        before = [p.detach().clone() for p in engine._parameters.values()]
+        with pytest.raises(ConfigError, match="last micro-batch does not use all"):
+            run_step(engine, 3, [every, some])
+        assert all(map(torch.equal, before, engine._parameters.values())) and engine.intact
+    with attached(job_of(parallel={"unused_parameters": True}), Both) as engine:
+        for step in (1, 2):
+            run_step(engine, step, [every, some])
 
 
 def test_gradients_are_those_of_the_plain_model_and_zeros() -> None:

@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from elastic_ft.runtime import compat
 
@@ -35,6 +37,8 @@ CALLABLES = {
         "module",
         "checkpoint_impl",
     ],
+    "torch.nn.parallel:DistributedDataParallel._check_reducer_finalized": ["self"],
+    "torch.distributed.fsdp:FSDPModule._get_fsdp_state": ["self"],
     "torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__": [
         "self",
         "func",
@@ -91,6 +95,48 @@ def test_ddp_takes_what_it_is_told_about_buffers() -> None:
     for wanted in (True, False):
         told = compat.buffer_sync(wanted)
         assert told.keys() <= taken.keys() and list(told.values()) == [wanted]
+
+
+class Two(torch.nn.Module):
+    """A sum of the parts that are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))
+
+    def forward(self, parts: tuple[int, ...], x: torch.Tensor) -> Any:
+        return sum(self.parts[part](x) for part in parts)
+
+
+def test_ddp_tells_whether_it_has_reduced_all() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = Two()
+        ddp = torch.nn.parallel.DistributedDataParallel(module)
+        assert compat.is_reduced(ddp)
+        for parts, reduced in (((0, 1), True), ((0,), False)):
+            ddp(parts, torch.ones(1)).backward()
+            assert compat.is_reduced(ddp) is reduced
+    finally:
+        dist.destroy_process_group()
+
+
+def test_hsdp_tells_what_it_still_keeps() -> None:
+    """Of a unit that the micro-batch which sums over replicas does not use."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+        module = Two()
+        for part in (*module.parts, module):
+            fully_shard(part, mesh=mesh)
+        for parts, owed in (((0, 1), False), ((0,), True)):
+            for last, used in ((False, (0, 1)), (True, parts)):
+                module.set_requires_all_reduce(last)
+                module(used, torch.ones(1, 1)).backward()
+            assert compat.is_owed(module) is owed
+    finally:
+        dist.destroy_process_group()
+        compat.forget_meshes()
 
 
 def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:

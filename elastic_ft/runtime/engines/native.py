@@ -417,8 +417,7 @@ class NativeEngine:
     def square_norm(self) -> float:
         assert self._groups is not None
         gradients = self._reduced_gradients()
-        if self._replicated and len(gradients) < self._trained:
-            check_all_used(self._parameters)
+        self._check_reduced(all_present=len(gradients) == self._trained)
         if self._replicated:  # all have the same: one of them counts it
             norm = float(torch.nn.utils.get_total_norm(gradients))
             squares = norm * norm if self._groups.rank == 0 else 0.0
@@ -428,6 +427,23 @@ class NativeEngine:
             squares = float((torch.stack(norms).double() ** 2 / replicas).sum())
         self._groups.check()  # the device is done: with what it was to do, or with an abort
         return squares
+
+    def _check_reduced(self, *, all_present: bool) -> None:
+        """Raises ConfigError if gradients of earlier micro-batches were not reduced, for want of
+        one in the last. Nothing is looked for where that can't be."""
+        assert self._groups is not None
+        reduced = True
+        if isinstance(self._runner, DistributedDataParallel):
+            if not all_present:
+                check_all_used(self._parameters)
+            reduced = compat.is_reduced(self._runner)
+        elif self._groups.assignment.layout.dp_replicate > 1 and not all_present:
+            reduced = not any(map(compat.is_owed, self._parts))  # the next step would have it
+        if not reduced:
+            raise ConfigError(
+                "parallel.unused_parameters: a step's last micro-batch does not use all parameters "
+                "on this rank; if samples need not, say true"
+            )
 
     def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
         assert self._optimizer is not None and self._kept is not None
