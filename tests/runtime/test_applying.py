@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from test_cuda_on_cpu import make_groups, make_job
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from elastic_ft.errors import GroupBroken
+from elastic_ft.errors import ConfigError, GroupBroken
 from elastic_ft.models.build import build_model
 from elastic_ft.runtime import compat
 from elastic_ft.runtime import groups as groups_module
@@ -39,12 +40,14 @@ class Collectives(TorchDispatchMode):
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # let it become operations of its parts first
+            return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
-def make_engine(strategy: str, **sizes: int) -> native.NativeEngine:
+def make_engine(strategy: str, optimizer: str = "adamw", **sizes: int) -> native.NativeEngine:
     """Rank 0's of four, with gradients of ones, on a backend that returns without doing a thing:
     what an aborted NCCL does."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -52,6 +55,7 @@ def make_engine(strategy: str, **sizes: int) -> native.NativeEngine:
     job = make_job(
         model={"preset": "decoder-1m", "kwargs": {"vocab_size": 512, "tie_embeddings": True}},
         parallel=parallel,
+        optimizer={"name": optimizer},
         batch={"global_batch_size": 4, "micro_batch_size": 1},
         elastic={"max_workers": 4},
     )
@@ -112,6 +116,40 @@ def test_what_an_abort_left_of_the_gradients_is_not_used(
         engine.square_norm()
     assert engine.intact
     assert all(torch.equal(before[name], t.local) for name, t in engine.state().items())
+
+
+def test_an_abort_within_an_optimizers_own_collectives_is_not_taken_for_a_step() -> None:
+    engine = make_engine("fsdp", optimizer="tests.runtime.own_optimizers:Trusting")
+    engine.square_norm()
+    with Collectives() as collectives:
+        engine.apply(1, 32, 4.0, nobody)
+    assert collectives.found and engine.intact
+    for parameter in engine._parameters.values():
+        parameter.grad = torch.zeros_like(parameter) + 1.0
+    assert engine._groups is not None and engine._optimizer is not None
+    groups = engine._groups
+
+    def aborted(*_: Any) -> None:
+        groups._aborted = "a peer died"
+
+    engine._optimizer.register_step_post_hook(aborted)
+    with pytest.raises(GroupBroken, match="a peer died"):
+        engine.apply(2, 32, 4.0, nobody)
+    assert not engine.intact
+
+
+def test_gradients_that_hsdp_still_keeps_are_told_of() -> None:
+    engine = make_engine("hsdp", shard_size=2)
+    engine.square_norm()
+    (part,) = engine._parts
+    assert isinstance(part, FSDPModule)
+    first = next(iter(engine._parameters.values()))
+    first.grad = None
+    engine.square_norm()  # in no micro-batch is no error
+    (group,) = compat._fsdp_groups(part)
+    group._partial_reduce_output = torch.ones(2)
+    with pytest.raises(ConfigError, match=r"^parallel.unused_parameters: a step's last micro-"):
+        engine.square_norm()
 
 
 # ------------------------------------------------------------------------- a world of one

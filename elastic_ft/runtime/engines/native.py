@@ -55,6 +55,7 @@ from elastic_ft.storage.safetensors import open_folder
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 log = logging.getLogger(__name__)
+LOCAL_OPTIMIZERS = ("adamw", "adam", "sgd")  # their steps have no collective
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -463,12 +464,22 @@ class NativeEngine:
                 self._optimizer.step()
                 if self._tied is not None:
                     self._tied.refresh()
+            if not self._replicated and self.job.optimizer.name not in LOCAL_OPTIMIZERS:
+                self._check_stepped()
             self.intact = True
             self._loss_scale.applied()
         else:
             update = self._loss_scale.skipped(step, norm)
         self._optimizer.zero_grad(set_to_none=True)
         return update
+
+    def _check_stepped(self) -> None:
+        """Of an optimizer whose step may have collectives, as norms of DTensors are: an abort
+        would have left anything in its results. Raises GroupBroken."""
+        assert self._groups is not None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._groups.check()
 
     def _reduced_gradients(self) -> list[torch.Tensor]:
         """This rank's; of a replicated weight, tensor-parallel peers have parts of the sum."""
