@@ -164,4 +164,5 @@ def test_simulated_classes_sum_to_the_time_of_ready_workers(strategy: Strategy) 
 
 def restarts(scenario: Scenario) -> bool:
     """Its workers leave when the controller does, which no event tells."""
-    return any(fault.kind == "crash_controller" for fault in scenario.faults)
+    kinds = ("crash_controller", "stop_controller")
+    return any(fault.kind in kinds for fault in scenario.faults)

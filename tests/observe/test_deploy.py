@@ -148,12 +148,14 @@ def test_a_stop_has_the_time_that_it_takes(
     """The head has the controller: a clean stop is a checkpoint, then the last lines."""
     from elastic_ft.runtime.controller import policy_of
 
-    policy = policy_of(parse_job(yaml.safe_load(config_map["data"]["job.yaml"])))
+    job = parse_job(yaml.safe_load(config_map["data"]["job.yaml"]))
+    policy = policy_of(job)
     head = cluster["headGroupSpec"]["template"]["spec"]
     assert head["terminationGracePeriodSeconds"] > policy.stop_timeout_s
     for group in cluster["workerGroupSpecs"]:
         grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
-        assert grace_s > policy.boundary_timeout_s
+        # Its step ends, or somebody hangs and that is noticed.
+        assert grace_s > job.elastic.hang_timeout_s + policy.pause_timeout_s
 
 
 def test_every_disruption_budget_is_of_pods_that_there_are(cluster: dict[str, Any]) -> None:
