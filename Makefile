@@ -9,7 +9,7 @@ SOURCES := elastic_ft chaos tests benchmarks examples deploy
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench bench-peers gpu chaos soak fuzz mutants clean venv \
-  test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
+  test-tidy test-core test-sim test-storage test-oneproc test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench
 
 help:
@@ -36,7 +36,7 @@ test: lint
 	$(MAKE) --no-print-directory test-core
 	$(MAKE) --no-print-directory test-sim
 	$(MAKE) --no-print-directory test-storage
-	$(MAKE) --no-print-directory test-runtime
+	$(MAKE) --no-print-directory test-oneproc
 	$(MAKE) --no-print-directory test-multiproc
 	$(MAKE) --no-print-directory test-observe
 	$(MAKE) --no-print-directory test-cli
@@ -51,10 +51,10 @@ lint: $(STAMP)
 
 # Seconds for one test of the tier: on two cores each takes a small part of it.
 test-tidy test-core: TIMEOUT_S := 60
-test-sim test-storage test-runtime: TIMEOUT_S := 120
+test-sim test-storage test-oneproc: TIMEOUT_S := 120
 test-multiproc test-observe test-cli test-bench: TIMEOUT_S := 180
 test-ray test-chaos: TIMEOUT_S := 300
-test-tidy test-core test-sim test-storage test-runtime test-multiproc test-observe test-cli \
+test-tidy test-core test-sim test-storage test-oneproc test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench: test-%: $(STAMP)
 	$(PYTEST) --timeout=$(TIMEOUT_S) tests/$*
 

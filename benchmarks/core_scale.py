@@ -33,11 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.document import put, table
 from elastic_ft.core import events as ev
-from elastic_ft.core.layout import Strategy
+from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.state import Policy, State
-from elastic_ft.runtime import wire
-from elastic_ft.runtime.control import forms, to_each
+from elastic_ft.transport import wire
+from elastic_ft.transport.control import forms, to_each
 
 STEPS = 2
 TOLD = wire.Messages(*typing.get_args(ev.Event))

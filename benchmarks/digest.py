@@ -1,4 +1,4 @@
-"""How fast a rank digests its part of the state at the end of a job (``runtime.digest``).
+"""How fast a rank digests its part of the state at the end of a job (``state.digest``).
 
     python benchmarks/digest.py
 
@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from elastic_ft.core.sharding import Box
-from elastic_ft.runtime.digest import digest_sums
-from elastic_ft.runtime.engines.base import StateTensor
+from elastic_ft.state.digest import digest_sums
+from elastic_ft.state.tensors import StateTensor
 
 SHAPES = ((32_000, 2048), (2048, 2048), (2048, 5632), (5632, 2048), (2048,))
 RANKS, STATE_BYTES = 8, 100e9

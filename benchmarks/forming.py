@@ -29,17 +29,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.placement import Cut
 from elastic_ft.core.sharding import Box, Plan, find_owners, plan_moves
 from elastic_ft.core.shares import Share, shares
+from elastic_ft.groups.groups import Groups, Peer
+from elastic_ft.groups.store_links import SealedStore
 from elastic_ft.models.decoder import Decoder, DecoderConfig
-from elastic_ft.runtime.engines.base import State, StateTensor
-from elastic_ft.runtime.groups import Groups, Peer
-from elastic_ft.runtime.links import SealedStore
-from elastic_ft.runtime.outcomes import together
-from elastic_ft.runtime.placed import Placed, tell
-from elastic_ft.runtime.transfer import _costs
+from elastic_ft.state.outcomes import together
+from elastic_ft.state.placed import Placed, tell
+from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.state.transfer import move_costs
 
 PER_NODE = 8
 DEADLINE_S = 900.0
@@ -172,7 +172,7 @@ class World:
         else:
             placed = self.placed[number] = told.placed()
             self.plans[number] = plan_moves(
-                str(number), placed.offered, placed.needed, placed.itemsizes, _costs(groups, {})
+                str(number), placed.offered, placed.needed, placed.itemsizes, move_costs(groups, {})
             )
             find_owners(str(number), placed.needed, placed.itemsizes)
             for rank in groups.assignment.keeps:

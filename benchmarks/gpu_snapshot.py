@@ -24,11 +24,11 @@ import torch.distributed as dist
 from ranks import form
 
 from elastic_ft.config import parse_job
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.native import NativeEngine
 from elastic_ft.models.build import build_model
-from elastic_ft.runtime.data import open_dataset
-from elastic_ft.runtime.engines.base import MicroBatch
-from elastic_ft.runtime.engines.native import NativeEngine
-from elastic_ft.runtime.snapshot import Snapshots
+from elastic_ft.state.snapshot import Snapshots
 
 COPY_BYTES = 1 << 30
 WARM_UP_STEPS = 3

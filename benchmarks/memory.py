@@ -27,15 +27,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ft.config import Job, parse_job
-from elastic_ft.core.costs import Choice, memory
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.costs import Choice, memory
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.native import NativeEngine
+from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
-from elastic_ft.runtime.engines.base import MicroBatch
-from elastic_ft.runtime.engines.native import NativeEngine
-from elastic_ft.runtime.groups import Groups
 
 VOCABULARY, MICRO_BATCHES, STEPS = 4096, 2, 3
 DEADLINE_S = 600.0

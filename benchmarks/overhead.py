@@ -37,17 +37,17 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.config import Job, parse_job
+from elastic_ft.controller.controller import Controller
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.core.shares import share_of
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.native import NativeEngine
+from elastic_ft.groups.groups import Groups
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.models.build import build_model
 from elastic_ft.observe.run_folder import RunFolder, read_lines
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.data import open_dataset
-from elastic_ft.runtime.engines.base import MicroBatch
-from elastic_ft.runtime.engines.native import NativeEngine
-from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.local import LocalHost
 
 WARM_UP_STEPS = 12  # in which the cost of a snapshot is learnt, too
 DEADLINE_S = 120.0

@@ -102,7 +102,7 @@ def cluster(arguments: argparse.Namespace) -> Iterator[tuple[list[str], Callable
     if arguments.processes:
         yield ["--processes"], lambda: None
         return
-    from elastic_ft.ray_train.cluster import LocalCluster
+    from elastic_ft.hosts.ray.cluster import LocalCluster
 
     with LocalCluster(4, 1) as local:
         yield ["--address", local.address], local.add_node

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.core.shares import share_of
-from elastic_ft.runtime.groups import Groups
+from elastic_ft.groups.groups import Groups
 
 DEADLINE_S = 600.0
 OPERATION_S = 120.0

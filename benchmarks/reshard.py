@@ -23,13 +23,13 @@ from ranks import on_ranks
 
 from elastic_ft.core.events import Holding, Source, Tier
 from elastic_ft.core.sharding import Box, plan_moves
+from elastic_ft.groups.groups import Groups
+from elastic_ft.keeper.buffer import DIGEST_BYTES, schema_bytes
 from elastic_ft.models.decoder import PRESETS, Decoder
-from elastic_ft.runtime.buffer import DIGEST_BYTES, schema_bytes
-from elastic_ft.runtime.engines.base import State, StateTensor
-from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.placed import Placed, exchange_placed
-from elastic_ft.runtime.snapshot import Buffer, HostShard, make_schema
-from elastic_ft.runtime.transfer import move
+from elastic_ft.state.placed import Placed, exchange_placed
+from elastic_ft.state.snapshot import Buffer, HostShard, make_schema
+from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.state.transfer import move
 
 SURVIVORS, BEFORE = 3, 4
 Shapes = dict[str, tuple[int, ...]]

@@ -28,16 +28,17 @@ from ranks import on_ranks
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.core.events import Keeper, KeeperReady, ShardsFailed
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.native import NativeEngine
+from elastic_ft.groups.groups import Groups
+from elastic_ft.keeper.client import KeeperClient
+from elastic_ft.keeper.keeper import run_keeper
 from elastic_ft.models.build import build_model
-from elastic_ft.runtime.checkpointer import Checkpointer, owned_by
-from elastic_ft.runtime.control import ControlServer, Welcome
-from elastic_ft.runtime.data import open_dataset
-from elastic_ft.runtime.engines.base import MicroBatch
-from elastic_ft.runtime.engines.native import NativeEngine
-from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.keeper import KeeperClient, run_keeper
-from elastic_ft.runtime.placed import exchange_placed
-from elastic_ft.runtime.snapshot import Snapshots
+from elastic_ft.state.checkpointer import Checkpointer, owned_by
+from elastic_ft.state.placed import exchange_placed
+from elastic_ft.state.snapshot import Snapshots
+from elastic_ft.transport.control import ControlServer, Welcome
 
 WORLD = 2
 WAYS = ("ours", "async_save", "save")

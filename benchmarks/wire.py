@@ -25,10 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from elastic_ft.core import events as ev
-from elastic_ft.core.layout import Layout
-from elastic_ft.runtime import wire
-from elastic_ft.runtime.control import TO_CONTROLLER, TO_WORKER, Heartbeat, forms
-from elastic_ft.runtime.keeper import Content
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.keeper.protocol import Content
+from elastic_ft.transport import wire
+from elastic_ft.transport.control import TO_CONTROLLER, TO_WORKER, Heartbeat, forms
 
 KEY = b"k" * 32
 HELD = ev.StepHeld(1.7e9, "w12", 3, 800)

@@ -9,8 +9,8 @@ from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.core.invariants import Expected, check_run
+from elastic_ft.observe.follow import Line
 from elastic_ft.observe.lines import read_lines
-from elastic_ft.observe.watch import Line
 
 LOSS_DIFFERENCE_MAX = 1e-4  # relative, at every step
 

@@ -65,7 +65,7 @@ class Cluster:
 
 
 class ProcessNodes(Cluster):
-    """On ``runtime.local.LocalHost``: nodes are names, the controller is this very process."""
+    """On ``hosts.local.LocalHost``: nodes are names, the controller is this very process."""
 
     def __init__(self, host: Any, slots: int) -> None:
         self._host, self._slots, self._added = host, slots, 0
@@ -102,7 +102,7 @@ class ProcessNodes(Cluster):
 
 
 class RayNodes(Cluster):
-    """On ``ray_train.cluster.LocalCluster``."""
+    """On ``hosts.ray.cluster.LocalCluster``."""
 
     def __init__(self, cluster: Any) -> None:
         self._cluster = cluster

@@ -11,8 +11,8 @@ from chaos.clusters import Cluster, RayNodes
 from chaos.runner import Runner
 from chaos.scenario import Armed, Scenario
 from chaos.surroundings import Surroundings, surroundings
+from elastic_ft.observe.follow import local_path
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.observe.watch import local_path
 
 
 class Disturbance:
@@ -37,7 +37,7 @@ class Disturbance:
             from chaos.network import NetworkCluster
 
             return NetworkCluster(nodes, cpus_per_node)
-        from elastic_ft.ray_train.cluster import LocalCluster
+        from elastic_ft.hosts.ray.cluster import LocalCluster
 
         durable = self.scenario is not None and self.scenario.needs_durable_head
         return LocalCluster(nodes, cpus_per_node, durable_head=durable)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.scenario import Network
-from elastic_ft.ray_train.cluster import LocalCluster
+from elastic_ft.hosts.ray.cluster import LocalCluster
 
 CLONE_NEWNET = 0x40000000  # from linux/sched.h
 NAMESPACES = Path("/run/netns")

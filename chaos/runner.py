@@ -36,8 +36,8 @@ from chaos.scenario import (
     Strangers,
 )
 from chaos.surroundings import Surroundings
+from elastic_ft.observe.follow import Line, Watch, local_path
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.observe.watch import Line, Watch, local_path
 
 POLL_S = 0.02
 LOG = "chaos.jsonl"

@@ -24,7 +24,7 @@ from pydantic import model_validator as check_model
 from chaos.object_store_proxy import FaultKind
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError
-from elastic_ft.runtime.faults import ON_GPU, Action, Fault
+from elastic_ft.faults import ON_GPU, Action, Fault
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -243,7 +243,7 @@ class Network(OfRank):
 
 
 class AtPoint(Part):
-    """A fault inside a worker, at a named point of a step: see runtime/faults.py."""
+    """A fault inside a worker, at a named point of a step: see faults.py."""
 
     point: str
     action: Action = "kill"

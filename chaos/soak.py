@@ -15,7 +15,7 @@ from rich.console import Console
 
 from chaos.outcome import FAILED, PASSED
 from chaos.scenario import Scenario, Tier
-from elastic_ft.runtime.faults import POINTS
+from elastic_ft.faults import POINTS
 
 NODES = 4
 FAULTS_MAX = 5

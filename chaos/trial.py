@@ -30,10 +30,10 @@ from chaos.runner import LOG, alive, fired_in
 from chaos.scenario import Scenario, Tier
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError
+from elastic_ft.faults import OOM_CGROUP, oom_cgroup
+from elastic_ft.observe.follow import Watch
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.observe.watch import Watch
-from elastic_ft.runtime.devices import gpus_of_machine
-from elastic_ft.runtime.faults import OOM_CGROUP, oom_cgroup
+from elastic_ft.worker.devices import gpus_of_machine
 
 POLL_S = 0.1
 REFERENCE_TIMEOUT_S = 300.0

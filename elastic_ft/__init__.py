@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from elastic_ft.errors import ElasticError as ElasticError
     from elastic_ft.errors import JobFailed as JobFailed
     from elastic_ft.errors import UsageError as UsageError
-    from elastic_ft.ray_train.trainer import ElasticTrainer as ElasticTrainer
-    from elastic_ft.runtime.interchange import CheckpointReader as CheckpointReader
-    from elastic_ft.runtime.local import run_local as run_local
-    from elastic_ft.runtime.loop import Step as Step
-    from elastic_ft.runtime.worker import train as train
+    from elastic_ft.hosts.local import run_local as run_local
+    from elastic_ft.hosts.ray.trainer import ElasticTrainer as ElasticTrainer
+    from elastic_ft.state.torch_checkpoints import CheckpointReader as CheckpointReader
+    from elastic_ft.worker.loop import Step as Step
+    from elastic_ft.worker.worker import train as train
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "CheckpointReader": "elastic_ft.runtime.interchange",
+    "CheckpointReader": "elastic_ft.state.torch_checkpoints",
     "ElasticError": "elastic_ft.errors",
-    "ElasticTrainer": "elastic_ft.ray_train.trainer",
+    "ElasticTrainer": "elastic_ft.hosts.ray.trainer",
     "Job": "elastic_ft.config",
     "JobFailed": "elastic_ft.errors",
-    "Step": "elastic_ft.runtime.loop",
+    "Step": "elastic_ft.worker.loop",
     "UsageError": "elastic_ft.errors",
     "load_job": "elastic_ft.config",
     "parse_job": "elastic_ft.config",
-    "run_local": "elastic_ft.runtime.local",
-    "train": "elastic_ft.runtime.worker",
+    "run_local": "elastic_ft.hosts.local",
+    "train": "elastic_ft.worker.worker",
 }
 
 __all__ = [

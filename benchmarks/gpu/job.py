@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.config import parse_job
+from elastic_ft.faults import Fault
+from elastic_ft.hosts.local import run_local
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import run_local
 
 STEPS, AT_STEP = 40, 10
 ODD = ("worker_lost", "device_lost", "worker_raised", "collective_failed", "worker_hung")

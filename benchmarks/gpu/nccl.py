@@ -26,14 +26,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from elastic_ft import torch_private
 from elastic_ft.config import parse_job
+from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
-from elastic_ft.runtime import compat, devices
-from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.host import WORKER_ENVIRONMENT
+from elastic_ft.groups.groups import Groups
+from elastic_ft.worker import devices
 
 LIMIT_S = 45.0
 STUCK_S = 25.0
@@ -163,7 +164,7 @@ def serve(rank: int, options: SimpleNamespace, port: int, answers: Any) -> None:
         values = {"name": "kit", "steps": 1, "model": {"preset": "decoder-1m"}}
         values |= {"data": {"url": "stdlib:"}, "elastic": {"form_timeout_s": STUCK_S / 2}}
         devices.set_up(parse_job(values))
-    compat.forget_meshes()
+    torch_private.forget_meshes()
     try:
         answers.put((rank, getattr(Rank(rank, options, port), options.mode)()))
     except BaseException as error:

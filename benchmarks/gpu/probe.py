@@ -80,7 +80,7 @@ def main() -> None:
                 "gpu": torch.cuda.get_device_name(0),
                 "kernel": os.uname().release,
                 "forked_clean": after(""),
-                "forked_after_preload": after("import elastic_ft.runtime.preload"),
+                "forked_after_preload": after("import elastic_ft.worker.preload"),
                 **rates(),
             }
         )

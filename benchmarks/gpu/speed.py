@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from elastic_ft.config import parse_job
+from elastic_ft.hosts.local import run_local
 from elastic_ft.models.decoder import PRESETS, Decoder
 from elastic_ft.models.loss import cross_entropy_sum
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.runtime.local import run_local
 
 PEAK_FLOPS = 989e12  # bf16 of an H100 or H200
 SIZES = {"cuda": ("decoder-160m", 16, 2048, 40), "cpu": ("decoder-1m", 2, 64, 15)}

@@ -301,7 +301,7 @@ def _expected() -> Callable[[int], list[int]]:
     """The sample ids of a step."""
     from elastic_ft.config import parse_job
     from elastic_ft.core.batches import DataOrder
-    from elastic_ft.runtime.data import open_dataset
+    from elastic_ft.data.dataset import open_dataset
 
     if not _order:
         job = parse_job(make_job())

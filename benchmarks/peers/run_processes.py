@@ -15,9 +15,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from elastic_ft.config import load_job
+from elastic_ft.controller.controller import Controller
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import RunFolder
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.local import LocalHost
 
 
 def obey(host: LocalHost) -> None:

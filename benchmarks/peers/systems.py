@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.peers.analysis import Line
 from benchmarks.peers.settings import CHECKPOINT_EVERY_STEPS, TUNED, WORKERS, WORKERS_MIN, make_job
-from elastic_ft.observe.watch import Tail
+from elastic_ft.observe.follow import Tail
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -200,7 +200,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextlib.contextmanager
 def _ray_cluster() -> Iterator[Any]:
-    from elastic_ft.ray_train.cluster import LocalCluster
+    from elastic_ft.hosts.ray.cluster import LocalCluster
 
     with LocalCluster(WORKERS, 1) as cluster:
         yield cluster

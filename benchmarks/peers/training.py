@@ -21,10 +21,10 @@ from benchmarks.peers.settings import HANG_S, make_job
 from elastic_ft.config import parse_job
 from elastic_ft.core.batches import DataOrder, step_batch
 from elastic_ft.core.schedule import learning_rate
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.models.build import build_model, initial_state
 from elastic_ft.models.loss import loss_sum
-from elastic_ft.runtime.data import open_dataset
-from elastic_ft.runtime.engines.native import make_optimizer
 
 
 class Training:
@@ -172,11 +172,11 @@ def train_ddp(
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
+    from elastic_ft import torch_private
     from elastic_ft.core.batches import deal
-    from elastic_ft.runtime import compat
 
     # Forming takes as long as starting processes does; a hang in training is to be noticed earlier.
-    compat.set_group_timeout(dist.group.WORLD, HANG_S)
+    torch_private.set_group_timeout(dist.group.WORLD, HANG_S)
     runner = DistributedDataParallel(training.model, gradient_as_bucket_view=True)
     started = torch.tensor([time.time_ns()])
     dist.broadcast(started, 0)

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elastic_ft.core.commits import finish
-from elastic_ft.core.departures import release
-from elastic_ft.core.elasticity import choose_world
 from elastic_ft.core.events import AvoidNode, NodeId, WorkerId
+from elastic_ft.core.standby import release
 from elastic_ft.core.state import Turn
+from elastic_ft.core.world import choose_world
 
 # Causes of which nobody's loss is one.
 BROKEN = ("collective_failed", "form_timeout", "boundary_overdue")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from elastic_ft.core.events import Member
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 
 
 def choose_buddies(

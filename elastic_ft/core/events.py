@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 
 WorkerId = str  # one process, never reused: a restarted worker has a new id
 NodeId = str

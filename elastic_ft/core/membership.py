@@ -44,27 +44,6 @@ from elastic_ft.core.commits import (
     step_held,
     worker_done,
 )
-from elastic_ft.core.departures import (
-    RELEASE,
-    bench,
-    dismiss,
-    has_ended,
-    idle_in_words,
-    release,
-    release_overdue,
-)
-from elastic_ft.core.elasticity import (
-    choose_world,
-    has_joiners,
-    joiners,
-    learn_rate,
-    note_step,
-    refuses,
-    wanted,
-    why_idle,
-    why_wait,
-)
-from elastic_ft.core.episodes import blame_node, close_episode, note_lost
 from elastic_ft.core.events import (
     EVERYONES,
     ITS_DEVICE,
@@ -122,6 +101,7 @@ from elastic_ft.core.outages import (
     suspend_reading,
     waits_for_store,
 )
+from elastic_ft.core.recoveries import blame_node, close_episode, note_lost
 from elastic_ft.core.refusals import is_its_own, lose_device, refuse
 from elastic_ft.core.restoring import (
     choose_source,
@@ -141,6 +121,15 @@ from elastic_ft.core.restoring import (
     roll_back,
     unkept,
 )
+from elastic_ft.core.standby import (
+    RELEASE,
+    bench,
+    dismiss,
+    has_ended,
+    idle_in_words,
+    release,
+    release_overdue,
+)
 from elastic_ft.core.state import (
     Episode,
     Policy,
@@ -150,6 +139,17 @@ from elastic_ft.core.state import (
 )
 from elastic_ft.core.stragglers import judge
 from elastic_ft.core.table import Table
+from elastic_ft.core.world import (
+    choose_world,
+    has_joiners,
+    joiners,
+    learn_rate,
+    note_step,
+    refuses,
+    wanted,
+    why_idle,
+    why_wait,
+)
 
 
 def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Command, ...]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ft.core.commits import finish
-from elastic_ft.core.elasticity import choose_world
 from elastic_ft.core.events import Source, SourceRefused, StartTimer, WorkerId
 from elastic_ft.core.state import Outage, Turn, Unreached
+from elastic_ft.core.world import choose_world
 
 REREAD = "reread"  # a timer, of whatever generation
 REREAD_MIN_S, REREAD_MAX_S = 1.0, 30.0

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box, Holders, Replicas
 
 Place = tuple[int, int, int]  # in a shard space: pipeline stage, shard, tensor-parallel index

@@ -9,10 +9,10 @@ from __future__ import annotations
 from itertools import islice
 
 from elastic_ft.core.commits import finish
-from elastic_ft.core.departures import release
-from elastic_ft.core.elasticity import wanted
 from elastic_ft.core.events import EVERYONES, ITS_OWN, AvoidNode, KillWorker, WorkerRaised
+from elastic_ft.core.standby import release
 from elastic_ft.core.state import Turn
+from elastic_ft.core.world import wanted
 
 UNFIT_KEPT = 256  # of the last ones it is known where they were
 

@@ -26,7 +26,7 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.lineage import Lineage
-from elastic_ft.core.recovery import choose, missing_of
+from elastic_ft.core.source import choose, missing_of
 from elastic_ft.core.state import Lacking, PendingStep, Turn, Writers
 
 Holder = TypeVar("Holder")

@@ -5,7 +5,7 @@ Every layout cuts a tensor into boxes: DDP holds the whole, FSDP2 slices dimensi
 then one question: which box of which holder fills which part of which target.
 
 A plan is a value, and agrees with everybody else's: each rank plans for itself what it sends and
-receives. ``runtime.transfer`` executes it.
+receives. ``state.transfer`` executes it.
 """
 
 from __future__ import annotations

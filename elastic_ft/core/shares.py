@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from elastic_ft.core.events import Assignment, Basis, Keeper, Source, Tier, WorkerId
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from elastic_ft.core.events import (
     StartTimer,
     WorkerId,
 )
-from elastic_ft.core.layout import Strategy
+from elastic_ft.core.layouts.layout import Strategy
+from elastic_ft.core.layouts.planner import Planning
 from elastic_ft.core.lineage import Lineage
-from elastic_ft.core.planner import Planning
-from elastic_ft.core.recovery import Refused
+from elastic_ft.core.source import Refused
 from elastic_ft.core.table import Table
 
 Left = tuple[NodeId, WorkerId]  # what an ended worker left with its node's keeper

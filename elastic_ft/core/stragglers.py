@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ft.core.elasticity import choose_world
 from elastic_ft.core.state import Turn
 from elastic_ft.core.table import Table
+from elastic_ft.core.world import choose_world
 
 EVICTIONS_MAX = 2  # per node: its successor there was no better
 WARM_UP_STEPS = 2  # of a generation, that say nothing of a worker's pace

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_ft.config import Job, ModelConfig
-from elastic_ft.core.costs import ModelShape, Work
+from elastic_ft.core.layouts.costs import ModelShape, Work
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models.build import block_modules, build_model
 from elastic_ft.models.decoder import PRESETS, DecoderConfig

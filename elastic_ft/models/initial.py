@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ft.core.sharding import Box
+from elastic_ft.torch_private import FakeTensorMode, TorchDispatchMode
 
 BLOCK_ELEMENTS = 1 << 18  # of a block, if that is not less than a row
 SINGLE_ELEMENTS = 1 << 22  # tensors of up to so many are one block

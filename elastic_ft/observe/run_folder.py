@@ -20,10 +20,10 @@ import yaml
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, Superseded, redacted
-from elastic_ft.observe import handover, requests, scratch, segments
+from elastic_ft.observe import handover, resize_request, scratch, segments
 from elastic_ft.observe.alive import NAME as ALIVE
+from elastic_ft.observe.follow import local_path
 from elastic_ft.observe.lines import count_lines, last_generation, read_lines
-from elastic_ft.observe.watch import local_path
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Kind
 from elastic_ft.storage.store import StoreError, open_store
@@ -348,15 +348,15 @@ class RunFolder:
 
     # --------------------------------------------------------------- requests
 
-    def new_request(self) -> requests.Resize | None:
+    def new_request(self) -> resize_request.Resize | None:
         """What was asked for since the last look. Raises ValueError if it makes no sense."""
-        path = self.path / requests.NAME
+        path = self.path / resize_request.NAME
         try:
             stamp = stamp_of(path.stat())
             if stamp == self._request_seen:
                 return None
             self._request_seen = stamp
-            return requests.parse(path.read_bytes())
+            return resize_request.parse(path.read_bytes())
         except FileNotFoundError:
             return None
 
@@ -370,7 +370,7 @@ class RunFolder:
 
     def drop_request(self) -> None:
         """The job has ended: nobody is to obey it any more."""
-        for name in (requests.NAME, handover.NAME):
+        for name in (resize_request.NAME, handover.NAME):
             self._remove(name)
 
     def forget_result(self) -> None:
@@ -388,7 +388,7 @@ class RunFolder:
 
     def _fetch_request(self) -> None:
         """From a remote folder: there is nothing to be told by."""
-        for name in (requests.NAME, handover.NAME):
+        for name in (resize_request.NAME, handover.NAME):
             path, content = self.path / name, self._get(name)
             if content is not None and (not path.exists() or path.read_bytes() != content):
                 _replace(path, content)

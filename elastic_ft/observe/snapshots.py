@@ -75,8 +75,8 @@ def _name(cls: type) -> str:
 
 
 def _class(name: str) -> Any:
-    module, _, found = name.partition(".")
-    if not (module.isidentifier() and found.isidentifier()):
+    module, _, found = name.rpartition(".")
+    if not all(part.isidentifier() for part in name.split(".")):
         raise ValueError(f"{name!r:.80} is no type of the core")
     cls = getattr(importlib.import_module(CORE + module), found)
     own = isinstance(cls, type) and cls.__module__ == CORE + module

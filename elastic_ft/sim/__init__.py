@@ -1,14 +1,14 @@
 """The real core under a virtual clock, with simulated workers, hosts, networks and faults.
 
 Pure and seeded, standard library only: one seed is one history, on any machine. Workers follow the
-protocol that ``runtime.worker`` follows; the state they train is the list of generations that
+protocol that ``worker.worker`` follows; the state they train is the list of generations that
 computed each of its steps, so that a lost, repeated or mixed step shows in the value itself.
 
     report = simulate(make_scenario(seed))
 """
 
 from elastic_ft.sim.checks import Violation
-from elastic_ft.sim.run import Report, simulate
+from elastic_ft.sim.runs import Report, simulate
 from elastic_ft.sim.scenario import (
     CHANGES,
     KINDS,

@@ -15,14 +15,14 @@ from elastic_ft.core.events import (
     Tier,
     WorkerId,
 )
-from elastic_ft.core.layout import Layout
-from elastic_ft.core.recovery import Refused
-from elastic_ft.sim.places import Key, Lineage, SavedShard
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.source import Refused
+from elastic_ft.sim.nodes import Key, Lineage, SavedShard
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
-    from elastic_ft.sim.worker import SimWorker
-    from elastic_ft.sim.world import World
+    from elastic_ft.sim.sim_worker import SimWorker
+    from elastic_ft.sim.simulation import World
 
 
 class Violation(AssertionError):

@@ -17,11 +17,11 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.sim import checks
-from elastic_ft.sim.places import Lineage
-from elastic_ft.sim.worker import Live, SimWorker
+from elastic_ft.sim.nodes import Lineage
+from elastic_ft.sim.sim_worker import Live, SimWorker
 
 if TYPE_CHECKING:
-    from elastic_ft.sim.world import World
+    from elastic_ft.sim.simulation import World
 
 
 class Group:

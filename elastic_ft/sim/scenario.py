@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from elastic_ft.core.costs import Devices, ModelShape, Work
-from elastic_ft.core.layout import Strategy
-from elastic_ft.core.planner import Limits, Planning
+from elastic_ft.core.layouts.costs import Devices, ModelShape, Work
+from elastic_ft.core.layouts.layout import Strategy
+from elastic_ft.core.layouts.planner import Limits, Planning
 from elastic_ft.core.state import Policy
 
 KINDS = {  # kind of fault -> how often it is drawn

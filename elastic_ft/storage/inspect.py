@@ -1,6 +1,7 @@
 """What a checkpoint folder holds, whether it is sound, and how two checkpoints differ.
 
-Changes nothing. ``storage.prune`` deletes, ``storage.safetensors`` and ``runtime.dcp`` export.
+Changes nothing. ``storage.prune`` deletes, ``storage.safetensors`` and
+``state.torch_checkpoints`` export.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.core_scale import PHASES, life
-from elastic_ft.core.layout import Strategy
+from elastic_ft.core.layouts.layout import Strategy
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -10,7 +10,7 @@ from chaos.outcome import Outcome
 from chaos.scenario import SCENARIOS, Scenario, load_scenario
 from chaos.soak import make_round
 from chaos.trial import Stage, job_of, lacks, run_trial
-from elastic_ft.cli import _main
+from elastic_ft.cli.app import run_command
 
 ALL = {path.stem: load_scenario(path.stem) for path in sorted(SCENARIOS.glob("*.yaml"))}
 
@@ -28,13 +28,13 @@ def test_on_plain_processes(stage: Stage, capfd: pytest.CaptureFixture[str]) -> 
     """Then ``chaos check`` is content with its folder, until somebody loses a sample of it."""
     assert_passed(run_trial("worker-killed", ALL["worker-killed"], "processes", stage))
     folder = stage.out / "worker-killed-processes" / "run"
-    assert _main(["chaos", "check", str(folder)]) == 0
+    assert run_command(["chaos", "check", str(folder)]) == 0
     ledger = folder / "ledger.jsonl"
     lines = [json.loads(line) for line in ledger.read_text().splitlines()]
     lines[3]["samples"][0] = lines[2]["samples"][0]
     ledger.write_text("".join(json.dumps(line) + "\n" for line in lines))
     capfd.readouterr()
-    assert _main(["chaos", "check", str(folder)]) == 1
+    assert run_command(["chaos", "check", str(folder)]) == 1
     found = capfd.readouterr().out.splitlines()
     assert [line[:8] for line in found if line.startswith("FAIL")] == ["FAIL  I2"]
 

@@ -16,8 +16,8 @@ from chaos.network import Bridge, iptables, network_lacks, rules_of, run, sweep
 from chaos.scenario import Network, Scenario
 from chaos.surroundings import ENDPOINT, surroundings
 from elastic_ft.errors import ConfigError
-from elastic_ft.runtime.control import TO_CONTROLLER, Heartbeat
-from elastic_ft.runtime.wire import CutOff, Reception, dial
+from elastic_ft.transport.control import TO_CONTROLLER, Heartbeat
+from elastic_ft.transport.wire import CutOff, Reception, dial
 
 
 def scenario(**fault: object) -> Scenario:

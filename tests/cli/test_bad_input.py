@@ -13,9 +13,9 @@ import psutil
 import pytest
 import yaml
 
-from elastic_ft.cli import BAD_USAGE, COMPLETED, _main
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
+from elastic_ft.cli.preflight import check_apart
 from elastic_ft.errors import ConfigError
-from elastic_ft.preflight import check_apart
 from tests.s3_server import s3_server
 
 Refused = Callable[..., str]
@@ -31,7 +31,7 @@ def refused(
         job = write_job(changes)
         before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
         children = {child.pid for child in psutil.Process().children(recursive=True)}
-        assert _main(["run", job, *options, *arguments]) == BAD_USAGE
+        assert run_command(["run", job, *options, *arguments]) == BAD_USAGE
         assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
         assert {c.pid for c in psutil.Process().children(recursive=True)} <= children
         out, err = capfd.readouterr()
@@ -270,7 +270,7 @@ def test_a_file_that_is_no_job(folder: Path, capfd: pytest.CaptureFixture[str]) 
         ("nowhere.yaml", "cannot be read: No such file"),
         (".", "cannot be read: Is a directory"),
     ):
-        assert _main(["run", name]) == BAD_USAGE
+        assert run_command(["run", name]) == BAD_USAGE
         err = capfd.readouterr().err
         assert err.count("\n") == 1
         assert name in err
@@ -281,15 +281,15 @@ def test_other_commands_refuse_what_is_no_run(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for command in ("resume", "events"):
-        assert _main([command, "nowhere"]) == BAD_USAGE
+        assert run_command([command, "nowhere"]) == BAD_USAGE
         assert "nowhere: not a run folder" in capfd.readouterr().err
 
 
 def test_a_mistake_is_answered_without_torch_and_ray(write_job: Callable[..., str]) -> None:
     program = """
 import sys
-from elastic_ft.cli import _main
-code = _main(sys.argv[1:])
+from elastic_ft.cli.app import run_command
+code = run_command(sys.argv[1:])
 heavy = {"torch", "ray", "numpy", "pyarrow"} & sys.modules.keys()
 sys.exit(f"imported {heavy}" if heavy else code)
 """

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
 from elastic_ft.core.events import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
@@ -111,7 +111,7 @@ def saved(folder: Path) -> Folder:
 def call(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     def run(*arguments: str) -> tuple[int, str, str]:
         """(exit code, stdout, stderr)."""
-        code = _main(["checkpoint", *arguments])
+        code = run_command(["checkpoint", *arguments])
         return code, *capfd.readouterr()
 
     return run

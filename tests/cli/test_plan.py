@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
-from elastic_ft.core.layout import Layout
-from elastic_ft.plan_cli import lose, parse_devices
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
+from elastic_ft.cli.plan import lose, parse_devices
+from elastic_ft.core.layouts.layout import Layout
 
 RATES = (4e14, 3e11, 4e10)
 
@@ -19,7 +19,7 @@ def test_the_table_says_what_to_take_and_what_a_loss_leads_to(
     write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = write_job({"batch.global_batch_size": 64})
-    assert _main(["plan", job, "--devices", "2x4:16GB"]) == COMPLETED
+    assert run_command(["plan", job, "--devices", "2x4:16GB"]) == COMPLETED
     out, err = capfd.readouterr()
     assert err == ""
     assert "8 devices on 2 nodes" in out
@@ -35,7 +35,7 @@ def test_json_has_every_number(
     job = write_job(
         {"model.preset": "decoder-7b", "model.kwargs": {}, "precision": {"dtype": "bf16"}}
     )
-    assert _main(["plan", job, "--devices", "2x8:40GB", "--json", "--top", "3"]) == COMPLETED
+    assert run_command(["plan", job, "--devices", "2x8:40GB", "--json", "--top", "3"]) == COMPLETED
     found = json.loads(capfd.readouterr().out)
     first, *_ = plans = found["plans"]
     assert len(plans) == 3
@@ -50,7 +50,7 @@ def test_json_has_every_number(
 
 def test_nothing_fits(write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
     job = write_job({"model.preset": "decoder-7b", "model.kwargs": {}})
-    assert _main(["plan", job, "--devices", "1x2:8GB"]) == FAILED
+    assert run_command(["plan", job, "--devices", "1x2:8GB"]) == FAILED
     out, _ = capfd.readouterr()
     assert "nothing fits on 2 devices: the least need is" in out
 
@@ -76,7 +76,7 @@ def test_bad_input_is_one_line(
     devices: str,
     expected: str,
 ) -> None:
-    assert _main(["plan", write_job(changes), "--devices", devices]) == BAD_USAGE
+    assert run_command(["plan", write_job(changes), "--devices", devices]) == BAD_USAGE
     out, err = capfd.readouterr()
     assert out == ""
     assert err.count("\n") == 1
@@ -98,11 +98,12 @@ def test_a_transformers_model_by_its_sizes(
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     llama = {"model_type": "llama", "num_hidden_layers": 2, **sizes}
     assert (
-        _main(["plan", write_job({"model": {"transformers": llama}}), "--devices", "1x2:8GB"]) == 0
+        run_command(["plan", write_job({"model": {"transformers": llama}}), "--devices", "1x2:8GB"])
+        == 0
     )
     del llama["hidden_size"]
     job = write_job({"model": {"transformers": llama}})
-    assert _main(["plan", job, "--devices", "1x2:8GB"]) == BAD_USAGE
+    assert run_command(["plan", job, "--devices", "1x2:8GB"]) == BAD_USAGE
     assert "model.transformers.hidden_size: the planner needs it" in capfd.readouterr().err
 
 
@@ -118,14 +119,14 @@ def test_a_runs_steps_say_what_its_devices_reach(
     step = {"generation": 1, "step_time_s": 1.5}
     (run / "steps.jsonl").write_text((json.dumps(step) + "\n") * 8)
     asked = ["plan", job, "--devices", "2x2:16GB", "--run", str(run)]
-    assert _main(asked) == COMPLETED
+    assert run_command(asked) == COMPLETED
     assert "measured: ddp4 takes 1.5 s a step, " in capfd.readouterr().out
-    assert _main([*asked, "--json"]) == COMPLETED
+    assert run_command([*asked, "--json"]) == COMPLETED
     found = json.loads(capfd.readouterr().out)
     assert found["measured"]["measured_s"] == 1.5
     assert found["plans"][0]["step_s"]["total"] > 0.1  # at that rate, not the default's
     (run / "steps.jsonl").write_text((json.dumps(step) + "\n") * 3)
-    assert _main(asked) == BAD_USAGE
+    assert run_command(asked) == BAD_USAGE
     assert "no generation has trained for 8 steps" in capfd.readouterr().err
-    assert _main(["plan", job, "--devices", "2x2:16GB", "--run", "nowhere"]) == BAD_USAGE
+    assert run_command(["plan", job, "--devices", "2x2:16GB", "--run", "nowhere"]) == BAD_USAGE
     assert "not a run folder" in capfd.readouterr().err

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
-from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
 from elastic_ft.observe import alive
-from elastic_ft.observe.requests import NAME
+from elastic_ft.observe.resize_request import NAME
 from elastic_ft.observe.run_folder import RunFolder
 
 STARTED = {"at_s": 1.0, "event": "job_started", "generation": 0, "reason": "starting from the seed"}
@@ -62,7 +62,7 @@ def run(write_job: Callable[..., str], folder: Path) -> Path:
 def test_a_number_that_can_not_be_is_one_line(
     run: Path, capfd: pytest.CaptureFixture[str], workers: str, expected: str
 ) -> None:
-    assert _main(["resize", str(run), "--workers", workers]) == BAD_USAGE
+    assert run_command(["resize", str(run), "--workers", workers]) == BAD_USAGE
     (said,) = capfd.readouterr().err.splitlines()
     assert expected in said
     assert not (run / NAME).exists()
@@ -71,17 +71,17 @@ def test_a_number_that_can_not_be_is_one_line(
 def test_what_is_no_run_or_has_ended_is_one_line(
     run: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert _main(["resize", "nowhere", "--workers", "2"]) == BAD_USAGE
+    assert run_command(["resize", "nowhere", "--workers", "2"]) == BAD_USAGE
     assert "not a run folder" in capfd.readouterr().err
     with (run / "events.jsonl").open("a") as journal:
         journal.write(line("finished", status="completed"))
-    assert _main(["resize", str(run), "--workers", "2"]) == BAD_USAGE
+    assert run_command(["resize", str(run), "--workers", "2"]) == BAD_USAGE
     assert "the job has ended: because" in capfd.readouterr().err
     assert not (run / NAME).exists()
 
 
 def test_nobody_answers_in_time(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _main(["resize", str(run), "--workers", "4", "--timeout", "0.5"]) == FAILED
+    assert run_command(["resize", str(run), "--workers", "4", "--timeout", "0.5"]) == FAILED
     assert "0 workers after 0.5 s, not 4; the request stands" in capfd.readouterr().err
     assert json.loads((run / NAME).read_text())["workers"] == 4
 
@@ -104,10 +104,10 @@ def test_a_dead_controller_is_told_at_once(
     """D-task 4: it waited 300 s and said that the request stands."""
     monkeypatch.setattr(alive, "GONE_S", 0.0)
     sign(run)
-    assert _main(["resize", str(run), "--workers", "4"]) == FAILED
+    assert run_command(["resize", str(run), "--workers", "4"]) == FAILED
     said = capfd.readouterr().err
     assert re.search(r"no controller is alive: its last sign of life was 4\d s ago", said)
-    assert _main(["events", str(run)]) == COMPLETED
+    assert run_command(["events", str(run)]) == COMPLETED
     last = capfd.readouterr().out.splitlines()[-1]
     assert last.startswith("no controller is alive: its last sign of life was 4")
 
@@ -118,7 +118,7 @@ def test_a_sign_that_does_not_change_is_death_elsewhere_too(
     monkeypatch.setattr(alive, "STILL_S", 0.2)
     monkeypatch.setattr(alive, "EVERY_S", 0.05)
     sign(run, host="another", at_s=time.time() + 3600)  # and its clock is wrong
-    assert _main(["resize", str(run), "--workers", "4"]) == FAILED
+    assert run_command(["resize", str(run), "--workers", "4"]) == FAILED
     assert "no controller is alive" in capfd.readouterr().err
 
 
@@ -129,9 +129,9 @@ def test_a_controller_that_lives_is_waited_for(
     monkeypatch.setattr(alive, "STILL_S", 0.6)
     living = alive.Alive(run)
     living.start()
-    assert _main(["resize", str(run), "--workers", "4", "--timeout", "1.5"]) == FAILED
+    assert run_command(["resize", str(run), "--workers", "4", "--timeout", "1.5"]) == FAILED
     assert "0 workers after 1.5 s, not 4; the request stands" in capfd.readouterr().err
-    assert _main(["events", str(run)]) == COMPLETED
+    assert run_command(["events", str(run)]) == COMPLETED
     assert "no controller" not in capfd.readouterr().out
     living.stop()
 
@@ -161,15 +161,15 @@ def test_it_waits_for_the_world_it_asked_for(run: Path, world: int, idle: int) -
 
 def _main_in_thread(arguments: list[str]) -> int:
     """Signal handlers are the main thread's to set."""
-    from elastic_ft.resize_cli import resize
+    from elastic_ft.cli.resize import resize
 
     return resize(arguments[1], int(arguments[3]), 60.0)
 
 
 def test_a_job_that_refuses_says_why(run: Path) -> None:
+    from elastic_ft.cli.resize import Journal
     from elastic_ft.errors import ConfigError
-    from elastic_ft.observe.requests import ask
-    from elastic_ft.resize_cli import Journal
+    from elastic_ft.observe.resize_request import ask
 
     asked = ask(str(run), 2)
     journal = Journal(str(run))
@@ -185,7 +185,7 @@ def test_a_job_that_refuses_says_why(run: Path) -> None:
 
 def test_a_request_in_a_remote_folder_reaches_the_run(run: Path) -> None:
     """Object stores have no notice of a change: the mirror looks."""
-    from elastic_ft.observe.requests import ask
+    from elastic_ft.observe.resize_request import ask
 
     url = "memory://resized/run"
     folder = RunFolder(url)

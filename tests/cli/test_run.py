@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from chaos.check import Folder
-from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, _main
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, run_command
 from elastic_ft.config import load_job
 from elastic_ft.core.invariants import Expected, check_run
 
@@ -70,7 +70,7 @@ def test_a_run_completes_and_its_folder_tells(
     assert committed[-1].keys() >= {"step", "url", "bytes", "seconds"}
 
     contents = {path: path.read_bytes() for path in (folder / "runs/tiny").glob("*.*")}
-    assert _main(["run", job, "--processes"]) == COMPLETED
+    assert run_command(["run", job, "--processes"]) == COMPLETED
     (said,) = capfd.readouterr().out.splitlines()
     assert said.startswith("tiny is complete: 12 steps, result of 20")
     assert {path: path.read_bytes() for path in (folder / "runs/tiny").glob("*.*")} == contents
@@ -92,7 +92,7 @@ def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     assert int(manifest.name.split("-")[0]) == last
 
     fewer = write_job({"steps": last - 1})
-    assert _main(["run", fewer, "--processes"]) == BAD_USAGE
+    assert run_command(["run", fewer, "--processes"]) == BAD_USAGE
     (refused,) = capfd.readouterr().err.splitlines()
     assert f"steps: {last - 1} is below step {last}, from which" in refused
 
@@ -104,9 +104,9 @@ def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     resumed = check(folder / "runs/tiny", starts=2, seed=0, global_batch_size=4, steps=last + 4)
     assert resumed.steps[: len(stopped.steps)] == stopped.steps
 
-    assert _main(["replay", "runs/tiny"]) == COMPLETED
+    assert run_command(["replay", "runs/tiny"]) == COMPLETED
     assert "each as recorded" in capfd.readouterr().out
-    assert _main(["events", "runs/tiny", "--raw"]) == COMPLETED
+    assert run_command(["events", "runs/tiny", "--raw"]) == COMPLETED
     journal = capfd.readouterr().out
     assert len(journal.splitlines()) == len(resumed.events)
     assert "finished: all" in journal

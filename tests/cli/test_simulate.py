@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ft import cli
+from elastic_ft.cli.app import run_command
 from elastic_ft.sim.fleet import (
     SYSTEMS,
     Costs,
@@ -82,11 +82,11 @@ def test_failures_take_only_what_is_there() -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["simulate", "--gpus", "64", "--rate", "spot", "--days", "0.1"]
-    assert cli._main([*small, "--json"]) == 0
+    assert run_command([*small, "--json"]) == 0
     first = json.loads(capsys.readouterr().out)
     (row,) = first["rows"]
     assert (row["gpus"], row["units"], len(row["outcomes"])) == (64, 8, 3)
-    assert cli._main([*small, "--form-s", "5"]) == 0
+    assert run_command([*small, "--form-s", "5"]) == 0
     printed = capsys.readouterr().out
     assert "form_s 5: as given" in printed and "replica-drop" in printed
 
@@ -100,5 +100,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_bad_usage(arguments, complaint, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._main(["simulate", *arguments]) == 2
+    assert run_command(["simulate", *arguments]) == 2
     assert complaint in capsys.readouterr().err

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.events import Member
-from elastic_ft.core.layout import Layout, plan_layout
+from elastic_ft.core.layouts.layout import Layout, plan_layout
 from elastic_ft.sim.script import member
 
 TWO = Layout(dp_shard=2)

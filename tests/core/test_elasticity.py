@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ft.core.costs import Choice, Devices, Links, ModelShape, Work, step_time
-from elastic_ft.core.elasticity import WINDOW_S
 from elastic_ft.core.events import (
     Bench,
     CollectiveFailed,
@@ -28,10 +26,12 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ft.core.layout import Layout
-from elastic_ft.core.planner import Limits, Planning
+from elastic_ft.core.layouts.costs import Choice, Devices, Links, ModelShape, Work, step_time
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.planner import Limits, Planning
 from elastic_ft.core.state import Policy
 from elastic_ft.core.stragglers import find_straggler
+from elastic_ft.core.world import WINDOW_S
 from elastic_ft.sim.script import Script, formed, member
 
 FOUR = {"a": "n1", "b": "n2", "c": "n3", "d": "n4"}

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ft.core.layout import Layout, count_stages, plan_layout, split_layers, stages_of
+from elastic_ft.core.layouts.layout import (
+    Layout,
+    count_stages,
+    plan_layout,
+    split_layers,
+    stages_of,
+)
 
 layouts = st.builds(Layout, *[st.integers(1, 3) for _ in range(4)])
 

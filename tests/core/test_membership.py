@@ -41,7 +41,7 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerRaised,
 )
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.state import Policy, State
 from elastic_ft.sim.script import Script, formed, member
 

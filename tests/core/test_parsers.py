@@ -22,7 +22,7 @@ from elastic_ft.config import parse_text
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError, ElasticError, StateDamaged, StorageError
-from elastic_ft.observe import requests
+from elastic_ft.observe import resize_request
 from elastic_ft.storage.safetensors import folder_of
 from elastic_ft.storage.shards import odd_sizes, prefix_of
 from elastic_ft.storage.store import open_store
@@ -284,7 +284,7 @@ def test_an_index_names_files_of_its_folder(folders: tuple[Path, Path], file: An
 
 def read_request(content: bytes) -> None:
     try:
-        found = requests.parse(content)
+        found = resize_request.parse(content)
     except ValueError as error:
         assert is_one_line(error), str(error)
         return
@@ -316,4 +316,4 @@ ODD: list[Callable[[], bytes]] = [
 @pytest.mark.parametrize("content", ODD)
 def test_an_odd_request_is_refused_by_name(content: Callable[[], bytes]) -> None:
     with pytest.raises(ValueError, match=r"resize\.json: "):
-        requests.parse(content())
+        resize_request.parse(content())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.placement import Cut, Listing, Part, Place, find_cut, list_parts, place_parts
 from elastic_ft.core.sharding import Box, Piece, Placement, place
 from tests.core.test_sharding import check_plan

@@ -10,7 +10,7 @@ from math import gcd
 
 import pytest
 
-from elastic_ft.core.costs import (
+from elastic_ft.core.layouts.costs import (
     Choice,
     Devices,
     Links,
@@ -21,8 +21,8 @@ from elastic_ft.core.costs import (
     stage_layers,
     step_time,
 )
-from elastic_ft.core.layout import Layout
-from elastic_ft.core.planner import (
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.planner import (
     CHUNKS,
     Limits,
     NoLayout,

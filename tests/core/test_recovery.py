@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ft.core.events import TIER_ORDER, CheckpointRef, Holding, Source, Tier
-from elastic_ft.core.layout import Layout
-from elastic_ft.core.recovery import Refused, choose
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.source import Refused, choose
 
 TWO, THREE = Layout(dp_shard=2), Layout(dp_shard=3)
 IN_MEMORY = (Tier.LIVE, Tier.HOST, Tier.KEEPER, Tier.PEER)

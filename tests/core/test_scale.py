@@ -16,7 +16,6 @@ from functools import lru_cache
 import pytest
 
 from elastic_ft.core import membership
-from elastic_ft.core.elasticity import has_joiners, joiners
 from elastic_ft.core.events import (
     CollectiveFailed,
     Command,
@@ -32,9 +31,10 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ft.core.layout import Strategy
+from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.state import CLOSED_KEPT, RECOVERIES_KEPT, Policy, State, Turn
 from elastic_ft.core.table import Table
+from elastic_ft.core.world import has_joiners, joiners
 from elastic_ft.sim import make_scenario, simulate
 from elastic_ft.sim.script import Script, member
 

@@ -17,7 +17,7 @@ from elastic_ft.core.events import (
     Source,
     Tier,
 )
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import Share, share_of, shares
 from elastic_ft.core.state import Policy, State
 from elastic_ft.sim import make_scenario, simulate

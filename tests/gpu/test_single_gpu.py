@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 from elastic_ft.config import parse_job
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.core.shares import share_of
-from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.local import run_local
+from elastic_ft.groups.groups import Groups
+from elastic_ft.hosts.local import run_local
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.config import Job, parse_job
+from elastic_ft.controller.controller import Controller
 from elastic_ft.core.invariants import Expected, check_run
 from elastic_ft.core.state import State
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.faults import Fault
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import RunFolder, read_lines
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.data import open_dataset
-from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import LocalHost
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.005

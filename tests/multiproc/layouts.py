@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ft.config import Job
-from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.layouts.layout import plan_layout
 from tests.multiproc import pool
 from tests.multiproc.harness import make_job
 

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from elastic_ft.config import Job
+from elastic_ft.controller.controller import Controller
 from elastic_ft.core.sharding import Box, uncovered
 from elastic_ft.core.state import Policy
-from elastic_ft.runtime import worker
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.engines.base import tensor_name
-from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import LocalHost
-from elastic_ft.runtime.loop import Loop, Step
+from elastic_ft.faults import Fault
+from elastic_ft.hosts.local import LocalHost
+from elastic_ft.state.tensors import tensor_name
+from elastic_ft.worker import worker
+from elastic_ft.worker.loop import Loop, Step
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 from tests.multiproc.layouts import COMMON
 from tests.multiproc.tiny import counted

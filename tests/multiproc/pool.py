@@ -19,15 +19,15 @@ import torch.distributed as dist
 from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.engines.base import Engine, MicroBatch
+from elastic_ft.groups.groups import Groups
+from elastic_ft.groups.store_links import Links
+from elastic_ft.hosts.local import ENVIRONMENT, no_main_module, worker_environment
 from elastic_ft.models.build import build_model
-from elastic_ft.runtime.data import open_dataset
-from elastic_ft.runtime.engines.base import Engine, MicroBatch
-from elastic_ft.runtime.groups import Groups
-from elastic_ft.runtime.links import Links
-from elastic_ft.runtime.local import ENVIRONMENT, _environment, _no_main_module
-from elastic_ft.runtime.worker import _engine_class
+from elastic_ft.worker.worker import engine_class
 
 OPERATION_S = 60.0
 CALL_S = 240.0
@@ -43,9 +43,9 @@ class Pool:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.generation = 0
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["elastic_ft.runtime.preload"])
+        context.set_forkserver_preload(["elastic_ft.worker.preload"])
         self._ranks: list[tuple[Any, Connection]] = []
-        with _environment(ENVIRONMENT), _no_main_module():
+        with worker_environment(ENVIRONMENT), no_main_module():
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}")
@@ -138,7 +138,7 @@ def make_engine(job: Job) -> tuple[Engine, Any]:
     def factory() -> torch.nn.Module:
         return build_model(job.model, vocab_size=vocabulary, sequence_length=length)
 
-    engine = _engine_class(job)(job, factory, CPU, length or 1)
+    engine = engine_class(job)(job, factory, CPU, length or 1)
     engine.prepare()
     return engine, data
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from elastic_ft.models.decoder import Decoder, DecoderConfig
-from elastic_ft.runtime import digest
+from elastic_ft.state import digest
 
 SLOW_S = 0.15  # a layer's forward: far more than a busy machine makes of it
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ft.controller.controller import Controller
 from elastic_ft.core.invariants import Expected, check_run
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.alive import NAME as ALIVE
-from elastic_ft.runtime.controller import Controller
 from tests.multiproc.harness import dataset_size, make_job, run_job
 
 STEPS = 3

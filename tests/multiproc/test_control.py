@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_ft.core.events import Member
-from elastic_ft.runtime.control import ControlServer, Welcome, connect
-from elastic_ft.runtime.wire import WrongKey
+from elastic_ft.transport.control import ControlServer, Welcome, connect
+from elastic_ft.transport.wire import WrongKey
 from tests.multiproc.harness import make_job
 
 MEMBER = Member("w0", "n0", "localhost", 1)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from elastic_ft.cli.resize import resize
 from elastic_ft.config import Job
+from elastic_ft.controller.controller import Controller
 from elastic_ft.observe.replay import check
-from elastic_ft.resize_cli import resize
-from elastic_ft.runtime.controller import Controller
 from tests.multiproc.harness import CORPUS, Run, make_job, run_job
 from tests.multiproc.slow import SLOW_S
 

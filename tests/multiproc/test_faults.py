@@ -14,7 +14,7 @@ from typing import Literal
 
 import pytest
 
-from elastic_ft.runtime.faults import Fault
+from elastic_ft.faults import Fault
 from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 
 STEPS = 100

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from elastic_ft.config import Job
-from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.layouts.layout import plan_layout
 from tests.multiproc import pool
 from tests.multiproc.harness import make_job
 from tests.multiproc.layouts import COMMON, VARIANTS

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
+from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import Fault
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder
-from elastic_ft.core.layout import plan_layout
+from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.core.schedule import learning_rate
 from elastic_ft.core.sharding import Box
+from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.models.build import build_model
-from elastic_ft.runtime.engines.base import tensor_name
-from elastic_ft.runtime.engines.native import make_optimizer
+from elastic_ft.state.tensors import tensor_name
 from tests.multiproc import pool
 from tests.multiproc.harness import make_job
 from tests.multiproc.layouts import COMMON
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim:RMSprop": {"momentum": 0.5},
     "torch.optim:Adafactor": {},
     "transformers:Adafactor": ADAFACTOR,
-    "tests.runtime.own_optimizers:Counting": {},
+    "tests.oneproc.own_optimizers:Counting": {},
     "torch.optim:Muon": {},
 }
 NEEDS_WHOLE = ("torch.optim:Adafactor", "transformers:Adafactor", "torch.optim:Muon")
@@ -147,7 +147,7 @@ def ranks() -> Iterator[Pool]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_plain_pytorch_through_a_loss(ranks: Pool, name: str, strategy: str) -> None:
     if strategy == "fsdp" and name in NEEDS_WHOLE:
-        pytest.skip("refused by name: tests/runtime/test_optimizer_state.py")
+        pytest.skip("refused by name: tests/oneproc/test_optimizer_state.py")
     check(ranks, job_of(name, strategy))
 
 

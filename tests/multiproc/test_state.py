@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import LocalHost
+from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import Fault
+from elastic_ft.hosts.local import LocalHost
 from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 
 WORLD, STEPS = 4, 14

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from elastic_ft.controller.controller import Controller
 from elastic_ft.observe.lines import parse_lines
-from elastic_ft.runtime.controller import Controller
 from elastic_ft.storage.store import Store, open_store
 from tests.multiproc.harness import make_job, on_disk, run_job
 from tests.s3_server import s3_server
@@ -129,7 +129,14 @@ def test_controllers_are_killed_and_stopped_where_all_is_in_a_bucket(
         job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
 
         def start() -> subprocess.Popen[str]:
-            command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+            command = [
+                sys.executable,
+                "-m",
+                "elastic_ft.cli",
+                "run",
+                str(job_file),
+                "--processes",
+            ]
             child = subprocess.Popen(
                 [*command, "--out", s3.url("run")],
                 stdout=subprocess.DEVNULL,

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
+from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import Fault
 from tests.multiproc.harness import make_job, run_job
 
 SILENT = 1000

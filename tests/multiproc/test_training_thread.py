@@ -20,10 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic_ft import torch_private
 from elastic_ft.errors import GroupBroken
-from elastic_ft.runtime import compat
-from elastic_ft.runtime.links import inet_sockets, shut_down
-from elastic_ft.runtime.training_thread import TrainingThread
+from elastic_ft.groups.store_links import inet_sockets, shut_down
+from elastic_ft.worker.training_thread import TrainingThread
 from tests.multiproc.harness import make_job, run_job
 from tests.multiproc.pool import Pool
 from tests.multiproc.tiny import Counted, Mixer
@@ -79,7 +79,7 @@ def test_who_waits_for_half_a_payload_is_left_behind(tmp_path: Path) -> None:
         assert not received[-1], "it had all come"
         assert took_s < TIMEOUT_S / 2 and not woken.is_set()
         assert thread.left_behind == []
-        thread.left_behind += compat.process_groups()
+        thread.left_behind += torch_private.process_groups()
         assert list(thread.run((n for n in (2, 3)), lambda: "")) == [2, 3]
         assert woken.wait(2 * TIMEOUT_S), "it ends when its timeout has passed"
     finally:

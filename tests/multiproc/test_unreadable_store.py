@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from chaos.object_store_proxy import FaultKind, ObjectStoreProxy, StoreFault
-from elastic_ft.runtime.controller import Controller
+from elastic_ft.controller.controller import Controller
 from tests.multiproc.harness import make_job, run_job
 from tests.s3_server import s3_server
 

@@ -16,10 +16,10 @@ import psutil
 import pytest
 import yaml
 
+from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import Fault
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import LocalHost
 from tests.multiproc.harness import CORPUS, PATIENT, Run, make_job, on_disk, run_job
 
 DEADLINE_S = 60.0

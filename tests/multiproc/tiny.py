@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from elastic_ft.config import DataConfig
+from elastic_ft.data.dataset import open_dataset
 from elastic_ft.errors import DataError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
-from elastic_ft.runtime.data import open_dataset
 
 GATE_DEADLINE_S = 60.0
 

@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import Fault
 from elastic_ft.observe.run_folder import read_lines
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
 from tests.multiproc.harness import Gate, make_job, run_job
 
 KEPT = Path(__file__).parent / "journals"

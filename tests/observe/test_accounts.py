@@ -9,17 +9,17 @@ from collections import Counter
 import psutil
 import pytest
 
+from elastic_ft.controller.controller import Controller
 from elastic_ft.core.events import Command, Event
-from elastic_ft.core.layout import Strategy
+from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.state import Policy, State
+from elastic_ft.faults import Fault
 from elastic_ft.observe import replay
 from elastic_ft.observe.accounts import CLASSES, PRODUCTIVE, Accounts, Totals
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
 from elastic_ft.sim import Scenario, make_scenario
-from elastic_ft.sim.run import Chaos
-from elastic_ft.sim.world import World
+from elastic_ft.sim.runs import Chaos
+from elastic_ft.sim.simulation import World
 from tests.multiproc.harness import Run, make_job, run_job
 
 TOLERANCE = 0.01

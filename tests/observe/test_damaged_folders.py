@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from elastic_ft.cli import _main
+from elastic_ft.cli.app import run_command
 from elastic_ft.errors import ConfigError, ElasticError, Superseded
 from elastic_ft.observe import run_folder
 from elastic_ft.observe.lines import last_generation, parse_lines
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_named_or_read_as_far_as_it_is_whole(
             start(tmp_path)
         assert "\n" not in str(told.value)
     for command in ("events", "replay"):
-        code = _main([command, str(tmp_path)])  # never a traceback
+        code = run_command([command, str(tmp_path)])  # never a traceback
         said = capfd.readouterr().err
         assert code == 0 or said.count("\n") == 1, said
 
@@ -100,7 +100,7 @@ def test_mutated_journals_are_told_again_or_refused_in_one_line(
                 line.pop(key)
         text = "".join(json.dumps(line) + "\n" for line in mutated)
         (tmp_path / "inbox.jsonl").write_text(text)
-        code = _main(["replay", str(tmp_path)])
+        code = run_command(["replay", str(tmp_path)])
         said = capfd.readouterr().err
         assert code == 0 or said.count("\n") == 1, said
         refused += code == 2

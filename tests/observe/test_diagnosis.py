@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from elastic_ft.controller.diagnosis import KILL_WAIT_S, Inquiries
 from elastic_ft.core import events as ev
 from elastic_ft.core.state import State
+from elastic_ft.faults import POINTS, Fault
+from elastic_ft.keeper.processes import process_facts, spy
 from elastic_ft.observe import replay
-from elastic_ft.runtime.control import Inspect, Stood
-from elastic_ft.runtime.diagnosis import collective_in, frame_line, process_facts, spy, stack_of
-from elastic_ft.runtime.faults import POINTS, Fault
-from elastic_ft.runtime.inquiry import KILL_WAIT_S, Inquiries
+from elastic_ft.transport.control import Inspect, Stood
+from elastic_ft.transport.stacks import collective_in, frame_line, stack_of
 from tests.multiproc.harness import Gate, Run, run_job
 
 
@@ -185,7 +186,7 @@ def test_a_stopped_process_tells_its_state_and_its_python_stack() -> None:
 
 def test_a_stack_is_innermost_first_and_without_where_things_are_installed() -> None:
     frames = stack_of(threading.get_ident())
-    assert frames[0].startswith("elastic_ft/runtime/diagnosis.py:")
+    assert frames[0].startswith("elastic_ft/transport/stacks.py:")
     assert frames[1].endswith(
         " test_a_stack_is_innermost_first_and_without_where_things_are_installed"
     )
@@ -198,13 +199,13 @@ def test_the_collective_is_the_one_that_was_called() -> None:
     frames = (
         "torch/distributed/distributed_c10d.py:3009 all_reduce",
         "torch/distributed/c10d_logger.py:83 wrapper",
-        "elastic_ft/runtime/loop.py:300 _agree",
+        "elastic_ft/worker/loop.py:300 _agree",
         "torch/distributed/other.py:1 outer",
     )
     assert collective_in(frames) == "all_reduce"
-    backward = ("torch/autograd/graph.py:5 _engine_run_backward", "elastic_ft/runtime/x.py:1 f")
+    backward = ("torch/autograd/graph.py:5 _engine_run_backward", "elastic_ft/engines/x.py:1 f")
     assert collective_in(backward) == "backward"
-    assert collective_in(("elastic_ft/runtime/loop.py:1 _one_step",)) == ""
+    assert collective_in(("elastic_ft/worker/loop.py:1 _one_step",)) == ""
 
 
 PEER = ev.Member("w2", "n2", "host", 78)

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_ft.controller.controller import Controller
 from elastic_ft.core import events as ev
 from elastic_ft.core.buddies import choose_buddies
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.faults import Fault
 from elastic_ft.observe import metrics as served
 from elastic_ft.observe.accounts import CLASSES, Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, markdown
 from elastic_ft.observe.metrics import TARGETS, Metrics, state_copies, write_targets
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
 from tests.multiproc.harness import make_job, run_job
 
 DOC = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -132,7 +132,7 @@ def test_targets_are_replaced_whole(tmp_path: Path) -> None:
 
 def test_ray_is_told_each_sample_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray's agent makes of it is Ray's; with ray[default] it serves them as ray_*."""
-    from elastic_ft.ray_train import metrics as ray_metrics
+    from elastic_ft.hosts.ray import ray_metrics
 
     told: dict[tuple[str, str], float] = {}
 

@@ -13,13 +13,13 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from elastic_ft.cli import _main
+from elastic_ft.cli.app import run_command
 from elastic_ft.errors import StoreFailed, Superseded
-from elastic_ft.observe import run_folder, watch
+from elastic_ft.observe import follow, run_folder
+from elastic_ft.observe.follow import Tail
 from elastic_ft.observe.lines import SEGMENTS, Line, parse_lines, read_lines
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.observe.segments import NUMBERS, listed, read_whole
-from elastic_ft.observe.watch import Tail
 from elastic_ft.storage.store import Store, open_store
 from tests.observe.test_replay import KEPT
 
@@ -80,7 +80,7 @@ class Watched:
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mirror looks when a test says so, readers as often as they like."""
     monkeypatch.setattr(run_folder, "MIRROR_EVERY_S", 3600.0)
-    monkeypatch.setattr(watch, "REMOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(follow, "REMOTE_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -424,9 +424,9 @@ def kept(url: str) -> str:
 
 
 def test_the_story_of_a_segmented_folder(kept: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert _main(["events", str(KEPT / "kill_and_stop"), "--raw"]) == 0
+    assert run_command(["events", str(KEPT / "kill_and_stop"), "--raw"]) == 0
     whole = capfd.readouterr().out
-    assert _main(["events", kept, "--raw"]) == 0
+    assert run_command(["events", kept, "--raw"]) == 0
     assert whole.startswith(capfd.readouterr().out.rstrip()) and whole.count("\n") > 20
 
 
@@ -441,7 +441,7 @@ def test_a_copy_of_a_segmented_folder_is_told_replayed_and_resumed(
     whole = parse_lines((KEPT / "kill_and_stop" / "events.jsonl").read_bytes(), "kept")
     assert len(parse_lines((tmp_path / "events.jsonl").read_bytes(), "tail")) < len(whole)
     assert Tail(str(tmp_path), "events.jsonl").read() == whole
-    assert _main(["replay", str(tmp_path)]) == 0
+    assert run_command(["replay", str(tmp_path)]) == 0
     assert "each as recorded" in capfd.readouterr().out
     folder = RunFolder(str(tmp_path))
     folder.take_over("next", "job")

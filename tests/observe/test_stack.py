@@ -25,11 +25,11 @@ from typing import Any
 import pytest
 import yaml
 
+from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import Fault
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.metrics import TARGETS
 from elastic_ft.observe.run_folder import RunFolder
-from elastic_ft.runtime.controller import Controller
-from elastic_ft.runtime.faults import Fault
-from elastic_ft.runtime.local import LocalHost
 from tests.multiproc.harness import make_job
 from tests.observe.conftest import tool
 from tests.observe.test_rules import ALERTS, PROMETHEUS, RECORDED, RULES

@@ -12,8 +12,8 @@ import pytest
 from ray.train import RunConfig
 from trial import NODES, Trial
 
-from elastic_ft.ray_train.cluster import LocalCluster
-from elastic_ft.ray_train.trainer import ElasticTrainer
+from elastic_ft.hosts.ray.cluster import LocalCluster
+from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
 # Before the nodes start: their workers import the tests' train loops from here.
 os.environ["OMP_NUM_THREADS"] = "1"

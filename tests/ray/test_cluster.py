@@ -13,8 +13,8 @@ import psutil
 import pytest
 import ray
 
-from elastic_ft.ray_train.cluster import LocalCluster, wait_for, worker_environment
-from elastic_ft.ray_train.placement import Placements, remove_placement_groups
+from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for, worker_environment
+from elastic_ft.hosts.ray.placement_groups import Placements, remove_placement_groups
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -70,7 +70,7 @@ def test_workers_spread_over_nodes_with_room() -> None:
 def test_a_cluster_dies_with_its_driver() -> None:
     code = (
         "import time\n"
-        "from elastic_ft.ray_train.cluster import LocalCluster\n"
+        "from elastic_ft.hosts.ray.cluster import LocalCluster\n"
         "cluster = LocalCluster(1)\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"

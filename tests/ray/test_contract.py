@@ -15,62 +15,65 @@ import ray._private.worker
 from ray.train.v2._internal.execution.context import ExecutionContext, TrainContext
 from ray.train.v2._internal.execution.failure_handling import default
 
-from elastic_ft.ray_train import compat
+from elastic_ft.hosts.ray import ray_private
 
-PACKAGE = Path(compat.__file__).parent
+PACKAGE = Path(ray_private.__file__).parent
 
 # Callables that are called or overridden, with the parameters that are relied upon.
 SIGNATURES: dict[str, tuple[Any, str]] = {
     "TrainController.__init__": (
-        compat.TrainController.__init__,
+        ray_private.TrainController.__init__,
         "self, train_fn_ref, train_run_context, scaling_policy, failure_policy, callbacks, "
         "validation_config",
     ),
-    "TrainController.run": (compat.TrainController.run, "self"),
-    "TrainController._step": (compat.TrainController._step, "self"),
-    "TrainController._poll_workers": (compat.TrainController._poll_workers, "self"),
+    "TrainController.run": (ray_private.TrainController.run, "self"),
+    "TrainController._step": (ray_private.TrainController._step, "self"),
+    "TrainController._poll_workers": (ray_private.TrainController._poll_workers, "self"),
     "TrainController._execute_resize_decision": (
-        compat.TrainController._execute_resize_decision,
+        ray_private.TrainController._execute_resize_decision,
         "self, decision",
     ),
     "TrainController._start_worker_group": (
-        compat.TrainController._start_worker_group,
+        ray_private.TrainController._start_worker_group,
         "self, num_workers, resources_per_worker",
     ),
     "TrainController._shutdown_worker_group": (
-        compat.TrainController._shutdown_worker_group,
+        ray_private.TrainController._shutdown_worker_group,
         "self",
     ),
     "TrainController._run_controller_hook": (
-        compat.TrainController._run_controller_hook,
+        ray_private.TrainController._run_controller_hook,
         "self, hook_name, args, invoke_failure_decision_callbacks, context",
     ),
-    "TrainController._get_run_attempt_id": (compat.TrainController._get_run_attempt_id, "self"),
-    "TrainController._build_result": (compat.TrainController._build_result, "self"),
-    "TrainController.get_result": (compat.TrainController.get_result, "self"),
-    "TrainController.get_state": (compat.TrainController.get_state, "self"),
+    "TrainController._get_run_attempt_id": (
+        ray_private.TrainController._get_run_attempt_id,
+        "self",
+    ),
+    "TrainController._build_result": (ray_private.TrainController._build_result, "self"),
+    "TrainController.get_result": (ray_private.TrainController.get_result, "self"),
+    "TrainController.get_state": (ray_private.TrainController.get_state, "self"),
     "WorkerGroup.__init__": (
-        compat.WorkerGroup.__init__,
+        ray_private.WorkerGroup.__init__,
         "self, train_run_context, worker_group_context, callbacks",
     ),
     "WorkerGroup._start_impl": (
-        compat.WorkerGroup._start_impl,
+        ray_private.WorkerGroup._start_impl,
         "self, worker_group_state_builder",
     ),
     "WorkerGroup._get_worker_runtime_env": (
-        compat.WorkerGroup._get_worker_runtime_env,
+        ray_private.WorkerGroup._get_worker_runtime_env,
         "custom_runtime_env",
     ),
-    "WorkerGroup.get_workers": (compat.WorkerGroup.get_workers, "self"),
+    "WorkerGroup.get_workers": (ray_private.WorkerGroup.get_workers, "self"),
     "RayTrainWorker.init_train_context": (
-        compat.RayTrainWorker.init_train_context,
+        ray_private.RayTrainWorker.init_train_context,
         "self, train_run_context, distributed_context, synchronization_actor, storage_context, "
         "worker_callbacks, controller_actor, dataset_shard_provider, checkpoint, "
         "has_validation_fn, current_report_index",
     ),
-    "RayTrainWorker.run_train_fn": (compat.RayTrainWorker.run_train_fn, "self, train_fn_ref"),
-    "RayTrainWorker.poll_status": (compat.RayTrainWorker.poll_status, "self"),
-    "RayTrainWorker.get_metadata": (compat.RayTrainWorker.get_metadata, "self"),
+    "RayTrainWorker.run_train_fn": (ray_private.RayTrainWorker.run_train_fn, "self, train_fn_ref"),
+    "RayTrainWorker.poll_status": (ray_private.RayTrainWorker.poll_status, "self"),
+    "RayTrainWorker.get_metadata": (ray_private.RayTrainWorker.get_metadata, "self"),
     "TrainContext.report": (
         TrainContext.report,
         "self, metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, "
@@ -78,92 +81,92 @@ SIGNATURES: dict[str, tuple[Any, str]] = {
     ),
     "TrainContext.next_collective_seq": (TrainContext.next_collective_seq, "self"),
     "DistributedTrainFnUtils.report": (
-        compat.DistributedTrainFnUtils.report,
+        ray_private.DistributedTrainFnUtils.report,
         "self, metrics, checkpoint, checkpoint_dir_name, checkpoint_upload_mode, "
         "delete_local_checkpoint_after_upload, checkpoint_upload_fn, validation",
     ),
-    "DistributedTrainFnUtils.barrier": (compat.DistributedTrainFnUtils.barrier, "self"),
+    "DistributedTrainFnUtils.barrier": (ray_private.DistributedTrainFnUtils.barrier, "self"),
     "DistributedTrainFnUtils.broadcast_from_rank_zero": (
-        compat.DistributedTrainFnUtils.broadcast_from_rank_zero,
+        ray_private.DistributedTrainFnUtils.broadcast_from_rank_zero,
         "self, data",
     ),
     "DistributedTrainFnUtils.get_preemption_info": (
-        compat.DistributedTrainFnUtils.get_preemption_info,
+        ray_private.DistributedTrainFnUtils.get_preemption_info,
         "self",
     ),
     "ReportCallback.after_report": (
-        compat.ReportCallback.after_report,
+        ray_private.ReportCallback.after_report,
         "self, training_report, metrics",
     ),
     "ReplicaGroup.__init__": (
-        compat.ReplicaGroup.__init__,
+        ray_private.ReplicaGroup.__init__,
         "self, workers, resources_per_worker, callbacks",
     ),
     "ReplicaGroupCallback.after_replica_group_start": (
-        compat.ReplicaGroupCallback.after_replica_group_start,
+        ray_private.ReplicaGroupCallback.after_replica_group_start,
         "self, replica_group",
     ),
     "WorkerGroupCallback.before_worker_group_start": (
-        compat.WorkerGroupCallback.before_worker_group_start,
+        ray_private.WorkerGroupCallback.before_worker_group_start,
         "self, worker_group_context",
     ),
     "WorkerGroupCallback.after_worker_group_poll_status": (
-        compat.WorkerGroupCallback.after_worker_group_poll_status,
+        ray_private.WorkerGroupCallback.after_worker_group_poll_status,
         "self, worker_group_status",
     ),
     "WorkerGroupCallback.before_init_train_context": (
-        compat.WorkerGroupCallback.before_init_train_context,
+        ray_private.WorkerGroupCallback.before_init_train_context,
         "self, workers",
     ),
-    "ScalingPolicy.__init__": (compat.ScalingPolicy.__init__, "self, scaling_config"),
+    "ScalingPolicy.__init__": (ray_private.ScalingPolicy.__init__, "self, scaling_config"),
     "FailurePolicy.make_decision": (
-        compat.FailurePolicy.make_decision,
+        ray_private.FailurePolicy.make_decision,
         "self, training_failed_error",
     ),
     "FailurePolicy.__init__": (default.DefaultFailurePolicy.__init__, "self, failure_config"),
     "DataParallelTrainer._initialize_and_run_controller": (
-        compat.DataParallelTrainer._initialize_and_run_controller,
+        ray_private.DataParallelTrainer._initialize_and_run_controller,
         "self, controller_init_kwargs",
     ),
     "DataParallelTrainer._create_default_callbacks": (
-        compat.DataParallelTrainer._create_default_callbacks,
+        ray_private.DataParallelTrainer._create_default_callbacks,
         "self",
     ),
-    "PlacementGroupHandle.wait": (compat.PlacementGroupHandle.wait, "self, timeout_seconds"),
-    "_shutdown_workers": (compat._shutdown_workers, "workers, patience_s"),
-    "bundle_to_remote_args": (compat.bundle_to_remote_args, "bundle"),
-    "get_env_vars_to_propagate": (compat.get_env_vars_to_propagate, ""),
-    "set_train_fn_utils": (compat.set_train_fn_utils, "train_fn_utils"),
-    "get_train_context": (compat.get_train_context, ""),
+    "PlacementGroupHandle.wait": (ray_private.PlacementGroupHandle.wait, "self, timeout_seconds"),
+    "_shutdown_workers": (ray_private._shutdown_workers, "workers, patience_s"),
+    "bundle_to_remote_args": (ray_private.bundle_to_remote_args, "bundle"),
+    "get_env_vars_to_propagate": (ray_private.get_env_vars_to_propagate, ""),
+    "set_train_fn_utils": (ray_private.set_train_fn_utils, "train_fn_utils"),
+    "get_train_context": (ray_private.get_train_context, ""),
     "GlobalState.get_draining_nodes": (
         ray._private.state.GlobalState.get_draining_nodes,
         "self",
     ),
     "print_to_stdstream": (ray._private.worker.print_to_stdstream, "data, ignore_prefix"),
     "Node.__init__": (
-        compat.Node.__init__,
+        ray_private.Node.__init__,
         "self, ray_params, head, shutdown_at_exit, spawn_reaper, connect_only, default_worker, "
         "ray_init_cluster",
     ),
     "Node.kill_all_processes": (
-        compat.Node.kill_all_processes,
+        ray_private.Node.kill_all_processes,
         "self, check_alive, allow_graceful, wait",
     ),
 }
 
 FIELDS: dict[type, str] = {
-    compat.DistributedContext: "world_rank world_size local_rank local_world_size node_rank",
-    compat.Worker: "actor metadata resources distributed_context log_file_path "
+    ray_private.DistributedContext: "world_rank world_size local_rank local_world_size node_rank",
+    ray_private.Worker: "actor metadata resources distributed_context log_file_path "
     "placement_group_bundle_index",
-    compat.WorkerStatus: "running error training_report return_value preemption_info",
-    compat.WorkerGroupPollStatus: "worker_statuses worker_rank_to_replica_group_rank",
-    compat.WorkerGroupState: "start_time placement_group_handle workers sync_actor",
-    compat.WorkerGroupContext: "run_attempt_id train_fn_ref num_workers resources_per_worker "
+    ray_private.WorkerStatus: "running error training_report return_value preemption_info",
+    ray_private.WorkerGroupPollStatus: "worker_statuses worker_rank_to_replica_group_rank",
+    ray_private.WorkerGroupState: "start_time placement_group_handle workers sync_actor",
+    ray_private.WorkerGroupContext: "run_attempt_id train_fn_ref num_workers resources_per_worker "
     "placement_strategy label_selector num_slices",
-    compat.TrainControllerLoopIterationResult: "run_attempt_id previous_state next_state "
+    ray_private.TrainControllerLoopIterationResult: "run_attempt_id previous_state next_state "
     "training_failed_error",
-    compat.ResizeDecision: "num_workers resources_per_worker",
-    compat.PreemptionContext: "preemption_info",
+    ray_private.ResizeDecision: "num_workers resources_per_worker",
+    ray_private.PreemptionContext: "preemption_info",
     ExecutionContext: "synchronization_actor result_queue training_thread_runner "
     "train_context_callbacks",
 }
@@ -199,7 +202,7 @@ def test_train_context_has_what_a_seat_replaces() -> None:
 
 def test_what_the_controller_keeps_under_private_names() -> None:
     """Attributes that ElasticController and ElasticWorkerGroup read or replace."""
-    source = inspect.getsource(compat.TrainController)
+    source = inspect.getsource(ray_private.TrainController)
     for name in (
         "_worker_group_callbacks_to_propagate",
         "_report_handler",
@@ -210,7 +213,7 @@ def test_what_the_controller_keeps_under_private_names() -> None:
         "_train_fn_ref",
     ):
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
-    source = inspect.getsource(compat.WorkerGroup)
+    source = inspect.getsource(ray_private.WorkerGroup)
     for name in (
         "_callbacks",
         "_replica_group_callbacks",
@@ -224,8 +227,8 @@ def test_what_the_controller_keeps_under_private_names() -> None:
         "_storage_context",
     ):
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
-    assert "self._report_callbacks = " in inspect.getsource(compat.ReportCallbackHandler)
-    assert "self._current_report_index = " in inspect.getsource(compat.CheckpointManager)
+    assert "self._report_callbacks = " in inspect.getsource(ray_private.ReportCallbackHandler)
+    assert "self._current_report_index = " in inspect.getsource(ray_private.CheckpointManager)
 
 
 def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:
@@ -237,7 +240,7 @@ def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:
 
 def test_private_ray_stays_in_compat() -> None:
     for path in sorted(PACKAGE.glob("*.py")):
-        if path.name == "compat.py":
+        if path.name == "ray_private.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             modules = []

@@ -14,8 +14,8 @@ import ray
 from ray.util.placement_group import placement_group_table
 from trial import START_S, Trial, job
 
-from elastic_ft.ray_train.cluster import LocalCluster, wait_for
-from elastic_ft.resize_cli import resize
+from elastic_ft.cli.resize import resize
+from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 
 Start = Callable[..., Trial]
 pytestmark = pytest.mark.timeout(600)

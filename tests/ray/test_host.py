@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.ray_train import host as hosts
-from elastic_ft.ray_train.host import HostedKeeper, RayHost
+from elastic_ft.hosts.ray import ray_host as hosts
+from elastic_ft.hosts.ray.ray_host import HostedKeeper, RayHost
 
 DEADLINE_S = 20.0
 

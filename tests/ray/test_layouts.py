@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from trial import START_S, Trial, job
 
-from elastic_ft.ray_train.cluster import LocalCluster
+from elastic_ft.hosts.ray.cluster import LocalCluster
 
 Start = Callable[..., Trial]
 pytestmark = pytest.mark.timeout(300)

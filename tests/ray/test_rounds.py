@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.ray_train.compat import (
+from elastic_ft.hosts.ray.ray_private import (
     RayTrainWorker,
     SynchronizationBarrierResetError,
     TrainingReport,
     WorkerStatus,
 )
-from elastic_ft.ray_train.group import seats
-from elastic_ft.ray_train.reports import REPORT, Barrier, Rounds
-from elastic_ft.ray_train.worker import SEQUENCES, ElasticWorker, Refused
+from elastic_ft.hosts.ray.reports import REPORT, Barrier, Rounds
+from elastic_ft.hosts.ray.worker_actor import SEQUENCES, ElasticWorker, Refused
+from elastic_ft.hosts.ray.worker_group import seats
 
 
 class Callback:

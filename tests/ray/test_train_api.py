@@ -18,15 +18,15 @@ from trial import SOON_S, START_S, Trial, job
 
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError, JobFailed
-from elastic_ft.ray_train.cluster import LocalCluster
-from elastic_ft.ray_train.trainer import (
+from elastic_ft.faults import Fault
+from elastic_ft.hosts.ray.cluster import LocalCluster
+from elastic_ft.hosts.ray.trainer import (
     ElasticTrainer,
     check_gpus,
     default_scaling,
     on_gpus,
     scaled,
 )
-from elastic_ft.runtime.faults import Fault
 
 Start = Callable[..., Trial]
 pytestmark = pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ import pytest
 from ray.train import Result
 
 from elastic_ft.core.invariants import Expected, check_run
-from elastic_ft.ray_train.trainer import ElasticTrainer
+from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
 NODES = 4
 START_S = 180.0  # cold workers on two shared cores

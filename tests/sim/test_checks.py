@@ -16,13 +16,13 @@ from elastic_ft.core.events import (
     Source,
     Tier,
 )
-from elastic_ft.core.layout import Layout
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import Scenario, Violation, checks
-from elastic_ft.sim.places import Checkpoint, SavedShard
-from elastic_ft.sim.run import Chaos
-from elastic_ft.sim.worker import Copy, Live
-from elastic_ft.sim.world import World
+from elastic_ft.sim.nodes import Checkpoint, SavedShard
+from elastic_ft.sim.runs import Chaos
+from elastic_ft.sim.sim_worker import Copy, Live
+from elastic_ft.sim.simulation import World
 
 
 @pytest.fixture

@@ -17,17 +17,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.core import (
-    blame,
-    buddies,
-    commits,
-    events,
-    layout,
-    membership,
-    recovery,
-    restoring,
-    state,
-)
+from elastic_ft.core import blame, buddies, commits, events, membership, restoring, source, state
+from elastic_ft.core.layouts import layout
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.sim import (
     CHANGES,
@@ -38,14 +29,14 @@ from elastic_ft.sim import (
     Scenario,
     Violation,
     bearable,
-    emergency,
     large,
     make_scenario,
+    sim_emergency,
     simulate,
 )
-from elastic_ft.sim.keeper import SimKeeper
-from elastic_ft.sim.places import Key, ObjectStore
-from elastic_ft.sim.worker import Copy
+from elastic_ft.sim.nodes import Key, ObjectStore
+from elastic_ft.sim.sim_keeper import SimKeeper
+from elastic_ft.sim.sim_worker import Copy
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "500"))
@@ -465,17 +456,17 @@ def test_what_keepers_save_is_gone_on_from_and_no_recorded_step_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenarios = [orphaned(seed) for seed in range(60)]
-    monkeypatch.setattr(emergency, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(sim_emergency, "PATIENCE_S", 60.0)
     lengths: list[tuple[int, int]] = []
-    end = emergency.Emergency.end
+    end = sim_emergency.Emergency.end
 
-    def ends(one: emergency.Emergency) -> None:
+    def ends(one: sim_emergency.Emergency) -> None:
         before, number = len(one.world.recorded), one.world.controller
         end(one)
         if one.world.controller > number:
             lengths.append((before, len(one.world.recorded)))
 
-    monkeypatch.setattr(emergency.Emergency, "end", ends)
+    monkeypatch.setattr(sim_emergency.Emergency, "end", ends)
     rescues = [simulate(scenario).rescues for scenario in scenarios]
     assert rescues == [len(scenario.faults) for scenario in scenarios]
     assert all(after >= before for before, after in lengths)
@@ -486,13 +477,13 @@ def test_a_rule_for_what_is_gone_on_from_that_is_wrong_is_seen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scenarios = [orphaned(seed) for seed in range(30)]
-    right = emergency.candidates
-    monkeypatch.setattr(emergency, "candidates", lambda *a: reversed([*right(*a)]))
+    right = sim_emergency.candidates
+    monkeypatch.setattr(sim_emergency, "candidates", lambda *a: reversed([*right(*a)]))
     assert failures(scenarios), "an older state than need be"
-    monkeypatch.setattr(emergency, "candidates", lambda *a: [(cut, ()) for cut, _ in right(*a)])
+    monkeypatch.setattr(sim_emergency, "candidates", lambda *a: [(cut, ()) for cut, _ in right(*a)])
     assert failures(scenarios), "a hole in the record"
-    monkeypatch.setattr(emergency, "candidates", right)
-    monkeypatch.setattr(emergency, "is_whole", lambda shards: False)
+    monkeypatch.setattr(sim_emergency, "candidates", right)
+    monkeypatch.setattr(sim_emergency, "is_whole", lambda shards: False)
     assert failures(scenarios), "nothing is gone on from"
 
 
@@ -581,7 +572,7 @@ def incomplete(holdings: Mapping[str, Any], checkpoints: Any, refused: Any) -> A
     held = [h for some in holdings.values() for h in some]
     newest = max(held, key=lambda h: (h.step, h.space), default=None)
     if newest is None:
-        return recovery.choose(holdings, checkpoints, refused)
+        return source.choose(holdings, checkpoints, refused)
     holders: dict[str, Any] = {}
     for worker, some in sorted(holdings.items()):
         for h in some:

@@ -14,14 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import elastic_ft
-from elastic_ft.cli import BAD_USAGE, COMPLETED, FAILED, _main
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
+from elastic_ft.cli.preflight import check_weights
 from elastic_ft.config import ModelConfig
 from elastic_ft.core.sharding import Box
+from elastic_ft.engines import initial_weights
 from elastic_ft.errors import ModelError, StorageError
 from elastic_ft.models import build_model
-from elastic_ft.preflight import check_weights
-from elastic_ft.runtime import weights
-from elastic_ft.runtime.engines.base import StateTensor
+from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage import safetensors
 from elastic_ft.storage.backends import Local
 from elastic_ft.storage.inspect import find_one
@@ -88,7 +88,7 @@ def load(state: dict[str, Any], **options: Any) -> None:
 
 
 def export(url: str, dest: Path | str, format_: str, *options: str) -> int:
-    return _main(["checkpoint", "export", url, str(dest), "--format", format_, *options])
+    return run_command(["checkpoint", "export", url, str(dest), "--format", format_, *options])
 
 
 def model_of(saved: Tensors) -> Tensors:
@@ -177,7 +177,7 @@ def test_torch_export(url: str, saved: Tensors, tmp_path: Path) -> None:
     assert set(steps.values()) == {2.0}
     assert steps.keys() == found["model"].keys()
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert weights.keys() == {"model"}
+    assert initial_weights.keys() == {"model"}
     same(weights["model"], model_of(saved))
 
 
@@ -205,7 +205,7 @@ def test_out_to_s3_and_back(run: Path, url: str, saved: Tensors, s3: S3Server) -
     model = tiny_model(str(run / "job.yaml"))
     assert check_weights(bucket, model) == ()
     state = state_of(model, 0, 1)
-    weights.load(safetensors.open_folder(bucket), model, state)
+    initial_weights.load(safetensors.open_folder(bucket), model, state)
     same({n.removeprefix("model."): t.local for n, t in state.items()}, model_of(saved))
 
 
@@ -319,7 +319,7 @@ def test_each_rank_reads_its_own_bytes(
         folder = safetensors.folder_of(Store(str(tmp_path), backend))
         headers = len(backend.reads)
         state = state_of(model, rank, WORLD)
-        nbytes, remarks = weights.load(folder, model, state)
+        nbytes, remarks = initial_weights.load(folder, model, state)
         assert remarks == ()
         reads = backend.reads[headers:]
         assert sum(end - start for _, start, end in reads) == nbytes
@@ -337,7 +337,7 @@ def test_a_tied_tensor_may_have_any_of_its_names(tmp_path: Path, kept: str) -> N
     model = Tied()
     tensors = {kept: model.inner.weight, "scale": model.scale, "count": model.count}
     state = state_of(model, 0, 1)
-    weights.load(safetensors.open_folder(str(save(tensors, tmp_path))), model, state)
+    initial_weights.load(safetensors.open_folder(str(save(tensors, tmp_path))), model, state)
     assert torch.equal(state["model.inner.weight"].local, model.inner.weight)
     assert torch.equal(state["model.scale"].local, model.scale.detach())
     assert torch.equal(state["model.count"].local, model.count)
@@ -372,7 +372,7 @@ def test_floats_are_converted_and_that_is_said(tmp_path: Path) -> None:
     tensors |= {"count": model.count, "other": torch.zeros(2)}
     state = state_of(model, 0, 1)
     url = str(save(tensors, tmp_path) / SINGLE)  # a file's own URL
-    _, remarks = weights.load(safetensors.open_folder(url), model, state)
+    _, remarks = initial_weights.load(safetensors.open_folder(url), model, state)
     assert torch.equal(state["model.inner.weight"].local, model.inner.weight.bfloat16().float())
     converted, unused = remarks
     assert converted.endswith("1 of the tensors converted from bfloat16 to float32")

@@ -1,4 +1,4 @@
-"""Every private name of DeepSpeed that ``engines.deepspeed_compat`` uses is there.
+"""Every private name of DeepSpeed that ``engines.deepspeed_private`` uses is there.
 
 In a process of its own: DeepSpeed changes environment and globals when it is imported.
 """
@@ -87,7 +87,7 @@ def test_private_names_are_there() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "elastic_ft").rglob("*.py")), ids=str)
 def test_only_one_module_imports_deepspeed(path: Path) -> None:
-    if path.name == "deepspeed_compat.py":
+    if path.name == "deepspeed_private.py":
         return
     found = [n for _, n in imports_of(path) if n.partition(".")[0] == "deepspeed"]
-    assert not found, f"{path.name} imports {', '.join(found)}; put it into deepspeed_compat.py"
+    assert not found, f"{path.name} imports {', '.join(found)}; put it into deepspeed_private.py"

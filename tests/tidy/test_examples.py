@@ -23,8 +23,8 @@ def test_an_example_is_a_valid_job(path: Path) -> None:
 
 def test_the_custom_example_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
+    from elastic_ft.data.dataset import open_dataset
     from elastic_ft.models import block_modules, build_model, loss_sum
-    from elastic_ft.runtime.data import open_dataset
 
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend(str(ROOT))
@@ -47,7 +47,7 @@ def test_the_custom_example_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_transformers_example_builds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from elastic_ft.runtime.data import preflight
+    from elastic_ft.data.dataset import preflight
 
     job = load_job(ROOT / "examples" / "transformers.yaml")
     changes = {"cache_dir": str(tmp_path), "max_tokens": 20_000}

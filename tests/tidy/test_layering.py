@@ -1,9 +1,12 @@
 """Imports run one way, and the core knows nothing but itself (DESIGN section 3)."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,20 +14,31 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "elastic_ft"
 
-# layer -> the layers it may import, itself aside
+# The floors, from the ground up: a package imports those below its own, and itself.
+FLOORS = (
+    ("errors",),
+    ("torch_private",),
+    ("config", "core", "faults"),
+    ("models", "sim", "storage"),
+    ("data", "observe", "transport"),
+    ("groups", "keeper"),
+    ("state",),
+    ("engines",),
+    ("controller", "worker"),  # two processes: neither knows the other's code
+    ("hosts",),
+    ("cli",),
+)
+BELOW = {
+    name: {n for f in FLOORS[:i] for n in f} for i, names in enumerate(FLOORS) for name in names
+}
 MAY_IMPORT = {
-    "errors": set(),
-    "config": {"errors"},
+    **BELOW,
     "core": {"errors"},
     "sim": {"errors", "core"},
-    "models": {"errors", "config", "core"},
-    "storage": {"errors", "config", "core"},
-    "observe": {"errors", "config", "core", "storage"},
-    "runtime": {"errors", "config", "core", "models", "storage", "observe"},
-    "ray_train": {"errors", "config", "core", "models", "storage", "observe", "runtime"},
+    "keeper": BELOW["keeper"] - {"torch_private", "models", "data"},
 }
-HOSTS_ONLY = "ray"  # third party, known to ray_train and to what stands above it
-RAY_FREE = ("errors", "config", "core", "sim", "models", "storage", "observe", "runtime")
+HOSTS_ONLY = "ray"  # third party, known to hosts and to what stands above it
+TORCH_FREE = ("config", "core", "keeper", "observe", "sim", "storage", "transport")
 IMPURE = {"time", "datetime", "random", "secrets", "uuid", "os", "logging", "threading", "asyncio"}
 IMPURE |= {"socket", "subprocess", "tempfile", "pathlib", "shutil", "multiprocessing"}
 CORE_INPUT_OUTPUT = {"open", "print", "input", "eval", "exec", "__import__"}
@@ -41,6 +55,9 @@ MAY_SLEEP = {
 MODULES = sorted(PACKAGE.rglob("*.py"))
 CORE = sorted((PACKAGE / "core").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+CHAOS = sorted((ROOT / "chaos").rglob("*.py"))
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+PRIVATE = re.compile(r"\._[a-z]")
 
 
 def name_of(path: Path) -> str:
@@ -75,12 +92,12 @@ def breaches(paths: list[Path], layer_may: dict[str, set[str]]) -> list[str]:
     found = []
     for path in paths:
         layer = layer_of(path)
-        if layer not in layer_may:  # cli.py and the like stand on top
+        if layer not in layer_may:  # cli/main.py and the like stand on top
             continue
         for line, imported in imports_of(path):
             top, _, rest = imported.partition(".")
             below = rest.partition(".")[0]
-            if top == "elastic_ft" and below not in {layer, *layer_may[layer]}:
+            if top == "chaos" or (top == "elastic_ft" and below not in {layer, *layer_may[layer]}):
                 found.append(f"{name_of(path)}:{line}: {layer} may not import {imported}")
     return found
 
@@ -103,7 +120,7 @@ def test_only_the_host_knows_ray() -> None:
     found = [
         f"{name_of(path)}:{line}: {imported}"
         for path in MODULES
-        if layer_of(path) in RAY_FREE
+        if layer_of(path) not in ("hosts", "cli")
         for line, imported in imports_of(path)
         if imported.split(".")[0] == HOSTS_ONLY
     ]
@@ -168,8 +185,8 @@ def test_a_process_of_a_job_imports_what_every_job_needs() -> None:
     """The others take seconds and tens of MB in each of them, and need not be there."""
     program = f"""
 import sys
-import elastic_ft.runtime.local, elastic_ft.runtime.controller
-import elastic_ft.runtime.worker, elastic_ft.runtime.keeper
+import elastic_ft.hosts.local, elastic_ft.controller.controller
+import elastic_ft.worker.worker, elastic_ft.keeper.keeper
 print(*(name for name in {SOME_JOBS!r} if name in sys.modules))
 """
     done = subprocess.run(
@@ -181,3 +198,56 @@ print(*(name for name in {SOME_JOBS!r} if name in sys.modules))
         cwd=ROOT,
     )
     assert done.stdout.split() == []
+
+
+def test_nobody_imports_a_private_name_of_another_module() -> None:
+    found = [
+        f"{name_of(path)}:{line}: {imported}"
+        for path in [*MODULES, *CHAOS, *TESTS, *BENCHMARKS]
+        for line, imported in imports_of(path)
+        if imported.startswith(("elastic_ft.", "chaos.")) and PRIVATE.search(imported)
+    ]
+    assert found == []
+
+
+def test_no_file_has_the_name_of_another() -> None:
+    names = Counter(path.name for path in MODULES)
+    assert {n for n, times in names.items() if times > 1} <= {"__init__.py", "base.py"}
+
+
+# Whole circles of files, each with the reason. None at run time, or Python would not import them.
+MAY_CIRCLE: tuple[frozenset[str], ...] = (
+    frozenset({"elastic_ft.observe.lines", "elastic_ft.observe.segments"}),
+    frozenset(
+        f"elastic_ft.sim.{name}"
+        for name in [
+            "checks",
+            "group",
+            "nodes",
+            "sim_emergency",
+            "sim_keeper",
+            "sim_worker",
+            "simulation",
+        ]
+    ),
+)
+
+
+def test_files_import_one_another_in_no_circle() -> None:
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in [*MODULES, *CHAOS]}
+    graph = {
+        name: {
+            module
+            for _, imported in imports_of(path)
+            for module in (imported, imported.rpartition(".")[0])
+            if module in files and module != name
+        }
+        for name, path in files.items()
+    }
+    sorter = TopologicalSorter(
+        {
+            name: {m for m in needed if not any({m, name} <= circle for circle in MAY_CIRCLE)}
+            for name, needed in graph.items()
+        }
+    )
+    sorter.prepare()  # raises CycleError, which names the circle

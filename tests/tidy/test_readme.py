@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from elastic_ft.cli import app
+from elastic_ft.cli.app import app
 from elastic_ft.config import parse_job
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Every private name of torch that ``runtime.compat`` uses is there, and does what we count on.
+"""Every private name of torch that ``torch_private`` uses is there, and does what we count on.
 
 A new torch that moves one of them fails here, by name, and not in the middle of a recovery.
 """
@@ -21,9 +21,9 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from elastic_ft.runtime import compat
+from elastic_ft import torch_private
 
-RUNTIME = Path(compat.__file__).parent
+RUNTIME = Path(torch_private.__file__).parent
 CALLABLES = {
     "torch.distributed.distributed_c10d:_set_pg_timeout": ["timeout", "group"],
     "torch.distributed.tensor.debug:_clear_sharding_prop_cache": [],
@@ -93,7 +93,7 @@ def test_ddp_takes_what_it_is_told_about_buffers() -> None:
     taken = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     assert {"init_sync", "gradient_as_bucket_view"} <= taken.keys()
     for wanted in (True, False):
-        told = compat.buffer_sync(wanted)
+        told = torch_private.buffer_sync(wanted)
         assert told.keys() <= taken.keys() and list(told.values()) == [wanted]
 
 
@@ -113,10 +113,10 @@ def test_ddp_tells_whether_it_has_reduced_all() -> None:
     try:
         module = Two()
         ddp = torch.nn.parallel.DistributedDataParallel(module)
-        assert compat.is_reduced(ddp)
+        assert torch_private.is_reduced(ddp)
         for parts, reduced in (((0, 1), True), ((0,), False)):
             ddp(parts, torch.ones(1)).backward()
-            assert compat.is_reduced(ddp) is reduced
+            assert torch_private.is_reduced(ddp) is reduced
     finally:
         dist.destroy_process_group()
 
@@ -133,10 +133,10 @@ def test_hsdp_tells_what_it_still_keeps() -> None:
             for last, used in ((False, (0, 1)), (True, parts)):
                 module.set_requires_all_reduce(last)
                 module(used, torch.ones(1, 1)).backward()
-            assert compat.is_owed(module) is owed
+            assert torch_private.is_owed(module) is owed
     finally:
         dist.destroy_process_group()
-        compat.forget_meshes()
+        torch_private.forget_meshes()
 
 
 def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:
@@ -148,7 +148,7 @@ def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:
         dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timeout)
     assert not dist.is_initialized()
     assert distributed_c10d._world.group_count == 1
-    compat.reset_group_names()
+    torch_private.reset_group_names()
     assert distributed_c10d._world.group_count == 0
 
 
@@ -156,8 +156,8 @@ def test_forgetting_restores_the_excepthook() -> None:
     hook = sys.excepthook
     try:
         sys.excepthook = lambda *_: None
-        compat.forget_meshes()
-        assert sys.excepthook is compat._EXCEPTHOOK
+        torch_private.forget_meshes()
+        assert sys.excepthook is torch_private._EXCEPTHOOK
     finally:
         sys.excepthook = hook
 
@@ -166,7 +166,7 @@ def test_timeouts_of_a_group_can_be_changed() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        compat.set_group_timeout(dist.group.WORLD, 7.0)
+        torch_private.set_group_timeout(dist.group.WORLD, 7.0)
     finally:
         dist.destroy_process_group()
 
@@ -185,8 +185,8 @@ def private_imports(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(RUNTIME.rglob("*.py")), ids=lambda path: path.name)
-def test_no_other_module_of_the_runtime_imports_private_names(path: Path) -> None:
-    if path.name == "compat.py":
+def test_no_other_module_imports_private_names(path: Path) -> None:
+    if path.name == "torch_private.py":
         return
     found = set(private_imports(path))
-    assert not found, f"{path.name} imports {', '.join(sorted(found))}; put it into compat.py"
+    assert not found, f"{path.name} imports {sorted(found)}; put it into torch_private.py"

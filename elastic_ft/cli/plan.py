@@ -1,0 +1,233 @@
+"""``elastic-ft plan``: which layouts fit given devices, which to take, and what a loss leads to.
+
+Exit codes: 0; 1 nothing fits; 2 bad usage or a bad job file, one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from elastic_ft.config import Job, load_job
+from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
+from elastic_ft.core.layouts.costs import Devices, Work
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.planner import Limits, NoLayout, Plan, Previous, best, gb, plans
+from elastic_ft.errors import ConfigError
+
+LOST = (1, 2, 8)
+UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12}
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def plan(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    devices: Annotated[
+        str, typer.Option(metavar="NODESxEACH:MEMORY", help="8x8:80GB, or 8,8,7:80GB per node.")
+    ],
+    flops: Annotated[
+        float, typer.Option(metavar="FLOPS", help="Per second, that a device really reaches.")
+    ] = 400e12,
+    intra: Annotated[
+        float, typer.Option(metavar="BYTES", help="Per second, of a device, within its node.")
+    ] = 300e9,
+    inter: Annotated[
+        float, typer.Option(metavar="BYTES", help="Per second, of a device, between nodes.")
+    ] = 40e9,
+    max_tp: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most.")] = None,
+    max_pp: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="A run of this job on such devices: its steps say FLOPS."),
+    ] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the table.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+) -> int:
+    """Rank the layouts that fit, and say what losing 1, 2 and 8 devices would lead to."""
+    job = load_job(job_file)
+    there = parse_devices(devices, flops, intra, inter)
+    work = _describe(job)
+    measured = None if run is None else measure(job, work, there, run)
+    if measured is not None and measured.flops_per_s is not None:
+        there = replace(there, flops_per_s=measured.flops_per_s)
+    limits = Limits(schedules=(job.parallel.schedule,), tp_max=max_tp, pp_max=max_pp)
+    try:
+        ranked = plans(work, there, limits, top=top)
+    except NoLayout as error:
+        if as_json:
+            _dump({"plans": [], "refused": str(error)})
+        else:
+            console.print(str(error), markup=False)
+        return 1
+    after = {n: _after(work, there, limits, ranked[0], n) for n in LOST if n < there.count}
+    if as_json:
+        losses = [{"lost": n} | _loss_as_json(found) for n, found in after.items()]
+        found = None if measured is None else asdict(measured) | {"layout": str(measured.layout)}
+        _dump({"plans": [_as_json(p) for p in ranked], "losses": losses, "measured": found})
+        return 0
+    if measured is not None:
+        console.print(f"measured: {measured}", markup=False)
+    _show(work, there, ranked)
+    _show_losses(ranked[0], after)
+    return 0
+
+
+def parse_devices(text: str, flops: float, intra: float, inter: float) -> Devices:
+    """Returns the devices of "8x8:80GB" (nodes x devices) or "8,8,7:80GB". Raises ConfigError."""
+    match = re.fullmatch(r"(?:(\d+)x(\d+)|(\d+(?:,\d+)*)):(\d+(?:\.\d+)?)([KMGT]i?B)", text.strip())
+    if match is None or match[5] not in UNITS:
+        raise ConfigError(f"--devices: expected NODESxEACH:MEMORY such as 8x8:80GB, found {text!r}")
+    equal = (int(match[2]),) * int(match[1]) if match[1] else ()
+    nodes = equal or tuple(map(int, (match[3] or "0").split(",")))
+    try:
+        return Devices(
+            nodes,
+            float(match[4]) * UNITS[match[5]],
+            flops_per_s=flops,
+            intra_bytes_per_s=intra,
+            inter_bytes_per_s=inter,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--devices: {error}, found {text!r}") from None
+
+
+def _describe(job: Job) -> Work:
+    from elastic_ft.models.describe import describe_job
+
+    return describe_job(job)
+
+
+def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:
+    """What the last generation of a run says of its devices. Raises ConfigError."""
+    formed = [line for line in _lines(run, "events.jsonl") if line["event"] == "generation_formed"]
+    steps = _lines(run, "steps.jsonl")
+    counts: Counter[str] = Counter()
+    steps_s: list[float] = []
+    for line in reversed(formed):  # the last one that has trained for a while
+        steps_s = [s["step_time_s"] for s in steps if s["generation"] == line["generation"]]
+        if len(steps_s) >= STEPS_MIN:
+            counts = Counter(member["node"] for member in line["members"])
+            break
+    else:
+        raise ConfigError(f"--run: {run}: no generation has trained for {STEPS_MIN} steps")
+    limits = Limits(
+        micro_batches=(job.batch.micro_batch_size,),
+        recompute=(job.parallel.activation_checkpointing,),
+        schedules=(job.parallel.schedule,),
+    )
+    devices = replace(there, nodes=tuple(counts.values()))
+    layout = Layout.parse(line["layout"])
+    found = calibrate(work, devices, limits, layout, steps_s)
+    assert found is not None
+    return found
+
+
+def _lines(run: str, name: str) -> list[dict[str, Any]]:
+    """Of a file of a run folder. Raises ConfigError."""
+    from elastic_ft.observe.follow import Tail
+
+    found = Tail(run, name).read()
+    if not found:
+        raise ConfigError(f"--run: {run}: not a run folder: no {name}, or nothing in it")
+    return found
+
+
+def lose(there: Devices, count: int) -> tuple[Devices, tuple[int, ...]]:
+    """Devices after the last ``count`` have gone, and the numbers that the others had."""
+    left = there.count - count
+    nodes: list[int] = []
+    for size in there.nodes:
+        nodes.append(min(size, left - sum(nodes)))
+    kept = tuple(size for size in nodes if size)
+    return replace(there, nodes=kept), tuple(range(left))
+
+
+def _after(work: Work, there: Devices, limits: Limits, now: Plan, count: int) -> Plan | str:
+    """The plan when ``count`` devices are lost, or why there is none."""
+    less, survivors = lose(there, count)
+    rank_of = {device: rank for rank, device in enumerate(now.devices)}
+    previous = Previous(now.layout, tuple(rank_of.get(device) for device in survivors))
+    try:
+        return best(work, less, limits, previous)
+    except NoLayout as error:
+        return str(error)
+
+
+# -------------------------------------------------------------------------------- words
+
+
+def _show(work: Work, there: Devices, ranked: tuple[Plan, ...]) -> None:
+    header = f"{work.model.parameters / 1e9:.2f} B parameters, global batch {work.global_batch}, "
+    console.print(f"{header}{there.count} devices on {len(there.nodes)} nodes", markup=False)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("layout", "micro-batch", "recompute", "memory", "step", "of it idle", "devices"):
+        table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
+    for p in ranked:
+        time_s, choice = p.time, p.choice
+        waiting_s = time_s.total - time_s.compute - time_s.recompute
+        table.add_row(
+            *(str(p.layout), str(choice.micro_batch), "yes" if choice.recompute else "no"),
+            *(gb(p.memory.total), _seconds(time_s.total), f"{waiting_s / time_s.total:.0%}"),
+            str(p.layout.world_size),
+        )
+    console.print(table)
+    console.print(f"{ranked[0].layout}, because", markup=False)
+    for reason in ranked[0].why:
+        console.print(f"  {reason}", markup=False)
+
+
+def _show_losses(now: Plan, after: dict[int, Plan | str]) -> None:
+    for count, found in after.items():
+        if isinstance(found, str):
+            console.print(f"{count} lost: {found}", markup=False)
+            continue
+        slower = found.time.total / now.time.total - 1
+        idle = f", {sum(found.idle)} idle" if sum(found.idle) else ""
+        moved = gb(found.bytes_moved or 0)
+        console.print(
+            f"{count} lost: {found.layout}, micro-batch {found.choice.micro_batch}, "
+            f"{_seconds(found.time.total)} ({slower:+.0%}), {moved} moved{idle}",
+            markup=False,
+        )
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _as_json(p: Plan) -> dict[str, Any]:
+    layout, choice = p.layout, p.choice
+    return {
+        "layout": str(layout),
+        "pp": layout.pp,
+        "tp": layout.tp,
+        "dp_replicate": layout.dp_replicate,
+        "dp_shard": layout.dp_shard,
+        "micro_batch": choice.micro_batch,
+        "recompute": choice.recompute,
+        "schedule": choice.schedule if layout.pp > 1 else None,
+        "memory_bytes": {k: round(v) for k, v in p.memory._asdict().items()}
+        | {"total": round(p.memory.total)},
+        "step_s": p.time._asdict() | {"total": p.time.total},
+        "world_size": layout.world_size,
+        "idle": list(p.idle),
+        "bytes_moved": p.bytes_moved,
+        "why": list(p.why),
+    }
+
+
+def _loss_as_json(found: Plan | str) -> dict[str, Any]:
+    return {"refused": found} if isinstance(found, str) else {"plan": _as_json(found)}
+
+
+def _dump(values: Any) -> None:
+    print(json.dumps(values, indent=2, allow_nan=False))

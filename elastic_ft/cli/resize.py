@@ -1,0 +1,115 @@
+"""``elastic-ft resize``: another number of workers for a running job.
+
+Exit codes: 0 the world is formed; 1 it is not, in time; 2 bad usage, one line.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import fsspec
+import typer
+
+from elastic_ft.config import Job, parse_text
+from elastic_ft.errors import ConfigError, JobFailed
+from elastic_ft.observe.alive import Vigil
+from elastic_ft.observe.follow import Tail
+from elastic_ft.observe.resize_request import Resize, ask
+
+POLL_S = 0.2
+
+
+def resize(
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a running job.")],
+    workers: Annotated[int, typer.Option(metavar="N", help="Within min_workers..max_workers.")],
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", metavar="S", min=0, help="To wait for it to be formed.")
+    ] = 300.0,
+) -> int:
+    """Ask a running job for another number of workers, and wait until it trains with them."""
+    _check(_job_of(run_folder), workers)
+    journal = Journal(run_folder)
+    journal.look()
+    if journal.ended:
+        raise ConfigError(f"{run_folder}: the job has ended: {journal.ended}")
+    asked, vigil = ask(run_folder, workers), Vigil(run_folder)
+    deadline_s = time.monotonic() + timeout_s
+    while not journal.is_done(asked):
+        if journal.ended:
+            raise JobFailed(f"{run_folder}: the job has ended: {journal.ended}")
+        if dead := vigil.look():
+            raise JobFailed(f"{run_folder}: {dead}, and obeys the request")
+        if time.monotonic() > deadline_s:
+            raise JobFailed(
+                f"{run_folder}: {journal.world} workers after {timeout_s:g} s, not {workers}; "
+                "the request stands"
+            )
+        time.sleep(POLL_S)
+        journal.look()
+    print(f"{workers} workers, generation {journal.generation}")
+    return 0
+
+
+def _job_of(run_folder: str) -> Job:
+    try:
+        with fsspec.open(f"{run_folder.rstrip('/')}/job.yaml", "rb") as file:
+            content = bytes(file.read())
+    except Exception as error:  # any filesystem may raise anything
+        kind = type(error).__name__
+        raise ConfigError(f"{run_folder}: not a run folder: no job.yaml ({kind})") from None
+    return parse_text(content, f"{run_folder}/job.yaml")
+
+
+def _check(job: Job, workers: int) -> None:
+    elastic = job.elastic
+    if not elastic.min_workers <= workers <= elastic.max_workers:
+        raise ConfigError(
+            f"--workers: expected min_workers {elastic.min_workers} to max_workers "
+            f"{elastic.max_workers}, found {workers}"
+        )
+    if workers % job.multiple_of:
+        key = "parallel.tp x pp" if elastic.multiple_of is None else "elastic.multiple_of"
+        raise ConfigError(
+            f"--workers: expected a multiple of {job.multiple_of} ({key}), found {workers}"
+        )
+
+
+class Journal:
+    """What a run's journal says of its world.
+
+    Attributes:
+        ended: how, in words; empty while the job runs.
+    """
+
+    def __init__(self, run_folder: str) -> None:
+        self._tail = Tail(run_folder, "events.jsonl")
+        self.ended = ""
+        self.world = self.generation = 0
+        self._formed: dict[str, Any] = {}
+        self._heard: dict[str, str] = {}  # request -> why it was refused, or nothing
+
+    def look(self) -> None:
+        for line in self._tail.read():
+            event = line["event"]
+            if event == "job_started":
+                self.ended, self._formed = "", {}
+            elif event == "finished":
+                self.ended = line["reason"]
+            elif event == "generation_formed":
+                self._formed = line
+                self.world, self.generation = line["world_size"], line["generation"]
+            elif event in ("resize_requested", "resize_refused"):
+                self._heard[line["request"]] = line["reason"] * (event == "resize_refused")
+
+    def is_done(self, asked: Resize) -> bool:
+        """Whether that many train, or idle since the layout has no rank for them. Raises
+        ConfigError if the job refuses."""
+        refused = self._heard.get(asked.request)
+        if refused:
+            raise ConfigError(f"--workers: refused: {refused}")
+        if refused is None or not self._formed:
+            return False
+        unfit = [idle for idle in self._formed["idle"] if idle["reason"] != "a spare"]
+        fits = self.world + len(unfit) * (self._formed["wanted"] == asked.workers)
+        return fits == asked.workers

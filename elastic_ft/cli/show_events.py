@@ -1,0 +1,118 @@
+"""``elastic-ft events``: the story of a run. ``elastic-ft replay``: its decisions, made again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from elastic_ft.errors import ConfigError
+from elastic_ft.observe.alive import Vigil, seems_dead
+from elastic_ft.observe.outcome import read_result
+
+FOLLOW_EVERY_S = 0.2
+RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+
+
+def events(
+    run_folder: RunFolder,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Every line of the journal.")] = False,
+    goodput: Annotated[
+        bool, typer.Option("--goodput", help="Where every second of every worker went.")
+    ] = False,
+) -> int:
+    """Tell the story of a run: what happened, who stood where, what it cost."""
+    from elastic_ft.observe import journal_text
+    from elastic_ft.observe.follow import Tail
+
+    read(run_folder, "events.jsonl")
+    tail, first_s, ended, dead = Tail(run_folder, "events.jsonl"), 0.0, False, ""
+    vigil = Vigil(run_folder)
+    while True:
+        for line in tail.read():
+            try:
+                first_s = first_s or line["at_s"]
+                elapsed_s = line["at_s"] - first_s
+                told = (
+                    [journal_text.raw(line, elapsed_s)]
+                    if raw
+                    else list(journal_text.story(line, elapsed_s))
+                )
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise ConfigError(
+                    f"{run_folder}: events.jsonl has a line that can't be told: {why}"
+                ) from None
+            for text in told:
+                print(text, flush=True)
+            ended, dead = line["event"] == "finished", ""
+        if not follow or ended:
+            break
+        if not dead and (dead := vigil.look()):  # another may come: it is followed, too
+            print(dead, flush=True)
+        time.sleep(FOLLOW_EVERY_S)
+    if not ended and not dead and (dead := seems_dead(run_folder)):
+        print(dead)
+    result = read_result(run_folder)
+    if result and not raw:
+        print()
+        print("\n".join(journal_text.summary(result)))
+    if goodput:
+        print()
+        print("\n".join(journal_text.goodput(_worker_seconds(run_folder, result))))
+    return 0
+
+
+def replay(
+    journal: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or its events.jsonl.")
+    ],
+) -> int:
+    """Tell the core again what a run's controller told it: it must decide the same."""
+    from elastic_ft.observe.replay import check
+
+    folder = journal.parent if journal.name == "events.jsonl" else journal
+    for name in ("events.jsonl", "inbox.jsonl"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder}: not a run folder: no {name}")
+    verdict = check(folder)
+    if verdict.difference:
+        print(
+            f"elastic-ft: after {verdict.decisions} equal decisions: {verdict.difference}",
+            file=sys.stderr,
+        )
+        return 1
+    print(f"{verdict.told} events, {verdict.decisions} decisions: each as recorded")
+    return 0
+
+
+def read(run_folder: str, name: str) -> str:
+    """Returns the text of a file of a run folder. Raises ConfigError if there is none."""
+    import fsspec
+
+    try:
+        with fsspec.open(f"{run_folder.rstrip('/')}/{name}", "r") as file:
+            return str(file.read())
+    except Exception as error:  # any filesystem may raise anything
+        kind = type(error).__name__
+        raise ConfigError(f"{run_folder}: not a run folder: no {name} ({kind})") from None
+
+
+def _worker_seconds(run_folder: str, result: dict[str, Any]) -> dict[str, Any]:
+    """As the run itself has found; of one that goes on, or broke off, from its inbox.jsonl."""
+    if "worker_seconds" in result:
+        found: dict[str, Any] = result["worker_seconds"]
+        return found
+    from elastic_ft.config import parse_text
+    from elastic_ft.observe.follow import local_path
+    from elastic_ft.observe.replay import account
+
+    folder = local_path(run_folder)
+    if folder is None:
+        raise ConfigError("--goodput of a run that has not ended needs its local folder")
+    elastic = parse_text(read(run_folder, "job.yaml").encode(), "job.yaml").elastic
+    return account(folder, elastic.workers_per_node, elastic.max_workers).as_dict()

@@ -1,0 +1,60 @@
+"""The seam between the controller and whatever hosts worker processes (plain processes, Ray)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from elastic_ft.core.events import Assignment, Event, NodeId, WorkerId
+
+Inbox = Callable[[Event], None]  # thread-safe; how a host reports
+
+# Of every worker's process, from its beginning: libraries read these when they are loaded.
+WORKER_ENVIRONMENT = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # else nothing ends the making of a communicator
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # each rank would ask the controller's store every second
+    # The first thread does not train. Another's heap is made of pieces that glibc gives back and
+    # faults in again with every step: with a model on the CPU that is a tenth of the time.
+    "MALLOC_ARENA_MAX": "1",
+}
+
+
+class Host(Protocol):
+    """Starts and kills worker processes, and reports what becomes of them.
+
+    A started worker calls ``worker.worker.run_worker`` with the controller's address; from then
+    on the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
+    a process's end (the connection's end reports too: first come, first served), ``NodeLost`` and
+    ``NodeDraining``. On each node that hosts workers it keeps a ``keeper.keeper.run_keeper``
+    running, in a process of its own, and starts another, a few times, where one has ended. No
+    method blocks for longer than a few milliseconds.
+    """
+
+    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+        """Called once, before anything else. Workers connect to ``address`` with ``key``."""
+
+    def want_workers(self, total: int) -> None:
+        """Keep ``total`` workers alive or starting; start replacements as capacity allows."""
+
+    def avoid_node(self, node: NodeId, for_s: float) -> None:
+        """Start no worker on ``node`` for so long; those that are there stay."""
+
+    def kill_worker(self, worker: WorkerId) -> None:
+        """SIGKILL the worker; idempotent. Its WorkerLost follows."""
+
+    def kill_keeper(self, node: NodeId) -> None:
+        """SIGKILL the node's keeper, which hangs, if there is one; another takes its place."""
+
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, dict[str, Any]]:
+        """Extras for each member, handed to its ``on_generation`` hook before it forms."""
+
+    def formed(self, assignment: Assignment) -> None:
+        """Every member of ``assignment`` is training."""
+
+    def close(self, keepers_s: float = 0.0) -> None:
+        """Kill what is left and free everything. Bounded.
+
+        ``keepers_s``: keepers first get so long to end by themselves: they save what they have.
+        """

@@ -1,0 +1,66 @@
+"""What the core needs to plan a job's layouts: its model in numbers, and what the engine can do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from elastic_ft.config import Job
+from elastic_ft.core.layouts.costs import Devices
+from elastic_ft.core.layouts.planner import Limits, Planning, divisors
+from elastic_ft.errors import ConfigError
+from elastic_ft.models.build import build_model
+from elastic_ft.models.describe import describe_job
+
+MEMORY_UNKNOWN_BYTES = 80e9  # of a device, where neither the job file nor a worker says
+
+
+def planning_of(job: Job) -> Planning:
+    """For ``parallel.strategy: auto``. Raises UsageError for what the planner can't lay out.
+
+    Micro-batch, recomputation and schedule are the job's: they are not the layout's to change.
+    """
+    if job.parallel.engine != "native":
+        raise ConfigError("parallel.strategy: auto is for engine native only")
+    work, device = describe_job(job), job.parallel.devices
+    with torch.device("meta"):
+        model = build_model(
+            job.model, vocab_size=job.data.vocab_size, sequence_length=job.data.sequence_length
+        )
+    most = job.elastic.max_workers
+    limits = Limits(
+        micro_batches=(job.batch.micro_batch_size,),
+        recompute=(job.parallel.activation_checkpointing,),
+        schedules=(job.parallel.schedule,),
+        tp_sizes=tuple(tp for tp in divisors(work.model.heads) if _can(job, model, tp=tp)),
+        pp_max=max(pp for pp in range(1, most + 1) if _can(job, model, pp=pp)),
+    )
+    memory_bytes = None if device.memory_gb is None else device.memory_gb * 1e9
+    devices = Devices(
+        nodes=(1,),
+        memory_bytes=memory_bytes or MEMORY_UNKNOWN_BYTES,
+        flops_per_s=device.tflops * 1e12,
+        intra_bytes_per_s=device.intra_gb_per_s * 1e9,
+        inter_bytes_per_s=device.inter_gb_per_s * 1e9,
+        fused=_on_gpus(job),
+    )
+    return Planning(work, devices, limits, memory_bytes)
+
+
+def _can(job: Job, model: nn.Module, *, tp: int = 1, pp: int = 1) -> bool:
+    """Whether the engine lays this model out so."""
+    from elastic_ft.engines.native import check_parallel  # imports for seconds
+
+    parallel = job.parallel.model_copy(update={"strategy": "fsdp", "tp": tp, "pp": pp})
+    try:
+        check_parallel(
+            job.model_copy(update={"parallel": parallel}), model, job.data.sequence_length
+        )
+    except ConfigError:
+        return False
+    return True
+
+
+def _on_gpus(job: Job) -> bool:
+    """Of this machine, which is taken to be like the workers'."""
+    return job.parallel.may_use_gpu and torch.cuda.is_available()

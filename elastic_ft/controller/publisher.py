@@ -1,0 +1,338 @@
+"""The controller's hand in the checkpoint store: what is published, deleted, and found again.
+
+The controller is one thread that must never wait for a store: what takes time runs on threads here
+and answers with an event. What is deleted has a thread of its own, and so has the look at who owns
+the store: neither keeps a checkpoint waiting, nor its outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from elastic_ft.config import Job
+from elastic_ft.controller import rescue
+from elastic_ft.core import events as ev
+from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
+from elastic_ft.core.terms import Terms, terms_in
+from elastic_ft.errors import StateDamaged, StoreFailed, Superseded
+from elastic_ft.storage import checkpoints, owners
+from elastic_ft.storage.cancellable import CancellableStore
+from elastic_ft.storage.store import Store, open_store
+from elastic_ft.transport.control import Note
+
+CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
+CLOSE_S = 60.0  # for what is still to be deleted
+
+
+class Errands(threading.Thread):
+    """Does one thing after another; a thing that hangs for ever keeps no process alive."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        while (errand := self._todo.get()) is not None:
+            errand()
+
+    def submit(self, errand: Callable[[], None]) -> None:
+        self._todo.put(errand)
+
+    def close(self, wait_s: float) -> None:
+        """Ends once what was submitted is done, or after ``wait_s``."""
+        self._todo.put(None)
+        self.join(wait_s)
+
+
+class Publisher:
+    """Args:
+    run: this start of the controller; names all that it writes.
+    post: takes the events, and ``Superseded``, from any thread.
+    in_use: the checkpoints that workers may be reading; they are not deleted.
+    record: makes the steps recorded so far durable, from any thread; a manifest comes after.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run: str,
+        url: str,
+        post: Callable[[Any], None],
+        in_use: Callable[[], tuple[str, ...]],
+        record: Callable[[], None],
+    ) -> None:
+        self._job, self._run, self._post, self._in_use = job, run, post, in_use
+        self._record = record
+        self._store: Store = open_store(url)
+        self._claim: owners.Claim | None = None
+        self._reading = CancellableStore(url)
+        self._newest: Manifest | None = None  # that was published
+        self._damaged: set[str] = set()  # URLs of manifests
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
+        self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
+        self._looking = self._is_hurried = False
+        self._not_deleted: list[ev.AbandonCheckpoint] = []
+        self._deletes.start()
+        self._looks.start()
+
+    def close(self, at_once: bool = False) -> None:
+        """``at_once``: what is being read back is not waited for."""
+        if at_once:
+            self._is_hurried = True
+            self._reading.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._deletes.close(CLOSE_S)
+        self._reading.close()
+        self._looks.close(0.0)
+
+    # ------------------------------------------------------------------------ ownership
+
+    def take_over(self, run_folder: str, behind: Collection[str], renamed: bool = False) -> None:
+        """The checkpoint URL is this run's from now on.
+
+        Args:
+            behind: the runs that this one has superseded in its run folder.
+            renamed: another job's URL is this one's, under its earlier name.
+
+        Raises UsageError where the URL is another job's; Superseded where this run is; StoreFailed.
+        """
+        self._claim = owners.take_over(
+            self._store,
+            job=self._job.name,
+            run=self._run,
+            run_folder=run_folder,
+            behind=behind,
+            renamed=renamed,
+        )
+
+    @property
+    def claim(self) -> owners.Claim:
+        assert self._claim is not None, "the checkpoint URL was not taken over"
+        return self._claim
+
+    @property
+    def unrescued(self) -> tuple[str, ...]:
+        """Earlier runs here that did not end and were not rescued, the oldest first."""
+        return self.claim.unended
+
+    def ended(self) -> None:
+        """This run ends in good order: there will be nothing to rescue."""
+        if self._claim is None:  # the store was away from the start
+            return
+        try:
+            self.claim.ended()
+        except StoreFailed as error:  # the next start looks for what is not there
+            self._warn(0, f"the end of this run is not recorded: {error}")
+
+    def look(self) -> None:
+        """Whether another controller has taken over: if so ``Superseded`` is posted."""
+        if not self._looking:
+            self._looking = True
+            self._looks.submit(self._look)
+
+    def _look(self) -> None:
+        try:
+            self.claim.check()
+        except Superseded as error:
+            self._post(error)
+        except Exception as error:  # not known: nothing is published or deleted meanwhile
+            self._warn(0, f"who owns the checkpoint URL: {type(error).__name__}: {error}")
+        self._looking = False
+
+    # ---------------------------------------------------------------- before the start
+
+    def resumable(self) -> tuple[ev.CheckpointRef, ...]:
+        """What is committed and counts, the newest first. Raises StoreFailed."""
+        if self._claim is None:  # nothing is decided yet: a look
+            return owners.counting(self._store, checkpoints.committed(self._store))
+        return self._claim.checkpoints()
+
+    def terms_of(
+        self, found: tuple[ev.CheckpointRef, ...]
+    ) -> tuple[Terms, ev.CheckpointRef | None]:
+        """The terms of the newest of these that can be read, and which it is. {}: it has none, as
+        none had that this program once wrote. Raises StoreFailed.
+        """
+        for ref in found:
+            with contextlib.suppress(StateDamaged):  # its workers will say so, and go on as here
+                return terms_in(checkpoints.load_manifest(self._store, ref).extra), ref
+        return {}, None
+
+    def emergencies(self) -> tuple[str, ...]:
+        """The runs of which keepers may have saved something, the newest first; those that no
+        owner names come last. Raises StoreFailed.
+        """
+        known = (*self.unrescued, self._run)
+        said = [run for run in rescue.runs(self._store) if run not in known]
+        unnamed = [run for run in said if not owners.has_ended(self._store, run)]
+        return (*reversed(self.unrescued), *unnamed)
+
+    def gather(
+        self,
+        run: str,
+        expected: Mapping[ev.NodeId, float],
+        patience: rescue.Patience,
+        wait: Callable[[float], None] = time.sleep,
+        whoever: bool = False,
+    ) -> rescue.Gathered:
+        """What the keepers of ``run`` saved. Raises StoreFailed."""
+        return rescue.gather(self._store, run, expected, patience, wait, whoever)
+
+    def publish_saved(self, manifest: Manifest) -> None:
+        """Its record is durable. Raises StoreFailed, Superseded."""
+        checkpoints.publish(self._store, self._signed(manifest), self.claim.check)
+
+    def forget(self, run: str) -> None:
+        """All that its keepers said, being published or older than what is.
+
+        Raises StoreFailed, Superseded.
+        """
+        self.claim.check()
+        self.claim.ended(run)  # what is left then is swept: nobody waits for keepers any more
+        rescue.forget(self._store, run)
+
+    def _signed(self, manifest: Manifest) -> Manifest:
+        """With the number of its publisher: it shows whose it is once another has taken over."""
+        extra = {**manifest.extra, "owner": self.claim.number}
+        return dataclasses.replace(manifest, extra=extra)
+
+    def sweep(self) -> None:
+        """Frees what earlier runs wrote and never published."""
+        self._deletes.submit(self._sweep)
+
+    def _sweep(self) -> None:
+        keep = [self._run, *self.unrescued]
+        try:
+            self.claim.check()
+            for run in set(rescue.runs(self._store)).difference(keep):
+                if owners.has_ended(self._store, run):  # of keepers that were cut off from it
+                    rescue.forget(self._store, run)
+            keep += rescue.runs(self._store)
+            checkpoints.sweep_abandoned(self._store, keep, self.claim.check)
+        except Superseded as error:
+            self._post(error)
+        except Exception as error:  # harmless: the next start sweeps again
+            self._warn(0, f"sweeping abandoned uploads: {type(error).__name__}: {error}")
+
+    # ---------------------------------------------------------------------- commands
+
+    def commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
+        """Verifies the shards and publishes the manifest."""
+        self._pool.submit(self._commit, command, layout, terms)
+
+    def abandon(self, command: ev.AbandonCheckpoint) -> None:
+        """Deletes what was written of it."""
+        self._deletes.submit(partial(self._abandon, command))
+
+    def _commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
+        began = time.monotonic()
+        try:
+            manifest = self._signed(self._manifest(command, layout, terms))
+            self._record()
+            done = checkpoints.publish(self._store, manifest, self.claim.check)
+        except Superseded as error:
+            self._post(error)
+            return
+        except Exception as error:  # whatever the store or the check says: the job goes on
+            reason = f"{type(error).__name__}: {error}"
+            self._post(ev.CheckpointFailed(time.time(), command.step, reason))
+            return
+        seconds = round(time.monotonic() - began, 4)
+        self._post(
+            ev.CheckpointCommitted(time.time(), command.step, done.ref.url, done.nbytes, seconds)
+        )
+        self._newest = manifest
+        self._deletes.submit(partial(self._clean_up, manifest, done.ref))
+
+    def _manifest(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> Manifest:
+        return Manifest(
+            job=self._job.name,
+            run=self._run,
+            step=command.step,
+            generation=command.generation,
+            nonce=uuid.uuid4().hex,
+            layout=layout,
+            created_at_s=time.time(),
+            tensors={n: TensorSpec(dtype, tuple(s)) for n, (dtype, s) in command.tensors.items()},
+            entries=tuple(ShardEntry.from_dict(item) for item in command.shards),
+            extra={"terms": dict(terms)},
+        )
+
+    def _clean_up(self, newest: Manifest, ref: ev.CheckpointRef) -> None:
+        """Deletes what nobody needs now that ``newest`` is published, and reads back whole."""
+        if newest is self._newest and self._reads_back(newest, ref):
+            self._prune(newest)
+        left, self._not_deleted = self._not_deleted, []
+        for abandoned in left:  # the store works again
+            self._abandon(abandoned)
+
+    def _reads_back(self, newest: Manifest, ref: ev.CheckpointRef) -> bool:
+        """Whether it is all there, as it was written. Its shards were published by their lengths.
+
+        Takes its time, one object after the other: where others are published meanwhile, only the
+        newest of them is read after it, and none is deleted before.
+        """
+        keep = self._job.checkpoint
+        if not keep.read_back:
+            return True
+        rate = keep.max_upload_mb_per_s
+        pace = checkpoints.Pace(rate * 1e6) if rate else None
+        try:
+            flaw = checkpoints.first_flaw(self._reading, newest, pace)
+        except StoreFailed as error:
+            why = f"step {newest.step} can't be read back, so no older one is deleted: {error}"
+            if self._is_hurried:
+                why = (
+                    f"step {newest.step} was not read back, nor an older one deleted: asked to stop"
+                )
+            self._warn(newest.generation, why)
+            return False
+        if flaw:
+            self._damaged.add(ref.url)
+            self._post(ev.CheckpointDamaged(time.time(), ref.step, ref.url, flaw))
+        return not flaw
+
+    def _prune(self, newest: Manifest) -> None:
+        keep = self._job.checkpoint
+        keep_for_s = None if keep.keep_for_h is None else keep.keep_for_h * 3600
+        try:
+            counted = owners.counted_in(self._store)
+            warnings = checkpoints.prune(
+                self._store,
+                newest,
+                keep.keep_last,
+                keep_for_s,
+                self._in_use(),
+                self.claim.check,
+                lambda ref: ref.url not in self._damaged and counted(ref),
+            )
+        except Superseded as error:
+            self._post(error)
+            return
+        except Exception as error:  # tried again after the next one
+            warnings = (f"older checkpoints were not pruned: {type(error).__name__}: {error}",)
+        for warning in warnings:
+            self._warn(newest.generation, warning)
+
+    def _abandon(self, command: ev.AbandonCheckpoint) -> None:
+        prefix = checkpoints.attempt_prefix(self._run, command.generation, command.step)
+        try:
+            self.claim.check()
+            checkpoints.abandon(self._store, prefix)
+        except Superseded as error:
+            self._post(error)
+        except Exception as error:  # tried again after the next commit, or swept at the next start
+            self._not_deleted.append(command)
+            self._warn(command.generation, f"{prefix}: {type(error).__name__}: {error}")
+
+    def _warn(self, generation: int, reason: str) -> None:
+        self._post(Note("controller", generation, "checkpoint_warning", reason))

@@ -1,0 +1,97 @@
+"""The engine seam: how a model is laid out over ranks, and how one global batch is run.
+
+The loop, the snapshots, the transfer and the controller see an engine only through this protocol.
+Nothing outside an engine may assume how state is cut: it is a set of named tensors, and of each
+this rank holds one box.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic_ft.faults import Reach
+from elastic_ft.groups.groups import Groups
+from elastic_ft.state.tensors import State
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples that go through the model together. ``weight`` 0: padding, no effect on anything."""
+
+    number: int  # within the global batch; seeds per-sample randomness (I3)
+    data: Any
+    weight: float = 1.0
+    ids: tuple[int, ...] = ()  # of its samples, as they were read; none are known in evaluation
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What applying the gradients did."""
+
+    grad_norm: float  # global, before clipping
+    skipped: bool = False  # the gradients were not finite: nothing was applied
+    note: str = ""  # for the journal: why, where that is not as usual
+
+
+class Engine(Protocol):
+    """Attributes:
+    intact: the live state is that of one step: False while an optimizer step is under way.
+    can_be_left: ``detach`` can do without the thread that is in a collective for good.
+    """
+
+    intact: bool
+    can_be_left: bool
+
+    def prepare(self) -> None:
+        """Whatever can be done before there is a group: imports, the model on meta."""
+
+    def attach(self, groups: Groups) -> bool:
+        """Lays the model out over ``groups``.
+
+        Returns True when the state of before is still in place, False when it must be filled in
+        (``state()`` then lists uninitialised tensors).
+        """
+
+    def detach(self, in_use: list[object] | None = None) -> State:
+        """Drops all that is bound to the groups. Returns this rank's state as plain tensors that
+        stay valid and unchanged until the next ``attach`` has been followed by a step.
+
+        ``in_use``: given where a thread is still inside the model, for good: takes what it uses,
+        which is then neither freed nor used again here."""
+
+    def state(self) -> State:
+        """This rank's part of the training state, aliasing the live memory."""
+
+    def initialise(self) -> None:
+        """Fills the state of step 0 from the seed or ``model.weights``, equal in every layout."""
+
+    def restored(self) -> None:
+        """The state was filled from outside: refresh what is derived from it."""
+
+    @property
+    def blocks(self) -> Sequence[torch.nn.Module]:
+        """The repeated layers that this rank runs, once attached; none if nothing repeats."""
+
+    def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
+        """How many micro-batches each rank must run, given how many each was dealt."""
+
+    def run_batch(
+        self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
+    ) -> tuple[float, int]:
+        """Runs forward and backward, gradients reduced. Returns this rank's (loss sum, tokens)."""
+
+    def square_norm(self) -> float:
+        """This rank's share of the squared norm of all gradients, before they are scaled; 0.0 where
+        the optimizer's step finds the norm by itself. Every collective that makes gradients is
+        done once this returns (I4). Raises GroupBroken if one was aborted."""
+
+    def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
+        """Clips and applies the optimizer. ``tokens`` and ``squares`` (see ``square_norm``) are
+        summed over the world."""
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """Returns this rank's (loss sum, tokens) without gradients."""

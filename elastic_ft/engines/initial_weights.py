@@ -1,0 +1,155 @@
+"""Initial weights from a safetensors folder: which tensor is which, and each rank's part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_ft.core.manifest import TensorSpec
+from elastic_ft.errors import ModelError
+from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.storage.safetensors import CONFIG, Folder, Rows
+
+CONVERTED = ("float64", "float32", "float16", "bfloat16")  # into one another; nothing else is
+NAMED_MAX = 3  # in a message
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """``sources``: the model's name -> the folder's. ``remarks``: worth a line each."""
+
+    sources: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
+
+
+def match(model: nn.Module, found: Mapping[str, TensorSpec], url: str) -> Matched:
+    """Finds each parameter and persistent buffer of ``model`` (on meta will do) in a folder.
+
+    A tied tensor may have any of its names. A transformers model's may lack the prefix of the base
+    model, as files of a base model do. Raises ModelError, one line with the first NAMED_MAX that
+    are missing, of another shape, or of a dtype that is not converted.
+    """
+    names: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            names[id(tensor)].append(name)
+            tensors[id(tensor)] = tensor
+    base = f"{getattr(model, 'base_model_prefix', '')}."
+    sources: dict[str, str] = {}
+    taken: set[str] = set()
+    problems: list[str] = []
+    conversions: Counter[tuple[str, str]] = Counter()
+    for key, tied in names.items():
+        candidates = [*tied, *(name.removeprefix(base) for name in tied)]
+        source = next((n for n in candidates if n in found and n not in taken), None)
+        if source is None:
+            problems.append(f"{tied[0]} is missing")
+            continue
+        taken.add(source)
+        spec, dtype = found[source], str(tensors[key].dtype).removeprefix("torch.")
+        if spec.shape != tuple(tensors[key].shape):
+            expected = list(tensors[key].shape)
+            problems.append(f"{source} is {list(spec.shape)}, the model has {expected}")
+        elif spec.dtype != dtype and not {spec.dtype, dtype} <= set(CONVERTED):
+            problems.append(f"{source} is {spec.dtype}, the model has {dtype}")
+        elif spec.dtype != dtype:
+            conversions[spec.dtype, dtype] += 1
+        sources |= dict.fromkeys(tied, source)  # the state has one of the names
+    if problems:
+        raise ModelError(f"model.weights: {url}: {_some(problems, '; ')}")
+    remarks = [f"{n} of the tensors converted from {a} to {b}" for (a, b), n in conversions.items()]
+    used = {*sources, *sources.values()}
+    if unused := sorted(found.keys() - used):
+        remarks.append(f"not used, for the model has no such tensors: {_some(unused, ', ')}")
+    return Matched(sources, tuple(f"model.weights: {url}: {remark}" for remark in remarks))
+
+
+# What changes the result and no tensor's shape: names of Hugging Face's configurations, and ours.
+SETTINGS = {
+    "rms_norm_eps": "norm_eps",
+    **{name: name for name in ("rope_theta", "rope_type", "layer_norm_eps", "layer_norm_epsilon")},
+    **{name: name for name in ("hidden_act", "activation_function", "sliding_window", "factor")},
+    **{name: name for name in ("partial_rotary_factor", "attn_logit_softcapping")},
+    **{name: name for name in ("final_logit_softcapping", "query_pre_attn_scalar")},
+}
+
+
+def differences(config: Mapping[str, Any], model: nn.Module, url: str) -> tuple[str, ...]:
+    """Where a folder's configuration contradicts the model's: a remark for each such setting.
+
+    Tensors of the same shapes would be taken, and be another model's: norms, rotations and
+    activations are in no tensor.
+    """
+    own = getattr(model, "config", None)
+    if dataclasses.is_dataclass(own) and not isinstance(own, type):
+        has = dataclasses.asdict(own)
+    else:
+        has = own.to_dict() if hasattr(own, "to_dict") else {}
+    theirs, ours = _flat(config), _flat(has)
+    found = []
+    for name, alias in SETTINGS.items():
+        key = name if name in ours else alias
+        if name in theirs and key in ours and theirs[name] != ours[key]:
+            found.append(f"{name} is {theirs[name]} there, the model has {key} {ours[key]}")
+    return tuple(f"model.weights: {url}/{CONFIG}: {difference}" for difference in found)
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """With the rotation's parameters, which are nested in some versions."""
+    flat = {name: value for name, value in config.items() if value is not None}
+    for nested in ("rope_scaling", "rope_parameters"):
+        if isinstance(config.get(nested), Mapping):
+            flat |= config[nested]
+    return flat
+
+
+def _some(items: list[str], separator: str) -> str:
+    more = f" and {len(items) - NAMED_MAX} more" if len(items) > NAMED_MAX else ""
+    return separator.join(items[:NAMED_MAX]) + more
+
+
+def load(folder: Folder, model: nn.Module, state: State) -> tuple[int, tuple[str, ...]]:
+    """Fills the ``model.*`` tensors of ``state``, reading just the rows that it holds of each.
+
+    Returns bytes read and the remarks of ``match``. Raises ModelError as it does, StoreFailed.
+    """
+    specs = {name: stored.spec for name, stored in folder.tensors.items()}
+    matched = match(model, specs, folder.url)
+    targets: dict[str, StateTensor] = {}
+    wants: list[Rows] = []
+    for name, target in state.items():
+        if not name.startswith("model.") or not target.box.numel:
+            continue
+        source = matched.sources[name.removeprefix("model.")]
+        first, count = (target.box.offsets[0], target.box.sizes[0]) if target.shape else (0, 1)
+        assert source not in targets, f"{name} and another tensor of the state are tied"
+        targets[source] = target
+        wants.append(Rows(source, first, first + count))
+    with torch.no_grad():
+        nbytes = folder.read(wants, lambda rows, data: _fill(targets, specs, rows, data))
+    return nbytes, matched.remarks
+
+
+def _fill(
+    targets: Mapping[str, StateTensor],
+    specs: Mapping[str, TensorSpec],
+    rows: Rows,
+    data: memoryview,
+) -> None:
+    target, spec = targets[rows.tensor], specs[rows.tensor]
+    part = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype))
+    with torch.no_grad():  # of this thread
+        if not spec.shape:
+            target.local.copy_(part.reshape(()))
+            return
+        box = target.box
+        inside = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
+        local = target.local[rows.start - box.offsets[0] : rows.stop - box.offsets[0]]
+        local.copy_(part.reshape(-1, *spec.shape[1:])[(slice(None), *inside)])

@@ -1,0 +1,47 @@
+"""From the job's ``optimizer`` section to an optimizer."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from elastic_ft.config import OptimizerConfig
+from elastic_ft.engines.learning_rates import grouped
+from elastic_ft.engines.optimizer_state import materialise
+from elastic_ft.errors import ConfigError
+
+LOCAL_OPTIMIZERS = ("adamw", "adam", "sgd")  # their steps have no collective
+
+
+def make_optimizer(
+    config: OptimizerConfig, parameters: dict[str, nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Returns the optimizer of ``parameters``, which have their names in the whole model."""
+    groups = grouped(config, parameters)
+    adam = {"lr": config.lr, "betas": config.betas, "eps": config.eps, **config.kwargs}
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, **adam)
+    if config.name == "adam":
+        return torch.optim.Adam(groups, **adam)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, **config.kwargs)
+    return _optimizer_class(config.name)(groups, lr=config.lr, **config.kwargs)
+
+
+def _optimizer_class(path: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"optimizer.name: {path!r} is neither adamw, adam, sgd nor importable: {error}"
+        ) from None
+
+
+def warm_optimizer(config: OptimizerConfig) -> None:
+    """The first step of an optimizer imports a lot (torch._dynamo): before anyone waits."""
+    weight = nn.Parameter(torch.zeros(2, 2))
+    materialise(make_optimizer(config, {"weight": weight}))

@@ -1,0 +1,265 @@
+"""Pipeline parallelism for the built-in decoder: one rank's stages, and how a batch runs through.
+
+Data ranks have a pipeline each. A pipeline runs the micro-batches that its data rank was dealt,
+padded with ones that have no targets where the schedule or FSDP needs as many everywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from elastic_ft.core.layouts.layout import count_stages, split_layers, stages_of
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.errors import ConfigError
+from elastic_ft.models.decoder import Decoder, DecoderStage
+from elastic_ft.models.loss import IGNORED_LABEL, cross_entropy_sum
+
+SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleZBVZeroBubble",
+}
+
+
+def _pipelining() -> Any:
+    """The import takes half a second, which jobs without a pipeline don't wait for."""
+    return importlib.import_module("torch.distributed.pipelining")
+
+
+def check_pipeline(model: nn.Module, pp: int, schedule: str) -> None:
+    """Raises ConfigError, one line, for a model that can't be cut into so many stages."""
+    if pp == 1:
+        return
+    if not isinstance(model, Decoder):
+        raise ConfigError(
+            f"parallel.pp: {pp} ranks share out a built-in decoder (model.preset) only, "
+            f"found {type(model).__name__}"
+        )
+    _pipelining()  # before anyone waits for it
+    stages = count_stages(pp, schedule)
+    if model.config.n_layers < stages:
+        raise ConfigError(
+            f"parallel.pp: {pp} ranks with schedule {schedule} need {stages} stages, "
+            f"the model has {model.config.n_layers} layers"
+        )
+
+
+def cut(model: Decoder, pp_rank: int, pp: int, schedule: str) -> dict[int, DecoderStage]:
+    """Returns this rank's stages by number; stages cost alike."""
+    parts = split_layers(model.stage_costs(), count_stages(pp, schedule))
+    return {number: model.stage(parts[number]) for number in stages_of(pp_rank, pp, schedule)}
+
+
+class TiedWeight:
+    """The embedding of a pipeline whose last stage projects with it, as this rank has it.
+
+    Both stages hold it and sum their gradients, so that both apply the same update. Where one rank
+    has both stages (zero_bubble), one of the two is trained, and the other is its copy.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup, schedule: str
+    ) -> None:
+        pp = dist.get_world_size(group)
+        last = count_stages(pp, schedule) - 1
+        owners = {n: rank for rank in range(pp) for n in stages_of(rank, pp, schedule)}
+        first, final = (cast("DecoderStage | None", stages.get(n)) for n in (0, last))
+        ends = [end for end in (first and first.embedding, final and final.output) if end]
+        self._group = group
+        self._weight: nn.Parameter | None = ends[0].weight if ends else None
+        self._copy: nn.Parameter | None = ends[1].weight if len(ends) == 2 else None
+        self._peer = owners[last if first is not None else 0]
+
+    def copies(self, gradient: Tensor) -> int:
+        """How many stages on different ranks have ``gradient``."""
+        shared = self._weight is not None and self._copy is None
+        return 2 if shared and self._weight.grad is gradient else 1  # type: ignore[union-attr]
+
+    def sum_gradients(self) -> None:
+        """After gradients are reduced over data ranks, and before they are used."""
+        if self._weight is None:
+            return
+        own = _local(self._weight.grad)
+        if self._copy is not None:
+            own.add_(_local(self._copy.grad))
+            self._copy.grad = None
+            return
+        other = torch.empty_like(own)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, own.contiguous(), group=self._group, group_peer=self._peer),
+                dist.P2POp(dist.irecv, other, group=self._group, group_peer=self._peer),
+            ]
+        )
+        for work in works:
+            work.wait()
+        own.add_(other)  # a + b is b + a, bit by bit: both stages go on with the same
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """After the weight has changed."""
+        if self._copy is not None:
+            _local(self._copy.detach()).copy_(_local(cast("Tensor", self._weight).detach()))
+
+
+def _local(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def micro_batches_to_run(most_dealt: int, pp: int, schedule: str) -> int:
+    """How many micro-batches a pipeline must run so that the schedule can be made.
+
+    1F1B needs one for each stage; interleaved 1F1B goes in rounds of equal size.
+    """
+    if schedule == "1f1b":
+        return max(most_dealt, pp)
+    if schedule == "interleaved1f1b":
+        return -(-most_dealt // pp) * pp
+    return most_dealt
+
+
+class Pipeline:
+    """This rank's part of one pipeline, for one generation.
+
+    Args:
+        stages: this rank's, by number.
+        tp: ranks that share the positions of what stages hand on.
+        dtype: of what stages hand on.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, DecoderStage],
+        group: dist.ProcessGroup,
+        schedule: str,
+        tp: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.stages, self._group, self._schedule = stages, group, schedule
+        self._tp, self._dtype, self._device = tp, dtype, device
+        self._pp = dist.get_world_size(group)
+        self._count = count_stages(self._pp, schedule)
+        self._runner: Any = None
+        self._factor = 1.0
+        self._total = torch.zeros((), dtype=torch.float64)
+
+    @property
+    def has_last(self) -> bool:
+        return self._count - 1 in self.stages
+
+    def run(self, micro_batches: Sequence[MicroBatch], factor: float) -> tuple[float, int]:
+        """Forward and backward of ``factor`` times the loss.
+
+        Returns (loss sum, tokens), of the rank that has the last stage; (0, 0) of the others.
+        """
+        batches = [tokens_and_targets(m, self._device) for m in micro_batches]
+        tokens, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        if self._runner is None:
+            self._runner = self._make_runner(len(batches), batches[0][0].shape)
+        self._factor = factor
+        self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._runner.step(
+            *((tokens,) if 0 in self.stages else ()),
+            target=targets if self.has_last else None,
+            return_outputs=False,
+        )
+        if not self.has_last:
+            return 0.0, 0
+        return float(self._total), int((targets != IGNORED_LABEL).sum())
+
+    def _make_runner(self, micro_batches: int, shape_BT: torch.Size) -> Any:
+        pipelining, stages = _pipelining(), []
+        for number, part in self.stages.items():
+            part.length = shape_BT[1]
+            received, sent = self._shapes(part, shape_BT)
+            stages.append(
+                pipelining.PipelineStage(
+                    part,
+                    number,
+                    self._count,
+                    self._device,
+                    input_args=self._like(received, number > 0),
+                    output_args=self._like(sent, True),
+                    group=self._group,
+                )
+            )
+        schedule = getattr(pipelining.schedules, SCHEDULES[self._schedule])
+        several = self._count > self._pp
+        return schedule(
+            stages if several else stages[0],
+            micro_batches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def _shapes(self, part: DecoderStage, shape_BT: torch.Size) -> tuple[Any, Any]:
+        """Of what a stage receives and of what it hands on."""
+        batch, length = shape_BT
+        between = (batch, length // self._tp, part.config.dim)
+        received = shape_BT if part.embedding is not None else between
+        return received, between if part.output is None else (*shape_BT, part.config.vocab_size)
+
+    def _like(self, shape: Any, activations: bool) -> Tensor:
+        dtype = self._dtype if activations else torch.int64
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=activations)
+
+    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = cross_entropy_sum(logits_BTV, targets_BT)
+        self._total += loss.detach().double()
+        return loss * self._factor
+
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
+        """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
+        total, count = 0.0, 0
+        for micro_batch in micro_batches:
+            tokens, targets = tokens_and_targets(micro_batch, self._device)
+            logits = self._forward(tokens)
+            if logits is not None:
+                total += float(cross_entropy_sum(logits, targets))
+                count += int((targets != IGNORED_LABEL).sum())
+        return total, count
+
+    def _forward(self, tokens_BT: Tensor) -> Tensor | None:
+        """One micro-batch through all stages, one after the other; logits of the last one."""
+        owners = {
+            stage: rank
+            for rank in range(self._pp)
+            for stage in stages_of(rank, self._pp, self._schedule)
+        }
+        x: Tensor | None = None
+        for number in range(self._count):
+            part = self.stages.get(number)
+            if part is None:
+                continue
+            if number == 0:
+                x = tokens_BT
+            elif number - 1 not in self.stages:
+                shape, _ = self._shapes(part, tokens_BT.shape)
+                x = torch.empty(shape, dtype=self._dtype, device=self._device)
+                dist.recv(x, group=self._group, group_src=owners[number - 1])
+            part.length = tokens_BT.shape[1]
+            x = part(x)
+            if number + 1 < self._count and number + 1 not in self.stages:
+                dist.send(x.contiguous(), group=self._group, group_dst=owners[number + 1])
+        return x if self.has_last else None
+
+
+def tokens_and_targets(micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """int64 [B, T] each; of padding, every target is one to ignore. Raises TypeError."""
+    if odd := micro_batch.data.keys() - {"tokens", "labels"}:
+        raise TypeError(f"parallel.pp: stages take tokens and labels, found {min(odd)} in a batch")
+    tokens = micro_batch.data["tokens"].to(device, non_blocking=True)
+    targets = micro_batch.data.get("labels", micro_batch.data["tokens"]).to(device)[:, 1:]
+    if not micro_batch.weight:
+        targets = torch.full_like(targets, IGNORED_LABEL)
+    return tokens[:, :-1], targets

@@ -1,0 +1,492 @@
+"""``controller.host.Host`` on Ray: an actor in a placement group per worker, a sentinel on it.
+
+Runs on an event loop in a thread of its own, beside Ray Train's: a callback that blocks there (an
+upload, a slow tracker) does not delay the news of a death here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.placement_group import PlacementGroup
+
+from elastic_ft.controller.host import Inbox
+from elastic_ft.core.events import (
+    Assignment,
+    NodeDraining,
+    NodeId,
+    NodeLost,
+    WorkerId,
+    WorkerLost,
+)
+from elastic_ft.hosts.ray.keeper_actor import start_keeper
+from elastic_ft.hosts.ray.placement_groups import Placements, node_of
+from elastic_ft.hosts.ray.ray_private import Worker, draining_nodes
+from elastic_ft.hosts.ray.worker_actor import Seat, Task
+from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
+
+log = logging.getLogger(__name__)
+DRAIN_POLL_S = 0.2
+NODE_POLL_S = 1.0
+DRAIN_DEADLINE_S = 120.0  # where the notice gives none
+PLACED_POLL_S = 5.0
+EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, train context
+RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
+EARLY_S = 20.0
+CLOSE_TIMEOUT_S = 10.0
+KEEPER_STARTS_MAX = 4  # on one node
+
+
+@dataclass(slots=True, eq=False)
+class Hosted:
+    """One worker, from its placement group to its end."""
+
+    worker: WorkerId
+    placement: PlacementGroup | None = None
+    actor: ActorHandle[Any] | None = None
+    handle: Worker | None = None  # Ray Train's, once it is placed
+    node: NodeId = ""
+    task: asyncio.Task[None] | None = None
+    born_s: float = field(default_factory=time.monotonic)
+    ended: bool = False  # its training thread has, in good order: its last report is awaited
+
+
+@dataclass(slots=True)
+class Launch:
+    """What ``RayHost`` needs of the controller actor that it lives in.
+
+    Attributes:
+        prefix: of the names of workers; new with every controller, as ids are never reused.
+        start_timeout_s: from a worker's place to its process.
+    """
+
+    prefix: str
+    placements: Placements
+    train_loop: Callable[[], Any] | None
+    controller: ActorHandle[Any]
+    on_formed: Callable[[Assignment, dict[WorkerId, Worker]], None]
+    on_lost: Callable[[WorkerId], None]
+    on_ended: Callable[[WorkerId], None]
+    reports: Callable[[], int]  # rounds of ray.train.report so far
+    domain_label: str | None
+    start_timeout_s: float
+
+
+@dataclass(slots=True, eq=False)
+class HostedKeeper:
+    """One life of a node's keeper. ``given_up``: it hangs, and is not waited for."""
+
+    actor: ActorHandle[Any]
+    given_up: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True)
+class Nodes:
+    """What is known of the nodes that host a worker, or did."""
+
+    used: set[NodeId] = field(default_factory=set)
+    kept: set[NodeId] = field(default_factory=set)  # with a keeper, or what starts one
+    draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
+    # Nobody is placed there for now; what ends that.
+    avoided: dict[NodeId, asyncio.TimerHandle] = field(default_factory=dict)
+    lost: set[NodeId] = field(default_factory=set)
+    keepers: dict[NodeId, HostedKeeper] = field(default_factory=dict)
+
+
+class RayHost:
+    """Keeps workers alive, and tells of their ends and of their nodes'."""
+
+    def __init__(self, group: ElasticWorkerGroup, launch: Launch) -> None:
+        self._group, self._launch = group, launch
+        self._hosted: dict[WorkerId, Hosted] = {}
+        self._placements = launch.placements
+        self._nodes = Nodes()
+        self._wanted, self._count, self._failures = 0, 0, 0
+        self._closed = False
+        self._keepers_until_s = 0.0  # on the monotonic clock, once closed
+        self._watchers: list[asyncio.Task[None]] = []
+        self._keeping: list[asyncio.Task[None]] = []  # a node's keepers each
+        self._look = asyncio.Event()
+        self._inbox: Inbox = lambda event: None
+        self._address: tuple[str, int] = ("", 0)
+        self._key = b""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="ray-host", daemon=True)
+
+    # ------------------------------------------------------------------------ Host
+
+    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+        self._inbox, self._address, self._key = inbox, address, key
+        self._thread.start()
+        self._call(self._watch)
+
+    def want_workers(self, total: int) -> None:
+        self._call(self._set_wanted, total)
+
+    def avoid_node(self, node: NodeId, for_s: float) -> None:
+        self._call(self._avoid, node, for_s)
+
+    def kill_worker(self, worker: WorkerId) -> None:
+        self._call(self._kill, worker)
+
+    def kill_keeper(self, node: NodeId) -> None:
+        self._call(self._give_up_keeper, node)
+
+    def prepare(self, assignment: Assignment) -> dict[WorkerId, dict[str, Any]]:
+        seated = self._seats(assignment)
+        return {worker: asdict(seat) for worker, seat in seated.items()}
+
+    def _seats(self, assignment: Assignment) -> dict[WorkerId, Seat]:
+        places = seats([member.node for member in assignment.members])
+        reports = self._launch.reports()
+        return {
+            member.worker: Seat(assignment.generation, assignment.source.step, place, reports)
+            for member, place in zip(assignment.members, places, strict=True)
+        }
+
+    def formed(self, assignment: Assignment) -> None:
+        members: dict[WorkerId, Worker] = {}
+        for member, seat in self._seats(assignment).items():
+            hosted = self._hosted.get(member)
+            if hosted is not None and hosted.handle is not None:  # lost meanwhile: its turn comes
+                hosted.handle.distributed_context = seat.place
+                members[member] = hosted.handle
+        self._launch.on_formed(assignment, members)
+
+    def close(self, keepers_s: float = 0.0) -> None:
+        """Stops keeping workers. Members live on until Ray Train has fetched their last reports."""
+        self._keepers_until_s = time.monotonic() + keepers_s
+        self._call(self._stop_keeping)
+        self._let_keepers_end()
+
+    def _let_keepers_end(self) -> None:
+        """They save what they have, for as long as ``close`` gave them."""
+        left_s = self._keepers_until_s - time.monotonic()
+        if left_s > 0 and self._thread.is_alive():
+            ended = asyncio.run_coroutine_threadsafe(self._await_keepers(left_s), self._loop)
+            with contextlib.suppress(TimeoutError):
+                ended.result(2 * left_s)
+
+    def release(self) -> None:
+        """Kills what is left and frees every resource. Bounded; idempotent.
+
+        May come while ``close`` still waits, in another thread: keepers have their time.
+        """
+        if not self._thread.is_alive():
+            return
+        self._let_keepers_end()
+        done = threading.Event()
+        self._call(self._free_everything, done)
+        done.wait(CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def retire(self, worker: WorkerId) -> None:
+        """The worker has ended in good order and its last report is fetched."""
+        self._call(self._retire, worker)
+
+    # ------------------------------------------------------------------- the loop
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _set_wanted(self, total: int) -> None:
+        self._wanted = total
+        self._fill()
+
+    def _fill(self) -> None:
+        """Starts workers until ``wanted`` are alive or starting off draining nodes."""
+        if self._closed:
+            return
+        draining = self._nodes.draining
+        staying = [hosted for hosted in self._hosted.values() if hosted.node not in draining]
+        for hosted in staying[self._wanted :]:
+            if hosted.handle is None:  # never those that are placed: they are released, or killed
+                self._cancel(hosted)
+        for _ in range(self._wanted - len(staying)):
+            self._begin()
+
+    def _begin(self) -> None:
+        worker = f"{self._launch.prefix}w{self._count}"
+        self._count += 1
+        hosted = self._hosted[worker] = Hosted(worker)
+        hosted.task = self._loop.create_task(self._host(hosted), name=worker)
+
+    async def _host(self, hosted: Hosted) -> None:
+        """The life of one worker."""
+        cause = ""
+        try:
+            await self._bring_up(hosted)
+            cause = await self._await_end(hosted)
+        except (RayError, TimeoutError) as error:
+            cause = describe(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # a callback of Ray Train's, or the user's: this worker is lost
+            log.exception("worker %s could not be started", hosted.worker)
+            cause = f"{type(error).__name__}: {error}"
+        if cause:
+            self._lost(hosted, cause)
+        else:
+            hosted.ended = True
+            self._inbox(WorkerLost(time.time(), hosted.worker, "its train loop has ended"))
+            self._launch.on_ended(hosted.worker)
+
+    async def _bring_up(self, hosted: Hosted) -> None:
+        others = [other.node for other in self._hosted.values() if other.node]
+        avoided = sorted(self._nodes.avoided)
+        placed = await self._placements.take(hosted.worker, others, avoided)
+        hosted.placement, hosted.node = placed
+        hosted.actor = self._group.create_actor(hosted.placement)
+        handle = await self._meet(hosted, hosted.actor)
+        hosted.node = handle.metadata.node_id
+        self._nodes.used.add(hosted.node)
+        if hosted.node not in self._nodes.kept:
+            self._nodes.kept.add(hosted.node)
+            self._keeping.append(self._loop.create_task(self._keep(hosted.node)))
+        task = Task(
+            self._address,
+            self._key,
+            hosted.worker,
+            hosted.node,
+            self._launch.train_loop,
+            self._launch.domain_label,
+        )
+        starting = self._group.start_worker(handle, task, self._launch.controller)
+        hosted.handle = handle
+        await asyncio.wait_for(starting, EQUIP_TIMEOUT_S)
+
+    async def _meet(self, hosted: Hosted, actor: ActorHandle[Any]) -> Worker:
+        """Waits for capacity, however long; but a worker that has its place must come up in time.
+
+        An actor that is asked for just before the GCS is killed never comes, Ray says nothing, and
+        no other one comes in its placement group either. Raises TimeoutError.
+        """
+        meeting = asyncio.ensure_future(self._group.meet(actor))
+        try:
+            while not hosted.node:
+                done, _ = await asyncio.wait([meeting], timeout=PLACED_POLL_S)
+                if done:
+                    return meeting.result()
+                hosted.node = await self._ask(partial(node_of, hosted.placement)) or ""
+            return await asyncio.wait_for(meeting, self._launch.start_timeout_s)
+        except TimeoutError:
+            self._placements.give_back(hosted.placement, keep=False)
+            hosted.placement, late_s = None, self._launch.start_timeout_s
+            raise TimeoutError(f"its process did not come up in {late_s:g} s") from None
+        finally:
+            meeting.cancel()
+
+    async def _await_end(self, hosted: Hosted) -> str:
+        assert hosted.actor is not None
+        while True:
+            try:
+                return str(await hosted.actor.await_end.remote())
+            except ActorUnavailableError:  # means "maybe": ask again
+                await asyncio.sleep(DRAIN_POLL_S)
+
+    def _lost(self, hosted: Hosted, cause: str) -> None:
+        self._inbox(WorkerLost(time.time(), hosted.worker, cause))
+        self._launch.on_lost(hosted.worker)
+        self._look.set()
+        self._bury(hosted.worker)
+        early = time.monotonic() - hosted.born_s < EARLY_S
+        self._failures = self._failures + 1 if early else 0
+        self._loop.call_later(RETRY_S[min(self._failures, len(RETRY_S) - 1)], self._fill)
+
+    def _retire(self, worker: WorkerId) -> None:
+        self._bury(worker)
+        self._fill()
+
+    def _bury(self, worker: WorkerId) -> None:
+        """Kills what may be left of a worker; its resources are kept for its replacement.
+
+        Unless one is waiting for resources already, elsewhere or here.
+        """
+        hosted = self._hosted.pop(worker, None)
+        if hosted is None:
+            return
+        if hosted.actor is not None:
+            ray.kill(hosted.actor)
+        usable = hosted.node and hosted.node not in {*self._nodes.draining, *self._nodes.avoided}
+        waiting = any(other.handle is None for other in self._hosted.values())
+        short = len(self._hosted) < self._wanted  # fewer may have been asked for meanwhile
+        keep = bool(usable and short and not waiting and not self._closed)
+        self._placements.give_back(hosted.placement, keep=keep)
+
+    def _cancel(self, hosted: Hosted) -> None:
+        if hosted.task is not None:
+            hosted.task.cancel()
+        self._hosted.pop(hosted.worker, None)
+        if hosted.actor is not None:
+            ray.kill(hosted.actor)
+        self._placements.give_back(hosted.placement, keep=False)
+
+    def _avoid(self, node: NodeId, for_s: float) -> None:
+        """Places that wait for capacity don't know of it: they are asked for anew, now and then."""
+        earlier = self._nodes.avoided.get(node)
+        self._nodes.avoided[node] = self._loop.call_later(for_s, self._avoid_no_more, node)
+        if earlier is None:
+            self._place_anew()
+        else:
+            earlier.cancel()
+
+    def _avoid_no_more(self, node: NodeId) -> None:
+        del self._nodes.avoided[node]
+        self._place_anew()
+
+    def _place_anew(self) -> None:
+        self._placements.clear()  # what is kept may lie there
+        for hosted in list(self._hosted.values()):
+            if hosted.placement is not None and not hosted.node:
+                self._cancel(hosted)
+        self._fill()
+
+    def _kill(self, worker: WorkerId) -> None:
+        hosted = self._hosted.get(worker)
+        if hosted is not None and hosted.actor is not None and not hosted.ended:
+            ray.kill(hosted.actor)
+
+    # ----------------------------------------------------------------- the keepers
+
+    async def _keep(self, node: NodeId) -> None:
+        """A keeper on the node, and another where one has ended: an empty one, but whole."""
+        for _ in range(KEEPER_STARTS_MAX):
+            if self._closed or node in self._nodes.lost:
+                break
+            keeper = HostedKeeper(start_keeper(self._address, self._key, node))
+            self._nodes.keepers[node] = keeper
+            ended = asyncio.ensure_future(self._await_keeper_end(keeper.actor))
+            given_up = asyncio.ensure_future(keeper.given_up.wait())
+            await asyncio.wait((ended, given_up), return_when=asyncio.FIRST_COMPLETED)
+            ended.cancel()
+            given_up.cancel()
+            await asyncio.sleep(NODE_POLL_S)  # the node itself may be gone: that is known by then
+
+    async def _await_keepers(self, timeout_s: float) -> None:
+        if self._keeping:
+            await asyncio.wait(self._keeping, timeout=timeout_s)
+
+    async def _await_keeper_end(self, actor: ActorHandle[Any]) -> None:
+        while True:
+            try:
+                await actor.await_end.remote()
+            except ActorUnavailableError:  # means "maybe": ask again
+                await asyncio.sleep(DRAIN_POLL_S)
+            except RayError as error:
+                log.info("a keeper has ended: %s", describe(error))
+                return
+
+    def _give_up_keeper(self, node: NodeId) -> None:
+        """Ray may not be able to end a process that is stopped: it is one of ours no more."""
+        if (keeper := self._nodes.keepers.get(node)) is not None:
+            ray.kill(keeper.actor)
+            keeper.given_up.set()
+
+    # ------------------------------------------------------------------- the nodes
+
+    def _watch(self) -> None:
+        self._watchers = [
+            self._loop.create_task(self._watch_drains()),
+            self._loop.create_task(self._watch_deaths()),
+        ]
+
+    async def _watch_drains(self) -> None:
+        while not self._closed:
+            draining = await self._ask(draining_nodes)
+            for node, until_s in (draining or {}).items():
+                if node not in self._nodes.draining:
+                    self._drains(node, until_s)
+            await asyncio.sleep(DRAIN_POLL_S)
+
+    def _drains(self, node: NodeId, until_s: float) -> None:
+        now = time.time()
+        deadline_s = until_s or now + DRAIN_DEADLINE_S
+        self._nodes.draining[node] = deadline_s
+        if node in self._nodes.used:
+            reason = "Ray drains the node" + ("" if until_s else ", and names no deadline")
+            self._inbox(NodeDraining(now, node, deadline_s, reason))
+        self._placements.clear()  # what is kept may lie on that node
+        self._fill()
+
+    async def _watch_deaths(self) -> None:
+        """Looks every second, and at once when a worker has died."""
+        while not self._closed:
+            for node in await self._ask(ray.nodes) or ():
+                name = node["NodeID"]
+                if not node["Alive"] and name in self._nodes.used - self._nodes.lost:
+                    self._nodes.lost.add(name)
+                    why = " ".join(
+                        (node.get("DeathReasonMessage") or "Ray declared it dead").split()
+                    )
+                    why = "it was drained" if name in self._nodes.draining else why
+                    self._inbox(NodeLost(time.time(), name, why))
+            self._look.clear()
+            try:
+                await asyncio.wait_for(self._look.wait(), NODE_POLL_S)
+            except TimeoutError:
+                continue
+
+    async def _ask(self, question: Callable[[], Any]) -> Any:
+        """A GCS call, off the loop: while the head is away it blocks. None if it failed."""
+        try:
+            return await self._loop.run_in_executor(None, question)
+        except Exception as error:  # the head comes back, or the job ends by its own deadlines
+            log.warning("no answer from the GCS: %s: %s", type(error).__name__, error)
+            return None
+
+    # ---------------------------------------------------------------------- the end
+
+    def _stop_keeping(self) -> None:
+        self._closed = True
+        self._wanted = 0
+        for hosted in list(self._hosted.values()):
+            if hosted.worker not in self._group.members:
+                self._cancel(hosted)
+        self._placements.clear()
+
+    def _free_everything(self, done: threading.Event) -> None:
+        self._stop_keeping()
+        for hosted in list(self._hosted.values()):
+            self._cancel(hosted)
+        for watcher in (*self._watchers, *self._keeping):
+            watcher.cancel()
+        for keeper in self._nodes.keepers.values():
+            ray.kill(keeper.actor)
+        done.set()
+
+
+def describe(error: BaseException) -> str:
+    """One line on why a worker is gone, without Ray's ids and advice."""
+    if isinstance(error, RayActorError):
+        text = str(error)
+        for mark, short in DEATHS:
+            if mark in text:
+                return short
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+DEATHS = (
+    ("node has died", "its node died"),
+    ("node was drained", "its node was drained"),
+    ("ray.kill", "killed by the controller"),
+    ("creation task failed", "its actor could not be created"),
+    ("worker process has died", "its process died"),
+    ("owner", "its owner died"),
+)

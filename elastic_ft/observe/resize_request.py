@@ -1,0 +1,62 @@
+"""What someone outside asks of a running job: how many workers, in a file of its run folder.
+
+The newest request stands until the job has ended: a controller that follows another obeys it,
+too. Whoever may write the run folder may ask.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import fsspec
+
+from elastic_ft.config import WORKERS_MAX
+from elastic_ft.errors import ConfigError
+from elastic_ft.observe.follow import local_path
+
+NAME = "resize.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """``request``: names it, in the journal too."""
+
+    workers: int
+    request: str
+
+
+def ask(run_url: str, workers: int) -> Resize:
+    """Writes the request whole or not at all. Raises ConfigError if the folder can't be written."""
+    resize = Resize(workers, uuid.uuid4().hex[:12])
+    content = json.dumps(asdict(resize)).encode()
+    folder = local_path(run_url)
+    try:
+        if folder is not None:
+            swap = folder / f"{NAME}.{resize.request}"
+            swap.write_bytes(content)
+            swap.replace(folder / NAME)
+        else:
+            fs, path = fsspec.core.url_to_fs(f"{run_url.rstrip('/')}/{NAME}")
+            fs.pipe_file(path, content)
+    except Exception as error:  # any filesystem may raise anything
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{run_url}: the request cannot be written: {reason}") from None
+    return resize
+
+
+def parse(content: bytes) -> Resize:
+    """Raises ValueError."""
+    try:
+        found: Any = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{NAME}: not JSON: {' '.join(str(error).split())[:80]}") from None
+    workers = found.get("workers") if isinstance(found, dict) else None
+    if not isinstance(workers, int) or isinstance(workers, bool) or not 0 < workers <= WORKERS_MAX:
+        raise ValueError(
+            f"{NAME}: expected workers, a number from 1 to {WORKERS_MAX}; found {content[:80]!r}"
+        )
+    request = "".join(c for c in str(found.get("request", ""))[:40] if c.isprintable())
+    return Resize(workers, request)

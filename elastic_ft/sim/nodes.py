@@ -1,0 +1,88 @@
+"""What outlives a worker: nodes and the object store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from elastic_ft.core.events import Holding, RecordStep, Tier
+
+if TYPE_CHECKING:
+    from elastic_ft.sim.sim_keeper import SimKeeper
+
+HANG_TIMEOUT_S = 5.0  # of silence, of a worker or a keeper
+Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
+Key = tuple[int, int, str, str]  # step, generation that computed it, space, shard
+
+
+def holding(key: Key, tier: Tier) -> Holding:
+    step, generation, space, shard = key
+    return Holding(step, space, shard, tier, generation)
+
+
+@dataclass(slots=True)
+class Node:
+    id: str
+    slots: int
+    up: bool = True
+    draining: bool = False
+    cut: bool = False  # partitioned from everything else
+    lost: bool = False  # the controller has been told so
+    spoiled: bool = False  # who starts there as a joiner finds no data
+    closed: bool = False  # the data network does not reach who starts there
+    deadly: bool = False  # who starts there dies as soon as it forms a group
+    avoided_until_s: float = 0.0
+    held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
+    keeper: SimKeeper | None = None  # its present life, or the last one
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    step: int
+    url: str
+    lineage: Lineage
+    owner: int  # the controller that published it
+    damaged: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShard:
+    """What a keeper wrote of one, as its controller was gone. ``lineage``: the truth."""
+
+    key: Key
+    lineage: Lineage
+    record: Mapping[int, RecordStep]
+
+
+@dataclass(slots=True)
+class ObjectStore:
+    """``storage.owners``: its newest owner has it, and an older one publishes nothing that counts.
+
+    Attributes:
+        owner: the newest controller.
+        found: the checkpoints that were there when it took the store over.
+        unread_on: nodes that can't read.
+        silent: of what is published nobody hears.
+    """
+
+    published: list[Checkpoint] = field(default_factory=list)  # newest last
+    down: bool = False
+    unread_on: set[str] = field(default_factory=set)
+    silent: bool = False
+    owner: int = 0
+    found: frozenset[str] = frozenset()
+
+    def take_over(self, owner: int) -> None:
+        self.found = frozenset(c.url for c in self.published if self.counts(c))
+        self.owner = owner
+
+    def counts(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.owner == self.owner or checkpoint.url in self.found
+
+    def good(self) -> list[Checkpoint]:
+        """Those that count."""
+        return [c for c in self.published if self.counts(c)]
+
+    def is_damaged(self, url: str) -> bool:
+        return any(c.damaged for c in self.published if c.url == url)

@@ -1,0 +1,262 @@
+"""A simulated worker: the protocol of ``worker.worker``, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from elastic_ft.core.events import (
+    Assignment,
+    Bench,
+    CollectiveFailed,
+    Event,
+    FormGeneration,
+    Holding,
+    Member,
+    Paused,
+    PauseWorkers,
+    RecordStep,
+    ReleaseWorker,
+    ShardsFailed,
+    ShardsWritten,
+    StopAtBoundary,
+    Tier,
+    Unkept,
+    UseKeeper,
+    WorkerDone,
+)
+from elastic_ft.sim.nodes import Key, Lineage, Node, holding
+
+if TYPE_CHECKING:
+    from elastic_ft.sim.group import Group
+    from elastic_ft.sim.sim_keeper import SimKeeper
+    from elastic_ft.sim.simulation import World
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    step: int
+    generation: int  # that computed the step, as the worker knows it
+    space: str
+    shard: str
+    lineage: Lineage  # the truth
+
+    @property
+    def key(self) -> Key:
+        return self.step, self.generation, self.space, self.shard
+
+
+@dataclass(slots=True)
+class Copy:
+    tier: Tier
+    lineage: Lineage
+    keeper: SimKeeper | None  # in whose memory it is
+    damaged: bool = False
+
+
+class SimWorker:
+    """Attributes:
+    fence: the newest generation heard of; anything older is over (I1).
+    asked, answered: generation of the newest PauseWorkers, and of the newest Paused.
+    unapplied: a step whose gradients are here but whose optimizer has not run: a straddler.
+    copies: snapshots in host memory, own and for peers.
+    record: of the steps applied here.
+    """
+
+    def __init__(self, world: World, name: str, node: Node) -> None:
+        self.world, self.id, self.node = world, name, node
+        self.member = Member(name, node.id, node.id, int(name[1:]))
+        self.alive, self.hung = True, False
+        self.ready = False
+        self.unreachable, self.doomed = node.closed, node.deadly
+        self.released = False
+        self.fence = self.asked = self.answered = 0
+        self.pause_flag = self.stop_flag = self.finishing = False
+        self.unapplied: int | None = None
+        self.group: Group | None = None
+        self.live: Live | None = None
+        self.copies: dict[Key, Copy] = {}
+        self.record: dict[int, RecordStep] = {}
+        self.keeper: SimKeeper | None = None
+        self.uploads = 0
+        self.checkpointed = 0
+        self.pace_s = 1.0
+        self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
+        self.cut_off = False  # what was on its way is lost
+
+    def answers(self) -> bool:
+        """Alive, running, and within reach of the controller."""
+        return self.alive and not self.hung and not self.node.cut
+
+    def works(self) -> bool:
+        return self.alive and not self.hung
+
+    def send(self, event: Event) -> None:
+        self.world.send_up(self, event)
+
+    # ---------------------------------------------------------------- what it holds
+
+    def everything(self) -> Iterator[tuple[Holding, Lineage]]:
+        if self.live is not None:
+            yield holding(self.live.key, Tier.LIVE), self.live.lineage
+        for key, copy in self.copies.items():
+            yield holding(key, copy.tier), copy.lineage
+
+    def lineage_of(self, key: Key, tier: Tier) -> Lineage | None:
+        for held, lineage in self.everything():
+            if held == holding(key, tier):
+                return lineage
+        return None
+
+    def keep(self, key: Key, tier: Tier, lineage: Lineage, *, sealed: bool = True) -> None:
+        """``sealed``: in the keeper's memory, if there is a keeper."""
+        old = self.copies.get(key)
+        if old is None or old.tier is Tier.PEER:
+            self.copies[key] = Copy(tier, lineage, self.keeper if sealed else None)
+
+    def lose_keeper_line(self) -> None:
+        """The keeper takes it for gone, and it lives: what it holds from now on is its own."""
+        if self.keeper is not None and self.keeper.alive:
+            self.keeper.inherit(self)
+        self.keeper = None
+        for copy in self.copies.values():
+            copy.keeper = None
+
+    def is_held(self, *, cut: bool) -> bool:
+        """Whether its snapshot is of use: where state is not cut, to a keeper alone."""
+        if cut or (self.keeper is not None and self.keeper.alive):
+            return True
+        self.send(Unkept(self.world.now_s, self.id, "its keeper does not hear it"))
+        return False
+
+    def drop(self, *, before: int = 0, after: int | None = None) -> None:
+        self.copies = {
+            key: copy
+            for key, copy in self.copies.items()
+            if key[0] >= before and (after is None or key[0] <= after)
+        }
+
+    def newest_own(self) -> int:
+        own = [key[0] for key, copy in self.copies.items() if copy.tier is Tier.HOST]
+        return max(own, default=0)
+
+    # -------------------------------------------------------------- what it is told
+
+    def receive(self, message: Any) -> None:
+        if not self.works() or self.released:
+            return
+        if isinstance(message, PauseWorkers):
+            self._pause(message)
+        elif isinstance(message, FormGeneration):
+            self._form(message.assignment)
+        elif isinstance(message, Bench):
+            self._sit_out(message)
+        elif isinstance(message, UseKeeper):
+            self.keeper = self.node.keeper
+        elif isinstance(message, StopAtBoundary):
+            self.stop_flag = True
+        elif isinstance(message, ReleaseWorker):
+            self.released = True
+            self.world.after(0.05, lambda: self.world.kill(self, "released"))
+
+    def _pause(self, message: PauseWorkers) -> None:
+        if message.generation < self.fence:
+            return
+        self.fence = self.asked = message.generation
+        group = self.group
+        if group is not None and group.generation < message.generation:
+            if not message.abort and group.trains(self):
+                self.pause_flag = True
+                return
+            group.fail(f"{self.id} breaks off")
+        self.answer()
+
+    def _form(self, assignment: Assignment) -> None:
+        if assignment.generation < self.fence:
+            return
+        self.fence = assignment.generation
+        self.pause_flag = self.finishing = False
+        self.group = self.world.groups[assignment.generation]
+        self.checkpointed = self.group.checkpointed
+        self.group.join(self)
+        if self.doomed:
+            self.world.after(0.1, lambda: self.world.kill(self, "killed by SIGSEGV"))
+
+    def _sit_out(self, message: Bench) -> None:
+        """What it holds of steps that others train again is gone."""
+        if message.generation < self.fence and self.group is not None:
+            return
+        if self.group is not None:  # a donor: the others go on without it
+            self.group.all.pop(self.id, None)
+        self.group = None
+        self.drop(after=message.step)
+        if self.live is not None and self.live.step > message.step:
+            self.live = None
+
+    def answer(self) -> None:
+        """At the safe point: tells what it holds. A straddler first applies its step."""
+        if self.unapplied is not None:
+            return
+        self.group = None
+        self.pause_flag = False
+        if self.asked > self.answered:
+            self.answered = self.asked
+            holdings = tuple(held for held, _ in self.everything())
+            self.send(Paused(self.world.now_s, self.id, self.asked, holdings))
+
+    # ------------------------------------------------------------------ what it does
+
+    def broken(self, group: Group) -> None:
+        """Its collective failed."""
+        if self.group is not group or not self.works() or self.unapplied is not None:
+            return
+        step = self.live.step if self.live else 0
+        self.send(CollectiveFailed(self.world.now_s, self.id, group.generation, step, "broken"))
+        self.group = None
+        if self.asked > self.answered:
+            self.answer()
+
+    def upload(self, generation: int) -> None:
+        """Its part of a checkpoint of the live state; the first replica of a shard writes it."""
+        live, group = self.live, self.group
+        assert live is not None and group is not None
+        self.checkpointed = live.step
+        self.uploads += 1
+        rank = group.assignment.rank_of(self.id)
+        layout = group.assignment.layout
+        first = next(r for r in range(layout.world_size) if layout.shard_of(r) == live.shard)
+        entry = {"space": live.space, "shard": live.shard, "lineage": live.lineage}
+        shards = (entry,) if rank == first else ()
+
+        took_s = self.world.rng.uniform(0.1, 4.0)
+
+        def written() -> None:
+            if not self.works():
+                return
+            self.uploads -= 1
+            now_s = self.world.now_s
+            if self.world.store.down or self.node.cut:
+                self.send(ShardsFailed(now_s, self.id, generation, live.step, "the store is down"))
+            else:
+                step = live.step
+                self.send(
+                    ShardsWritten(now_s, self.id, generation, step, shards, took_s=round(took_s, 4))
+                )
+
+        self.world.after(took_s, written)
+
+    def finish(self, group: Group) -> None:
+        """The last step, or a stop: everything durable, then WorkerDone."""
+        if self.group is not group or not self.works():
+            return
+        self.finishing = True
+        assert self.live is not None
+        if self.checkpointed != self.live.step and self.live.step > 0:
+            self.upload(group.generation)
+        if self.uploads:
+            self.world.after(0.5, lambda: self.finish(group))
+            return
+        digest = ".".join(map(str, self.live.lineage))
+        step = self.live.step
+        self.send(WorkerDone(self.world.now_s, self.id, group.generation, step, digest))

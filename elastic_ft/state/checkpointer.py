@@ -1,0 +1,148 @@
+"""This rank's part of a checkpoint, written from host memory while training goes on.
+
+Each tensor box is written once, by one of its replicas, the bytes spread evenly over the ranks.
+The controller publishes the manifest when every rank has reported its shards (I5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from elastic_ft.core.events import ShardsFailed, ShardsWritten
+from elastic_ft.core.sharding import Box, find_owners
+from elastic_ft.faults import Reach
+from elastic_ft.groups.groups import Groups
+from elastic_ft.keeper.buffer import cut
+from elastic_ft.keeper.client import KeeperGone
+from elastic_ft.keeper.protocol import Upload
+from elastic_ft.state.placed import Placed
+from elastic_ft.state.snapshot import HostShard, Snapshots
+from elastic_ft.state.tensors import State, tensor_name
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.shards import OBJECT_DEADLINE_S
+from elastic_ft.storage.store import open_store
+
+COPIED_TIMEOUT_S = 3600.0  # last resort: a copy in host memory ends with its generation
+
+Owned = frozenset[tuple[str, Box]]
+
+
+def owned_by(groups: Groups, placed: Placed) -> Owned:
+    """Which boxes this rank writes."""
+    me = str(groups.participant)
+    owned = find_owners(me, placed.needed, placed.itemsizes)
+    return frozenset((one.tensor, one.box) for one in owned if one.owner == me)
+
+
+class Checkpointer:
+    def __init__(
+        self,
+        worker: str,
+        run: str,
+        url: str,
+        snapshots: Snapshots,
+        send: Callable[[Any], object],
+        reach: Reach,
+        max_upload_mb_per_s: float | None = None,
+    ) -> None:
+        self._worker, self._run, self._url = worker, run, url
+        self._snapshots, self._send, self._reach = snapshots, send, reach
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: list[Future[None]] = []
+        self._store: Any = None
+        self._max_mb_per_s = max_upload_mb_per_s
+        self._pace = checkpoints.Pace(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
+
+    def owned_state(self, state: State, owned: Owned) -> State:
+        return {key: t for key, t in state.items() if (tensor_name(key), t.box) in owned}
+
+    def write(self, shard: HostShard, owned: Owned, state: State, groups: Groups) -> None:
+        """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
+        shard.users += 1
+        tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
+        self._running = [f for f in self._running if not f.done()]
+        self._running.append(
+            self._pool.submit(
+                self._upload,
+                shard,
+                owned,
+                tensors,
+                groups.generation,
+                groups.rank,
+                time.monotonic(),
+            )
+        )
+
+    def _upload(
+        self,
+        shard: HostShard,
+        owned: Owned,
+        tensors: dict[str, tuple[str, tuple[int, ...]]],
+        generation: int,
+        rank: int,
+        began_s: float,
+    ) -> None:
+        try:
+            shard.ready.result(COPIED_TIMEOUT_S)
+            self._reach("checkpoint_shard", shard.of.step)
+            prefix = checkpoints.attempt_prefix(self._run, generation, shard.of.step)
+            entries = self._write_shards(shard, owned, prefix, rank)
+            self._reach("before_manifest", shard.of.step)
+        except Exception as error:  # a full disk, a store that is down: training goes on
+            reason = f"{type(error).__name__}: {error}"
+            self._send(ShardsFailed(time.time(), self._worker, generation, shard.of.step, reason))
+        else:
+            self._send(
+                ShardsWritten(
+                    time.time(),
+                    self._worker,
+                    generation,
+                    shard.of.step,
+                    tuple(entries),
+                    tensors,
+                    round(time.monotonic() - began_s, 4),
+                )
+            )
+        finally:
+            self._snapshots.release(shard)
+
+    def _write_shards(
+        self, shard: HostShard, owned: Owned, prefix: str, rank: int
+    ) -> tuple[dict[str, Any], ...]:
+        """By the keeper whose memory it is; here, if there is none.
+
+        Raises StoreFailed, StateDamaged, KeeperRefused.
+        """
+        keeper = shard.buffer.keeper
+        if keeper is not None:
+            path, schema, rate = shard.buffer.path, shard.schema, self._max_mb_per_s
+            request = Upload(path, shard.of, schema, owned, self._url, prefix, rank, rate)
+            with contextlib.suppress(KeeperGone):  # the memory is still mapped here
+                return keeper.upload(request)
+        if self._store is None:
+            self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
+        shard.verify(self._worker)  # else it would be given a new digest, and pass for good
+        pieces = _pieces(shard, owned)
+        return checkpoints.write_shards(self._store, prefix, rank, pieces, pace=self._pace)
+
+    def wait_all(self, timeout_s: float) -> bool:
+        """Waits for uploads under way. Returns whether all have ended."""
+        return not wait(self._running, timeout_s).not_done
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _pieces(shard: HostShard, owned: Owned) -> Iterator[tuple[str, Box, str, memoryview]]:
+    for slot in shard.schema:
+        if (slot.name, slot.box) in owned and slot.nbytes:
+            yield (
+                slot.name,
+                slot.box,
+                slot.dtype,
+                memoryview(cut(shard.buffer.bytes, slot, slot.box)),
+            )

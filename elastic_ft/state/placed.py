@@ -1,0 +1,155 @@
+"""Who offers and who needs what, in one generation: each participant learns it of all the others.
+
+What goes through the store grows with their number: a listing (``core.placement``) is put there
+once, whoever has it too; of each participant come the digests of its own alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.placement import Listing, Part, Place, list_parts, place_parts
+from elastic_ft.core.sharding import Placement
+from elastic_ft.core.typed import Undecodable, decoder
+from elastic_ft.errors import GroupBroken
+from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
+from elastic_ft.keeper.buffer import Schema, lay_out
+from elastic_ft.state.tensors import State, tensor_name
+from elastic_ft.transport import wire
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Digests of one participant's listings.
+
+    Attributes:
+        offers: of each shard that it has of the source, with the shard's name.
+        needs: of its part of the new layout; none for a donor.
+    """
+
+    offers: tuple[tuple[str, str], ...]
+    needs: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Attributes:
+    offered, needed: which participants, by number, have and want which boxes.
+    itemsizes: bytes per element, by tensor.
+    ranks: what each rank of the new layout has.
+    """
+
+    offered: Placement
+    needed: Placement
+    itemsizes: Mapping[str, int]
+    ranks: Mapping[int, Part]
+
+    def schema_of(self, rank: int) -> Schema:
+        """Of the snapshots that ``rank`` takes."""
+        return lay_out(
+            (name, kind.dtype, kind.shape, box, kind.itemsize)
+            for name, kind, box in self.ranks[rank].boxes()
+        )
+
+
+def exchange_placed(groups: Groups, offers: Sequence[State], needs: State) -> Placed:
+    """Tells everyone what this participant offers, a state for each shard that the source has at
+    it, and what it needs. Returns everyone's. Raises GroupBroken.
+    """
+    return tell(groups, offers, needs).placed()
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What all have told each other, ``own`` being what this one has."""
+
+    groups: Groups
+    own: Mapping[str, Listing]
+    everyones: Sequence[Listed]
+
+    def listings(self) -> dict[str, Listing]:
+        """By digest: those that are not one's own are fetched. Raises GroupBroken."""
+        offered = (digest for one in self.everyones for _, digest in one.offers)
+        needed = (one.needs for one in self.everyones if one.needs is not None)
+        return {
+            digest: self.own.get(digest) or _fetch(self.groups, digest)
+            for digest in dict.fromkeys((*offered, *needed))
+        }
+
+    def placed(self) -> Placed:
+        """Raises GroupBroken."""
+        found = self.listings()
+        layout, space = self.groups.assignment.layout, _space(self.groups)
+        try:
+            offering = [
+                Part(str(number), found[digest], space, Layout.place_of(shard))
+                for number, listed in enumerate(self.everyones)
+                for shard, digest in listed.offers
+            ]
+            needing = {
+                rank: Part(str(rank), found[listed.needs], layout, _place(layout, rank))
+                for rank, listed in enumerate(self.everyones)
+                if listed.needs is not None
+            }
+            itemsizes = {
+                name: listing.kinds[kind].itemsize
+                for listing in found.values()
+                for name, kind in listing.tensors
+            }
+            offered, needed = place_parts(offering), place_parts(needing.values())
+        except (IndexError, ValueError) as error:
+            raise GroupBroken(f"what a participant says it has can't be: {error}") from None
+        return Placed(offered, needed, itemsizes, needing)
+
+
+def tell(groups: Groups, offers: Sequence[State], needs: State) -> Told:
+    """The first half of ``exchange_placed``."""
+    layout, space = groups.assignment.layout, _space(groups)
+    own: dict[str, Listing] = {}
+
+    def publish(state: State, of: Layout, place: Place) -> str:
+        listing = _listing(state, of, place)
+        digest = hashlib.blake2b(wire.pack(listing), digest_size=16).hexdigest()
+        if digest not in own:
+            own[digest] = listing
+            groups.publish(f"listings/{digest}", lambda: wire.pack(wire.Packed(listing)))
+        return digest
+
+    offered = tuple(
+        (shard, publish(state, space, Layout.place_of(shard)))
+        for shard, state in zip(sorted(groups.assignment.has), offers, strict=True)
+    )
+    needed = None if groups.rank is None else publish(needs, layout, _place(layout, groups.rank))
+    listed = Listed(offered, needed)  # once what is offered was verified, as large as it is
+    return Told(groups, own, groups.exchange_values("listed", listed, OTHERS_TIMEOUT_S))
+
+
+def _fetch(groups: Groups, digest: str) -> Listing:
+    try:
+        found: Listing = decoder(Listing)(wire.unpack(groups.published(f"listings/{digest}")))
+    except (wire.MessageRefused, Undecodable) as error:
+        raise GroupBroken(f"a listing can't be read: {error}") from error
+    return found
+
+
+def _listing(state: State, layout: Layout, place: Place) -> Listing:
+    """In the order of a snapshot's schema."""
+    parts = (
+        (tensor_name(key), tensor.dtype, tensor.local.element_size(), tensor.shape, tensor.box)
+        for key, tensor in sorted(state.items())
+    )
+    return list_parts(parts, layout, place)
+
+
+def _space(groups: Groups) -> Layout:
+    """How the source is cut."""
+    space = groups.assignment.source.space
+    return Layout.of_shard_space(space) if space else Layout()
+
+
+def _place(layout: Layout, rank: int) -> Place:
+    pp, _, shard, tp = layout.coordinates(rank)
+    return pp, shard, tp

@@ -1,0 +1,213 @@
+"""Every private name of torch in use; tests/tidy/test_torch_contract.py pins them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "CheckpointImpl",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "after_operations",
+    "buffer_sync",
+    "checkpoint_wrapper",
+    "fail_an_assert",
+    "forget_meshes",
+    "import_lazy_parts",
+    "is_owed",
+    "is_reduced",
+    "local_shape_and_offset",
+    "nccl_backends",
+    "pin",
+    "pretended_world",
+    "process_groups",
+    "queue_a_kernel_without_end",
+    "reset_group_names",
+    "run_out_of_device_memory",
+    "sees_gpu",
+    "set_group_timeout",
+    "spoil_next_output",
+    "unpin",
+]
+
+_EXCEPTHOOK = sys.excepthook
+
+
+class after_operations(TorchDispatchMode):
+    """Calls ``then`` after so many tensor operations of the block."""
+
+    def __init__(self, operations: int, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._left, self._then = operations, then
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._left -= 1
+        if self._left == 0:
+            self._then()
+        return result
+
+
+def spoil_next_output(factor: float) -> None:
+    """Multiplies the output of the next module that runs in this process."""
+
+    def spoil(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        handle.remove()
+        return output * factor if isinstance(output, torch.Tensor) else None
+
+    handle = torch.nn.modules.module.register_module_forward_hook(spoil)
+
+
+def sees_gpu() -> bool:
+    return torch.cuda.is_available()
+
+
+def fail_an_assert() -> None:
+    """Raises AcceleratorError: a kernel has read beyond the end, and the context is lost."""
+    torch.zeros(1, device="cuda")[torch.ones(1, dtype=torch.int64, device="cuda")]
+    torch.cuda.synchronize()
+
+
+def run_out_of_device_memory() -> None:
+    """Raises OutOfMemoryError once this process has all that is left; then it is free again."""
+    hoard = []
+    while True:
+        hoard.append(torch.empty(1 << 28, dtype=torch.uint8, device="cuda"))
+
+
+def queue_a_kernel_without_end() -> None:
+    torch.cuda._sleep(1 << 62)  # cycles
+
+
+def is_reduced(module: torch.nn.parallel.DistributedDataParallel) -> bool:
+    """Whether the last backward has reduced all gradients; else some are this rank's own."""
+    try:
+        module._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_owed(module: torch.nn.Module) -> bool:
+    """Whether FSDP2 still keeps gradients that it has not summed over replicas."""
+    groups = (group for part in module.modules() for group in _fsdp_groups(part))
+    return any(group._partial_reduce_output is not None for group in groups)
+
+
+def _fsdp_groups(part: torch.nn.Module) -> list[Any]:
+    """Of parameters that FSDP2 gathers together for ``part``; torch 2.11 has one at most."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(part, FSDPModule):
+        return []
+    state = part._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Sets the timeout of later collectives (forming has a shorter one of its own)."""
+    c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+
+def pin(memory: torch.Tensor) -> None:
+    """Page-locks host memory that is mapped already, so that copies from the device overlap."""
+    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(error):
+        raise RuntimeError(f"cudaHostRegister of {memory.numel():,} bytes: error {int(error)}")
+
+
+def unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def nccl_backends() -> list[Any]:
+    """Of every group that this process has made, newest first; their ``abort`` is ncclCommAbort."""
+    found = []
+    for group in reversed(list(c10d._world.pg_map)):
+        with contextlib.suppress(RuntimeError):  # it has no CUDA backend
+            found.append(group._get_backend(torch.device("cuda")))
+    return [backend for backend in found if not isinstance(backend, dist.ProcessGroupGloo)]
+
+
+def buffer_sync(wanted: bool) -> dict[str, bool]:
+    """Tells DDP whether to sync buffers in each forward; torch 2.13 has another word for it."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return {name: wanted}
+
+
+def import_lazy_parts() -> None:
+    """What an optimizer's first step imports, without one: a step asks the CUDA driver whether a
+    graph is being captured, and no process that is forked after that can use CUDA."""
+    import torch._dynamo  # noqa: F401
+
+
+@contextmanager
+def pretended_world(size: int) -> Iterator[None]:
+    """This process as rank 0 of a world in which nobody else is, and collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        forget_meshes()
+
+
+def process_groups() -> list[object]:
+    """All that this process has made through torch.distributed."""
+    return list(c10d._world.pg_map)
+
+
+def reset_group_names() -> None:
+    """Starts counting groups anew. torch does it when the world is destroyed, but not when its
+    making failed: this worker's next world would then have another name than its peers'."""
+    c10d._world.group_count = 0
+
+
+def forget_meshes() -> None:
+    """Drops what torch caches by mesh. Meshes of two generations compare equal, so these caches
+    would hand out the groups of a generation that is gone."""
+    from torch.distributed.tensor import _collective_utils, _random, _redistribute
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _random._rng_tracker = None
+    local_shape_and_offset.cache_clear()
+    sys.excepthook = _EXCEPTHOOK  # init_process_group replaces it
+
+
+@cache  # each snapshot asks for every tensor's
+def local_shape_and_offset(
+    shape: torch.Size, mesh: dist.DeviceMesh, placements: object
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(local sizes, global offsets) of this rank's part of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)  # type: ignore[arg-type]
+    return tuple(sizes), tuple(offsets)

@@ -1,0 +1,354 @@
+"""The connection between a controller and its workers: core events up, core commands down.
+
+One connection per worker, admitted with the job's key (``transport.wire``). Its end is the first
+sign of a worker's death, and of a controller's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from elastic_ft.config import Job
+from elastic_ft.core import events as ev
+from elastic_ft.core.events import Assignment, Member, WorkerId
+from elastic_ft.core.shares import Share, shares
+from elastic_ft.core.terms import is_data_terms
+from elastic_ft.faults import Fault
+from elastic_ft.transport.wire import (
+    HANDSHAKE_S,
+    Channel,
+    Encoded,
+    MessageRefused,
+    Messages,
+    Packed,
+    Reception,
+    dial,
+)
+
+CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
+
+PULSES_PER_TIMEOUT = 4  # of elastic.heartbeat_timeout_s
+SEND_TIMEOUT_S = 3.0  # for the other end to take what was sent to it
+
+# ---------------------------------------------------------------- messages beside core's own
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A worker's first message."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The controller's answer: all that a worker needs to know."""
+
+    job: Job
+    run: str  # unique per controller start; part of every object it writes
+    checkpoint_url: str
+    store: tuple[str, int]  # address of the TCPStore through which groups form
+    faults: tuple[Fault, ...] = ()
+    data: dict[str, Any] = field(default_factory=dict)  # that the run reads; none known: {}
+    owner: int = 0  # this controller's number at the checkpoint URL (``storage.owners``)
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """To everybody, now and then: the controller does its work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    assignment: Share
+    extra: dict[str, Any] | None = None  # of the host, for the worker's ``on_generation`` hook
+    fired: frozenset[int] = frozenset()  # faults that have fired
+    checkpointed_step: int = 0  # of the newest committed checkpoint
+
+
+def forms(
+    assignment: Assignment,
+    extras: Mapping[WorkerId, dict[str, Any]],
+    fired: frozenset[int] = frozenset(),
+    checkpointed_step: int = 0,
+) -> Iterator[tuple[WorkerId, Form]]:
+    """What each participant is sent; what is everyone's is packed once."""
+    source: Any = None
+    keepers: Any = None
+    for worker, share in shares(assignment):
+        if source is None:
+            source, keepers = Packed(share.source), Packed(share.keepers)
+        packed = replace(share, source=source, keepers=keepers)
+        yield worker, Form(packed, extras.get(worker), fired, checkpointed_step)
+
+
+def to_each(command: ev.PauseWorkers | ev.StopAtBoundary) -> Encoded:
+    """As it is sent to all of its workers: none needs to know who the others are."""
+    return Encoded(replace(command, workers=()))
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    worker: WorkerId
+    step: int
+    place: int  # points that the training thread has reached in this step
+    points: int  # points reached in all, background work included
+    point: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHealth:
+    """What a node's keeper sees of it, in bytes."""
+
+    node: str
+    keeper_memory: int  # snapshots that the keeper owns
+    node_memory_free: int
+    node_disk_free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A line for the journal that decides nothing."""
+
+    worker: WorkerId
+    generation: int
+    event: str
+    reason: str
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """To a worker that seems to hang, and to its node's keeper: where does it stand?"""
+
+    worker: WorkerId
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stood:
+    """Where a worker's training thread stood. Empty: that is not known.
+
+    Attributes:
+        by: who says so.
+        frames: of its stack, innermost first.
+        process: what the kernel says of the process.
+        last: nothing more will be said.
+    """
+
+    worker: WorkerId
+    by: Literal["worker", "keeper"]
+    step: int = 0
+    point: str = ""
+    frames: tuple[str, ...] = ()
+    process: dict[str, Any] = field(default_factory=dict)
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FaultFired:
+    worker: WorkerId
+    index: int
+    step: int
+    at_s: float
+
+
+# ------------------------------------------------------------------- who may be sent what
+
+TO_CONTROLLER = Messages(
+    Hello,
+    Heartbeat,
+    NodeHealth,
+    Note,
+    Stood,
+    FaultFired,
+    ev.WorkerReady,
+    ev.CollectiveFailed,
+    ev.WorkerRaised,
+    ev.Paused,
+    ev.Resumed,
+    ev.Restoring,
+    ev.SourceRefused,
+    ev.StepApplied,
+    ev.StepHeld,
+    ev.ShardsWritten,
+    ev.ShardsFailed,
+    ev.WorkerDone,
+    ev.KeeperReady,
+    ev.KeeperHolds,
+    ev.Unkept,
+)
+TO_WORKER = Messages(  # and to keepers
+    Welcome,
+    Pulse,
+    Form,
+    Inspect,
+    ev.PauseWorkers,
+    ev.StopAtBoundary,
+    ev.ReleaseWorker,
+    ev.Bench,
+    ev.UseKeeper,
+    ev.TakeCheckpoint,
+    ev.DropKept,
+)
+
+
+NUMBERS = ("loss", "lr", "grad_norm", "tokens", "step_time_s")  # of a step's metrics
+
+
+def check_sender(member: Member, message: Any) -> None:
+    """Raises MessageRefused where a worker speaks for another one, a keeper for another node, or
+    says what can't be: nothing of it is journalled, and none of it can end the controller."""
+    if member.worker.startswith(ev.KEEPER):
+        claimed, own = getattr(message, "node", member.node), member.node
+    else:
+        named = message.member if isinstance(message, ev.WorkerReady) else message
+        claimed, own = getattr(named, "worker", member.worker), member.worker
+    kind = type(message).__name__
+    if claimed != own:
+        raise MessageRefused(f"a {kind} of {str(claimed)[:40]!r}, sent by {member.worker}")
+    if isinstance(message, ev.WorkerReady) and not is_data_terms(message.data):
+        raise MessageRefused(f"a {kind} of {member.worker} whose data is {message.data!r:.80}")
+    if isinstance(message, ev.StepApplied) and (odd := _odd_metric(message.metrics)):
+        raise MessageRefused(f"a {kind} of {member.worker} with {odd}")
+
+
+def _odd_metric(metrics: dict[str, Any]) -> str:
+    """The first of the numbers of a step that is none, or below 0 and no loss; "" if all are."""
+    for name in NUMBERS:
+        if (value := metrics.get(name)) is None:
+            continue
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or (value < 0 and name != "loss"):
+            return f"{name} = {value!r:.40}"
+    return ""
+
+
+# ------------------------------------------------------------------------------- both ends
+
+
+def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Channel, Welcome]:
+    """Connects a worker. Raises OSError, EOFError, WrongKey or WrongVersion."""
+    channel = dial(address, key, TO_WORKER, CONNECT_TIMEOUT_S)
+    channel.send(Hello(member))
+    while isinstance(welcome := channel.receive(CONNECT_TIMEOUT_S), Pulse):
+        pass  # to everybody, and so to those who are about to be welcomed
+    if not isinstance(welcome, Welcome):
+        channel.close()
+        raise MessageRefused(f"{type(welcome).__name__} instead of a welcome")
+    channel.end_when_unheard(welcome.job.elastic.heartbeat_timeout_s)
+    return channel, welcome
+
+
+class ControlServer:
+    """Accepts workers and reads them, a thread each; what they say goes to ``on_message``.
+
+    ``on_refused``: told of a message that can't be read; it was its sender's last.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        welcome: Callable[[Member], Welcome],
+        on_message: Callable[[Member, Any], None],
+        on_end: Callable[[Member, float], None],
+        on_refused: Callable[[Member, str], None] = lambda member, reason: None,
+        ports: range | None = None,
+    ) -> None:
+        self.key = secrets.token_bytes(32)
+        self._reception = Reception("control", host, self.key, TO_CONTROLLER, self._serve, ports)
+        self._welcome, self._on_message, self._on_end = welcome, on_message, on_end
+        self._on_refused = on_refused
+        self._channels: dict[WorkerId, Channel] = {}
+        self._heard: dict[WorkerId, float] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def port(self) -> int:
+        return self._reception.port
+
+    def start(self) -> None:
+        self._reception.start()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            hello = channel.receive(HANDSHAKE_S)
+        except EOFError:
+            return
+        if not isinstance(hello, Hello):
+            return
+        member = hello.member
+        channel.limit(SEND_TIMEOUT_S)  # who is stopped must not stop the controller
+        with self._lock:
+            self._channels[member.worker] = channel
+            self._heard[member.worker] = time.monotonic()
+        channel.send(self._welcome(member))
+        try:
+            self._read(channel, member)
+        except MessageRefused as error:
+            self._on_refused(member, str(error))
+        except EOFError:
+            pass  # its end is what ``on_end`` tells
+        silent_s = self.silent_s(member.worker)
+        with self._lock:
+            superseded = self._channels.get(member.worker) is not channel
+            if not superseded:
+                del self._channels[member.worker]
+        channel.close()
+        if not superseded:  # a keeper that has started again is not lost with its last life
+            self._on_end(member, silent_s)
+
+    def _read(self, channel: Channel, member: Member) -> None:
+        while True:
+            message = channel.receive()
+            if self._channels.get(member.worker) is not channel:
+                return  # dismissed, or it has started again: this was its last life
+            check_sender(member, message)
+            self._heard[member.worker] = time.monotonic()
+            self._on_message(member, message)
+
+    def send(self, worker: WorkerId, message: Any) -> bool:
+        with self._lock:
+            channel = self._channels.get(worker)
+        return channel is not None and channel.send(message)
+
+    def send_all(self, message: Any) -> None:
+        """To workers and keepers alike."""
+        encoded = Encoded(message)
+        with self._lock:
+            channels = [*self._channels.values()]
+        for channel in channels:
+            channel.send(encoded)
+
+    def dismiss(self, worker: WorkerId, message: Any) -> None:
+        """Ends its connection, ``message`` being the last it gets. Nothing of it counts any more,
+        and its end is no news."""
+        with self._lock:
+            channel = self._channels.pop(worker, None)
+        if channel is not None:
+            channel.send(message)
+            channel.close()
+
+    def hang_up(self, worker: WorkerId) -> None:
+        """Ends its connection, which is told as its end."""
+        with self._lock:
+            channel = self._channels.get(worker)
+        if channel is not None:
+            channel.close()
+
+    def silent_s(self, worker: WorkerId) -> float:
+        """Seconds since the worker's last message."""
+        return time.monotonic() - self._heard.get(worker, time.monotonic())
+
+    def connected(self) -> tuple[WorkerId, ...]:
+        with self._lock:
+            return tuple(self._channels)
+
+    def close(self) -> None:
+        """Ends every connection and the threads that read them. Idempotent."""
+        self._reception.close()

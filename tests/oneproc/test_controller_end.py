@@ -1,0 +1,246 @@
+"""A controller that ends by an exception: its journal has the reason, wherever it lies."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from elastic_ft.controller import controller as controller_module
+from elastic_ft.controller.controller import Controller
+from elastic_ft.core import events as ev
+from elastic_ft.errors import JobFailed, StoreFailed, UsageError
+from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe.lines import parse_lines, read_lines
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.storage import owners
+from elastic_ft.storage.kinds import Backend
+from elastic_ft.storage.store import open_store
+from elastic_ft.transport.control import Note
+from tests.oneproc.test_publisher import DEADLINE_S, JOB
+
+
+class Unstartable(LocalHost):
+    served = ("", 0)
+
+    def start(self, post: Any, controller: tuple[str, int], key: bytes) -> None:
+        self.served = controller
+        raise ZeroDivisionError("no worker can be\nstarted")
+
+
+def test_the_reason_reaches_a_remote_folder(tmp_path: Path) -> None:
+    folder = RunFolder(f"memory://t/{uuid4().hex}")
+    controller = Controller(JOB, Unstartable({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+    with pytest.raises(ZeroDivisionError):
+        controller.run()
+    events = parse_lines(open_store(folder.url).get("events.jsonl"), "events.jsonl")
+    assert events[-1]["event"] == "controller_failed"
+    assert events[-1]["reason"] == "ZeroDivisionError: no worker can be started"
+    assert not folder.path.exists()
+    again = RunFolder(folder.url)
+    assert again.take_over("next", JOB.name) == (controller.run_id,), "what it left is looked for"
+    again.close()
+
+
+def test_what_was_opened_is_closed_where_the_start_fails(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    folder, host = RunFolder(f"{tmp_path}/run"), Unstartable({"n0": 1})
+    controller = Controller(JOB, host, folder, f"{tmp_path}/checkpoints")
+    with pytest.raises(ZeroDivisionError):
+        controller.run()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(host.served, DEADLINE_S)
+    assert controller._tcp_store is None
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), thread
+
+
+def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
+    url = f"{tmp_path}/checkpoints"
+    first = Controller(JOB, Unstartable({"n0": 1}), RunFolder(f"{tmp_path}/one"), url)
+    with pytest.raises(ZeroDivisionError):
+        first.run()
+    other = JOB.model_copy(update={"name": "other"})
+    second = Controller(other, Unstartable({"n0": 1}), RunFolder(f"{tmp_path}/two"), url)
+    with pytest.raises(UsageError, match=r"checkpoints is job 'job''s .*, not 'other''s"):
+        second.run()
+    first._publisher.claim.check()
+
+
+def test_who_is_killed_while_it_ends_leaves_no_one_to_wait_for(tmp_path: Path) -> None:
+    """Of the two marks the checkpoints' comes first: without it the next start would wait for
+    keepers that were released."""
+    marked: list[bool] = []
+
+    class Closing(RunFolder):
+        def close(self) -> None:
+            marked.append(owners.has_ended(open_store(url), controller.run_id))
+            super().close()
+
+    url = f"{tmp_path}/checkpoints"
+    controller = Controller(JOB, LocalHost({}), Closing(f"{tmp_path}/run"), url)
+    controller.stop("enough")
+    assert controller.run()["status"] == "stopped"
+    assert marked == [True]
+
+
+class Ending:
+    """In the place of a publisher's ``close``: what is found out while the job ends."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller, self._close = controller, controller._publisher.close
+        self.at_once: list[bool] = []
+
+    def __call__(self, at_once: bool = False) -> None:
+        if not self.at_once:
+            url = "checkpoints/step-3"
+            self._controller.post(ev.CheckpointDamaged(time.time(), 3, url, "a digest differs"))
+            self._controller.post(Note("controller", 1, "checkpoint_warning", "not pruned"))
+        self.at_once.append(at_once)
+        self._close(at_once)
+
+
+def test_what_is_found_out_of_checkpoints_while_a_job_ends_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was dropped: the last checkpoint's damage was known, and nobody told. Asked to stop,
+    the job waits for no reading."""
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
+    ending = Ending(controller)
+    monkeypatch.setattr(controller._publisher, "close", ending)
+    controller.stop("enough")
+    assert controller.run()["status"] == "stopped"
+    events = [line["event"] for line in read_lines(folder.path / "events.jsonl")]
+    assert {"checkpoint_refused", "checkpoint_warning"} < set(events)
+    assert ending.at_once[0]
+
+
+def test_who_answered_while_others_were_heard_was_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deadline passes while a batch is worked on, and the answers lie in the inbox by then."""
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
+    told: list[Any] = []
+
+    def handle(message: Any) -> None:
+        told.append(message)
+        if message == "slow":
+            controller._timers = [(time.monotonic(), 1, ev.TimerFired(0.0, "pause", 1))]
+            controller.post("an answer")
+
+    monkeypatch.setattr(controller, "_handle", handle)
+    monkeypatch.setattr(controller, "_watch", lambda: None)
+    controller.post("slow")
+    controller._turn()
+    assert told[:2] == ["slow", "an answer"]
+    assert isinstance(told[2], ev.TimerFired)
+    controller._publisher.close()
+    folder.close()
+
+
+def test_a_renamed_job_goes_on_where_changes_are_accepted(tmp_path: Path) -> None:
+    url, host = f"{tmp_path}/checkpoints", Unstartable({"n0": 1})
+    renamed = JOB.model_copy(update={"name": "renamed"})
+    for job, accept in ((JOB, False), (renamed, True)):
+        folder = RunFolder(f"{tmp_path}/run")
+        with pytest.raises(ZeroDivisionError):  # it comes as far as that
+            Controller(job, host, folder, url, accept_changes=accept).run()
+    (line,) = [line for line in read_lines(folder.path / "events.jsonl") if "changes" in line]
+    assert (line["event"], line["changes"]) == ("job_changed", {"name": ["job", "renamed"]})
+
+
+class Away:
+    """A backend that no operation reaches."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refused(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("refused")
+
+        return refused
+
+
+def test_a_checkpoint_store_that_is_away_for_too_long_suspends_the_job(tmp_path: Path) -> None:
+    elastic = JOB.elastic.model_copy(update={"suspend_timeout_s": 0.1})
+    job = JOB.model_copy(update={"elastic": elastic})
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(job, Unstartable({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+    away: Any = Away()
+    controller._publisher._store.backend, controller._publisher._store.attempts = away, 1
+    result = controller.run()
+    assert result["status"] == "suspended", result
+    assert "ConnectionError: refused" in result["reason"]
+
+
+def test_a_job_that_is_refused_writes_nothing_into_the_others_folder(tmp_path: Path) -> None:
+    folder = RunFolder(f"{tmp_path}/run")
+    folder.take_over("run1", "other")
+    folder.journal(1.0, "started", 0, "the job that it is", {})
+    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    refused = Controller(
+        JOB, Unstartable({"n0": 1}), RunFolder(folder.url), f"{tmp_path}/checkpoints"
+    )
+    with pytest.raises(UsageError, match="is job 'other''s"):
+        refused.run()
+    assert before == {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()}
+    folder.close()
+
+
+class Returning:
+    """A backend that no operation reaches the first few times."""
+
+    def __init__(self, backend: Backend, refusals: int) -> None:
+        self._backend, self.refusals = backend, refusals
+
+    def __getattr__(self, name: str) -> Any:
+        if self.refusals:
+            self.refusals -= 1
+            return getattr(Away(), name)
+        return getattr(self._backend, name)
+
+
+def with_a_remote_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, timeout_s: float
+) -> Controller:
+    """Whose store can't be reached at first."""
+    monkeypatch.setattr(controller_module, "REREAD_MIN_S", 0.01)
+    elastic = JOB.elastic.model_copy(update={"suspend_timeout_s": timeout_s})
+    job = JOB.model_copy(update={"elastic": elastic})
+    folder = RunFolder(f"memory://t/{uuid4().hex}")
+    backend: Any = Returning(folder._store.backend, refusals)
+    folder._store.backend, folder._store.attempts = backend, 1
+    return Controller(job, Unstartable({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+
+
+def test_a_run_folder_that_is_away_at_the_start_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = with_a_remote_folder(tmp_path, monkeypatch, refusals=3, timeout_s=60)
+    with pytest.raises(ZeroDivisionError):  # it comes as far as that
+        controller.run()
+    events = parse_lines(open_store(controller.run_folder.url).get("events.jsonl"), "events.jsonl")
+    assert events[-1]["event"] == "controller_failed"
+
+
+def test_a_run_folder_that_stays_away_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = with_a_remote_folder(tmp_path, monkeypatch, refusals=10**6, timeout_s=0.1)
+    with pytest.raises(StoreFailed, match="ConnectionError: refused"):
+        controller.run()
+
+
+def test_who_asks_to_stop_is_not_kept_waiting_by_a_run_folder_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = with_a_remote_folder(tmp_path, monkeypatch, refusals=10**6, timeout_s=3600)
+    controller.stop("enough")
+    with pytest.raises(JobFailed, match=r"enough.*ConnectionError: refused"):
+        controller.run()

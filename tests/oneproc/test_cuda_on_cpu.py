@@ -1,0 +1,451 @@
+"""What a CPU can hold the CUDA branches to: devices, forks, streams and errors, without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from elastic_ft.config import Job, parse_job
+from elastic_ft.core.events import ITS_DEVICE, Assignment, Member, Source, Tier
+from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.sharding import Box
+from elastic_ft.core.shares import share_of
+from elastic_ft.errors import ConfigError, GroupBroken, UsageError
+from elastic_ft.faults import ON_GPU, Fault, Points
+from elastic_ft.groups import groups as groups_module
+from elastic_ft.groups.groups import Groups
+from elastic_ft.hosts import local
+from elastic_ft.state import snapshot
+from elastic_ft.state.tensors import StateTensor
+from elastic_ft.worker import worker as worker_module
+
+
+def make_job(**sections: Any) -> Job:
+    values: dict[str, Any] = {
+        "name": "gpu",
+        "steps": 4,
+        "model": {"preset": "decoder-1m", "kwargs": {"vocab_size": 512}},
+        "data": {"url": "stdlib:", "vocab_size": 512, "sequence_length": 8},
+        "batch": {"global_batch_size": 2, "micro_batch_size": 1},
+        "elastic": {"max_workers": 2},
+    }
+    return parse_job(values | sections)
+
+
+def make_groups(
+    strategy: str,
+    world: int,
+    shard_size: int | None = None,
+    backend: str = "auto",
+    **sizes: int,
+) -> Groups:
+    layout, _ = plan_layout(strategy, world, shard_size, **sizes)
+    members = tuple(Member(f"w{rank}", f"n{rank}", "localhost", 0) for rank in range(world))
+    source = Source(0, Tier.INITIAL)
+    assignment = Assignment(1, members, (), layout, source, ((),) * world, "test")
+    return Groups(share_of(assignment, "w0"), members[0], ("127.0.0.1", 1), backend)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is seen; nothing can be done with it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+# ------------------------------------------------------------------- what workers fork from
+
+SPIED = """
+import traceback
+import torch
+
+calls = []
+
+def spy(owner, name):
+    real = getattr(owner, name, None)
+    if real is None:
+        return
+    def wrapped(*args, **kwargs):
+        caller = traceback.extract_stack()[-2]
+        calls.append(f"{name} from {caller.filename}:{caller.lineno}")
+        return real(*args, **kwargs)
+    setattr(owner, name, wrapped)
+
+for owner, names in (
+    (torch._C, "_cuda_getDeviceCount _cuda_isCurrentStreamCapturing _cuda_init"),
+    (torch._C, "_accelerator_getAccelerator"),
+    (torch.cuda, "is_available device_count is_current_stream_capturing"),
+    (torch.accelerator, "current_accelerator is_available current_stream"),
+):
+    for name in names.split():
+        spy(owner, name)
+import elastic_ft.worker.preload
+print(*sorted(set(calls)), sep="\\n")
+"""
+
+
+def test_what_workers_fork_from_asks_nothing_of_cuda() -> None:
+    """A process whose parent has called cuInit can't use CUDA: each worker would die of it."""
+    done = subprocess.run(
+        [sys.executable, "-c", SPIED], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == []
+
+
+# ---------------------------------------------------------------------- a worker's device
+
+
+def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.device:
+    """The one that its engine is given."""
+    given: list[torch.device] = []
+
+    class Engine:
+        def __init__(self, job: Job, factory: Any, device: torch.device, tokens: int) -> None:
+            given.append(device)
+
+        def prepare(self) -> None: ...
+
+    data = SimpleNamespace(vocab_size=512, sequence_length=8, train=[], fingerprint="")
+    monkeypatch.setattr(worker_module, "open_dataset", lambda *_: data)
+    monkeypatch.setattr(worker_module, "engine_class", lambda _: Engine)
+    monkeypatch.setattr(worker_module, "Checkpointer", lambda *_: None)
+    monkeypatch.setattr(worker_module, "Prefetcher", lambda *_: None)
+    worker = worker_module.Worker.__new__(worker_module.Worker)
+    worker.job, worker.member = make_job(parallel=parallel), Member("w0", "n0", "localhost", 0)
+    worker._points = SimpleNamespace(corrupt=None)
+    worker._welcome = SimpleNamespace(run="", checkpoint_url="", data={})
+    worker._channel = SimpleNamespace(send=lambda message: None)
+    worker._prepare()
+    return given[0]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "device"),
+    [
+        ({}, "cuda:0"),  # torch refuses to form over one without an index
+        ({"backend": "nccl"}, "cuda:0"),
+        ({"backend": "gloo"}, "cpu"),
+        ({"backend": "gloo", "device": "cuda"}, "cuda:0"),
+        ({"device": "cpu"}, "cpu"),
+    ],
+)
+def test_a_workers_device(
+    a_gpu: None, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, str], device: str
+) -> None:
+    assert device_of_worker(monkeypatch, **parallel) == torch.device(device)
+
+
+@pytest.mark.parametrize("parallel", [{"backend": "nccl"}, {"device": "cuda"}])
+def test_a_job_for_gpus_never_trains_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UsageError, match=r"parallel\.device: .* sees none"):
+        device_of_worker(monkeypatch, **parallel)
+
+
+def test_nccl_is_for_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"parallel: .*nccl.*cpu"):
+        make_job(parallel={"backend": "nccl", "device": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("parallel", "backend", "bound"),
+    [
+        ({}, "cpu:gloo,cuda:nccl", "cuda:0"),
+        ({"device": "cuda", "backend": "gloo"}, "gloo", None),
+        ({"device": "cpu"}, "gloo", None),
+    ],
+)
+def test_what_a_world_is_made_of(
+    a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: dict[str, str],
+    backend: str,
+    bound: str | None,
+) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **keys: made.append((name, keys["device_id"]))
+    )
+    monkeypatch.setattr(groups_module, "_make_mesh", lambda *_: None)
+    groups = make_groups("fsdp", 1, backend=parallel.get("backend", "auto"))
+    groups.store = groups._bare_store = dist.HashStore()
+    device = device_of_worker(monkeypatch, **parallel)
+    groups.uses_nccl = groups._is_for_nccl(device)
+    groups._make_groups(device, lambda point: None)
+    assert made == [(backend, bound and torch.device(bound))]
+
+
+# ------------------------------------------------------------- what a host shows its workers
+
+
+class Started:
+    """Stands in for a process."""
+
+    pid, exitcode = 1, 0
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self.environment = environment
+
+    def start(self) -> None: ...
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self, timeout_s: float) -> None: ...
+
+
+def environments(
+    monkeypatch: pytest.MonkeyPatch, visible: str, nodes: dict[str, int], lost: tuple[str, ...] = ()
+) -> dict[str, dict[str, str]]:
+    """Of the workers on ``nodes``, once those ``lost`` are replaced."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    host = local.LocalHost(nodes)
+    monkeypatch.setattr(
+        host, "_context", SimpleNamespace(Process=lambda **keys: Started(keys["args"][4]))
+    )
+    host.want_workers(sum(nodes.values()))
+    for worker in lost:
+        host._reap(worker)
+    return {worker: process.environment for worker, process in host._processes.items()}
+
+
+def shown(found: dict[str, dict[str, str]]) -> list[str]:
+    return sorted(environment["CUDA_VISIBLE_DEVICES"] for environment in found.values())
+
+
+def test_workers_of_one_machine_see_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environments(monkeypatch, "0,GPU-5,2,3", {"n0": 2, "n1": 2})
+    assert shown(found) == ["0", "2", "3", "GPU-5"]
+    assert not any("NCCL_HOSTID" in environment for environment in found.values())
+
+
+def test_a_replacement_sees_the_gpu_of_who_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = environments(monkeypatch, "0,1,2", {"n0": 3}, lost=("w1", "w0"))
+    assert set(found) == {"w2", "w3", "w4"}
+    assert shown(found) == ["0", "1", "2"]
+
+
+def test_where_workers_share_a_gpu_each_is_a_host_to_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL refuses two ranks of one host on one GPU, but not of two."""
+    found = environments(monkeypatch, "0,1", {"n0": 4})
+    assert shown(found) == ["0", "0", "1", "1"]
+    for gpu in "01":
+        sharing = [e for e in found.values() if e["CUDA_VISIBLE_DEVICES"] == gpu]
+        assert len({e.get("NCCL_HOSTID") for e in sharing}) == 2
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_where_no_gpu_is_shown_nothing_is_set(
+    monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    found = environments(monkeypatch, visible, {"n0": 2})
+    assert not any("CUDA_VISIBLE_DEVICES" in environment for environment in found.values())
+
+
+def test_deepspeed_takes_the_device_that_the_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sets the device of number LOCAL_RANK, which Ray Train counts over the node."""
+    from elastic_ft.engines import deepspeed, deepspeed_private
+
+    seen: list[str] = []
+    job = make_job(parallel={"engine": "deepspeed", "zero_stage": 0})
+    engine = deepspeed.DeepSpeedEngine(
+        job, lambda: torch.nn.Linear(2, 2), torch.device("cpu"), tokens_per_sample=8
+    )
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(
+        deepspeed_private, "_make_engine", lambda *_: seen.append(os.environ["LOCAL_RANK"])
+    )
+    engine.attach(make_groups("ddp", 1))
+    assert seen == ["0"]
+
+
+# --------------------------------------------------------------------------- a sick device
+
+
+class Ended(BaseException):
+    """Stands in for the end of the process."""
+
+
+def explained(
+    monkeypatch: pytest.MonkeyPatch, *errors: BaseException, device: str = "cuda"
+) -> list[Any]:
+    """What a worker tells of one after the other, and how it ends if it does."""
+    sent: list[Any] = []
+
+    def end(code: int) -> None:
+        sent.append(code)
+        raise Ended
+
+    monkeypatch.setattr(worker_module.os, "_exit", end)
+    monkeypatch.setattr(worker_module, "GRACE_S", 0.01)
+    worker = worker_module.Worker.__new__(worker_module.Worker)
+    worker.member = Member("w0", "n0", "localhost", 0)
+    worker._points, worker._loop = SimpleNamespace(step=7, generation=1), object()
+    worker._tools = SimpleNamespace(engine=SimpleNamespace(device=torch.device(device)))
+    worker._news, worker._channel = threading.Condition(), SimpleNamespace(send=sent.append)
+    worker._is_over = lambda: False
+    worker._out_of_memory_at = None
+    for error in errors:
+        with contextlib.suppress(Ended):
+            worker._explain(1, error)
+    return sent
+
+
+def caused(by: BaseException) -> GroupBroken:
+    error = GroupBroken("forming generation 3: it broke")
+    error.__cause__ = by
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        dist.DistBackendError("NCCL error: unhandled cuda error, NCCL version 2.28.9"),
+        caused(torch.AcceleratorError("CUDA error: unspecified launch failure")),
+    ],
+    ids=str,
+)
+def test_a_sick_device_costs_its_worker(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """The process can use it no more: no retry in it, and no state of it is offered."""
+    told, code = explained(monkeypatch, error)
+    assert (told.whose, told.usage, told.step, told.node) == (ITS_DEVICE, False, 7, "n0")
+    assert code == worker_module.DEVICE_LOST
+
+
+def test_an_error_that_leaves_the_device_sick_is_its_devices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever its text: from then on every call fails."""
+
+    def query() -> bool:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=query))
+    told, code = explained(monkeypatch, ValueError("a label is out of range"))
+    assert told.whose == ITS_DEVICE and "ValueError: a label is out of range" in told.error
+    assert code == worker_module.DEVICE_LOST
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_users_errors_and_lost_peers_are_what_they_were(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(query=lambda: False)
+    )
+    lost = dist.DistBackendError("NCCL error: remote process exited or there was a network error")
+    told = explained(monkeypatch, ValueError("a typo"), lost, device=device)
+    assert [type(message).__name__ for message in told] == ["WorkerRaised", "CollectiveFailed"]
+    assert told[0].whose == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+    ],
+    ids=str,
+)
+def test_memory_that_is_out_is_tried_once_more(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _: SimpleNamespace(query=lambda: False)
+    )
+    again, told, code = explained(monkeypatch, error, error)
+    assert type(again).__name__ == "CollectiveFailed" and "out of device memory" in again.error
+    assert told.whose == ITS_DEVICE and code == worker_module.DEVICE_LOST
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would break the GPU of this process")
+@pytest.mark.parametrize("action", ON_GPU)
+def test_a_fault_of_a_gpu_needs_one(action: str) -> None:
+    points = Points("w0", (Fault("forward", action),), lambda index: None)
+    with pytest.raises(UsageError, match="needs a GPU, and this worker sees none"):
+        points("forward")
+
+
+# ------------------------------------------------------------------------------- snapshots
+
+
+class Stream:
+    """One of CUDA's; ``log`` has what is done with all of them."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def record_event(self) -> str:
+        self.log.append(f"record on {self.name}")
+        return self.name
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"synchronize {self.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(f"leave {self.name}")
+
+
+def test_a_snapshot_waits_for_what_was_queued_and_uses_one_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copies are queued behind the step, beside the next one, and done when it is sealed."""
+    made: list[Stream] = []
+
+    def make(_: torch.device) -> Stream:
+        made.append(Stream(f"copies {len(made)}"))
+        return made[-1]
+
+    Stream.log.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("training"))
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    copied: list[tuple[int, bool]] = []
+    monkeypatch.setattr(
+        torch,
+        "_foreach_copy_",
+        lambda targets, sources, non_blocking: copied.append((len(sources), non_blocking)),
+    )
+    snapshot.copy_stream.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = {
+            "model.w": StateTensor((4, 3), Box.whole((4, 3)), torch.empty(4, 3, device="cuda")),
+            "model.b": StateTensor((5,), Box.whole((5,)), torch.empty(5, device="cuda"), True),
+        }
+        shard: Any = SimpleNamespace(state=lambda: state)
+        for _ in range(2):
+            source = snapshot._Source(state)
+            assert source.state["model.w"].local is state["model.w"].local
+            assert source.state["model.b"].local is not state["model.b"].local  # it may change
+            source.copy_to(shard)
+    snapshot.copy_stream.cache_clear()
+    each = ["record on training", "copies 0 waits for training", "enter copies 0"]
+    each += ["leave copies 0", "synchronize copies 0"]
+    assert each * 2 == Stream.log
+    assert len(made) == 1 and copied == [(2, True)] * 2

@@ -1,0 +1,701 @@
+"""Data: every format, the cache that several processes share, the error lines, the prefetcher."""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import json
+import multiprocessing
+import os
+import pickle
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from tokenizers import Tokenizer
+
+from elastic_ft.config import DataConfig, parse_job
+from elastic_ft.data import corpus as corpus_module
+from elastic_ft.data.corpus import open_corpus
+from elastic_ft.data.dataset import DataBundle, Dataset, Prefetcher, open_dataset, preflight
+from elastic_ft.data.prefetch import Loaded
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.errors import DataError, GroupBroken, ModelError, StorageError
+from elastic_ft.worker.loop import places
+from elastic_ft.worker.worker import check_data_of_run, data_in_words
+
+DOCUMENTS = [
+    f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\n" * 8 for n in range(20)
+]
+PROCESSES = 4
+DEADLINE_S = 120
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Makes a DataConfig with small windows and a private cache."""
+
+    def make(url: object = None, **changes: Any) -> DataConfig:
+        values = {"vocab_size": 300, "sequence_length": 8, "cache_dir": str(tmp_path / "cache")}
+        location = {} if url is None else {"url": str(url)}
+        return DataConfig.model_validate(values | location | changes)
+
+    return make
+
+
+def write_texts(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, text in enumerate(DOCUMENTS):
+        (folder / f"{number:02}.txt").write_text(text)
+    return folder
+
+
+def decoded(config: DataConfig) -> list[str]:
+    """The documents that the cached tokens of ``config`` spell."""
+    corpus = open_corpus(config)
+    tokenizer = Tokenizer.from_file(str(Path(corpus.tokens_file).parent / "tokenizer.json"))
+    ids = np.fromfile(corpus.tokens_file, corpus.dtype)
+    text = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    *documents, rest = text.split(corpus_module.EOS)
+    assert rest == ""
+    return documents
+
+
+# ---------------------------------------------------------------------------------- formats
+
+
+def test_a_folder_of_text_files(config: Any, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    (folder / "_SUCCESS").write_text("not data")
+    (folder / ".hidden").write_text("not data")
+    (folder / "empty.txt").write_text("")
+    assert decoded(config(folder)) == DOCUMENTS
+
+
+def test_a_glob_of_text_files(config: Any, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    assert decoded(config(folder / "0*.txt")) == DOCUMENTS[:10]
+
+
+def test_a_long_document_is_read_in_parts(
+    config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("elastic_ft.data.sources.BLOCK_CHARACTERS", 100)
+    monkeypatch.setattr("elastic_ft.data.corpus.ENCODE_CHARACTERS", 250)
+    file = tmp_path / "long.txt"
+    text = "".join(DOCUMENTS) + "ünïcode 文字 " * 50  # one line much longer than a block
+    file.write_text(text)
+    assert decoded(config(file)) == [text]
+
+
+def test_jsonl(config: Any, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n\n".join(json.dumps({"text": text, "id": 1}) for text in DOCUMENTS))
+    assert decoded(config(file)) == DOCUMENTS
+
+
+def test_compressed_jsonl_with_another_field(config: Any, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl.gz"
+    file.write_bytes(gzip.compress("\n".join(json.dumps({"body": t}) for t in DOCUMENTS).encode()))
+    assert decoded(config(file, text_field="body")) == DOCUMENTS
+
+
+def test_parquet(config: Any, tmp_path: Path) -> None:
+    file = tmp_path / "data.parquet"
+    table = pa.table({"text": [*DOCUMENTS, None], "n": list(range(21))})
+    pq.write_table(table, file, row_group_size=3)
+    assert decoded(config(file)) == DOCUMENTS
+
+
+@pytest.mark.parametrize(("width", "largest"), [(2, 60_000), (4, 100_000)])
+def test_raw_tokens_are_used_in_place(
+    config: Any, tmp_path: Path, width: int, largest: int
+) -> None:
+    file = tmp_path / "tokens.bin"
+    ids = np.linspace(0, largest, 45).astype(f"<u{width}")
+    ids.tofile(file)
+    bundle = open_dataset(config(file, token_bytes=width, eval_fraction=0), 0)
+    assert open_corpus(config(file, token_bytes=width)).tokens_file == str(file)
+    assert bundle.vocab_size == largest + 1
+    assert len(bundle.train) == 5
+    rows = [bundle.train[index]["tokens"] for index in range(5)]
+    assert {row.dtype for row in rows} == {torch.int64}
+    assert torch.cat(rows).tolist() == ids.tolist()
+
+
+def test_several_token_files_become_one_row(config: Any, tmp_path: Path) -> None:
+    for number in range(3):
+        np.arange(number * 10, number * 10 + 10, dtype="<u2").tofile(tmp_path / f"{number}.bin")
+    corpus = open_corpus(config(tmp_path / "*.bin"))
+    assert np.fromfile(corpus.tokens_file, corpus.dtype).tolist() == list(range(30))
+
+
+def test_a_remote_url(config: Any) -> None:
+    fsspec.filesystem("memory").pipe("/corpus/a.txt", DOCUMENTS[0].encode())
+    assert decoded(config("memory://corpus/a.txt")) == DOCUMENTS[:1]
+    assert decoded(config("memory://corpus")) == DOCUMENTS[:1]
+
+
+def test_pythons_own_library(config: Any) -> None:
+    bundle = open_dataset(config("stdlib:", max_tokens=5000), 0)
+    assert bundle.vocab_size == 300
+    assert len(bundle.train) + len(bundle.evaluation or ()) == 5000 // 9
+
+
+def test_a_given_tokenizer_is_used(config: Any, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    trained = open_corpus(config(folder))
+    file = tmp_path / "tokenizer.json"
+    file.write_bytes((Path(trained.tokens_file).parent / "tokenizer.json").read_bytes())
+    given = open_corpus(config(folder, tokenizer=str(file), vocab_size=1000))
+    assert given.fingerprint == trained.fingerprint
+    assert given.vocab_size == trained.vocab_size
+    assert given.tokens_file != trained.tokens_file
+
+
+def test_documents_are_never_joined_without_a_separator(config: Any, tmp_path: Path) -> None:
+    """Many a tokenizer ends documents by a token of a name of its own."""
+    folder = write_texts(tmp_path / "texts")
+    trained = open_corpus(config(folder))
+    text = (Path(trained.tokens_file).parent / "tokenizer.json").read_text()
+    file = tmp_path / "tokenizer.json"
+    file.write_text(text.replace(corpus_module.EOS, "<the end>"))
+    with pytest.raises(DataError, match=r"^data.end_token: the tokenizer has no <eos> or "):
+        open_corpus(config(folder, tokenizer=str(file)))
+    with pytest.raises(DataError, match=r"^data.end_token: the tokenizer has no <end>: "):
+        open_corpus(config(folder, tokenizer=str(file), end_token="<end>"))
+    for end in ("<the end>", 0):
+        named = open_corpus(config(folder, tokenizer=str(file), end_token=end))
+        assert named.fingerprint == trained.fingerprint
+
+
+# ------------------------------------------------------------------------------- the samples
+
+
+def test_held_out_samples_are_the_last_and_nobody_elses(config: Any, tmp_path: Path) -> None:
+    np.arange(20 * 9 + 5, dtype="<u2").tofile(tmp_path / "t.bin")
+    bundle = open_dataset(config(tmp_path / "t.bin", eval_fraction=0.25), 0)
+    assert bundle.evaluation is not None
+    assert (len(bundle.train), len(bundle.evaluation)) == (15, 5)
+    seen = [
+        id_
+        for part in (bundle.train, bundle.evaluation)
+        for index in range(len(part))
+        for id_ in part[index]["tokens"].tolist()
+    ]
+    assert seen == list(range(20 * 9))
+
+
+def test_samples_collate_and_end(config: Any, tmp_path: Path) -> None:
+    np.arange(90, dtype="<u2").tofile(tmp_path / "t.bin")
+    train = open_dataset(config(tmp_path / "t.bin", eval_fraction=0), 0).train
+    assert isinstance(train, Dataset)
+    assert train.collate([train[0], train[9]])["tokens"].shape == (2, 9)
+    with pytest.raises(IndexError, match="sample 10 of a dataset of 10"):
+        train[10]
+    assert list(range(10)) == [int(sample["tokens"][0]) // 9 for sample in train]
+
+
+def test_a_dataset_pickles_without_its_data(config: Any, tmp_path: Path) -> None:
+    np.arange(50_000, dtype="<u2").tofile(tmp_path / "t.bin")
+    train = open_dataset(config(tmp_path / "t.bin"), 0).train
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 2000
+    assert torch.equal(pickle.loads(pickled)[3]["tokens"], train[3]["tokens"])
+
+
+# --------------------------------------------------------------------------------- the cache
+
+
+def modified_ns(config: DataConfig) -> int:
+    return Path(open_corpus(config).tokens_file).stat().st_mtime_ns
+
+
+def test_the_cache_is_used_until_data_or_settings_change(config: Any, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    first = modified_ns(config(folder))
+    assert modified_ns(config(folder)) == first
+    assert modified_ns(config(folder, sequence_length=16)) == first  # a view, not the tokens
+    assert modified_ns(config(folder, vocab_size=280)) != first
+    (folder / "00.txt").write_text("changed " * 40)
+    assert modified_ns(config(folder)) != first
+
+
+def test_tokens_are_the_same_wherever_they_are_made(config: Any, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    first = open_corpus(config(folder))
+    second = open_corpus(config(folder, cache_dir=str(tmp_path / "other")))
+    assert first.tokens_file != second.tokens_file
+    assert first.fingerprint == second.fingerprint
+
+
+def test_a_damaged_or_abandoned_entry_is_made_again(config: Any, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    whole = open_corpus(config(folder))
+    entry = Path(whole.tokens_file).parent
+    os.truncate(whole.tokens_file, 10)
+    abandoned = entry.with_suffix(".partial")
+    abandoned.mkdir()
+    (abandoned / "tokens.bin").write_text("half")
+    assert open_corpus(config(folder)) == whole
+    assert not abandoned.exists()
+    (entry / "corpus.json").write_text("{half")
+    assert open_corpus(config(folder)) == whole
+
+
+def test_a_failed_attempt_leaves_nothing(config: Any, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"text": "fine"}\nnot json')
+    with pytest.raises(DataError):
+        open_corpus(config(file))
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_waiting_for_the_lock_has_a_deadline(config: Any, tmp_path: Path) -> None:
+    folder = write_texts(tmp_path / "texts")
+    lock = Path(open_corpus(config(folder)).tokens_file).parent.with_suffix(".lock")
+    os.truncate(open_corpus(config(folder)).tokens_file, 10)
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"another process has held .*\.lock for 0.1 s"):
+            open_corpus(config(folder), lock_wait_s=0.1)
+
+
+def open_and_tell(config: DataConfig, log: str, start: Any, results: Any) -> None:
+    """Opens the corpus at the same time as the others; logs when it really tokenises."""
+    build = corpus_module._build
+
+    def logged(*arguments: Any) -> Any:
+        with open(log, "a") as file:  # noqa: PTH123
+            file.write(f"{os.getpid()}\n")
+        return build(*arguments)
+
+    corpus_module._build = logged
+    start.wait(DEADLINE_S)
+    results.put(open_corpus(config))
+
+
+def test_processes_that_start_together_tokenise_once(config: Any, tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    log, start, results = tmp_path / "log", context.Barrier(PROCESSES), context.Queue()
+    arguments = (config(write_texts(tmp_path / "texts")), str(log), start, results)
+    processes = [
+        context.Process(target=open_and_tell, args=arguments, daemon=True) for _ in range(PROCESSES)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=DEADLINE_S) for _ in processes]
+    for process in processes:
+        process.join(DEADLINE_S)
+    assert [process.exitcode for process in processes] == [0] * PROCESSES
+    assert len(set(found)) == 1
+    assert len(log.read_text().split()) == 1
+
+
+# -------------------------------------------------------------------------------- error lines
+
+
+class Forbidding(MemoryFileSystem):
+    protocol = "forbidding"
+
+    def info(self, path: str, **kwargs: Any) -> Any:
+        raise PermissionError("403 Forbidden")
+
+
+fsspec.register_implementation("forbidding", Forbidding, clobber=True)
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "error", "expected"),
+    [
+        pytest.param(
+            {}, {"url": "{}/none"}, DataError, "none: no such file or folder", id="missing"
+        ),
+        pytest.param({}, {"url": "{}/*.txt"}, DataError, "no files found", id="empty-glob"),
+        pytest.param({"_x": "a"}, {}, DataError, "no files found", id="nothing-but-hidden"),
+        pytest.param({"a.txt": ""}, {}, DataError, "1 files found, all of them empty", id="empty"),
+        pytest.param(
+            {"a.txt": "short"},
+            {},
+            DataError,
+            r"found \d tokens, one sample needs 9 \(data.sequence_length 8 and the next token\)",
+            id="less-than-a-sample",
+        ),
+        pytest.param({"a.txt": "a\0b"}, {}, DataError, "expected text, found binary", id="binary"),
+        pytest.param(
+            {"a.txt": "x", "b.jsonl": "{}"},
+            {},
+            DataError,
+            r"several formats: .*b.jsonl \(jsonl\), .*a.txt \(text\)",
+            id="mixed",
+        ),
+        pytest.param(
+            {"a.jsonl": '{"text": "a"}\nnope'}, {}, DataError, "line 2: not JSON", id="not-json"
+        ),
+        pytest.param({"a.jsonl": "[1]"}, {}, DataError, "expected an object", id="json-list"),
+        pytest.param(
+            {"a.jsonl": '{"body": "x", "id": 1}'},
+            {},
+            DataError,
+            "data.text_field: .*line 1: no field 'text'; found body, id",
+            id="no-field",
+        ),
+        pytest.param(
+            {"a.jsonl": '{"text": 3}'}, {}, DataError, "'text' is int, expected text", id="number"
+        ),
+        pytest.param({"a.jsonl": "\n\n"}, {}, DataError, "no tokens in 1 files", id="blank-lines"),
+        pytest.param(
+            {"a.parquet": "PAR1 not really"}, {}, DataError, "unreadable parquet", id="bad-parquet"
+        ),
+        pytest.param(
+            {"a.bin": "abc"}, {}, DataError, "not a whole number of 2-byte tokens", id="odd-bytes"
+        ),
+        pytest.param(
+            {"a.txt": "text"},
+            {"tokenizer": "{}/a.txt"},
+            DataError,
+            "data.tokenizer: .*not a tokenizer.json",
+            id="bad-tokenizer",
+        ),
+        pytest.param(
+            {"a.txt": "text"},
+            {"tokenizer": "{}/none.json"},
+            DataError,
+            "data.tokenizer: .*no such file",
+            id="no-tokenizer",
+        ),
+        pytest.param(
+            {"a.txt": "text"},
+            {"cache_dir": "{}/a.txt"},
+            StorageError,
+            "data.cache_dir: ",
+            id="cache-is-a-file",
+        ),
+        pytest.param(
+            {}, {"url": "nope://x"}, StorageError, "Protocol not known: nope", id="protocol"
+        ),
+        pytest.param(
+            {}, {"url": "forbidding://x"}, StorageError, "access denied: .*403", id="forbidden"
+        ),
+        pytest.param(
+            {}, {"url": "stdlib:", "format": "jsonl"}, DataError, "stdlib: is text", id="stdlib"
+        ),
+        pytest.param(
+            {"a.txt": "word " * 200},
+            {"eval_every_steps": 5, "eval_fraction": 0},
+            DataError,
+            "data.eval_every_steps: 5, but no samples are held out",
+            id="nothing-to-evaluate",
+        ),
+    ],
+)
+def test_bad_data_is_one_line(
+    config: Any,
+    tmp_path: Path,
+    content: dict[str, str],
+    changes: dict[str, Any],
+    error: type[Exception],
+    expected: str,
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, text in content.items():
+        (folder / name).write_text(text)
+    filled = {k: v.format(folder) if isinstance(v, str) else v for k, v in changes.items()}
+    with pytest.raises(error, match=expected) as caught:
+        open_dataset(config(**{"url": str(folder)} | filled), 0)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ({"body": ["a"], "id": [1]}, "no column 'text'; found body, id"),
+        ({"text": [1]}, "column 'text' is int64, expected string"),
+    ],
+)
+def test_a_parquet_file_without_text_is_one_line(
+    config: Any, tmp_path: Path, column: dict[str, list[Any]], expected: str
+) -> None:
+    pq.write_table(pa.table(column), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=f"data.text_field: .*{expected}"):
+        open_corpus(config(tmp_path / "a.parquet"))
+
+
+def test_tokens_outside_the_tokenizer_are_refused(config: Any, tmp_path: Path) -> None:
+    trained = open_corpus(config(write_texts(tmp_path / "texts")))
+    tokenizer = Path(trained.tokens_file).parent / "tokenizer.json"
+    np.array([1, 2, 9999], dtype="<u2").tofile(tmp_path / "t.bin")
+    with pytest.raises(DataError, match=r"token 9999 is outside data.tokenizer's vocabulary of"):
+        open_corpus(config(tmp_path / "t.bin", tokenizer=str(tokenizer)))
+
+
+def test_an_unreachable_store_is_one_line(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # discard: nobody listens
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(StorageError, match=r"data.url: s3://bucket/x: cannot be read: .*endpoint"):
+        open_dataset(config("s3://bucket/x"), 0)
+
+
+# ----------------------------------------------------------------------- datasets by import path
+
+
+class Squares:
+    """A user's dataset, as torch's own are: no ``collate``."""
+
+    vocab_size = 11
+
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor(index), "y": torch.tensor(index**2)}
+
+
+def make_seeded(seed: int, count: int) -> tuple[Squares, Squares]:
+    return Squares(count), Squares(seed)
+
+
+def make_iterator() -> Iterator[int]:
+    return iter(range(3))
+
+
+def make_trouble() -> Squares:
+    raise OSError("no disk")
+
+
+HERE = __name__
+
+
+def open_path(config: Any, name: str, **kwargs: Any) -> DataBundle:
+    return open_dataset(config(path=f"{HERE}:{name}", kwargs=kwargs), seed=3)
+
+
+def test_a_users_dataset_gets_torchs_collate(config: Any) -> None:
+    bundle = open_path(config, "Squares", count=4)
+    assert bundle.evaluation is None
+    assert (bundle.vocab_size, bundle.sequence_length, bundle.fingerprint) == (11, None, None)
+    batch = bundle.train.collate([bundle.train[2], bundle.train[3]])
+    assert batch["y"].tolist() == [4, 9]
+
+
+def test_a_pair_is_training_and_evaluation_and_the_seed_is_passed(config: Any) -> None:
+    bundle = open_path(config, "make_seeded", count=7)
+    assert bundle.evaluation is not None
+    assert (len(bundle.train), len(bundle.evaluation)) == (7, 3)
+    bundle = open_path(config, "make_seeded", count=7, seed=5)
+    assert bundle.evaluation is not None
+    assert len(bundle.evaluation) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "expected"),
+    [
+        ("missing", {}, "no 'missing' in"),
+        ("HERE", {}, "expected a callable"),
+        ("Squares", {"size": 1}, "unexpected keyword argument 'size'"),
+        ("Squares", {"count": 0}, "returned a Squares without samples"),
+        ("Squares", {"count": -1}, r"len\(\) failed: ValueError"),
+        ("make_iterator", {}, "expected a map-style dataset"),
+        ("make_trouble", {}, "failed: OSError: no disk"),
+    ],
+)
+def test_a_users_mistake_is_one_line(
+    config: Any, name: str, kwargs: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(DataError, match=f"data.path: .*{expected}") as caught:
+        open_path(config, name, **kwargs)
+    assert "\n" not in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------- preflight
+
+
+def job(tmp_path: Path, **model: Any) -> Any:
+    data = {"url": str(write_texts(tmp_path / "texts")), "cache_dir": str(tmp_path / "cache")}
+    sizes = {"vocab_size": 300, "sequence_length": 8}
+    return parse_job({"name": "j", "steps": 1, "model": model, "data": data | sizes})
+
+
+def test_preflight_tells_what_will_be_trained(tmp_path: Path) -> None:
+    bundle, table = preflight(job(tmp_path, preset="decoder-7b"))
+    assert table["embedding.weight"] == (torch.float32, (bundle.vocab_size, 4096))
+    assert len(table) == 3 + 32 * 9
+
+
+def test_preflight_refuses_a_bad_model(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.preset"):
+        preflight(job(tmp_path, preset="decoder"))
+
+
+# ----------------------------------------------------------------------------------- prefetcher
+
+
+class Slow:
+    """A dataset whose reading the test steps: logs indices, can fail, can be held."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+        self.broken: set[int] = set()
+        self.held: set[int] = set()
+        self.gate = threading.Event()
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        if index in self.held:
+            assert self.gate.wait(DEADLINE_S)
+        if index in self.broken:
+            raise RuntimeError(f"sample {index} is damaged")
+        return index
+
+    def collate(self, samples: list[int]) -> list[int]:
+        return samples
+
+
+@pytest.fixture
+def slow() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def prefetcher(slow: Slow) -> Iterator[Prefetcher]:
+    with Prefetcher(slow) as made:
+        yield made
+        slow.gate.set()
+
+
+def _data(micro_batches: list[Loaded]) -> list[Any]:
+    return [micro_batch.data for micro_batch in micro_batches]
+
+
+def test_what_was_read_comes_with_its_ids(slow: Slow, prefetcher: Prefetcher) -> None:
+    """The ledger is of what was read, in whichever epoch, not of what was planned."""
+    prefetcher.request(1, [(103, 4), (203,)])
+    first, second = prefetcher.get(1, DEADLINE_S)
+    assert (first.ids, first.data) == ((103, 4), [3, 4])
+    assert (second.ids, second.data) == ((203,), [3])
+    assert slow.read == [3, 4, 3]
+
+
+def test_the_ledger_has_what_was_read_in_its_place() -> None:
+    """A loader that brings another step's samples shows; one that plans right and reads wrong did
+    not, as the ledger was made of the plan."""
+    read = [
+        MicroBatch(1, None, ids=(40, 41)),
+        MicroBatch(2, None, ids=(7, 8)),
+        MicroBatch(3, None, 0.0, (40, 41)),  # padding
+    ]
+    assert places(read, 8, 2) == [0, 0, 41, 42, 8, 9, 0, 0]
+
+
+def test_micro_batches_come_in_the_order_of_the_request(prefetcher: Prefetcher) -> None:
+    prefetcher.request(1, [(3, 4), (1, 2)])
+    prefetcher.request(2, [(9,)])
+    assert _data(prefetcher.get(1, DEADLINE_S)) == [[3, 4], [1, 2]]
+    prefetcher.request(3, [])
+    assert _data(prefetcher.get(2, DEADLINE_S)) == [[9]]
+    assert _data(prefetcher.get(3, DEADLINE_S)) == []
+
+
+def test_another_deal_of_a_step_loads_only_what_is_new(slow: Slow, prefetcher: Prefetcher) -> None:
+    prefetcher.request(5, [(0, 1), (2, 3)])
+    prefetcher.get(5, DEADLINE_S)
+    prefetcher.cancel()  # the step broke: a new generation deals it again
+    prefetcher.request(5, [(2, 3), (4, 5)])
+    assert _data(prefetcher.get(5, DEADLINE_S)) == [[2, 3], [4, 5]]
+    assert slow.read == [0, 1, 2, 3, 4, 5]
+
+
+def test_requests_are_bounded(prefetcher: Prefetcher) -> None:
+    prefetcher.request(1, [(0,)])
+    prefetcher.request(2, [(1,)])
+    prefetcher.request(2, [(2,)])
+    with pytest.raises(ValueError, match=r"step 3 requested while \[1, 2\] are wanted"):
+        prefetcher.request(3, [(3,)])
+    prefetcher.cancel()
+    prefetcher.request(3, [(3,)])
+    assert _data(prefetcher.get(3, DEADLINE_S)) == [[3]]
+
+
+def test_what_is_behind_is_forgotten(slow: Slow, prefetcher: Prefetcher) -> None:
+    for step in (1, 2):
+        prefetcher.request(step, [(0,)])
+        prefetcher.get(step, DEADLINE_S)
+    prefetcher.request(1, [(0,)])
+    prefetcher.get(1, DEADLINE_S)
+    assert slow.read == [0, 0, 0]
+
+
+def test_a_datasets_error_surfaces_and_can_be_retried(slow: Slow, prefetcher: Prefetcher) -> None:
+    slow.broken = {7}
+    prefetcher.request(1, [(6,), (7,)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sample 7 is damaged"):
+            prefetcher.get(1, DEADLINE_S)
+    slow.broken = set()
+    prefetcher.request(1, [(6,), (7,)])
+    assert _data(prefetcher.get(1, DEADLINE_S)) == [[6], [7]]
+    assert slow.read == [6, 7, 7]
+
+
+def test_get_has_a_deadline(slow: Slow, prefetcher: Prefetcher) -> None:
+    slow.held = {1}
+    prefetcher.request(4, [(1, 2)])
+    with pytest.raises(TimeoutError, match=r"step 4: 1 micro-batches not loaded after 0.05 s, "):
+        prefetcher.get(4, timeout_s=0.05)
+
+
+def test_cancel_wakes_a_waiting_get(slow: Slow, prefetcher: Prefetcher) -> None:
+    slow.held = {1}
+    prefetcher.request(4, [(1,)])
+    watchdog = threading.Timer(0.05, prefetcher.cancel)
+    watchdog.start()
+    with pytest.raises(GroupBroken, match="step 4: its data was cancelled"):
+        prefetcher.get(4, DEADLINE_S)
+    watchdog.join()
+
+
+def test_a_step_that_was_not_requested_is_a_mistake(prefetcher: Prefetcher) -> None:
+    with pytest.raises(ValueError, match=r"step 9 was not requested; wanted: \[\]"):
+        prefetcher.get(9)
+
+
+def test_closing_ends_the_thread(slow: Slow) -> None:
+    prefetcher = Prefetcher(slow)
+    prefetcher.request(1, [(1,)])
+    prefetcher.get(1, DEADLINE_S)
+    prefetcher.close()
+    assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+
+
+# --------------------------------------------------------------------------- one data for all
+
+
+def test_data_is_told_apart_by_size_where_it_has_no_fingerprint(slow: Slow) -> None:
+    """The whole order depends on it (``test_same_data`` has what comes of it)."""
+    assert data_in_words(DataBundle(slow, None, None, None, "")) == "100 samples"
+    named = DataBundle(slow, None, None, None, "", "f00d")
+    assert data_in_words(named) == "100 samples, fingerprint f00d"
+
+
+def test_a_joiner_compares_with_the_run(slow: Slow) -> None:
+    bundle = DataBundle(slow, None, None, None, "")
+    check_data_of_run({}, bundle)
+    check_data_of_run({"data.samples": 100}, bundle)
+    with pytest.raises(DataError, match=r"data\.samples was 99, is 100: going on would repeat"):
+        check_data_of_run({"data.samples": 99}, bundle)

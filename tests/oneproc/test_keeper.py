@@ -1,0 +1,401 @@
+"""The node keeper by itself: what it keeps of whom, and what it serves."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_ft.core.events import (
+    Assignment,
+    DropKept,
+    Holding,
+    Keeper,
+    KeeperHolds,
+    KeeperReady,
+    RecordStep,
+    ReleaseWorker,
+    Source,
+    Tier,
+)
+from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.manifest import ShardEntry
+from elastic_ft.core.sharding import Box
+from elastic_ft.core.shares import share_of
+from elastic_ft.errors import StateDamaged, StateUnreadable
+from elastic_ft.keeper.buffer import DIGEST_BYTES, is_whole, label, lay_out, schema_bytes, seal
+from elastic_ft.keeper.client import KeeperClient, KeeperGone, KeeperRefused, LeftShard, Patience
+from elastic_ft.keeper.keeper import NodeKeeper
+from elastic_ft.keeper.protocol import Free, Sealed, Unseal, Upload
+from elastic_ft.sim.script import member
+from elastic_ft.state.snapshot import Snapshots
+from elastic_ft.state.tensors import StateTensor
+from elastic_ft.storage.store import open_store
+from elastic_ft.transport.control import ControlServer, NodeHealth, Welcome
+from tests.multiproc.harness import make_job
+
+WHOLE = Box((0, 0), (4, 3))
+SCHEMA = lay_out([("a", "float32", (8, 3), WHOLE, 4), ("b", "int64", (), Box((), ()), 8)])
+VALUES = np.arange(12, dtype=np.float32)
+SPACE, SHARD = "pp1.s2.tp1", "pp0.s0.tp0"
+RUN = "run"
+
+
+def held(step: int, generation: int = 1) -> Holding:
+    return Holding(step, SPACE, SHARD, Tier.KEEPER, generation)
+
+
+def of(step: int, generation: int = 1) -> Source:
+    return Source(step, Tier.KEEPER, SPACE, generation=generation)
+
+
+class Desk:
+    """A controller's end: collects what keepers say."""
+
+    def __init__(self, checkpoint_url: str) -> None:
+        self.said: queue.Queue[Any] = queue.Queue()
+        self.ended: list[str] = []
+        welcome = Welcome(make_job("ddp"), RUN, checkpoint_url, ("", 0))
+        self.server = ControlServer(
+            "127.0.0.1",
+            lambda member: welcome,
+            lambda member, message: self.said.put(message),
+            lambda member, silent_s: self.ended.append(member.worker),
+        )
+        self.server.start()
+
+    def next(self, kind: type) -> Any:
+        while not isinstance(message := self.said.get(timeout=10), kind):
+            pass
+        return message
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(str(tmp_path))
+    yield desk
+    desk.server.close()
+
+
+@pytest.fixture
+def node_keeper(desk: Desk) -> NodeKeeper:
+    return NodeKeeper(("127.0.0.1", desk.server.port), desk.server.key, "n0", "127.0.0.1")
+
+
+@pytest.fixture
+def keeper(desk: Desk, node_keeper: NodeKeeper) -> Keeper:
+    threading.Thread(target=node_keeper.serve, daemon=True).start()
+    found: Keeper = desk.next(KeeperReady).keeper
+    return found
+
+
+def known(step: int) -> RecordStep:
+    return RecordStep(step, 1, 1, "fsdp1", {"loss": 1.0 / step})
+
+
+def write(client: KeeperClient, step: int, *, sealed: bool = True) -> tuple[str, Any]:
+    """A shard in a buffer of the keeper's. Returns its path and memory."""
+    path, memory = client.allocate(schema_bytes(SCHEMA) + DIGEST_BYTES)
+    buffer = np.frombuffer(memory, np.uint8)
+    buffer[:48] = VALUES.view(np.uint8)
+    buffer[64:72] = np.array([step], np.int64).view(np.uint8)
+    holding = held(step)
+    seal(buffer, label(RUN, holding, SCHEMA))
+    if sealed:
+        client.tell(Sealed(path, holding, SCHEMA, (known(step),)))
+    return path, memory
+
+
+def test_what_a_worker_sealed_outlives_it_and_is_cut_as_asked(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    path, _ = write(client, 7)
+    write(client, 8, sealed=False)
+    client.tell(Unseal(path))
+    client.close()
+    told = desk.next(KeeperHolds)
+    assert (told.worker, told.node) == ("w0", "n0")
+    assert told.holdings == (held(6),)
+    assert told.record == (known(6),)  # it went on to step 7, but of that nothing is left
+    left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
+    assert left.schema == SCHEMA
+    data = left.read([("a", Box((1, 1), (2, 2))), ("b", Box((), ()))])
+    assert np.frombuffer(data[:16], np.float32).tolist() == [4, 5, 7, 8]
+    assert np.frombuffer(data[16:24], np.int64).tolist() == [6]
+    assert len(data) == 24 + DIGEST_BYTES
+
+
+def test_damage_is_refused_naming_the_keeper(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    _, memory = write(client, 6)
+    memory[5] ^= 1
+    client.close()
+    desk.next(KeeperHolds)
+    with pytest.raises(StateDamaged, match="digest differs") as caught:
+        LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
+    assert (caught.value.holder, caught.value.shard) == ("keeper:n0/w0", SHARD)
+
+
+def test_what_is_not_kept_is_refused(desk: Desk, keeper: Keeper) -> None:
+    with pytest.raises(StateDamaged, match="is not kept here"):
+        LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
+
+
+def test_two_that_ended_at_one_step_are_told_apart(desk: Desk, keeper: Keeper) -> None:
+    """The step may have been trained again in between: their states need not agree."""
+    for worker, value in (("w0", 1), ("w1", 2)):
+        client = KeeperClient(keeper, desk.server.key, worker)
+        path, memory = write(client, 6, sealed=False)
+        buffer = np.frombuffer(memory, np.uint8)
+        buffer[0] = value
+        seal(buffer, label(RUN, held(6), SCHEMA))
+        client.tell(Sealed(path, held(6), SCHEMA))
+        client.close()
+        desk.next(KeeperHolds)
+    for worker, value in (("w0", 1), ("w1", 2)):
+        left = LeftShard(keeper, desk.server.key, worker, of(6), SHARD)
+        assert left.read([("a", WHOLE)])[0] == value
+
+
+def await_dropped(desk: Desk, keeper: Keeper, step: int) -> None:
+    """Of w0. The command and the request come over two connections."""
+    for _ in range(1000):
+        try:
+            LeftShard(keeper, desk.server.key, "w0", of(step), SHARD)
+        except StateDamaged:
+            return
+    pytest.fail(f"step {step}, which w0 left, is still served")
+
+
+def test_what_is_needed_no_more_is_dropped(desk: Desk, keeper: Keeper) -> None:
+    for worker in ("w0", "w1"):
+        client = KeeperClient(keeper, desk.server.key, worker)
+        write(client, 6)
+        client.close()
+        desk.next(KeeperHolds)
+    desk.server.send(keeper.name, DropKept("n0", "w0"))
+    await_dropped(desk, keeper, 6)
+    assert LeftShard(keeper, desk.server.key, "w1", of(6), SHARD).schema
+
+
+def test_a_state_of_another_history_is_not_served(desk: Desk, keeper: Keeper) -> None:
+    """The worker has step 6 as generation 1 computed it; the job has trained it again since."""
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    client.close()
+    desk.next(KeeperHolds)
+    with pytest.raises(StateDamaged, match="is not kept here"):
+        LeftShard(keeper, desk.server.key, "w0", of(6, generation=2), SHARD)
+
+
+def test_bytes_of_a_later_step_are_not_served_as_those_of_an_earlier_one(
+    desk: Desk, keeper: Keeper
+) -> None:
+    """The line to the keeper ends; the worker lives, and goes on with the memory it has mapped."""
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    _, memory = write(client, 40)
+    client.close()
+    desk.next(KeeperHolds)
+    left = LeftShard(keeper, desk.server.key, "w0", of(40), SHARD)
+    buffer = np.frombuffer(memory, np.uint8)
+    buffer[64:72] = np.array([42], np.int64).view(np.uint8)
+    seal(buffer, label(RUN, held(42), SCHEMA))
+    with pytest.raises(StateDamaged, match="is being written to"):
+        left.read([("b", Box((), ()))])
+    with pytest.raises(StateDamaged, match="digest differs"):
+        LeftShard(keeper, desk.server.key, "w0", of(40), SHARD)
+
+
+def test_a_worker_notices_that_its_keeper_does_not_hear_it(desk: Desk, keeper: Keeper) -> None:
+    """Its line is shut down, from whichever end: both live."""
+    layout, _ = plan_layout("ddp", 1, None, 1, 1)
+    source = Source(0, Tier.INITIAL)
+    alone = Assignment(1, (member("w0", "n0"),), (), layout, source, ((),), "a test", (keeper,))
+    groups: Any = SimpleNamespace(assignment=share_of(alone, "w0"), rank=0, host=None)
+    client, told, why = KeeperClient(keeper, desk.server.key, "w0"), list[int](), list[str]()
+    snapshots = Snapshots("w0", False, why.append, RUN)
+    snapshots.use(client)
+    for step in (6, 7):
+        state: Any = {"w": StateTensor((4,), Box((0,), (4,)), torch.full((4,), float(step)))}
+        snapshots.take(step, state, groups, {}, lambda *_: None, on_held=told.append)
+        snapshots.wait(time.monotonic() + 10)
+        client.close()
+    assert told == [6] and why  # 7 is in memory of its own
+    (left,) = desk.next(KeeperHolds).holdings
+    assert left == Holding(6, layout.shard_space, layout.shard_of(0), Tier.KEEPER, 1)
+    source = replace(source, step=6, space=left.space, generation=1)
+    data = LeftShard(keeper, desk.server.key, "w0", source, left.shard).read(
+        [("w", state["w"].box)]
+    )
+    assert np.frombuffer(data[:16], np.float32).tolist() == [6.0] * 4
+    snapshots.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"step": 41},
+        {"generation": 2},
+        {"space": "pp1.s3.tp1"},
+        {"shard": "pp0.s1.tp0"},
+    ],
+)
+def test_whole_bytes_are_whole_as_what_they_were_sealed_alone(other: dict[str, Any]) -> None:
+    buffer = np.zeros(schema_bytes(SCHEMA) + DIGEST_BYTES, np.uint8)
+    seal(buffer, label(RUN, held(40), SCHEMA))
+    assert is_whole(buffer, label(RUN, replace(held(40), tier=Tier.PEER), SCHEMA))
+    assert not is_whole(buffer, label(RUN, replace(held(40), **other), SCHEMA))
+    assert not is_whole(buffer, label("another run", held(40), SCHEMA))
+    assert not is_whole(buffer, label(RUN, held(40), SCHEMA[:1]))
+
+
+def test_a_buffer_that_does_not_fit_is_refused_in_words(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    with pytest.raises(KeeperRefused, match=r"bytes, .* are free on the node"):
+        client.allocate(1 << 50)
+    path, _ = write(client, 6)  # and the line is usable
+    client.tell(Free(path))
+    client.close()
+    assert desk.next(KeeperHolds).holdings == ()
+
+
+def test_it_writes_checkpoints_from_the_workers_memory(
+    desk: Desk, keeper: Keeper, tmp_path: Path
+) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    path, memory = write(client, 6)
+    owned = frozenset({("a", WHOLE)})
+    request = Upload(path, held(6), SCHEMA, owned, str(tmp_path), "data/run/g1-s6", 0)
+    (entry,) = (ShardEntry.from_dict(values) for values in client.upload(request))
+    assert (entry.tensor, entry.box, entry.nbytes) == ("a", WHOLE, 48)
+    stored = open_store(str(tmp_path)).get(f"data/run/g1-s6/{entry.file}")
+    assert stored == VALUES.tobytes()
+    memory[0] ^= 1
+    with pytest.raises(KeeperRefused, match="digest differs: it is not written"):
+        client.upload(request)
+    with pytest.raises(KeeperRefused, match="is no buffer of a worker here"):
+        client.upload(
+            Upload("/nowhere", held(7), SCHEMA, owned, str(tmp_path), "data/run/g1-s7", 0)
+        )
+    client.close()
+
+
+# ------------------------------------------------------------------- that hang, and are replaced
+
+IMPATIENT = Patience(dial_s=0.2, answer_s=0.2)
+
+
+@pytest.fixture
+def stopped() -> Iterator[Keeper]:
+    """As a process that gets SIGSTOP: its kernel takes connections, and nobody serves them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield Keeper("n0", ("127.0.0.1", listener.getsockname()[1]))
+
+
+def test_who_dials_a_stopped_keeper_is_told_in_time(stopped: Keeper) -> None:
+    with pytest.raises(KeeperGone, match=r"keeper:n0 can't be reached in 0.2 s"):
+        KeeperClient(stopped, b"key", "w0", IMPATIENT)
+    with pytest.raises(StateUnreadable, match=r"keeper:n0/w1: .* can't be reached") as caught:
+        LeftShard(stopped, b"key", "w1", of(6), SHARD, patience=IMPATIENT)
+    assert caught.value.holder == "keeper:n0/w1"
+
+
+def test_a_keeper_that_can_not_serve_has_not_damaged_anything(desk: Desk, keeper: Keeper) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    client.close()
+    desk.next(KeeperHolds)
+    left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
+    with pytest.raises(StateUnreadable, match="keeper:n0/w0: KeyError"):
+        left.read([("no such tensor", WHOLE)])
+    assert left.read([("a", WHOLE)])
+
+
+def test_a_keeper_that_hangs_while_it_is_asked_delays_nobody_for_long(
+    desk: Desk, keeper: Keeper, node_keeper: NodeKeeper
+) -> None:
+    client = KeeperClient(keeper, desk.server.key, "w0", IMPATIENT)
+    write(client, 6)
+    with node_keeper._lock:
+        with pytest.raises(KeeperGone, match=r"nothing heard for 0.2 s"):
+            client.allocate(100)
+        with pytest.raises(StateUnreadable, match="keeper:n0/w0"):
+            LeftShard(keeper, desk.server.key, "w0", of(6), SHARD, patience=IMPATIENT)
+        told = Sealed("/proc/0/fd/0", held(7), SCHEMA * 100)
+        deadline_s = time.monotonic() + 30
+        while client._channel.send(told):  # until the socket is full: then it is given up
+            assert time.monotonic() < deadline_s, "a full socket takes more and more"
+    with pytest.raises(KeeperGone, match="the line to keeper:n0 has ended"):
+        client.tell(told)  # at once
+    client.close()
+
+
+def test_who_asks_is_woken_when_the_line_is_closed(
+    desk: Desk, keeper: Keeper, node_keeper: NodeKeeper
+) -> None:
+    """As another keeper is used, or as the generation is broken off."""
+    client = KeeperClient(keeper, desk.server.key, "w0", Patience(answer_s=60))
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            client.allocate(100)
+        except KeeperGone as error:
+            failed.append(error)
+
+    with node_keeper._lock:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        client.close()
+        asking.join(10)
+    assert failed and not asking.is_alive()
+
+
+def test_it_beats_often_enough_to_be_missed(desk: Desk, keeper: Keeper) -> None:
+    """Three times within the ten seconds that ``next`` waits at most for each."""
+    began_s = time.monotonic()
+    for _ in range(4):
+        assert desk.next(NodeHealth).node == "n0"
+    timeout_s = make_job("ddp").elastic.heartbeat_timeout_s
+    assert time.monotonic() - began_s < 3 * timeout_s
+
+
+def test_who_is_dismissed_ends_and_saves_nothing(
+    desk: Desk, node_keeper: NodeKeeper, tmp_path: Path
+) -> None:
+    """Replaced, it may go on one day: as nobody's keeper."""
+    serving = threading.Thread(target=node_keeper.serve)
+    serving.start()
+    keeper = desk.next(KeeperReady).keeper
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    write(client, 6)
+    desk.server.dismiss(keeper.name, ReleaseWorker(keeper.name, "nothing heard: it was replaced"))
+    assert keeper.name not in desk.server.connected()
+    serving.join(10)
+    assert not serving.is_alive()
+    client.close()
+    assert list(tmp_path.iterdir()) == []
+    assert desk.ended == []
+
+
+def test_strangers_who_say_nothing_keep_no_worker_from_its_keeper(
+    desk: Desk, keeper: Keeper
+) -> None:
+    with contextlib.ExitStack() as strangers:
+        for _ in range(3):
+            strangers.enter_context(socket.create_connection(keeper.address))
+        client = KeeperClient(keeper, desk.server.key, "w0")
+        path, _ = client.allocate(4096)
+        assert path
+        client.close()

@@ -1,0 +1,137 @@
+"""How groups over NCCL are broken off, on the ``fake`` backend: eight ranks in one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_cuda_on_cpu import make_groups, make_job
+from torch.distributed import distributed_c10d as c10d
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from elastic_ft import torch_private
+from elastic_ft.controller.host import WORKER_ENVIRONMENT
+from elastic_ft.groups import groups as groups_module
+from elastic_ft.groups.groups import Groups
+from elastic_ft.worker import devices
+
+SOON_S = 20.0
+LAYOUTS: list[tuple[str, dict[str, int]]] = [
+    ("fsdp", {}),
+    ("hsdp", {"shard_size": 4}),
+    ("fsdp", {"tp": 2}),
+    ("fsdp", {"tp": 2, "pp": 2}),
+]
+
+
+class Backend:
+    """Stands in for NCCL's, of one group."""
+
+    def __init__(self, name: str, abort: Callable[[str], None]) -> None:
+        self.name, self._abort = name, abort
+
+    def abort(self) -> None:
+        self._abort(self.name)
+
+
+@pytest.fixture
+def form(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Groups]]:
+    """Makes rank 0's groups of a layout, as if over NCCL."""
+
+    def make(abort: Callable[[str], None], strategy: str, **sizes: int) -> Groups:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+        groups = make_groups(strategy, 8, **sizes)
+        groups.mesh = groups_module._make_mesh(groups.assignment.layout, torch.device("cpu"))
+        groups.uses_nccl = True
+        backends = {g.group_name: Backend(g.group_name, abort) for g in c10d._world.pg_map}
+        real = dist.ProcessGroup._get_backend
+        monkeypatch.setattr(
+            dist.ProcessGroup,
+            "_get_backend",
+            lambda group, device: (
+                backends[group.group_name]
+                if torch.device(device).type == "cuda"
+                else real(group, device)
+            ),
+        )
+        return groups
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    torch_private.forget_meshes()
+
+
+def names() -> list[str]:
+    """Of all groups there are, newest first."""
+    return [group.group_name for group in reversed(c10d._world.pg_map)]
+
+
+@pytest.mark.parametrize(("strategy", "sizes"), LAYOUTS)
+def test_abort_reaches_every_communicator_of_the_mesh_once(
+    form: Callable[..., Groups], strategy: str, sizes: dict[str, int]
+) -> None:
+    aborted: list[str] = []
+    groups = form(aborted.append, strategy, **sizes)
+    everyone = names()
+    groups.abort("a peer died")
+    groups.abort("retreat")
+    groups.teardown()
+    assert sorted(aborted) == sorted(everyone)
+    assert not dist.is_initialized()
+
+
+def test_no_communicator_waits_for_another_to_be_aborted(form: Callable[..., Groups]) -> None:
+    """Each may wait for a kernel of the other to end (pytorch#119797), and nobody who aborts may
+    wait at all: the watchdog has more to do."""
+    together, ended = threading.Barrier(4), []
+
+    def abort(name: str) -> None:
+        together.wait(SOON_S)  # broken, unless all of them come
+        ended.append(name)
+
+    groups = form(abort, "fsdp", tp=2, pp=2)
+    everyone = names()
+    groups.abort("a peer died")
+    assert len(everyone) == together.parties
+    groups.teardown()
+    assert sorted(ended) == sorted(everyone)
+
+
+def test_a_communicator_that_can_not_be_aborted_is_named(
+    form: Callable[..., Groups], caplog: pytest.LogCaptureFixture
+) -> None:
+    def abort(name: str) -> None:
+        raise RuntimeError("timed out")
+
+    groups = form(abort, "fsdp")
+    groups.teardown()
+    assert "aborting a communicator: RuntimeError: timed out" in caplog.text
+
+
+def test_making_a_communicator_can_be_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocking, ncclCommInitRank returns no sooner than all peers are there: one that dies takes
+    the others with it."""
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
+    before = torch.get_float32_matmul_precision()
+    try:
+        devices.set_up(make_job(elastic={"max_workers": 2, "form_timeout_s": 12.5}))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert WORKER_ENVIRONMENT["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+    assert WORKER_ENVIRONMENT["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert devices.os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"
+
+
+@pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
+def test_fp32_uses_tensor_cores_unless_told_not_to(tf32: bool, precision: str) -> None:
+    before: Any = torch.get_float32_matmul_precision()
+    try:
+        devices.set_up(make_job(precision={"tf32": tf32}))
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -1,0 +1,279 @@
+"""The controller's hand in the store: the record first, then the manifest, then the rest."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from elastic_ft.cli.preflight import check_steps
+from elastic_ft.config import Job, parse_job
+from elastic_ft.controller.publisher import Publisher
+from elastic_ft.core import events as ev
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import StoreFailed, Superseded
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.storage import checkpoints
+from elastic_ft.storage.store import Store, open_store
+
+DEADLINE_S = 20.0
+JOB = parse_job(
+    {
+        "name": "job",
+        "steps": 100,
+        "model": {"preset": "decoder-1m"},
+        "data": {"url": "stdlib:"},
+        "checkpoint": {"keep_last": 1},
+    }
+)
+TERMS: dict[str, Any] = {}
+
+
+class Publishing:
+    """A publisher at a local store, and what it posts."""
+
+    def __init__(
+        self, url: str, run: str, record: Callable[[], None] = lambda: None, job: Job = JOB
+    ) -> None:
+        self.store, self.run = open_store(url), run
+        self.posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.publisher = Publisher(job, run, url, self.posted.put, lambda: (), record)
+        self.publisher.take_over("runs/x", ())
+
+    def commit(self, step: int, happens: Callable[[], None] = lambda: None) -> Any:
+        """The outcome. ``happens``: between the shards and the manifest."""
+        prefix = checkpoints.attempt_prefix(self.run, 1, step)
+        piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
+        entries = checkpoints.write_shards(self.store, prefix, 0, [piece])
+        command = ev.CommitCheckpoint(step, 1, tuple(entries), {"w": ("float32", (4,))})
+        happens()
+        self.publisher.commit(command, "ddp1", TERMS)
+        return self.posted.get(timeout=DEADLINE_S)
+
+    def settle(self) -> None:
+        """What was submitted so far is read back, and deleted."""
+        done = threading.Event()
+        self.publisher._deletes.submit(done.set)
+        assert done.wait(DEADLINE_S)
+
+    def steps(self) -> list[int]:
+        return [ref.step for ref in checkpoints.committed(self.store)]
+
+    def damage(self, step: int) -> None:
+        """One bit of a shard, after it was written: its length tells nobody."""
+        (key,) = self.store.list(checkpoints.attempt_prefix(self.run, 1, step))
+        body = bytearray(self.store.get(key))
+        body[3] ^= 1
+        self.store.put(key, body)
+
+
+@pytest.fixture
+def publishing(tmp_path: Path) -> Iterator[Publishing]:
+    one = Publishing(str(tmp_path), "run1")
+    yield one
+    one.publisher.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[RunFolder]:
+    one = RunFolder(f"memory://t/{uuid4().hex}")
+    one.take_over("run1", "job")
+    yield one
+    one.close()
+
+
+def test_the_record_is_in_the_store_before_a_manifest_is(tmp_path: Path, folder: RunFolder) -> None:
+    """A remote folder is mirrored now and then: a killed controller leaves no checkpoint there
+    that is ahead of the steps."""
+    mirrored = open_store(folder.url)
+    recorded: list[int] = []
+    one: Publishing
+
+    def record() -> None:
+        assert one.steps() == []
+        folder.make_durable()
+        recorded.append(len(mirrored.get("steps.jsonl").splitlines()))
+
+    one = Publishing(str(tmp_path), "run1", record)
+    for step in (1, 2, 3):
+        folder.record_step({"step": step, "generation": 1}, [step])
+    assert isinstance(one.commit(3), ev.CheckpointCommitted)
+    assert (recorded, one.steps()) == ([3], [3])
+    assert len(mirrored.get("ledger.jsonl").splitlines()) == 3
+    one.publisher.close()
+
+
+def test_without_the_record_nothing_is_published(tmp_path: Path) -> None:
+    def record() -> None:
+        raise StoreFailed("cannot write steps.jsonl")
+
+    one = Publishing(str(tmp_path), "run1", record)
+    outcome = one.commit(3)
+    assert isinstance(outcome, ev.CheckpointFailed)
+    assert "cannot write steps.jsonl" in outcome.reason
+    assert one.steps() == []
+    one.publisher.close()
+
+
+class Hanging:
+    """A backend whose deletes wait until they are let go."""
+
+    def __init__(self, store: Store) -> None:
+        self._backend = store.backend
+        self.asked, self.let_go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def delete(self, key: str, timeout_s: float) -> None:
+        self.asked.set()
+        assert self.let_go.wait(DEADLINE_S)
+        self._backend.delete(key, timeout_s)
+
+
+def test_a_delete_that_hangs_delays_no_outcome(publishing: Publishing) -> None:
+    """Neither of that checkpoint nor of the next; a hung sweep or abandoned attempt neither."""
+    backend: Any = Hanging(publishing.store)
+    publishing.publisher._store.backend = backend
+    publishing.publisher.abandon(ev.AbandonCheckpoint(1, 1, "no longer wanted"))
+    for step in (2, 3, 4):
+        assert isinstance(publishing.commit(step), ev.CheckpointCommitted)
+    assert backend.asked.wait(DEADLINE_S)
+    assert publishing.steps() == [4, 3, 2]
+    backend.let_go.set()
+    publishing.publisher.close()
+    assert publishing.steps() == [4], "and then they are pruned"
+
+
+def test_no_older_checkpoint_goes_for_one_that_is_damaged(publishing: Publishing) -> None:
+    """Published on the lengths of its shards, read back before an older one is deleted."""
+    assert isinstance(publishing.commit(1), ev.CheckpointCommitted)
+    published = publishing.commit(2, lambda: publishing.damage(2))
+    assert isinstance(published, ev.CheckpointCommitted)
+    damaged = publishing.posted.get(timeout=DEADLINE_S)
+    assert isinstance(damaged, ev.CheckpointDamaged)
+    assert (damaged.step, damaged.url) == (2, published.url)
+    assert "digest" in damaged.reason
+    assert publishing.steps() == [2, 1]
+    assert isinstance(publishing.commit(3), ev.CheckpointCommitted)
+    publishing.publisher.close()
+    assert publishing.steps() == [3], "neither the damaged one nor what is older counts any more"
+
+
+def test_a_damaged_checkpoint_is_none_of_the_last_that_are_kept(tmp_path: Path) -> None:
+    keep = JOB.checkpoint.model_copy(update={"keep_last": 2})
+    one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
+    one.commit(1)
+    one.commit(2, lambda: one.damage(2))
+    assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointDamaged)
+    one.commit(3)
+    one.publisher.close()
+    assert one.steps() == [3, 1]
+
+
+def test_what_can_not_be_read_back_is_neither_damaged_nor_a_reason_to_delete(
+    publishing: Publishing,
+) -> None:
+    publishing.commit(1)
+    publishing.settle()
+    away: Any = Away()
+    publishing.publisher._reading.backend, publishing.publisher._reading.attempts = away, 1
+    publishing.commit(2)
+    warning = publishing.posted.get(timeout=DEADLINE_S)
+    assert warning.event == "checkpoint_warning"
+    assert "refused" in warning.reason and "no older one is deleted" in warning.reason
+    assert publishing.steps() == [2, 1]
+
+
+def test_reading_back_may_be_left_out(tmp_path: Path) -> None:
+    keep = JOB.checkpoint.model_copy(update={"read_back": False})
+    one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
+    one.commit(1)
+    one.commit(2, lambda: one.damage(2))
+    one.publisher.close()
+    assert one.steps() == [2] and one.posted.empty()
+
+
+class Unread:
+    """A backend from which nothing comes until it is let go."""
+
+    def __init__(self) -> None:
+        self.asked, self.let_go = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        def wait(*_: Any, **__: Any) -> Any:
+            self.asked.set()
+            assert self.let_go.wait(DEADLINE_S)
+            raise ConnectionError("too late")
+
+        return wait
+
+
+def test_who_is_asked_to_stop_waits_for_no_reading(publishing: Publishing) -> None:
+    unread: Any = Unread()
+    publishing.publisher._reading._calls._backend = unread
+    publishing.commit(1)
+    assert unread.asked.wait(DEADLINE_S)
+    began = time.monotonic()
+    publishing.publisher.close(at_once=True)
+    assert time.monotonic() - began < DEADLINE_S / 4
+    unread.let_go.set()
+    note = publishing.posted.get(timeout=DEADLINE_S)
+    assert "step 1 was not read back" in note.reason
+
+
+class Away:
+    """A backend that no operation reaches."""
+
+    def __getattr__(self, name: str) -> Any:
+        def refused(*_: Any, **__: Any) -> Any:
+            raise ConnectionError("refused")
+
+        return refused
+
+
+def test_who_is_superseded_says_so_and_publishes_nothing(publishing: Publishing) -> None:
+    assert isinstance(publishing.commit(2), ev.CheckpointCommitted)
+    other = Publishing(publishing.store.url, "run2")
+    assert other.publisher.unrescued == ("run1",)
+    assert isinstance(publishing.commit(3), Superseded)
+    publishing.publisher.look()
+    assert isinstance(publishing.posted.get(timeout=DEADLINE_S), Superseded)
+    piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
+    checkpoints.write_shards(other.store, checkpoints.attempt_prefix("run2", 1, 3), 0, [piece])
+    before = other.store.list()
+    publishing.publisher.sweep()
+    assert isinstance(publishing.posted.get(timeout=DEADLINE_S), Superseded)
+    assert other.store.list() == before
+    assert isinstance(other.commit(4), ev.CheckpointCommitted)
+    other.publisher.close()
+
+
+def test_who_is_superseded_forgets_nobody(publishing: Publishing) -> None:
+    """It was stopped while it rescued a run, which its successor rescues now."""
+    publishing.store.put("emergency/run0/n0/begun", b"{}")
+    other = Publishing(publishing.store.url, "run2")
+    with pytest.raises(Superseded):
+        publishing.publisher.forget("run0")
+    assert other.publisher.emergencies() == ("run1", "run0")
+    other.publisher.close()
+
+
+def test_a_first_look_takes_what_counts_alone(publishing: Publishing, tmp_path: Path) -> None:
+    """Before anything is decided: a late manifest of an earlier owner is ahead of what counts."""
+    other = Publishing(publishing.store.url, "run2")
+    assert other.publisher.resumable() == ()
+    publishing.publisher.claim.check = lambda: None  # type: ignore[method-assign]  # it had looked
+    assert isinstance(publishing.commit(9), ev.CheckpointCommitted)
+    assert isinstance(other.commit(4), ev.CheckpointCommitted)
+    look = Publisher(JOB, "run3", publishing.store.url, lambda _: None, lambda: (), lambda: None)
+    assert [ref.step for ref in look.resumable()] == [4]
+    check_steps(4, publishing.store.url)
+    look.close()
+    other.publisher.close()

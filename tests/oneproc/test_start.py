@@ -1,0 +1,130 @@
+"""What a controller finds in its run folder before it starts anyone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_ft.controller.controller import Controller
+from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
+from elastic_ft.core.sharding import Box
+from elastic_ft.errors import ConfigError
+from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe.handover import await_handover
+from elastic_ft.observe.run_folder import RunFolder, read_lines
+from elastic_ft.storage import checkpoints, owners
+from elastic_ft.storage.store import open_store
+from tests.multiproc.harness import make_job
+
+
+class Idle(LocalHost):
+    """Of a job that is not to start."""
+
+    def start(self, *args: Any) -> None:
+        raise AssertionError("nothing is to be started")
+
+
+def controller(folder: Path, steps: int) -> Controller:
+    job, run = make_job(steps=steps), RunFolder(str(folder))
+    return Controller(job, Idle({}), run, str(folder / "checkpoints"))
+
+
+def publish(folder: Path, step: int) -> None:
+    store = open_store(str(folder / "checkpoints"))
+    box = Box((0,), (4,))
+    pieces = [("w", box, "float32", memoryview(np.zeros(4, np.float32)).cast("B"))]
+    prefix = checkpoints.attempt_prefix("run", 1, step)
+    entries = tuple(
+        ShardEntry.from_dict(item) for item in checkpoints.write_shards(store, prefix, 0, pieces)
+    )
+    manifest = Manifest(
+        job="tiny",
+        run="run",
+        step=step,
+        generation=1,
+        nonce="nonce",
+        layout="ddp1",
+        created_at_s=time.time(),
+        tensors={"w": TensorSpec("float32", (4,))},
+        entries=entries,
+    )
+    checkpoints.commit(store, manifest, 2)
+
+
+def test_a_complete_job_is_not_run_again(tmp_path: Path) -> None:
+    """D7: its workers were started, and its result overwritten with nothing."""
+    before = {"status": "completed", "steps": 7, "final_loss": 0.5, "ended_at_s": 1.0}
+    (tmp_path / "result.json").write_text(json.dumps(before))
+    assert controller(tmp_path, steps=7).run() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert json.loads((tmp_path / "result.json").read_text()) == before
+
+
+def test_fewer_steps_than_there_are_is_refused(tmp_path: Path) -> None:
+    """D6: it said "completed: 1372 steps" of a job of 900."""
+    publish(tmp_path, 1372)
+    with pytest.raises(ConfigError, match=r"^steps: 900 is below step 1372, from which"):
+        controller(tmp_path, steps=900).run()
+    assert not (tmp_path / "controller.json").exists(), "nothing was cut off: nobody is to restart"
+    assert not (tmp_path / "result.json").exists()
+
+
+def test_a_second_start_asks_the_first_to_hand_over(tmp_path: Path) -> None:
+    """Of a job that has no worker yet; with workers: tests/multiproc/test_world.py."""
+
+    def waiting() -> Controller:
+        job, run = make_job(steps=9), RunFolder(str(tmp_path))
+        return Controller(job, LocalHost({}), run, str(tmp_path / "checkpoints"))
+
+    first, second, said = waiting(), waiting(), []
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(first.run)
+        until(lambda: len(starts(tmp_path)) == 1)
+        await_handover(str(tmp_path), said.append)
+        assert running.result(30)["reason"].startswith("another start of the job takes over")
+        follows = pool.submit(second.run)
+        until(lambda: len(starts(tmp_path)) == 2)
+        second.stop("enough")
+        assert follows.result(30)["reason"].startswith("enough")
+    asked, handed_over = said
+    assert asked.endswith(": it is asked to hand over")
+    assert "has handed over, after" in handed_over
+    names = [line["event"] for line in read_lines(tmp_path / "events.jsonl")]
+    assert "controller_restarted" not in names
+    await_handover(str(tmp_path), said.append)
+    assert len(said) == 2, "nobody lives: nobody is asked"
+
+
+def test_one_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
+    owners.take_over(open_store(str(tmp_path)), job="tiny", run="old", run_folder=str(tmp_path))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    sign = {"at_s": time.time(), "host": os.uname().nodename, "pid": ended.pid}
+    (tmp_path / "alive.json").write_text(json.dumps(sign))
+    said: list[str] = []
+    await_handover(str(tmp_path), said.append)
+    assert said == []
+    assert not (tmp_path / "handover.json").exists()
+
+
+def starts(folder: Path) -> list[Any]:
+    lines = read_lines(folder / "events.jsonl")
+    return [line for line in lines if line["event"] == "job_started"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s, pause = time.monotonic() + 30, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline_s
+        pause.wait(0.02)

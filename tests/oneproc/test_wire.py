@@ -1,0 +1,571 @@
+"""Messages between processes: what is let in, what is refused, and that nothing else happens."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import resource
+import socket
+import struct
+import threading
+import time
+import typing
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+import msgpack
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from elastic_ft.config import parse_job
+from elastic_ft.core import events as ev
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.sharding import Box
+from elastic_ft.core.shares import share_of
+from elastic_ft.errors import ConfigError
+from elastic_ft.faults import Fault
+from elastic_ft.groups.store_links import serve_store
+from elastic_ft.keeper.buffer import Slot
+from elastic_ft.keeper.protocol import FROM_KEEPER, TO_KEEPER, Content, Read, Sealed
+from elastic_ft.observe.metrics import Metrics
+from elastic_ft.transport import wire
+from elastic_ft.transport.control import (
+    TO_CONTROLLER,
+    TO_WORKER,
+    Form,
+    Heartbeat,
+    Welcome,
+    forms,
+    to_each,
+)
+from elastic_ft.transport.wire import Channel, MessageRefused, Messages, Packed, Reception, WrongKey
+from tests.multiproc.harness import make_job
+
+KEY = b"k" * 32
+SOON_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    number: int
+    payload: bytes = b""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+PINGS = Messages(Ping)
+
+
+class Desk:
+    """A reception that keeps what it is sent, and answers each message with the same."""
+
+    def __init__(self, key: bytes = KEY) -> None:
+        self.heard: list[Any] = []
+        self.ended: list[str] = []
+        self.changed = threading.Condition()
+        self.reception = Reception("desk", "127.0.0.1", key, PINGS, self._serve)
+        self.reception.start()
+        self.address = ("127.0.0.1", self.reception.port)
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            while True:
+                message = channel.receive()
+                with self.changed:
+                    self.heard.append(message)
+                    self.changed.notify_all()
+                channel.send(message)
+        except EOFError as error:
+            with self.changed:
+                self.ended.append(f"{type(error).__name__}: {error}")
+                self.changed.notify_all()
+
+    def wait(self, predicate: Callable[[], Any]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(predicate, SOON_S)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    made = Desk()
+    yield made
+    made.reception.close()
+
+
+class Relay:
+    """Sits between two ends: ``change`` is given each frame that goes to the server."""
+
+    def __init__(self, to: wire.Address, change: Callable[[int, bytes], list[bytes]]) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self._listener.getsockname()
+        self._to, self._change = to, change
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        near, _ = self._listener.accept()
+        with near, socket.create_connection(self._to) as far:
+            back = threading.Thread(target=_pump, args=(far, near), daemon=True)
+            back.start()
+            with contextlib.suppress(OSError, EOFError):
+                far.sendall(_take(near, wire.HELLO.size))
+                far.sendall(_take(near, wire.PROOF_BYTES))
+                number = 0
+                while True:
+                    head = _take(near, 4)
+                    frame = head + _take(near, struct.unpack("!I", head)[0] + wire.SEAL_BYTES)
+                    for changed in self._change(number, frame):
+                        far.sendall(changed)
+                    number += 1
+            with contextlib.suppress(OSError):
+                far.shutdown(socket.SHUT_WR)
+            back.join(SOON_S)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def _take(sock: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        if not (part := sock.recv(size - len(found))):
+            raise EOFError
+        found += part
+    return found
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while part := source.recv(65536):
+            target.sendall(part)
+        target.shutdown(socket.SHUT_WR)
+
+
+# -------------------------------------------------------------------------------- carried
+
+
+SLOT = Slot("a", "float32", (8, 3), Box((0, 0), (4, 3)), 0, 48)
+HOLDING = ev.Holding(7, "pp1.s2.tp1", "pp0.s0.tp0", ev.Tier.KEEPER)
+MEMBER = ev.Member("w0", "n0", "host", 1, None, "rack", 80 << 30)
+ASSIGNMENT = ev.Assignment(
+    3,
+    (MEMBER,),
+    (),
+    Layout(),
+    ev.Source(7, ev.Tier.PEER, "s", {"a": (("w0", ev.Tier.PEER),)}),
+    ((),),
+    "why",
+    (ev.Keeper("n0", ("10.0.0.1", 4)),),
+)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (TO_CONTROLLER, ev.StepApplied(1.5, "w0", 3, 8, {"loss": 0.1, "ids": [1, 2]}, 0.5)),
+        (TO_CONTROLLER, ev.Paused(1.0, "w0", 3, (HOLDING,))),
+        (TO_CONTROLLER, Heartbeat("w0", 1, 2, 3, "forward")),
+        (TO_CONTROLLER, ev.ShardsWritten(1.0, "w0", 3, 8, ({"file": "x"},), {"a": ("f", (2,))})),
+        (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (Fault("forward"),))),
+        (TO_WORKER, Form(share_of(ASSIGNMENT, "w0"), {"rank": 0}, frozenset({1, 2}), 5)),
+        (TO_WORKER, ev.PauseWorkers(3, ("w0", "w1"), True, "why")),
+        (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (ev.RecordStep(7, 3, 2, "l", {"loss": 1.0}),))),
+        (TO_KEEPER, Read("w0", HOLDING, (("a", Box((1,), (2,))),))),
+        (FROM_KEEPER, Content(b"\x00\xff")),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_message_is_itself_on_arrival(messages: Messages, message: Any) -> None:
+    assert messages.decode(wire.encode(message)) == message
+
+
+def test_every_event_is_told_by_workers_or_by_the_controllers_own_process() -> None:
+    """Who adds one decides: what is not listed as a message is refused, and ends its sender."""
+    own = {ev.JobStarted, ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost}
+    own |= {ev.CheckpointCommitted, ev.CheckpointFailed, ev.StopRequested, ev.ResizeRequested}
+    own |= {ev.CheckpointDamaged, ev.TimerFired}
+    told = {kind for kind in typing.get_args(ev.Event) if TO_CONTROLLER.has(kind)}
+    assert told | own == set(typing.get_args(ev.Event)) and not told & own
+
+
+def test_what_everyone_is_sent_is_packed_once() -> None:
+    extras: dict[str, Any] = {"w0": {"rank": 0}}
+    ((worker, form),) = forms(ASSIGNMENT, extras, frozenset({2}), 5)
+    assert isinstance(form.assignment.source, Packed)
+    share = share_of(ASSIGNMENT, worker)
+    assert TO_WORKER.decode(wire.encode(form)) == Form(share, extras["w0"], frozenset({2}), 5)
+
+
+def test_what_each_is_sent_does_not_grow_with_the_world() -> None:
+    """All of them lose one: a pause and a generation are O(N) bytes in all."""
+    sizes: dict[str, set[int]] = {"form": set(), "pause": set()}
+    for count in (100, 800):
+        workers = [f"w{1000 + rank}" for rank in range(count)]
+        members = tuple(ev.Member(w, f"n{w}", "host", 1) for w in workers)
+        layout = Layout(dp_shard=count)
+        held = {layout.shard_of(r): ((w, ev.Tier.LIVE),) for r, w in enumerate(workers)}
+        source = ev.Source(7, ev.Tier.LIVE, layout.shard_space, held)
+        buddies = tuple(((rank + 1) % count,) for rank in range(count))
+        keepers = tuple(ev.Keeper(m.node, ("10.0.0.1", 4)) for m in members)
+        made = ev.Assignment(3, members, (), layout, source, buddies, "a loss", keepers)
+        sizes["form"] |= {len(wire.encode(form)) for _, form in forms(made, {})}
+        pause = ev.PauseWorkers(3, tuple(workers), True, "w1 is lost")
+        sizes["pause"].add(len(to_each(pause).body))
+    assert max(sizes["form"]) < 500
+    assert max(sizes["form"]) - min(sizes["form"]) < 20  # digits of ranks
+    assert len(sizes["pause"]) == 1 and max(sizes["pause"]) < 200
+
+
+def test_a_field_of_a_later_version_is_left_out_and_one_of_an_older_has_its_default() -> None:
+    later = wire.pack(["Ping", {"number": 1, "payload": b"", "extra": {}, "colour": "red"}])
+    assert PINGS.decode(later) == PINGS.decode(wire.pack(["Ping", {"number": 1}])) == Ping(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (None, "no message"),
+        (["Pong", {}], "'Pong' is no message for this process"),
+        (["Ping", {}], "Ping: .*number"),
+        (["Ping", {"number": "1"}], "Ping.number: expected int, found str"),
+        (["Ping", {"number": True}], "Ping.number: expected int, found bool"),
+        (["Ping", {"number": 1, "extra": {"a": b"bytes"}}], "Ping.extra: expected a plain value"),
+        (["Ping", [1]], "expected the fields of Ping"),
+    ],
+)
+def test_what_is_no_message_is_refused_in_one_line(value: Any, why: str) -> None:
+    with pytest.raises(MessageRefused, match=why) as caught:
+        PINGS.decode(wire.pack(value))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_message_that_unpacks_to_too_much_is_refused() -> None:
+    bomb = msgpack.ExtType(wire.COMPRESSED, zlib.compress(bytes(wire.UNPACKED_BYTES_MAX + 9), 1))
+    with pytest.raises(MessageRefused, match="too large"):
+        PINGS.decode(msgpack.packb(["Ping", bomb]))
+
+
+BODIES = [
+    (messages, wire.encode(message))
+    for messages, message in (
+        (TO_CONTROLLER, ev.StepApplied(1.5, "w0", 3, 8, {"loss": 0.1, "ids": [1, 2]}, 0.5)),
+        (TO_CONTROLLER, ev.Paused(1.0, "w0", 3, (HOLDING,))),
+        (TO_WORKER, Form(Packed(ASSIGNMENT), {"rank": 0}, frozenset({1}), 5)),  # type: ignore[arg-type]
+        (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (Fault("forward"),))),
+        (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (ev.RecordStep(7, 3, 2, "l", {}),))),
+    )
+]
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.randoms(use_true_random=False), st.sampled_from(BODIES))
+def test_any_mutation_is_a_message_or_is_refused(
+    random: Random, which: tuple[Messages, bytes]
+) -> None:
+    messages, body = which
+    for _ in range(50):
+        mutated = bytearray(body)
+        for _ in range(random.randint(1, 4)):
+            at, new = random.randrange(len(mutated) + 1), random.randbytes(random.randint(0, 4))
+            mutated[at : at + random.choice((0, 1, len(new), 40))] = new
+        with contextlib.suppress(MessageRefused):
+            messages.decode(bytes(mutated))
+
+
+MADE_HERE = (  # by the controller and its host
+    *(ev.JobStarted, ev.StopRequested, ev.ResizeRequested, ev.TimerFired),
+    *(ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost),
+    *(ev.CheckpointCommitted, ev.CheckpointDamaged, ev.CheckpointFailed),
+)
+
+
+@pytest.mark.parametrize("kind", get_args(ev.Event), ids=lambda kind: kind.__name__)
+def test_the_controller_takes_every_event_that_it_does_not_make_itself(kind: type) -> None:
+    """A kind that was left out would be refused, and who sent it for a stranger."""
+    body = msgpack.packb([kind.__name__, {}])
+    with pytest.raises(MessageRefused) as refused:
+        TO_CONTROLLER.decode(body)
+    assert ("is no message for this process" in str(refused.value)) == (kind in MADE_HERE)
+
+
+# ------------------------------------------------------------------------- between two ends
+
+
+def test_messages_arrive_in_order_small_and_large(desk: Desk) -> None:
+    channel = wire.dial(desk.address, KEY, PINGS)
+    sent = [Ping(number, bytes(size)) for number, size in enumerate((0, 1, 70_000, 3 << 20, 5))]
+    for message in sent:
+        assert channel.send(message)
+        assert channel.receive(SOON_S) == message
+    channel.close()
+    assert desk.heard == sent
+
+
+def test_a_wrong_key_is_named_and_lets_nobody_in(desk: Desk) -> None:
+    with pytest.raises(WrongKey, match="does not have this job's key"):
+        wire.dial(desk.address, b"x" * 32, PINGS)
+    assert desk.heard == []
+
+
+def test_who_calls_without_proving_the_key_is_not_admitted(desk: Desk) -> None:
+    with socket.create_connection(desk.address) as sock:
+        sock.settimeout(SOON_S)
+        sock.sendall(wire.HELLO.pack(wire.MAGIC, wire.VERSION, wire.OLDEST, bytes(32)))
+        _take(sock, wire.HELLO.size + wire.PROOF_BYTES)
+        sock.sendall(bytes(wire.PROOF_BYTES))
+        assert sock.recv(1) == b""
+
+
+def test_versions_that_have_none_in_common_are_refused_by_name(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        sock, _ = server.accept()
+        with sock:
+            hello = _take(sock, wire.HELLO.size)
+            theirs = wire.HELLO.pack(wire.MAGIC, 9, 8, bytes(32))
+            sock.sendall(theirs + hmac.digest(KEY, b"called\0" + hello + theirs, "sha256"))
+
+    threading.Thread(target=answer, daemon=True).start()
+    with server, pytest.raises(wire.WrongVersion, match="speaks versions 8 to 9 of the messages"):
+        wire.dial(server.getsockname(), KEY, PINGS)
+
+
+def test_the_older_of_two_versions_is_spoken() -> None:
+    newer = wire.HELLO.pack(wire.MAGIC, wire.VERSION + 1, wire.OLDEST, bytes(32))
+    assert wire._common_version(newer, "x") == wire.VERSION
+
+
+def tampered(number: int, frame: bytes) -> list[bytes]:
+    return [frame[:-20] + bytes([frame[-20] ^ 1]) + frame[-19:]] if number == 1 else [frame]
+
+
+def replayed(number: int, frame: bytes) -> list[bytes]:
+    return [frame, frame] if number == 1 else [frame]
+
+
+def injected(number: int, frame: bytes) -> list[bytes]:
+    body = wire.encode(Ping(666))
+    return [frame, struct.pack("!I", len(body)) + body + bytes(16)] if number == 1 else [frame]
+
+
+def left_out(number: int, frame: bytes) -> list[bytes]:
+    return [] if number == 1 else [frame]
+
+
+def oversized(number: int, frame: bytes) -> list[bytes]:
+    return [struct.pack("!I", 0xFFFFFFF0)] if number == 1 else [frame]
+
+
+@pytest.mark.parametrize("change", [tampered, replayed, injected, left_out, oversized])
+def test_who_sits_between_can_only_end_the_connection(
+    desk: Desk, change: Callable[[int, bytes], list[bytes]]
+) -> None:
+    relay = Relay(desk.address, change)
+    channel = wire.dial(relay.address, KEY, PINGS)
+    for number in range(3):
+        channel.send(Ping(number))
+    desk.wait(lambda: desk.ended)
+    assert desk.heard in ([Ping(0)], [Ping(0), Ping(1)])
+    assert "MessageRefused" in desk.ended[0]
+    channel.close()
+    relay.close()
+
+
+def test_a_message_cut_short_is_an_end(desk: Desk) -> None:
+    relay = Relay(desk.address, lambda number, frame: [frame[:9]] if number == 1 else [frame])
+    channel = wire.dial(relay.address, KEY, PINGS)
+    channel.send(Ping(0))
+    channel.send(Ping(1))
+    channel.close()
+    desk.wait(lambda: desk.ended)
+    assert desk.heard == [Ping(0)]
+    relay.close()
+
+
+def test_what_was_sealed_for_one_end_is_not_read_by_the_other(desk: Desk) -> None:
+    """A relay could hand a frame back to who sent it."""
+    session = wire.Session(1, b"a" * 32, b"b" * 32)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    sender, echo = Channel(one, session, PINGS), Channel(other, session, PINGS)
+    sender.send(Ping(1))
+    with pytest.raises(MessageRefused, match="seal"):
+        echo.receive(SOON_S)
+    sender.close()
+    echo.close()
+
+
+def test_a_message_is_waited_for_no_longer_than_told(desk: Desk) -> None:
+    channel = wire.dial(desk.address, KEY, PINGS)
+    with pytest.raises(EOFError, match="nothing heard for"):
+        channel.receive(0.05)
+    channel.close()
+
+
+def test_what_has_come_is_not_heard_after_an_end_was_closed() -> None:
+    """Who is hung up on, or replaced, has said its last word, though more of it has been read."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+    sender = Channel(one, wire.Session(1, KEY, KEY), PINGS)
+    receiver = Channel(other, wire.Session(1, KEY, KEY), PINGS)
+    for number in range(3):
+        sender.send(Ping(number))
+    assert receiver.receive(SOON_S) == Ping(0)
+    assert receiver._come, "the others were read with it"
+    receiver.close()
+    with pytest.raises(EOFError, match="closed"):
+        receiver.receive(SOON_S)
+    sender.close()
+
+
+def test_sending_to_who_takes_nothing_ends(desk: Desk) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        stopped, _ = server.accept()
+    channel = Channel(one, wire.Session(1, KEY, KEY), PINGS)
+    channel.limit(0.2)
+    began = time.monotonic()
+    assert not channel.send(Ping(0, bytes(32 << 20)))
+    assert time.monotonic() - began < SOON_S
+    with pytest.raises(EOFError):
+        channel.receive(SOON_S)
+    stopped.close()
+    channel.close()
+
+
+# ------------------------------------------------------------------------------- strangers
+
+
+def test_a_thousand_who_say_nothing_keep_nobody_out_and_are_dropped(desk: Desk) -> None:
+    strangers = []
+    for number in range(1000):
+        strangers.append(socket.create_connection(desk.address, SOON_S))
+        if number % 250 == 249:
+            channel = wire.dial(desk.address, KEY, PINGS)
+            channel.send(Ping(number))
+            assert channel.receive(SOON_S) == Ping(number)
+            channel.close()
+    strangers[0].settimeout(SOON_S)
+    assert strangers[0].recv(1) == b"", "the oldest are dropped for the next"
+    desk.wait(lambda: len(desk.reception._strangers) <= wire.STRANGERS_MAX)
+    for sock in strangers:
+        sock.close()
+
+
+def test_who_is_dropped_for_others_calls_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, dropped = wire.admit, []
+
+    def admit(sock: socket.socket, key: bytes, deadline_s: float) -> wire.Session:
+        if len(dropped) < 4:
+            dropped.append(sock)
+            raise EOFError("dropped")
+        return real(sock, key, deadline_s)
+
+    monkeypatch.setattr(wire, "admit", admit)
+    wire.dial(desk.address, KEY, PINGS).close()
+    assert len(dropped) == 4
+
+
+def test_who_says_nothing_is_dropped_in_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.2)
+    with socket.create_connection(desk.address) as sock:
+        sock.settimeout(SOON_S)
+        assert sock.recv(1) == b""
+
+
+@given(data=st.binary(min_size=1, max_size=200))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_bytes_are_nobody(desk: Desk, data: bytes) -> None:
+    with contextlib.suppress(ConnectionError), socket.create_connection(desk.address) as sock:
+        sock.settimeout(SOON_S)
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
+    assert desk.heard == []
+
+
+def test_without_descriptors_it_waits_and_goes_on(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full table of descriptors costs no core, and strangers make room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    taken: list[int] = []
+    sock, full = socket.socket(), threading.Event()
+    drop = desk.reception._drop_strangers
+
+    def dropped(left: int) -> None:
+        if left == 0:
+            full.set()
+        drop(left)
+
+    monkeypatch.setattr(desk.reception, "_drop_strangers", dropped)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
+
+    def fill() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+
+    try:
+        fill()
+        sock.connect(desk.address)  # it waits to be accepted
+        deadline = time.monotonic() + SOON_S
+        while not full.wait(0.01):
+            assert time.monotonic() < deadline
+            fill()  # what an earlier test had may have been closed meanwhile
+            os.close(taken.pop())
+            with contextlib.suppress(OSError), socket.socket() as another:
+                another.connect(desk.address)
+        before, began = time.process_time(), time.monotonic()
+        threading.Event().wait(0.5)  # long enough to tell a spin from a pause
+        spent = (time.process_time() - before) / (time.monotonic() - began)
+        assert spent < 0.5, f"{spent:.0%} of a core"
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        sock.close()
+    channel = wire.dial(desk.address, KEY, PINGS)
+    channel.send(Ping(1))
+    assert channel.receive(SOON_S) == Ping(1)
+    channel.close()
+
+
+# ---------------------------------------------------------------------------------- ports
+
+
+def test_all_that_we_listen_at_is_in_the_range() -> None:
+    with wire.listen("127.0.0.1") as probe:
+        first = probe.getsockname()[1]
+    ports = range(first, first + 10)
+    with wire.listen("127.0.0.1", ports) as one, wire.listen("127.0.0.1", ports) as other:
+        taken = {one.getsockname()[1], other.getsockname()[1]}
+        store = serve_store("127.0.0.1", ports)
+        metrics = Metrics("job")
+        taken |= {store.port, metrics.serve("127.0.0.1", ports)}
+        metrics.close()
+        assert len(taken) == 4 and taken <= set(ports)
+
+
+def test_a_range_with_no_free_port_is_named() -> None:
+    with wire.listen("127.0.0.1") as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"network.ports: none of {port}-{port} is free"):
+            wire.listen("127.0.0.1", range(port, port + 1))
+
+
+@pytest.mark.parametrize("ports", ["20100-20000", "80-90", "60000-70000", "20000", "a-b", "1-2-3"])
+def test_a_range_that_is_none_is_refused(ports: str) -> None:
+    with pytest.raises(ConfigError, match="ports"):
+        parse_job({**make_job().model_dump(), "network": {"ports": ports}})
