@@ -31,14 +31,14 @@ import torch
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.placement import Cut
-from elastic_ft.core.sharding import Box, Plan, find_owners, plan_moves
+from elastic_ft.core.sharding import Box, ReshardPlan, find_owners, plan_moves
 from elastic_ft.core.shares import Share, shares
 from elastic_ft.groups.groups import Groups, Peer
 from elastic_ft.groups.store_links import SealedStore
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed, tell
-from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.state.transfer import move_costs
 
 PER_NODE = 8
@@ -94,7 +94,7 @@ def shapes_of(config: DecoderConfig) -> Shapes:
     return shapes
 
 
-def state_of(shapes: Shapes, layout: Layout, place: tuple[int, int, int]) -> State:
+def state_of(shapes: Shapes, layout: Layout, place: tuple[int, int, int]) -> LocalState:
     """FSDP2's: rows in equal chunks, of what tensor parallelism (of matrices) leaves."""
     local = torch.empty(0, device="meta")
     alike: dict[tuple[int, ...], StateTensor] = {}
@@ -133,7 +133,7 @@ class World:
         told = zip(self.members, shares(assignment), strict=True)
         self.ranks = [self._groups(member, share) for member, (_, share) in told]
         self.placed: dict[int, Placed] = {}
-        self.plans: dict[int, Plan] = {}
+        self.plans: dict[int, ReshardPlan] = {}
         self.cpu_s: dict[int, float] = {}
 
     def _groups(self, member: Member, share: Share) -> Groups:
@@ -147,7 +147,7 @@ class World:
             for done in [pool.submit(self._one, g, g.participant in planning) for g in self.ranks]:
                 done.result()
 
-    def _states(self, number: int) -> tuple[list[State], State]:
+    def _states(self, number: int) -> tuple[list[LocalState], LocalState]:
         offers, needs = [], {}
         if number < self.before.world_size:
             pp, _, shard, tp = self.before.coordinates(number)

@@ -28,7 +28,7 @@ from elastic_ft.keeper.buffer import DIGEST_BYTES, schema_bytes
 from elastic_ft.models.decoder import PRESETS, Decoder
 from elastic_ft.state.placed import Placed, exchange_placed
 from elastic_ft.state.snapshot import Buffer, HostShard, make_schema
-from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.state.transfer import move
 
 SURVIVORS, BEFORE = 3, 4
@@ -60,14 +60,14 @@ def values(shape: tuple[int, ...], box: Box) -> torch.Tensor:
     return flat[box.slices_within(Box.whole(shape))].clone()
 
 
-def make_shard(shapes: Shapes, rank: int, world: int) -> State:
+def make_shard(shapes: Shapes, rank: int, world: int) -> LocalState:
     boxes = {name: cut(shape, rank, world) for name, shape in shapes.items()}
     return {
         name: StateTensor(shapes[name], b, values(shapes[name], b)) for name, b in boxes.items()
     }
 
 
-def as_snapshot(state: State) -> HostShard:
+def as_snapshot(state: LocalState) -> HostShard:
     schema = make_schema(state)
     memory = torch.zeros(schema_bytes(schema) + DIGEST_BYTES, dtype=torch.uint8)
     of = Holding(1, "pp1.s4.tp1", "pp0.s3.tp0", Tier.PEER, 1)

@@ -23,7 +23,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class FinishedRun:
     """The parsed files of a run folder."""
 
     events: list[Line]
@@ -32,9 +32,9 @@ class Folder:
     result: dict[str, Any] | None
 
     @staticmethod
-    def of(path: Path) -> Folder:
+    def of(path: Path) -> FinishedRun:
         ledger, result = path / "ledger.jsonl", path / "result.json"
-        return Folder(
+        return FinishedRun(
             events=read_lines(path / "events.jsonl"),
             steps=read_lines(path / "steps.jsonl"),
             ledger=read_lines(ledger) if ledger.exists() else None,
@@ -66,7 +66,7 @@ def compare_runs(disturbed: Path, calm: Path, job: Job, samples: int) -> list[Ve
         calm: the folder of the same job undisturbed.
         samples: of the training data.
     """
-    run, reference = Folder.of(disturbed), Folder.of(calm)
+    run, reference = FinishedRun.of(disturbed), FinishedRun.of(calm)
     return [
         _completed(run, job),
         *_loss_of_a_node(run),
@@ -77,13 +77,13 @@ def compare_runs(disturbed: Path, calm: Path, job: Job, samples: int) -> list[Ve
     ]
 
 
-def _completed(run: Folder, job: Job) -> Verdict:
+def _completed(run: FinishedRun, job: Job) -> Verdict:
     result = run.result or {"status": "no result.json", "steps": 0}
     passed = result["status"] == "completed" and result["steps"] == job.steps
     return Verdict("the job completed", passed, f"{result['status']}, {result['steps']} steps")
 
 
-def _loss_of_a_node(run: Folder) -> list[Verdict]:
+def _loss_of_a_node(run: FinishedRun) -> list[Verdict]:
     found = run.recovery("node_lost")
     if not found:
         return [Verdict("a node was lost", False, "no recovery with cause node_lost")]
@@ -107,7 +107,7 @@ def _loss_of_a_node(run: Folder) -> list[Verdict]:
     ]
 
 
-def _return_of_a_node(run: Folder) -> Verdict:
+def _return_of_a_node(run: FinishedRun) -> Verdict:
     found = run.recovery("worker_joined")
     claim = "a node came back and joined at a step boundary"
     if not found:
@@ -126,7 +126,7 @@ def _pids(members: dict[str, int]) -> str:
     return "pids " + (", ".join(str(pid) for pid in sorted(members.values())) or "none")
 
 
-def _exactly_once(run: Folder, job: Job) -> Verdict:
+def _exactly_once(run: FinishedRun, job: Job) -> Verdict:
     """Which samples they must be, and in which order, is I2's matter."""
     consumed = [sample for line in run.ledger or () for sample in line["samples"]]
     distinct, wanted = len(set(consumed)), job.steps * job.batch.global_batch_size
@@ -135,7 +135,7 @@ def _exactly_once(run: Folder, job: Job) -> Verdict:
     return Verdict("every sample is in exactly one committed step", passed, found)
 
 
-def _invariants(run: Folder, job: Job, samples: int) -> Verdict:
+def _invariants(run: FinishedRun, job: Job, samples: int) -> Verdict:
     expected = Expected(
         seed=job.seed,
         dataset_size=samples,
@@ -148,7 +148,7 @@ def _invariants(run: Folder, job: Job, samples: int) -> Verdict:
     return Verdict("invariants I1-I8 hold in the run folder", not violations, shown)
 
 
-def _same_losses(run: Folder, reference: Folder) -> Verdict:
+def _same_losses(run: FinishedRun, reference: FinishedRun) -> Verdict:
     expected = {line["step"]: line["loss"] for line in reference.steps}
     losses = {line["step"]: line["loss"] for line in run.steps}
     claim = f"each loss is that of the undisturbed run, within {LOSS_DIFFERENCE_MAX:g}"

@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from chaos.check import Folder
-from chaos.outcome import FAILED, PASSED, Outcome
-from chaos.scenario import SCENARIOS, TIERS, Scenario, Tier, load_scenario
+from chaos.check import FinishedRun
+from chaos.outcome import FAILED, PASSED, ScenarioOutcome
+from chaos.scenario import SCENARIOS, TIERS, Scenario, TestTier, load_scenario
 from elastic_ft.core.terms import SAMPLES
 from elastic_ft.errors import ConfigError
 
@@ -62,7 +62,7 @@ def run(
     return run_all(scenarios, tier_of(on), out, patience)
 
 
-def tier_of(name: str | None) -> Tier | None:
+def tier_of(name: str | None) -> TestTier | None:
     if name is None:
         return None
     for tier in TIERS:
@@ -72,17 +72,17 @@ def tier_of(name: str | None) -> Tier | None:
 
 
 def run_all(
-    scenarios: list[tuple[str, Scenario]], on: Tier | None, out: Path, patience: float
+    scenarios: list[tuple[str, Scenario]], on: TestTier | None, out: Path, patience: float
 ) -> int:
     from chaos.trial import Stage, highest_tier, lacks, run_trial
 
-    outcomes: list[Outcome] = []
+    outcomes: list[ScenarioOutcome] = []
     began_s = time.monotonic()
     with Stage(out, patience) as stage:
         for name, scenario in scenarios:
             tier, why = highest_tier(scenario) if on is None else (on, lacks(scenario, on))
             if why or tier is None:
-                outcomes.append(Outcome(name, tier or "none", skipped=why))
+                outcomes.append(ScenarioOutcome(name, tier or "none", skipped=why))
             else:
                 outcomes.append(run_trial(name, scenario, tier, stage))
             console.print(str(outcomes[-1]), markup=False)
@@ -113,7 +113,7 @@ def check(
     if not (run_folder / "events.jsonl").is_file() or not (run_folder / "job.yaml").is_file():
         raise ConfigError(f"{run_folder}: not a run folder: no events.jsonl or no job.yaml")
     job = load_job(run_folder / "job.yaml")
-    found = Folder.of(run_folder)
+    found = FinishedRun.of(run_folder)
     first = found.steps[0]["step"] if found.steps else 1
     expected = Expected(
         seed=job.seed,
@@ -133,13 +133,13 @@ def check(
             console.print(f"      {message}", markup=False)
     if beside is None:
         return FAILED if violations else PASSED
-    reference = {line["step"]: line["loss"] for line in Folder.of(beside).steps}
+    reference = {line["step"]: line["loss"] for line in FinishedRun.of(beside).steps}
     verdict = same_losses(found, reference)
     console.print(f"{'PASS' if verdict.passed else 'FAIL'}  I3  {verdict.claim}: {verdict.found}")
     return PASSED if verdict.passed and not violations else FAILED
 
 
-def _samples(found: Folder) -> int | None:
+def _samples(found: FinishedRun) -> int | None:
     """Of the training data at the end of the run; None if its journal does not tell."""
     opened = [line for line in found.events if line["event"] == "data_opened"]
     return opened[-1]["data"].get(SAMPLES) if opened else None

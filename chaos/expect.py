@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from chaos.check import LOSS_DIFFERENCE_MAX, Folder, Verdict
+from chaos.check import LOSS_DIFFERENCE_MAX, FinishedRun, Verdict
 from chaos.disturbance import fired_inside
 from chaos.runner import LOG, fired_in
 from chaos.scenario import Expect, External, Network, Scenario
@@ -24,7 +24,7 @@ def judge(
         samples: of the training data; None if that is not known.
         reference: step -> loss of the same job undisturbed.
     """
-    run, expect = Folder.of(folder), scenario.expect
+    run, expect = FinishedRun.of(folder), scenario.expect
     verdicts = [_all_fired(scenario, folder), _ended(run, expect), _invariants(run, job, samples)]
     verdicts += _recoveries(run, expect)
     verdicts += _journal(run, expect)
@@ -43,7 +43,7 @@ def _all_fired(scenario: Scenario, folder: Path) -> Verdict:
     return Verdict("every fault fired", not missed, found)
 
 
-def _ended(run: Folder, expect: Expect) -> Verdict:
+def _ended(run: FinishedRun, expect: Expect) -> Verdict:
     result = run.result or {"status": "there is no result.json", "reason": ""}
     passed = result["status"] in expect.status and bool(re.search(expect.reason, result["reason"]))
     wanted = " or ".join(expect.status) + (f" ({expect.reason})" if expect.reason else "")
@@ -51,7 +51,7 @@ def _ended(run: Folder, expect: Expect) -> Verdict:
     return Verdict(f"the run is {wanted}", passed, found)
 
 
-def _invariants(run: Folder, job: Job, samples: int | None) -> Verdict:
+def _invariants(run: FinishedRun, job: Job, samples: int | None) -> Verdict:
     expected = Expected(
         seed=job.seed, dataset_size=samples, global_batch_size=job.batch.global_batch_size
     )
@@ -60,7 +60,7 @@ def _invariants(run: Folder, job: Job, samples: int | None) -> Verdict:
     return Verdict("invariants I1-I8 hold in the run folder", not violations, shown)
 
 
-def _recoveries(run: Folder, expect: Expect) -> Iterator[Verdict]:
+def _recoveries(run: FinishedRun, expect: Expect) -> Iterator[Verdict]:
     found = [line for line in run.events if line["event"] == "recovered"]
     restarts = [line for line in run.events if line["event"] == "controller_restarted"]
     lost = sum(line["steps_lost"] for line in (*found, *restarts))
@@ -89,7 +89,7 @@ def _recoveries(run: Folder, expect: Expect) -> Iterator[Verdict]:
         yield Verdict(claim, longest_s <= expect.paused_max_s, f"{longest_s:.1f} s")
 
 
-def _journal(run: Folder, expect: Expect) -> Iterator[Verdict]:
+def _journal(run: FinishedRun, expect: Expect) -> Iterator[Verdict]:
     names = {line["event"] for line in run.events}
     for name in expect.events:
         yield Verdict(f"the journal has {name}", name in names, _count(run, name))
@@ -97,11 +97,11 @@ def _journal(run: Folder, expect: Expect) -> Iterator[Verdict]:
         yield Verdict(f"the journal has no {name}", name not in names, _count(run, name))
 
 
-def _count(run: Folder, name: str) -> str:
+def _count(run: FinishedRun, name: str) -> str:
     return f"{sum(line['event'] == name for line in run.events)}"
 
 
-def _worlds(run: Folder, expect: Expect) -> Iterator[Verdict]:
+def _worlds(run: FinishedRun, expect: Expect) -> Iterator[Verdict]:
     worlds = [line["world_size"] for line in run.steps]
     if expect.world_min is not None:
         least = min(worlds, default=0)
@@ -114,7 +114,7 @@ def _worlds(run: Folder, expect: Expect) -> Iterator[Verdict]:
         )
 
 
-def _cut_off(run: Folder, scenario: Scenario, folder: Path) -> Iterator[Verdict]:
+def _cut_off(run: FinishedRun, scenario: Scenario, folder: Path) -> Iterator[Verdict]:
     """I1: who can't be reached stops by itself, before the link heals."""
     if scenario.expect.cut_off_ends_s is None:
         return
@@ -139,7 +139,7 @@ def is_cut(fault: External) -> bool:
     return isinstance(fault, Network) and fault.network == "cut"
 
 
-def same_losses(run: Folder, reference: dict[int, float]) -> Verdict:
+def same_losses(run: FinishedRun, reference: dict[int, float]) -> Verdict:
     losses = {line["step"]: line["loss"] for line in run.steps}
     claim = f"each loss is that of the undisturbed run, within {LOSS_DIFFERENCE_MAX:g}"
     if not losses or not losses.keys() <= reference.keys():

@@ -10,7 +10,7 @@ PASSED, FAILED = 0, 1  # exit codes
 
 
 @dataclass(slots=True)
-class Outcome:
+class ScenarioOutcome:
     """``skipped``: why the scenario can't run here; then there is no verdict."""
 
     name: str

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from chaos.outcome import FAILED, PASSED
-from chaos.scenario import Scenario, Tier
+from chaos.scenario import Scenario, TestTier
 from elastic_ft.errors import ConfigError
 
 TRACES = Path(__file__).parent / "traces"
@@ -27,14 +27,14 @@ LLAMA3_INTERRUPTIONS, LLAMA3_DAYS = 419, 54  # unexpected ones of one job (Llama
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TraceChange:
     """From ``at_s`` on there are ``nodes`` nodes."""
 
     at_s: float
     nodes: int
 
 
-def load_trace(name: str, workers: int, seed: int) -> tuple[Change, ...]:
+def load_trace(name: str, workers: int, seed: int) -> tuple[TraceChange, ...]:
     """Returns the trace of that name, or in that file, for a cluster of ``workers`` nodes.
 
     Raises ConfigError.
@@ -48,7 +48,7 @@ def load_trace(name: str, workers: int, seed: int) -> tuple[Change, ...]:
     return scaled(read_csv(path), workers)
 
 
-def read_csv(path: Path) -> tuple[Change, ...]:
+def read_csv(path: Path) -> tuple[TraceChange, ...]:
     """Of lines ``milliseconds,add|remove,node``. Raises ConfigError."""
     nodes: set[str] = set()
     changes: dict[float, int] = {}
@@ -63,45 +63,45 @@ def read_csv(path: Path) -> tuple[Change, ...]:
                 raise ConfigError(f"{path}:{number}: {expected}, found {','.join(row)}") from None
             change(node)
             changes[at_s] = len(nodes)
-    return tuple(Change(at_s, count) for at_s, count in sorted(changes.items()))
+    return tuple(TraceChange(at_s, count) for at_s, count in sorted(changes.items()))
 
 
-def scaled(changes: tuple[Change, ...], workers: int) -> tuple[Change, ...]:
+def scaled(changes: tuple[TraceChange, ...], workers: int) -> tuple[TraceChange, ...]:
     """The curve with ``workers`` at its highest, and as flat lines where that changes nothing."""
     most = max(change.nodes for change in changes)
-    result: list[Change] = []
+    result: list[TraceChange] = []
     for change in changes:
         nodes = max(NODES_MIN, round(change.nodes * workers / most))
         if not result or result[-1].nodes != nodes:
-            result.append(Change(change.at_s, nodes))
+            result.append(TraceChange(change.at_s, nodes))
     return tuple(result)
 
 
-def compressed(changes: tuple[Change, ...], seconds: float) -> tuple[Change, ...]:
+def compressed(changes: tuple[TraceChange, ...], seconds: float) -> tuple[TraceChange, ...]:
     """The trace in ``seconds``, from its highest point on: what comes before is the build-up."""
     most = max(change.nodes for change in changes)
     first = next(i for i, change in enumerate(changes) if change.nodes == most)
     rest = changes[first:]
     began_s, length_s = rest[0].at_s, max(1.0, rest[-1].at_s - rest[0].at_s)
     ratio = seconds / length_s
-    return tuple(Change(round((c.at_s - began_s) * ratio, 3), c.nodes) for c in rest)
+    return tuple(TraceChange(round((c.at_s - began_s) * ratio, 3), c.nodes) for c in rest)
 
 
 # --------------------------------------------------------------------------- generated
 
 
-def poisson(rng: random.Random, workers: int) -> tuple[Change, ...]:
+def poisson(rng: random.Random, workers: int) -> tuple[TraceChange, ...]:
     """A day in which each node fails every 6 h on average, and is replaced after half an hour."""
     return _failures(rng, workers, workers / (6 * HOUR_S), 0.5 * HOUR_S, 24 * HOUR_S)
 
 
-def llama3(rng: random.Random, workers: int) -> tuple[Change, ...]:
+def llama3(rng: random.Random, workers: int) -> tuple[TraceChange, ...]:
     """Five days at the rate of Llama 3's job (one interruption in 3.1 h), each of one node."""
     rate = LLAMA3_INTERRUPTIONS / (LLAMA3_DAYS * 24 * HOUR_S)
     return _failures(rng, workers, rate, 0.5 * HOUR_S, 120 * HOUR_S)
 
 
-def racks(rng: random.Random, workers: int) -> tuple[Change, ...]:
+def racks(rng: random.Random, workers: int) -> tuple[TraceChange, ...]:
     """A day in which a rack, a quarter of all, fails every 2 h, and is back after an hour."""
     return _failures(rng, workers, 1 / (2 * HOUR_S), HOUR_S, 24 * HOUR_S, max(1, workers // 4))
 
@@ -113,15 +113,15 @@ def _failures(
     repair_s: float,
     length_s: float,
     together: int = 1,
-) -> tuple[Change, ...]:
+) -> tuple[TraceChange, ...]:
     """Failures at ``rate`` (per second, of the whole cluster), ``together`` nodes each."""
     at_s, moments = 0.0, []
     while (at_s := at_s + rng.expovariate(rate)) < length_s:
         moments += [(at_s, -together), (at_s + repair_s, together)]
-    missing, changes = 0, [Change(0.0, workers)]
+    missing, changes = 0, [TraceChange(0.0, workers)]
     for moment_s, change in sorted(moments):
         missing -= change
-        changes.append(Change(moment_s, max(NODES_MIN, workers - missing)))
+        changes.append(TraceChange(moment_s, max(NODES_MIN, workers - missing)))
     return tuple(changes)
 
 
@@ -131,7 +131,9 @@ GENERATED = {"poisson": poisson, "racks": racks, "llama3": llama3}
 # ------------------------------------------------------------------------------ the replay
 
 
-def scenario_of(changes: tuple[Change, ...], workers: int, seconds: float, seed: int) -> Scenario:
+def scenario_of(
+    changes: tuple[TraceChange, ...], workers: int, seconds: float, seed: int
+) -> Scenario:
     faults = [{"at_s": change.at_s, "capacity": change.nodes} for change in changes[1:]]
     return Scenario.model_validate(
         {
@@ -172,7 +174,7 @@ def replay_trace(
         f"{name}: {len(changes) - 1} changes in {minutes:g} min, {losses} nodes lost and {gains} "
         f"gained, between {min(c.nodes for c in changes)} and {workers}"
     )
-    tier: Tier = "processes" if local else "ray"
+    tier: TestTier = "processes" if local else "ray"
     with Stage(out, patience) as stage:
         outcome = run_trial(Path(name).stem, scenario, tier, stage)
     console.print(str(outcome), markup=False)

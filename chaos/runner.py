@@ -25,14 +25,14 @@ from chaos.scenario import (
     Capacity,
     Drain,
     External,
-    Fill,
+    FillDisk,
     Kill,
     KillHead,
     Network,
     Slow,
     Stop,
     StopHead,
-    Store,
+    StoreNeeds,
     Strangers,
 )
 from chaos.surroundings import Surroundings
@@ -160,14 +160,14 @@ class Runner:
         if isinstance(fault, Add):  # takes seconds, in which others fire
             self._adding.append((pending, self._adder.submit(self._cluster.add_node)))
             return
-        if isinstance(fault, (Store, Strangers)):  # it has fired once somebody has suffered it
-            store = isinstance(fault, Store)
+        if isinstance(fault, (StoreNeeds, Strangers)):  # it has fired once somebody has suffered it
+            store = isinstance(fault, StoreNeeds)
             suffered, heal = (self._around.break_store if store else self._intrude)(fault)
             self._armed.append((pending, suffered))
             self._heal_store(fault.lasts_s, suffered, heal)
             return
         # After these nothing may be written: by this process, or on this disk.
-        last = isinstance(fault, (Fill, StopHead)) or (
+        last = isinstance(fault, (FillDisk, StopHead)) or (
             isinstance(fault, KillHead) and fault.kill == "controller"
         )
         if last:
@@ -339,7 +339,7 @@ class Runner:
     def _set_capacity(self, fault: Capacity, member: Line) -> None:
         self._capacity = fault.capacity
 
-    def _fill(self, fault: Fill, member: Line) -> None:
+    def _fill(self, fault: FillDisk, member: Line) -> None:
         self._then(fault.lasts_s, self._around.fill(), fault.until_event)
 
     def _network(self, fault: Network, member: Line) -> None:
@@ -374,7 +374,7 @@ acts: dict[type, Callable[[Runner, Any, Line], None]] = {
     Slow: Runner._slow,
     Drain: Runner._drain,
     Capacity: Runner._set_capacity,
-    Fill: Runner._fill,
+    FillDisk: Runner._fill,
     Network: Runner._network,
 }
 

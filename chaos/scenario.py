@@ -24,22 +24,22 @@ from pydantic import model_validator as check_model
 from chaos.object_store_proxy import FaultKind
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError
-from elastic_ft.faults import ON_GPU, Action, Fault
+from elastic_ft.faults import ON_GPU, Action, PointFault
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
-Tier = Literal["sim", "processes", "ray", "network"]
-TIERS: tuple[Tier, ...] = get_args(Tier)  # the highest last
+TestTier = Literal["sim", "processes", "ray", "network"]
+TIERS: tuple[TestTier, ...] = get_args(TestTier)  # the highest last
 EVERYWHERE = frozenset(TIERS)
 REAL = EVERYWHERE - {"sim"}
-ON_RAY = frozenset[Tier]({"ray", "network"})
+ON_RAY = frozenset[TestTier]({"ray", "network"})
 
 
-class Part(BaseModel):
+class FaultPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class External(Part):
+class External(FaultPart):
     """A fault that the runner injects from outside, once the run has come so far."""
 
     at_step: int | None = Field(None, ge=0)
@@ -60,7 +60,7 @@ class External(Part):
         return f"at step {self.at_step}" if self.at_s is None else f"at {self.at_s:.1f} s"
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         """Where this can be done."""
         return REAL
 
@@ -74,7 +74,7 @@ class Kill(OfRank):
     signal: Literal["KILL", "ABRT"] = "KILL"  # to a worker
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return ON_RAY if self.kill == "raylet" else EVERYWHERE
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class KillHead(External):
     lasts_s: float = Field(5, gt=0)  # gcs: until it is started again, and reads its own disk
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return ON_RAY if self.kill == "gcs" else EVERYWHERE
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Stop(OfRank):
     lasts_s: float | None = Field(None, gt=0)  # then it goes on, as if nothing had been
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return EVERYWHERE
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ class StopHead(External):
     stop: Literal["controller"]
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return frozenset(("processes",))
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ class Strangers(External):
     lasts_s: float = Field(5, gt=0)
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return frozenset(("processes",))
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ class Drain(OfRank):
     deadline_s: float = Field(gt=0)  # from the notice
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return EVERYWHERE
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Add(External):
     add: Literal["node"]
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return EVERYWHERE
 
     def __str__(self) -> str:
@@ -180,14 +180,14 @@ class Capacity(External):
     capacity: int = Field(ge=1)
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return frozenset(("processes", "ray"))
 
     def __str__(self) -> str:
         return f"{self.capacity} nodes {self.when}"
 
 
-class Store(External):
+class StoreNeeds(External):
     """What the object store does to requests, see chaos/object_store_proxy.py."""
 
     store: FaultKind
@@ -197,14 +197,14 @@ class Store(External):
     lasts_s: float = Field(gt=0)
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return frozenset(("sim", "processes", "ray"))
 
     def __str__(self) -> str:
         return f"store {self.store} {self.when} for {self.lasts_s:g} s"
 
 
-class Fill(External):
+class FillDisk(External):
     """The disk is full (ENOSPC), until what filled it is removed."""
 
     fill: Literal["run_folder", "checkpoints"]
@@ -212,7 +212,7 @@ class Fill(External):
     until_event: str | None = None  # or until the journal has such a line, if that comes first
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return frozenset(("processes", "ray"))
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ class Network(OfRank):
     times: int = Field(3, ge=1)
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         two_way = self.network == "cut" and self.way == "both"
         return frozenset(("sim", "network")) if two_way else frozenset(("network",))
 
@@ -242,7 +242,7 @@ class Network(OfRank):
         return f"network {what} of rank {self.of_rank} {self.when} for {self.lasts_s:g} s"
 
 
-class AtPoint(Part):
+class AtPoint(FaultPart):
     """A fault inside a worker, at a named point of a step: see faults.py."""
 
     point: str
@@ -258,7 +258,7 @@ class AtPoint(Part):
     IN_SIM: ClassVar = ("kill", "abort", "oom", "stop", "hang", "raise", "corrupt", "corrupt_own")
 
     @property
-    def tiers(self) -> frozenset[Tier]:
+    def tiers(self) -> frozenset[TestTier]:
         return EVERYWHERE if self.action in self.IN_SIM else REAL
 
     def __str__(self) -> str:
@@ -302,8 +302,8 @@ AnyFault = Annotated[
     | Annotated[Drain, Tag("drain")]
     | Annotated[Add, Tag("add")]
     | Annotated[Capacity, Tag("capacity")]
-    | Annotated[Store, Tag("store")]
-    | Annotated[Fill, Tag("fill")]
+    | Annotated[StoreNeeds, Tag("store")]
+    | Annotated[FillDisk, Tag("fill")]
     | Annotated[Network, Tag("network")]
     | Annotated[AtPoint, Tag("point")],
     Discriminator(
@@ -314,13 +314,13 @@ AnyFault = Annotated[
 ]
 
 
-class Cluster(Part):
+class ClusterNeeds(FaultPart):
     nodes: int = Field(3, ge=1)
     workers_per_node: int = Field(1, ge=1)
     disk_mb: int = Field(24, ge=4)  # of the file system that a fault fills
 
 
-class Expect(Part):
+class Expect(FaultPart):
     """What must come of the run, beside I1 to I8 and that every fault fired."""
 
     status: tuple[str, ...] = ("completed", "stopped")
@@ -338,14 +338,14 @@ class Expect(Part):
     same_losses: bool = True  # as the same job undisturbed
 
 
-class Scenario(Part):
+class Scenario(FaultPart):
     """``job``: sections of the job file to merge over chaos/jobs.py's; ``tiers``: a narrower choice
     than the faults allow; ``timeout_s``: for the run as a whole."""
 
     description: str = ""
     seed: int = Field(0, ge=0)
-    tiers: tuple[Tier, ...] = ()
-    cluster: Cluster = Cluster()
+    tiers: tuple[TestTier, ...] = ()
+    cluster: ClusterNeeds = ClusterNeeds()
     job: dict[str, Any] = Field(default_factory=dict)
     faults: tuple[AnyFault, ...] = Field(min_length=1)
     expect: Expect = Expect()
@@ -361,7 +361,7 @@ class Scenario(Part):
         return tuple(fault for fault in self.faults if isinstance(fault, AtPoint))
 
     @property
-    def runs_on(self) -> tuple[Tier, ...]:
+    def runs_on(self) -> tuple[TestTier, ...]:
         """The tiers on which every fault can happen, the highest last."""
         possible = frozenset.intersection(EVERYWHERE, *(fault.tiers for fault in self.faults))
         if not any(isinstance(fault, Network) for fault in self.faults):
@@ -378,7 +378,7 @@ class Scenario(Part):
 
     @property
     def needs_store(self) -> bool:
-        return any(isinstance(fault, Store) for fault in self.faults)
+        return any(isinstance(fault, StoreNeeds) for fault in self.faults)
 
     @property
     def needs_gpu(self) -> bool:
@@ -386,7 +386,7 @@ class Scenario(Part):
 
     @property
     def needs_disk(self) -> Literal["", "run_folder", "checkpoints"]:
-        return next((fault.fill for fault in self.faults if isinstance(fault, Fill)), "")
+        return next((fault.fill for fault in self.faults if isinstance(fault, FillDisk)), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,7 +394,7 @@ class Armed:
     """A scenario made ready: ``inside[i]`` is what ``scenario.at_points[i]`` tells a worker."""
 
     scenario: Scenario
-    inside: tuple[Fault, ...]
+    inside: tuple[PointFault, ...]
 
 
 def load_scenario(name: str) -> Scenario:
@@ -437,7 +437,7 @@ def arm(scenario: Scenario) -> Armed:
     for number, fault in enumerate(scenario.faults):
         if isinstance(fault, AtPoint):
             try:
-                inside.append(Fault(**fault.model_dump()))
+                inside.append(PointFault(**fault.model_dump()))
             except ValueError as error:
                 raise ConfigError(f"faults.{number}.point: {error}") from None
     return Armed(scenario, tuple(inside))

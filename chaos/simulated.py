@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from chaos.check import Verdict
-from chaos.outcome import Outcome
+from chaos.outcome import ScenarioOutcome
 from chaos.scenario import (
     Add,
     AtPoint,
@@ -17,7 +17,7 @@ from chaos.scenario import (
     Network,
     Scenario,
     Stop,
-    Store,
+    StoreNeeds,
 )
 from elastic_ft import sim
 
@@ -43,12 +43,12 @@ KINDS_OF_ACTION = {
 PHASES = {"suspended": "suspended", "pausing": "pausing"}  # other events: in any change after them
 
 
-def simulate_scenario(name: str, scenario: Scenario) -> Outcome:
-    outcome = Outcome(name, "sim")
+def simulate_scenario(name: str, scenario: Scenario) -> ScenarioOutcome:
+    outcome = ScenarioOutcome(name, "sim")
     simulated = translated(scenario)
     try:
         report = sim.simulate(simulated)
-    except sim.Violation as violation:
+    except sim.SimViolation as violation:
         outcome.verdicts = [
             Verdict("invariants hold in the simulated world", False, f"{violation}")
         ]
@@ -67,7 +67,7 @@ def simulate_scenario(name: str, scenario: Scenario) -> Outcome:
     return outcome
 
 
-def translated(scenario: Scenario) -> sim.Scenario:
+def translated(scenario: Scenario) -> sim.SimScenario:
     cluster, job = scenario.cluster, scenario.job
     elastic, parallel = job.get("elastic", {}), job.get("parallel", {})
     workers = cluster.nodes * cluster.workers_per_node
@@ -77,7 +77,7 @@ def translated(scenario: Scenario) -> sim.Scenario:
         later = 0 if isinstance(fault, AtPoint) else STEPS_TO_NEXT
         step = step + later if own is None else max(step, own)
         faults.append(_fault(fault, step))
-    return sim.Scenario(
+    return sim.SimScenario(
         seed=scenario.seed,
         strategy=parallel.get("strategy", "fsdp"),
         shard_size=parallel.get("shard_size"),
@@ -94,7 +94,7 @@ def _step_of(fault: Any) -> int | None:
     return fault.step if isinstance(fault, AtPoint) else fault.at_step
 
 
-def _fault(fault: External | AtPoint, step: int) -> sim.Fault:
+def _fault(fault: External | AtPoint, step: int) -> sim.SimFault:
     phase = "running"
     if isinstance(fault, External) and fault.at_event is not None:
         phase = PHASES.get(fault.at_event, "running")
@@ -113,9 +113,9 @@ def _fault(fault: External | AtPoint, step: int) -> sim.Fault:
         kind, target, lasts_s = "drain_node", fault.of_rank, fault.deadline_s
     elif isinstance(fault, Add):
         kind = "add_node"
-    elif isinstance(fault, Store):
+    elif isinstance(fault, StoreNeeds):
         kind, lasts_s = "store_down", fault.lasts_s
     elif isinstance(fault, Network):
         kind, target, lasts_s = "partition_node", fault.of_rank, fault.lasts_s
     assert kind, f"{fault} has no counterpart in the simulator"
-    return sim.Fault(kind, step, phase, 0.0, target, lasts_s)
+    return sim.SimFault(kind, step, phase, 0.0, target, lasts_s)

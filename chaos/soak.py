@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from chaos.outcome import FAILED, PASSED
-from chaos.scenario import Scenario, Tier
+from chaos.scenario import Scenario, TestTier
 from elastic_ft.faults import POINTS
 
 NODES = 4
@@ -97,7 +97,7 @@ INJECTORS: dict[str, tuple[int, Draw]] = {  # name -> how often it is drawn, and
 }
 
 
-def make_round(seed: int, tier: Tier) -> Scenario:
+def make_round(seed: int, tier: TestTier) -> Scenario:
     """Returns the scenario of ``seed``: 1 to 5 faults, then as many nodes as were lost."""
     rng = random.Random(f"soak {seed}")
     names = [name for name in INJECTORS if tier == "ray" or name not in RAY_ONLY]
@@ -147,7 +147,7 @@ def soak(
     """Returns 0 if every round passed. The first that fails ends it, and can be run again."""
     from chaos.trial import Stage, run_trial
 
-    tier: Tier = "processes" if local else "ray"
+    tier: TestTier = "processes" if local else "ray"
     until_s, number = time.monotonic() + 60 * minutes, 0
     with Stage(out, patience) as stage:
         while (number < rounds) if rounds is not None else (time.monotonic() < until_s):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
-from chaos.scenario import Scenario, Store
+from chaos.scenario import Scenario, StoreNeeds
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.follow import local_path
 
@@ -27,7 +27,7 @@ class Surroundings:
         self.proxy, self.disk = proxy, disk
         self._store_faults: list[StoreFault] = []
 
-    def break_store(self, fault: Store) -> tuple[Callable[[], bool], Callable[[], None]]:
+    def break_store(self, fault: StoreNeeds) -> tuple[Callable[[], bool], Callable[[], None]]:
         """Returns what tells whether a request has suffered it, and what ends it."""
         assert self.proxy is not None
         before = self.proxy.fired[fault.store]

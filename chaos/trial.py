@@ -25,9 +25,9 @@ from chaos.check import Verdict
 from chaos.disturbance import fired_inside
 from chaos.expect import is_cut, judge
 from chaos.jobs import JOB, Paced, merged, undisturbed
-from chaos.outcome import Outcome
+from chaos.outcome import ScenarioOutcome
 from chaos.runner import LOG, alive, fired_in
-from chaos.scenario import Scenario, Tier
+from chaos.scenario import Scenario, TestTier
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import OOM_CGROUP, oom_cgroup
@@ -86,7 +86,7 @@ class Stage:
                 calm["steps"] = min(calm["steps"], -(-steps // REFERENCE_STEPS) * REFERENCE_STEPS)
             folder = fresh(self.out / f"undisturbed-{key}")
             (folder / "job.yaml").write_text(yaml.safe_dump(calm, sort_keys=False))
-            command = Command(folder, ["run", "job.yaml", "--out", "run", "--processes"], {})
+            command = RunCommand(folder, ["run", "job.yaml", "--out", "run", "--processes"], {})
             command.wait(REFERENCE_TIMEOUT_S * self.patience)
             lines = read_lines(folder / "run" / "steps.jsonl")
             if not (folder / "run" / "result.json").exists():
@@ -98,7 +98,7 @@ class Stage:
 # ------------------------------------------------------------------------------ where it can run
 
 
-def highest_tier(scenario: Scenario) -> tuple[Tier | None, str]:
+def highest_tier(scenario: Scenario) -> tuple[TestTier | None, str]:
     """The highest tier on which the scenario can run here; None, and why there is none."""
     why = "its faults have no tier in common"
     for tier in reversed(scenario.runs_on):
@@ -108,7 +108,7 @@ def highest_tier(scenario: Scenario) -> tuple[Tier | None, str]:
     return None, why
 
 
-def lacks(scenario: Scenario, tier: Tier) -> str:
+def lacks(scenario: Scenario, tier: TestTier) -> str:
     """What is missing here; empty if nothing is."""
     if tier not in scenario.runs_on:
         return f"its faults can't be on {tier}: {', '.join(scenario.runs_on)}"
@@ -131,7 +131,7 @@ def lacks(scenario: Scenario, tier: Tier) -> str:
 # ------------------------------------------------------------------------------------- the trial
 
 
-def run_trial(name: str, scenario: Scenario, tier: Tier, stage: Stage) -> Outcome:
+def run_trial(name: str, scenario: Scenario, tier: TestTier, stage: Stage) -> ScenarioOutcome:
     began = time.monotonic()
     if tier == "sim":
         from chaos.simulated import simulate_scenario
@@ -142,13 +142,15 @@ def run_trial(name: str, scenario: Scenario, tier: Tier, stage: Stage) -> Outcom
             outcome = _really(name, scenario, tier, stage)
         except Exception as error:  # the other scenarios are run all the same
             what = f"{type(error).__name__}: {error}"
-            outcome = Outcome(name, tier, verdicts=[Verdict("it could be run", False, what)])
+            outcome = ScenarioOutcome(
+                name, tier, verdicts=[Verdict("it could be run", False, what)]
+            )
     outcome.seconds = time.monotonic() - began
     return outcome
 
 
-def _really(name: str, scenario: Scenario, tier: Tier, stage: Stage) -> Outcome:
-    outcome = Outcome(name, tier)
+def _really(name: str, scenario: Scenario, tier: TestTier, stage: Stage) -> ScenarioOutcome:
+    outcome = ScenarioOutcome(name, tier)
     folder = fresh(stage.out / f"{name}-{tier}")
     values = job_of(name, scenario)
     environment = {}
@@ -188,7 +190,7 @@ class Trial:
     def __init__(
         self,
         scenario: Scenario,
-        tier: Tier,
+        tier: TestTier,
         folder: Path,
         environment: dict[str, str],
         timeout_s: float,
@@ -201,7 +203,7 @@ class Trial:
         where = ["--processes"] if tier == "processes" else nodes
         self._arguments = [*where, "--chaos", "scenario.yaml"]
         self._watch = Watch(str(self._run_folder))
-        self._standing: Command | None = None  # a controller that was stopped
+        self._standing: RunCommand | None = None  # a controller that was stopped
         self._stood_at_s = 0.0
         self._settled_from = 0  # the step from which nothing has happened
 
@@ -217,7 +219,7 @@ class Trial:
         again = ["resume", "run"]
         for start in range(CONTROLLERS_MAX):
             arguments = (again if start else first) + self._arguments
-            command = Command(self._folder, arguments, self._environment)
+            command = RunCommand(self._folder, arguments, self._environment)
             ended_early, trouble = False, ""
             try:
                 trouble = self._follow(command, deadline_s)
@@ -237,12 +239,12 @@ class Trial:
                 return trouble or left
         return f"{CONTROLLERS_MAX} controllers have ended early"
 
-    def _could_not_write(self, command: Command) -> bool:
+    def _could_not_write(self, command: RunCommand) -> bool:
         """A run whose folder's disk was full ends with one line, and is to be resumed."""
         full = self._scenario.needs_disk == "run_folder" and command.failed
         return full and not (self._run_folder / "result.json").exists()
 
-    def _follow(self, command: Command, deadline_s: float) -> str:
+    def _follow(self, command: RunCommand, deadline_s: float) -> str:
         asked = False
         while command.running and not command.stopped:
             self._wake_the_former()
@@ -310,7 +312,7 @@ def duration_s(fault: Any) -> float:
     return float(once * (2 * fault.times if getattr(fault, "network", "") == "flap" else 1))
 
 
-class Command:
+class RunCommand:
     """``elastic-ft`` in a process group of its own."""
 
     def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str]) -> None:

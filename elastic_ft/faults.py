@@ -68,7 +68,7 @@ ON_GPU = ("gpu_assert", "gpu_oom", "gpu_hang")  # need one
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PointFault:
     """One fault: who, where, what. It fires once in a run.
 
     ``rank`` or ``worker`` selects the victim; ``step``, ``generation``, the ``world`` size and
@@ -101,7 +101,7 @@ class Fault:
 class Points:
     """Announces points: keeps the progress mark, and fires what is armed."""
 
-    def __init__(self, worker: str, faults: tuple[Fault, ...], fired: Callable[[int], None]):
+    def __init__(self, worker: str, faults: tuple[PointFault, ...], fired: Callable[[int], None]):
         self.worker, self.rank, self.step, self.generation = worker, -1, 0, 0
         self.world = 0
         self.corrupt: Callable[[bool], None] = lambda own: None  # what the actions so named do
@@ -157,44 +157,44 @@ class Points:
         error = InjectedUsageError if fault.action == "raise_usage" else InjectedFault
         raise error(f"injected at {fault.point} of step {self.step}")
 
-    def _kill(self, fault: Fault) -> None:
+    def _kill(self, fault: PointFault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def _abort(self, fault: Fault) -> None:
+    def _abort(self, fault: PointFault) -> None:
         os.abort()
 
-    def _oom(self, fault: Fault) -> None:
+    def _oom(self, fault: PointFault) -> None:
         run_out_of_memory()
 
-    def _stop(self, fault: Fault) -> None:
+    def _stop(self, fault: PointFault) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.2)  # it takes a moment to reach this thread; then this goes on if let
 
-    def _hang(self, fault: Fault) -> None:
+    def _hang(self, fault: PointFault) -> None:
         while True:
             time.sleep(3600)
 
-    def _slow(self, fault: Fault) -> None:
+    def _slow(self, fault: PointFault) -> None:
         time.sleep(fault.lasts_s)
 
-    def _nan(self, fault: Fault) -> None:
+    def _nan(self, fault: PointFault) -> None:
         from elastic_ft.torch_private import spoil_next_output
 
         spoil_next_output(float("nan"))
 
-    def _corrupt(self, fault: Fault) -> None:
+    def _corrupt(self, fault: PointFault) -> None:
         self.corrupt(False)
 
-    def _corrupt_own(self, fault: Fault) -> None:
+    def _corrupt_own(self, fault: PointFault) -> None:
         self.corrupt(True)
 
-    def _gpu_assert(self, fault: Fault) -> None:
+    def _gpu_assert(self, fault: PointFault) -> None:
         _gpu().fail_an_assert()
 
-    def _gpu_oom(self, fault: Fault) -> None:
+    def _gpu_oom(self, fault: PointFault) -> None:
         _gpu().run_out_of_device_memory()
 
-    def _gpu_hang(self, fault: Fault) -> None:
+    def _gpu_hang(self, fault: PointFault) -> None:
         _gpu().queue_a_kernel_without_end()
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.config import parse_job
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import run_local
 from elastic_ft.observe.run_folder import read_lines
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--fault", default="")
     options = parser.parse_args()
-    faults = [Fault("forward", options.fault, rank=1, step=AT_STEP)] if options.fault else []
+    faults = [PointFault("forward", options.fault, rank=1, step=AT_STEP)] if options.fault else []
     pids: dict[str, int] = {}
     last: dict[str, int] = {}
     killed_at_s = 0.0

@@ -17,28 +17,28 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.settings import WORKERS, WORKERS_MIN
-from chaos.replay import Change, compressed, load_trace
+from chaos.replay import TraceChange, compressed, load_trace
 
 LENGTH_S = 45.0
 WHOLE, WHOLE_S = "bamboo-aws-p3", 300.0
 BEGIN_H, HOURS = 2.0, 3.0
 
 
-CHANGES: tuple[Change, ...] = (
-    Change(5.3, 3),
-    Change(8.2, 4),
-    Change(14.5, 3),
-    Change(19.8, 4),
-    Change(29.0, 3),
-    Change(37.2, 2),
-    Change(39.2, 3),
-    Change(39.5, 4),
-    Change(40.8, 3),
-    Change(43.5, 4),
+CHANGES: tuple[TraceChange, ...] = (
+    TraceChange(5.3, 3),
+    TraceChange(8.2, 4),
+    TraceChange(14.5, 3),
+    TraceChange(19.8, 4),
+    TraceChange(29.0, 3),
+    TraceChange(37.2, 2),
+    TraceChange(39.2, 3),
+    TraceChange(39.5, 4),
+    TraceChange(40.8, 3),
+    TraceChange(43.5, 4),
 )
 
 
-def whole_trace() -> tuple[Change, ...]:
+def whole_trace() -> tuple[TraceChange, ...]:
     """From its highest point on, where the nodes are all there."""
     return compressed(load_trace(WHOLE, WORKERS, 0), WHOLE_S)[1:]
 
@@ -51,7 +51,7 @@ def described() -> dict[str, Any]:
 
 def changes_of(
     rows: list[tuple[float, int]], begin_h: float, hours: float, nodes: int, at_least: int
-) -> list[Change]:
+) -> list[TraceChange]:
     """``rows``: (hour, +1 or -1), in order. Scaled to ``nodes`` at the slice's largest."""
     count, curve = 0, []
     for hour, change in rows:
@@ -59,7 +59,7 @@ def changes_of(
         curve.append((hour, count))
     inside = [(hour, count) for hour, count in curve if begin_h <= hour < begin_h + hours]
     largest = max(count for _, count in inside)
-    found: list[Change] = []
+    found: list[TraceChange] = []
     now = nodes
     for hour, count in inside:
         scaled = max(at_least, round(nodes * count / largest))
@@ -67,7 +67,7 @@ def changes_of(
         if scaled != now:
             if found and found[-1].at_s == at_s:
                 found.pop()
-            found.append(Change(at_s, scaled))
+            found.append(TraceChange(at_s, scaled))
             now = scaled
     return found
 

@@ -253,7 +253,7 @@ def _check(job: Job, out: str, where: Where, how: How) -> Checked:
 
 
 @dataclass(slots=True)
-class Ended:
+class EndOfRun:
     """How a run ended. ``result``: what is in result.json; {} if it did not come so far."""
 
     result: dict[str, Any]
@@ -261,11 +261,11 @@ class Ended:
     unfired: list[str] = field(default_factory=list)
 
 
-def _run(job: Job, out: str, where: Where, checked: Checked, how: How) -> Ended:
+def _run(job: Job, out: str, where: Where, checked: Checked, how: How) -> EndOfRun:
     _forget_result(out)
     url = checked.checkpoint_url
     with (
-        Progress(job, out),
+        ProgressDisplay(job, out),
         extensions.faults().disturbed(checked.faults, out, url, how.resumed) as by,
     ):
         if where.processes:
@@ -273,7 +273,7 @@ def _run(job: Job, out: str, where: Where, checked: Checked, how: How) -> Ended:
         return _run_on_ray(job, out, where, checked, by, how)
 
 
-def _conclude(ended: Ended, out: str) -> int:
+def _conclude(ended: EndOfRun, out: str) -> int:
     result = ended.result
     status, reason = result.get("status", "failed"), result.get("reason") or ended.error
     if status == "stopped":
@@ -289,7 +289,7 @@ def _conclude(ended: Ended, out: str) -> int:
     return COMPLETED
 
 
-def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: How) -> Ended:
+def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: How) -> EndOfRun:
     """As ``hosts.local.run_local``, with a controller that signals can stop."""
     from elastic_ft.controller.controller import Controller
     from elastic_ft.hosts.local import LocalHost
@@ -304,10 +304,10 @@ def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: 
         )
         with _stopping(lambda: controller.stop("interrupted")):
             result = controller.run()
-    return Ended(result, unfired=by.unfired(result))
+    return EndOfRun(result, unfired=by.unfired(result))
 
 
-def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how: How) -> Ended:
+def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how: How) -> EndOfRun:
     with contextlib.ExitStack() as stack:
         cluster = None
         if where.address is not None:
@@ -320,7 +320,7 @@ def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how
         stack.enter_context(by.injected(cluster))
         error = _fit(job, out, checked, how)
         result = read_result(out)
-        return Ended(result, error, by.unfired(result))
+        return EndOfRun(result, error, by.unfired(result))
 
 
 def _fit(job: Job, out: str, checked: Checked, how: How) -> str:
@@ -407,7 +407,7 @@ def say(text: str) -> None:
     console.print(text, markup=False)
 
 
-class Progress:
+class ProgressDisplay:
     """Says what a run does, from its folder: lines, and on a terminal a status below them."""
 
     def __init__(self, job: Job, out: str) -> None:
@@ -424,7 +424,7 @@ class Progress:
         self._status = console.status("starting") if console.is_terminal else None
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         if self._status is not None:
             self._status.start()
         self._thread.start()

@@ -20,7 +20,7 @@ from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
 from elastic_ft.core.layouts.costs import Devices, Work
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.planner import Limits, NoLayout, Plan, Previous, best, gb, plans
+from elastic_ft.core.layouts.planner import LayoutPlan, Limits, NoLayout, Previous, best, gb, plans
 from elastic_ft.errors import ConfigError
 
 LOST = (1, 2, 8)
@@ -151,7 +151,9 @@ def lose(there: Devices, count: int) -> tuple[Devices, tuple[int, ...]]:
     return replace(there, nodes=kept), tuple(range(left))
 
 
-def _after(work: Work, there: Devices, limits: Limits, now: Plan, count: int) -> Plan | str:
+def _after(
+    work: Work, there: Devices, limits: Limits, now: LayoutPlan, count: int
+) -> LayoutPlan | str:
     """The plan when ``count`` devices are lost, or why there is none."""
     less, survivors = lose(there, count)
     rank_of = {device: rank for rank, device in enumerate(now.devices)}
@@ -165,7 +167,7 @@ def _after(work: Work, there: Devices, limits: Limits, now: Plan, count: int) ->
 # -------------------------------------------------------------------------------- words
 
 
-def _show(work: Work, there: Devices, ranked: tuple[Plan, ...]) -> None:
+def _show(work: Work, there: Devices, ranked: tuple[LayoutPlan, ...]) -> None:
     header = f"{work.model.parameters / 1e9:.2f} B parameters, global batch {work.global_batch}, "
     console.print(f"{header}{there.count} devices on {len(there.nodes)} nodes", markup=False)
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -185,7 +187,7 @@ def _show(work: Work, there: Devices, ranked: tuple[Plan, ...]) -> None:
         console.print(f"  {reason}", markup=False)
 
 
-def _show_losses(now: Plan, after: dict[int, Plan | str]) -> None:
+def _show_losses(now: LayoutPlan, after: dict[int, LayoutPlan | str]) -> None:
     for count, found in after.items():
         if isinstance(found, str):
             console.print(f"{count} lost: {found}", markup=False)
@@ -204,7 +206,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
 
 
-def _as_json(p: Plan) -> dict[str, Any]:
+def _as_json(p: LayoutPlan) -> dict[str, Any]:
     layout, choice = p.layout, p.choice
     return {
         "layout": str(layout),
@@ -225,7 +227,7 @@ def _as_json(p: Plan) -> dict[str, Any]:
     }
 
 
-def _loss_as_json(found: Plan | str) -> dict[str, Any]:
+def _loss_as_json(found: LayoutPlan | str) -> dict[str, Any]:
     return {"refused": found} if isinstance(found, str) else {"plan": _as_json(found)}
 
 

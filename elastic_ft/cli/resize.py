@@ -29,7 +29,7 @@ def resize(
 ) -> int:
     """Ask a running job for another number of workers, and wait until it trains with them."""
     _check(_job_of(run_folder), workers)
-    journal = Journal(run_folder)
+    journal = ResizeJournal(run_folder)
     journal.look()
     if journal.ended:
         raise ConfigError(f"{run_folder}: the job has ended: {journal.ended}")
@@ -75,7 +75,7 @@ def _check(job: Job, workers: int) -> None:
         )
 
 
-class Journal:
+class ResizeJournal:
     """What a run's journal says of its world.
 
     Attributes:

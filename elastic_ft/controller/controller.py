@@ -35,7 +35,7 @@ from elastic_ft.controller.publisher import CHECKPOINTS_KNOWN, Publisher
 from elastic_ft.controller.rescue import (
     INCOMPLETE,
     Gathered,
-    Patience,
+    RescueDeadlines,
     compose,
     is_known,
     keepers_named,
@@ -48,7 +48,7 @@ from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
 from elastic_ft.core.state import Policy, Recovery, State, Turn
 from elastic_ft.core.typed import fields_of
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.groups.store_links import serve_store
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts
@@ -101,7 +101,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedMessage:
     """Over such a connection came what could not be read."""
 
     member: ev.Member
@@ -170,7 +170,7 @@ class Controller:
         checkpoint_url: str,
         *,
         address: str = "127.0.0.1",
-        faults: Sequence[Fault] = (),
+        faults: Sequence[PointFault] = (),
         accept_changes: bool = False,
     ) -> None:
         self.job, self.host, self.run_folder = job, host, run
@@ -448,7 +448,7 @@ class Controller:
         """
         folder, publisher = self.run_folder, self._publisher
         expected = keepers_named(folder.path / "events.jsonl", run)
-        patience = Patience(begin_s=self._keepers_begin_s())
+        patience = RescueDeadlines(begin_s=self._keepers_begin_s())
         if expected and run not in self._awaited:
             self._awaited.add(run)
             who = ", ".join(sorted(expected))
@@ -561,7 +561,7 @@ class Controller:
 
     def _saved_in_words(self) -> str:
         """What keepers have saved of this run, for the next one."""
-        at_once = Patience(begin_s=0.0, quiet_s=0.0, whole_s=0.0)
+        at_once = RescueDeadlines(begin_s=0.0, quiet_s=0.0, whole_s=0.0)
         try:
             shards = self._publisher.gather(self.run_id, {}, at_once).shards
         except StoreFailed as error:
@@ -603,7 +603,7 @@ class Controller:
             self._inbox.put(Said(member, message))
 
     def _on_refused(self, member: ev.Member, reason: str) -> None:
-        self._inbox.put(Refused(member, reason))
+        self._inbox.put(RefusedMessage(member, reason))
 
     def _on_connection_end(self, member: ev.Member, silent_s: float) -> None:
         now, why = time.time(), "its connection ended"
@@ -647,7 +647,7 @@ class Controller:
             self._handle(replace(fired, at_s=time.time()))
 
     def _handle(self, message: Any) -> None:
-        if isinstance(message, Refused):
+        if isinstance(message, RefusedMessage):
             self._refuse(message.member, message.reason)
         elif isinstance(message, Said):
             self._hear(message.member, message.message)

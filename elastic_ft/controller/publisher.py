@@ -180,7 +180,7 @@ class Publisher:
         self,
         run: str,
         expected: Mapping[ev.NodeId, float],
-        patience: rescue.Patience,
+        patience: rescue.RescueDeadlines,
         wait: Callable[[float], None] = time.sleep,
         whoever: bool = False,
     ) -> rescue.Gathered:
@@ -285,7 +285,7 @@ class Publisher:
         if not keep.read_back:
             return True
         rate = keep.max_upload_mb_per_s
-        pace = checkpoints.Pace(rate * 1e6) if rate else None
+        pace = checkpoints.RateLimit(rate * 1e6) if rate else None
         try:
             flaw = checkpoints.first_flaw(self._reading, newest, pace)
         except StoreFailed as error:

@@ -42,7 +42,7 @@ Lines = Iterable[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RescueDeadlines:
     """Attributes:
     begin_s: for the first word of each keeper: where the machine of the controller is lost, they
         know it when their heartbeats have not arrived for the timeout of those.
@@ -136,7 +136,7 @@ def gather(
     store: Store,
     run: str,
     expected: Mapping[NodeId, float],
-    patience: Patience,
+    patience: RescueDeadlines,
     wait: Callable[[float], None] = time.sleep,
     whoever: bool = False,
 ) -> Gathered:

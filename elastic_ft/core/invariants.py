@@ -59,7 +59,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRecord:
     """The parsed files of a run folder; ``ledger`` and ``result`` may be absent."""
 
     events: Sequence[Line]
@@ -85,7 +85,7 @@ def check_run(
     result.json (None: there is none, which is a violation of I7). Lines that lack the keys of
     DESIGN section 7 are reported under I8, and nothing else is then checked.
     """
-    run = Run(events, steps, ledger, result, expected or Expected())
+    run = RunRecord(events, steps, ledger, result, expected or Expected())
     malformed = list(_malformed(run))
     if malformed:
         return [Violation("I8", message) for message in malformed]
@@ -96,7 +96,7 @@ def check_run(
     ]
 
 
-def _malformed(run: Run) -> Iterable[str]:
+def _malformed(run: RunRecord) -> Iterable[str]:
     for number, line in enumerate(run.events, 1):
         keys = (*_EVENT_KEYS, *_KEYS_OF_EVENT.get(line.get("event", ""), ()))
         yield from _lacking(f"events.jsonl:{number}", line, keys)
@@ -119,7 +119,7 @@ def _lacking(where: str, line: Line, keys: Iterable[str]) -> Iterable[str]:
 # ------------------------------------------------------------------------- per invariant
 
 
-def one_generation(run: Run) -> Iterable[str]:
+def one_generation(run: RunRecord) -> Iterable[str]:
     """I1: generations only rise, every step is of one that formed, and the lost stay out."""
     formed = [line["generation"] for line in run.all("generation_formed")]
     for before, after in pairwise(formed):
@@ -137,7 +137,7 @@ def one_generation(run: Run) -> Iterable[str]:
     yield from _revenants(run)
 
 
-def _revenants(run: Run) -> Iterable[str]:
+def _revenants(run: RunRecord) -> Iterable[str]:
     gone: dict[str, int] = {}
     for line in run.events:
         if line["event"] == "job_started":
@@ -152,7 +152,7 @@ def _revenants(run: Run) -> Iterable[str]:
                 )
 
 
-def exactly_once(run: Run) -> Iterable[str]:
+def exactly_once(run: RunRecord) -> Iterable[str]:
     """I2: the samples of each step are those of the data order, and their count adds up."""
     if run.steps:
         batch = run.expected.global_batch_size
@@ -169,7 +169,7 @@ def exactly_once(run: Run) -> Iterable[str]:
         yield from _ledger_violations(run, run.ledger)
 
 
-def _ledger_violations(run: Run, lines: Sequence[Line]) -> Iterable[str]:
+def _ledger_violations(run: RunRecord, lines: Sequence[Line]) -> Iterable[str]:
     expected = run.expected
     yield from _step_violations(run, [line["step"] for line in lines])
     for generation, some in _same_terms(run, lines):
@@ -186,7 +186,7 @@ def _ledger_violations(run: Run, lines: Sequence[Line]) -> Iterable[str]:
         yield f"step {step} is in {where} only"
 
 
-def _term(run: Run, key: str, generation: int, last: Any) -> Any:
+def _term(run: RunRecord, key: str, generation: int, last: Any) -> Any:
     """What ``key`` was in ``generation``, ``last`` being what it is at the end of the run: changes
     that were asked for are journalled with the last generation before them."""
     for line in run.all("changes_accepted"):
@@ -195,7 +195,7 @@ def _term(run: Run, key: str, generation: int, last: Any) -> Any:
     return last
 
 
-def _same_terms(run: Run, lines: Sequence[Line]) -> Iterable[tuple[int, list[Line]]]:
+def _same_terms(run: RunRecord, lines: Sequence[Line]) -> Iterable[tuple[int, list[Line]]]:
     """(a generation, its ledger lines and those of others under the same terms): each sample is
     used once within them. What an accepted change repeats or skips, its journal line says."""
     ends = [line["generation"] for line in run.all("changes_accepted")]
@@ -206,7 +206,7 @@ def _same_terms(run: Run, lines: Sequence[Line]) -> Iterable[tuple[int, list[Lin
     return [(part[0].get("generation", 0), part) for _, part in sorted(parts.items())]
 
 
-def all_or_nothing(run: Run) -> Iterable[str]:
+def all_or_nothing(run: RunRecord) -> Iterable[str]:
     """I4: steps are committed once each, in order, by the whole world of their generation."""
     yield from _step_violations(run, [line["step"] for line in run.steps])
     worlds = {
@@ -223,7 +223,7 @@ def all_or_nothing(run: Run) -> Iterable[str]:
             )
 
 
-def _step_violations(run: Run, steps: Sequence[int]) -> Iterable[str]:
+def _step_violations(run: RunRecord, steps: Sequence[int]) -> Iterable[str]:
     """What is wrong with the order of ``steps``; lines whose loss is journalled are not missed."""
     lost = {
         step
@@ -237,7 +237,7 @@ def _step_violations(run: Run, steps: Sequence[int]) -> Iterable[str]:
     return step_sequence_violations(whole, run.expected.first_step)
 
 
-def no_marker_no_checkpoint(run: Run) -> Iterable[str]:
+def no_marker_no_checkpoint(run: RunRecord) -> Iterable[str]:
     """I5: only what was committed is read back."""
     committed = {0}
     for line in run.events:
@@ -250,7 +250,7 @@ def no_marker_no_checkpoint(run: Run) -> Iterable[str]:
             )
 
 
-def survivors_keep_their_process(run: Run) -> Iterable[str]:
+def survivors_keep_their_process(run: RunRecord) -> Iterable[str]:
     """I6: a worker has one pid for life, and each recovery's survivors kept theirs."""
     pid_of: dict[str, int] = {}
     before: dict[str, int] = {}
@@ -277,7 +277,7 @@ def survivors_keep_their_process(run: Run) -> Iterable[str]:
             )
 
 
-def bounded(run: Run) -> Iterable[str]:
+def bounded(run: RunRecord) -> Iterable[str]:
     """I7: the run ended, in a named state that the journal and the steps bear out."""
     if run.result is None:
         yield "there is no result.json: the run did not end"
@@ -300,7 +300,7 @@ def bounded(run: Run) -> Iterable[str]:
         yield f"completed at step {last['step']} of {expected.steps}"
 
 
-def explained(run: Run) -> Iterable[str]:
+def explained(run: RunRecord) -> Iterable[str]:
     """I8: every event has its reason, none is missing, and recoveries are those journalled."""
     for line in run.events:
         if not str(line["reason"] or "").strip():
@@ -323,7 +323,7 @@ def _pids(formed: Line) -> dict[str, int]:
     return {member["worker"]: member["pid"] for member in formed["members"]}
 
 
-CHECKS: Mapping[str, Callable[[Run], Iterable[str]]] = {
+CHECKS: Mapping[str, Callable[[RunRecord], Iterable[str]]] = {
     "I1": one_generation,
     "I2": exactly_once,
     "I4": all_or_nothing,

@@ -45,7 +45,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class TensorKind:
     """What tensors of one rank may have in common. ``cut``: or the box itself."""
 
     dtype: str
@@ -66,10 +66,10 @@ class Listing:
     Ranks with equal listings differ in their place alone.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[TensorKind, ...]
     tensors: tuple[tuple[str, int], ...]
 
-    def boxes_of(self, layout: Layout, place: Place) -> Iterator[tuple[str, Kind, Box]]:
+    def boxes_of(self, layout: Layout, place: Place) -> Iterator[tuple[str, TensorKind, Box]]:
         """What the rank at ``place`` has. Raises IndexError where a tensor is of no kind."""
         boxes = [kind.box(layout, place) for kind in self.kinds]
         for name, number in self.tensors:
@@ -77,7 +77,7 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HolderPart:
     """One holder's part: a listing, and where in which layout the holder is."""
 
     holder: str
@@ -85,7 +85,7 @@ class Part:
     layout: Layout
     place: Place
 
-    def boxes(self) -> Iterator[tuple[str, Kind, Box]]:
+    def boxes(self) -> Iterator[tuple[str, TensorKind, Box]]:
         return self.listing.boxes_of(self.layout, self.place)
 
 
@@ -93,13 +93,13 @@ def list_parts(
     parts: Iterable[tuple[str, str, int, tuple[int, ...], Box]], layout: Layout, place: Place
 ) -> Listing:
     """The listing of a rank that has ``parts``: name, dtype, bytes per element, shape, box."""
-    numbers: dict[Kind, int] = {}
+    numbers: dict[TensorKind, int] = {}
     known: dict[tuple[tuple[int, ...], Box], Cut | Box] = {}
     tensors: list[tuple[str, int]] = []
     for name, dtype, itemsize, shape, box in parts:
         if (shape, box) not in known:
             known[shape, box] = find_cut(shape, box, layout, place)
-        kind = Kind(dtype, itemsize, shape, known[shape, box])
+        kind = TensorKind(dtype, itemsize, shape, known[shape, box])
         tensors.append((name, numbers.setdefault(kind, len(numbers))))
     return Listing(tuple(numbers), tuple(tensors))
 
@@ -118,7 +118,7 @@ def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: Place) -> 
     return box
 
 
-def place_parts(parts: Iterable[Part]) -> dict[str, Replicas]:
+def place_parts(parts: Iterable[HolderPart]) -> dict[str, Replicas]:
     """Who has which box of each tensor; of those that are cut alike, one object. No empty ones."""
     listings: dict[int, Listing] = {}
     holders: dict[tuple[int, Layout], dict[Place, list[str]]] = defaultdict(

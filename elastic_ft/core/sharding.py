@@ -208,7 +208,7 @@ Sized = tuple[int, str, Box]  # bytes, tensor, box
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ReshardPlan:
     """What one holder does. Its peers' plans agree: what it sends to one, that one receives."""
 
     local: tuple[Copy, ...]
@@ -251,7 +251,7 @@ def plan_moves(
     wanted: Placement,
     itemsize: Mapping[str, int] | None = None,
     cost: Mapping[tuple[str, str], float] | None = None,
-) -> Plan:
+) -> ReshardPlan:
     """Returns what ``me`` sends, receives and has: all plans together write each element of each
     target exactly once.
 
@@ -283,7 +283,7 @@ def plan_moves(
         for copy in _share_out(me, cells, candidates, targets, turn, cost or {})
     ]
     moved.sort(key=_ORDER)
-    return Plan(
+    return ReshardPlan(
         tuple(sorted(local, key=_ORDER)),
         tuple(copy for copy in moved if copy.source == me),
         tuple(copy for copy in moved if copy.target == me),

@@ -26,7 +26,14 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from elastic_ft.config import DataConfig
-from elastic_ft.data.sources import Piece, Source, find_source, read_pieces, read_tokens, reading
+from elastic_ft.data.sources import (
+    DataSource,
+    TextPiece,
+    find_source,
+    read_pieces,
+    read_tokens,
+    reading,
+)
 from elastic_ft.errors import DataError, StorageError
 from elastic_ft.models.imports import one_line
 
@@ -95,7 +102,7 @@ def _end_id(config: DataConfig, tokenizer_json: str | None, folder: Path) -> int
     return _end_token(_tokenizer(tokenizer_json), config.end_token)
 
 
-def _digest(config: DataConfig, source: Source, tokenizer_json: str | None) -> str:
+def _digest(config: DataConfig, source: DataSource, tokenizer_json: str | None) -> str:
     settings = {
         "version": [CACHE_VERSION, importlib.metadata.version("tokenizers")],
         "file_system": type(source.fs).__name__,
@@ -142,7 +149,9 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-def _build(config: DataConfig, source: Source, tokenizer_json: str | None, folder: Path) -> Corpus:
+def _build(
+    config: DataConfig, source: DataSource, tokenizer_json: str | None, folder: Path
+) -> Corpus:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that died here
     shutil.rmtree(folder, ignore_errors=True)  # present, but not whole
@@ -160,7 +169,7 @@ def _build(config: DataConfig, source: Source, tokenizer_json: str | None, folde
 
 
 def _take_tokens(
-    config: DataConfig, source: Source, tokenizer_json: str | None, folder: Path
+    config: DataConfig, source: DataSource, tokenizer_json: str | None, folder: Path
 ) -> Corpus:
     """Ready-made tokens: checked and counted; copied unless they are one plain local file."""
     only = source.files[0].path
@@ -182,7 +191,7 @@ def _take_tokens(
 
 
 def _tokenise(
-    config: DataConfig, source: Source, tokenizer_json: str | None, folder: Path
+    config: DataConfig, source: DataSource, tokenizer_json: str | None, folder: Path
 ) -> Corpus:
     if tokenizer_json is None:
         tokenizer = _train(read_pieces(source, config.text_field), config.vocab_size)
@@ -223,7 +232,7 @@ class _Writer:
                 if self.count == self.room:
                     break
 
-    def corpus(self, tokens_file: str, vocab_size: int, source: Source) -> Corpus:
+    def corpus(self, tokens_file: str, vocab_size: int, source: DataSource) -> Corpus:
         if self.count == 0:
             raise DataError(f"data.url: {source.url}: no tokens in {len(source.files)} files")
         return Corpus(
@@ -254,7 +263,7 @@ def _read_tokenizer(url: str) -> str:
     return text
 
 
-def _train(pieces: Iterable[Piece], vocab_size: int) -> Tokenizer:
+def _train(pieces: Iterable[TextPiece], vocab_size: int) -> Tokenizer:
     """A byte-level BPE (any text can be encoded) of the first megabytes; the same every time."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -271,7 +280,7 @@ def _train(pieces: Iterable[Piece], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _first_texts(pieces: Iterable[Piece], characters_max: int) -> Iterator[str]:
+def _first_texts(pieces: Iterable[TextPiece], characters_max: int) -> Iterator[str]:
     room = characters_max
     for piece in pieces:
         yield piece.text[:room]
@@ -297,15 +306,15 @@ def _end_token(tokenizer: Tokenizer, wanted: str | int | None) -> int:
     )
 
 
-def _encode(tokenizer: Tokenizer, pieces: Iterable[Piece], end: int) -> Iterator[np.ndarray]:
+def _encode(tokenizer: Tokenizer, pieces: Iterable[TextPiece], end: int) -> Iterator[np.ndarray]:
     for batch in _batched(pieces):
         encodings = tokenizer.encode_batch([p.text for p in batch], add_special_tokens=False)
         for piece, encoding in zip(batch, encodings, strict=True):
             yield np.array(encoding.ids + [end] * piece.ends_document, dtype=np.uint32)
 
 
-def _batched(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
+def _batched(pieces: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+    batch: list[TextPiece] = []
     characters = 0
     for piece in pieces:
         batch.append(piece)

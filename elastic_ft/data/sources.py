@@ -53,7 +53,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The files of a URL, sorted by name, all of one format."""
 
     url: str
@@ -62,14 +62,14 @@ class Source:
     format: str  # text, jsonl, parquet or tokens
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A document, or a part of one."""
 
     text: str
     ends_document: bool
 
 
-def find_source(config: DataConfig) -> Source:
+def find_source(config: DataConfig) -> DataSource:
     """Returns the files behind ``config.url``: one file, a folder's (recursively) or a glob's.
 
     Files whose names start with "." or "_" are passed over in folders (``_SUCCESS`` and such).
@@ -87,7 +87,7 @@ def find_source(config: DataConfig) -> Source:
         raise DataError(f"data.url: {config.url}: no files found")
     if not any(file.size_bytes for file in files):
         raise DataError(f"data.url: {config.url}: {len(files)} files found, all of them empty")
-    return Source(config.url, fs, files, _one_format(config, files))
+    return DataSource(config.url, fs, files, _one_format(config, files))
 
 
 def _list_files(fs: AbstractFileSystem, path: str) -> Iterator[SourceFile]:
@@ -128,7 +128,7 @@ def _format_of(name: str) -> str:
     return _SUFFIXES.get(suffix, "text")
 
 
-def _stdlib_source(url: str, data_format: str) -> Source:
+def _stdlib_source(url: str, data_format: str) -> DataSource:
     """Python's own library: some 12 MB of real text on any machine."""
     if data_format not in ("auto", "text"):
         raise DataError(f"data.format: {url} is text, found {data_format!r}")
@@ -146,7 +146,7 @@ def _stdlib_source(url: str, data_format: str) -> Source:
     if not files:
         raise DataError(f"data.url: {url}: this Python has no library sources in {root}")
     ordered = tuple(sorted(files, key=lambda file: file.name))
-    return Source(url, LocalFileSystem(), ordered, "text")
+    return DataSource(url, LocalFileSystem(), ordered, "text")
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def reading(url: str, key: str = "data.url") -> Iterator[None]:
         raise StorageError(f"{key}: {url}: cannot be read: {one_line(error)}") from error
 
 
-def read_pieces(source: Source, text_field: str) -> Iterator[Piece]:
+def read_pieces(source: DataSource, text_field: str) -> Iterator[TextPiece]:
     """Yields the documents of a text, jsonl or parquet source, in order; long ones in parts.
 
     Raises DataError, naming file and line, for what is not of the format; StorageError if the
@@ -185,13 +185,13 @@ def read_pieces(source: Source, text_field: str) -> Iterator[Piece]:
                     yield from _text_pieces(text, file.name)
 
 
-def _text_pieces(file: io.TextIOWrapper, name: str) -> Iterator[Piece]:
+def _text_pieces(file: io.TextIOWrapper, name: str) -> Iterator[TextPiece]:
     block = _whole_lines(file)
     if "\0" in block:
         raise DataError(f"data.url: {name}: expected text, found binary data (set data.format)")
     while block:
         following = _whole_lines(file)
-        yield Piece(block, ends_document=not following)
+        yield TextPiece(block, ends_document=not following)
         block = following
 
 
@@ -200,7 +200,7 @@ def _whole_lines(file: io.TextIOWrapper) -> str:
     return file.read(BLOCK_CHARACTERS) + file.readline(BLOCK_CHARACTERS)
 
 
-def _jsonl_pieces(file: io.TextIOWrapper, name: str, text_field: str) -> Iterator[Piece]:
+def _jsonl_pieces(file: io.TextIOWrapper, name: str, text_field: str) -> Iterator[TextPiece]:
     for number, line in enumerate(file, start=1):
         if not line.strip():
             continue
@@ -208,7 +208,7 @@ def _jsonl_pieces(file: io.TextIOWrapper, name: str, text_field: str) -> Iterato
             record = json.loads(line)
         except ValueError as error:
             raise DataError(f"data.url: {name}, line {number}: not JSON: {error}") from None
-        yield Piece(_text_of(record, text_field, f"{name}, line {number}"), ends_document=True)
+        yield TextPiece(_text_of(record, text_field, f"{name}, line {number}"), ends_document=True)
 
 
 def _text_of(record: Any, text_field: str, where: str) -> str:
@@ -226,7 +226,9 @@ def _text_of(record: Any, text_field: str, where: str) -> str:
     return text
 
 
-def _parquet_pieces(fs: AbstractFileSystem, file: SourceFile, text_field: str) -> Iterator[Piece]:
+def _parquet_pieces(
+    fs: AbstractFileSystem, file: SourceFile, text_field: str
+) -> Iterator[TextPiece]:
     import pyarrow as pa  # of use for such files alone
     import pyarrow.parquet as pq
 
@@ -237,7 +239,7 @@ def _parquet_pieces(fs: AbstractFileSystem, file: SourceFile, text_field: str) -
             for batch in table.iter_batches(PARQUET_BATCH_ROWS, columns=[text_field]):
                 for text in batch.column(0).to_pylist():
                     if text:
-                        yield Piece(text, ends_document=True)
+                        yield TextPiece(text, ends_document=True)
         except pa.ArrowException as error:
             raise DataError(
                 f"data.url: {file.name}: unreadable parquet: {one_line(error)}"
@@ -259,7 +261,7 @@ def _check_text_column(schema: Any, text_field: str, name: str) -> None:
         )
 
 
-def read_tokens(source: Source, token_bytes: int) -> Iterator[np.ndarray]:
+def read_tokens(source: DataSource, token_bytes: int) -> Iterator[np.ndarray]:
     """Yields the token ids of a source of raw little-endian unsigned integers, block by block.
 
     Raises DataError for a file that is not a whole number of tokens, StorageError if the storage

@@ -15,7 +15,7 @@ import torch
 
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
-from elastic_ft.state.tensors import State
+from elastic_ft.state.tensors import LocalState
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,14 @@ class Engine(Protocol):
         (``state()`` then lists uninitialised tensors).
         """
 
-    def detach(self, in_use: list[object] | None = None) -> State:
+    def detach(self, in_use: list[object] | None = None) -> LocalState:
         """Drops all that is bound to the groups. Returns this rank's state as plain tensors that
         stay valid and unchanged until the next ``attach`` has been followed by a step.
 
         ``in_use``: given where a thread is still inside the model, for good: takes what it uses,
         which is then neither freed nor used again here."""
 
-    def state(self) -> State:
+    def state(self) -> LocalState:
         """This rank's part of the training state, aliasing the live memory."""
 
     def initialise(self) -> None:

@@ -45,7 +45,7 @@ from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules, computed_buffers, initial_parts
 from elastic_ft.models.loss import loss_sum
-from elastic_ft.state.tensors import State, StateTensor, keyed, tensor_name
+from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 from elastic_ft.storage.safetensors import open_folder
 
 BUCKET_ELEMENTS = 1 << 25  # of gradients reduced at a time; DeepSpeed's own default takes 2 GB
@@ -74,7 +74,7 @@ class DeepSpeedEngine:
         self._loss_scale = LossScale(job)
         self._reduce_announced = False
         self._reduce_hooks: list[Any] = []
-        self._state: State | None = None
+        self._state: LocalState | None = None
         self._groups: Groups | None = None
         self.intact = True
 
@@ -106,7 +106,7 @@ class DeepSpeedEngine:
         self._state = None
         return False
 
-    def detach(self, in_use: list[object] | None = None) -> State:
+    def detach(self, in_use: list[object] | None = None) -> LocalState:
         assert in_use is None, "what DeepSpeed patches can't be reset under a thread that uses it"
         state = self.state() if self._optimizer is not None else {}
         engine, self._engine, self._optimizer = self._engine, None, None
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
 
     # ------------------------------------------------------------------- state
 
-    def state(self) -> State:
+    def state(self) -> LocalState:
         if self._state is None:
             self._state = keyed(self._list_state())
         return self._state

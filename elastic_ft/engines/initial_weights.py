@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from elastic_ft.core.manifest import TensorSpec
 from elastic_ft.errors import ModelError
-from elastic_ft.state.tensors import State, StateTensor
-from elastic_ft.storage.safetensors import CONFIG, Folder, Rows
+from elastic_ft.state.tensors import LocalState, StateTensor
+from elastic_ft.storage.safetensors import CONFIG, Rows, SafetensorsFolder
 
 CONVERTED = ("float64", "float32", "float16", "bfloat16")  # into one another; nothing else is
 NAMED_MAX = 3  # in a message
@@ -115,7 +115,9 @@ def _some(items: list[str], separator: str) -> str:
     return separator.join(items[:NAMED_MAX]) + more
 
 
-def load(folder: Folder, model: nn.Module, state: State) -> tuple[int, tuple[str, ...]]:
+def load(
+    folder: SafetensorsFolder, model: nn.Module, state: LocalState
+) -> tuple[int, tuple[str, ...]]:
     """Fills the ``model.*`` tensors of ``state``, reading just the rows that it holds of each.
 
     Returns bytes read and the remarks of ``match``. Raises ModelError as it does, StoreFailed.

@@ -58,7 +58,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules, computed_buffers, initial_parts
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.loss import loss_sum
-from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.storage.safetensors import open_folder
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class NativeEngine:
         self._buffers: dict[str, torch.Tensor] = {}
         self._loss_scale = LossScale(job)
         self._replicated = False
-        self._listed: tuple[dict[str, torch.Tensor], State] | None = None
+        self._listed: tuple[dict[str, torch.Tensor], LocalState] | None = None
         self._settled = False  # FSDP2's first forward may move its parameters
         self._groups: Groups | None = None
         self._computed: dict[str, torch.Tensor] = {}
@@ -130,7 +130,7 @@ class NativeEngine:
         self._listed, self._settled, self._told_last = None, False, None
         return kept
 
-    def detach(self, in_use: list[object] | None = None) -> State:
+    def detach(self, in_use: list[object] | None = None) -> LocalState:
         # What a step that broke off has left can't be listed: all is made anew.
         whole = self._kept is not None and self._kept.whole
         state = self.state() if whole else {}
@@ -246,7 +246,7 @@ class NativeEngine:
 
     # ------------------------------------------------------------------- state
 
-    def state(self) -> State:
+    def state(self) -> LocalState:
         """Listed anew when a tensor has been replaced, as some optimizers do with theirs."""
         sources = dict(self._sources())
         if self._listed is None or not _same_objects(sources, self._listed[0]):
@@ -281,7 +281,7 @@ class NativeEngine:
             self._kept.clear()
         self._loss_scale.reset()
 
-    def _load_weights(self, url: str, state: State) -> None:
+    def _load_weights(self, url: str, state: LocalState) -> None:
         with torch.device("meta"):
             model = self._factory()
         _, remarks = load_weights(open_folder(url), model, state)
@@ -289,7 +289,7 @@ class NativeEngine:
             for remark in remarks:
                 log.warning(remark)
 
-    def _initialise_from_seed(self, state: State) -> None:
+    def _initialise_from_seed(self, state: LocalState) -> None:
         wanted = {
             name.removeprefix("model."): [target.box]
             for name, target in state.items()

@@ -34,9 +34,9 @@ from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.store_links import (
     Address,
-    Links,
     SealedStore,
     Socket,
+    StoreLinks,
     inet_sockets,
     shut_down,
 )
@@ -101,7 +101,7 @@ class Groups:
         self,
         assignment: Share,
         member: Member,
-        store: tuple[str, int] | Links,
+        store: tuple[str, int] | StoreLinks,
         backend: str = "auto",
         meet_timeout_s: float = MEET_TIMEOUT_S,
     ) -> None:
@@ -114,7 +114,7 @@ class Groups:
         self.store: dist.Store | None = None
         self._bare_store: dist.Store | None = None
         self._sealed_store: SealedStore | None = None  # torch keeps no hold on what is Python of it
-        self._links = store if isinstance(store, Links) else Links(store, meet_timeout_s)
+        self._links = store if isinstance(store, StoreLinks) else StoreLinks(store, meet_timeout_s)
         self._store_sockets: tuple[Socket, ...] = ()
         self._own_listeners: frozenset[Address] = frozenset()
         self._gloo_listeners: frozenset[Address] = frozenset()  # everyone's

@@ -152,7 +152,7 @@ class Link:
     sockets: tuple[Socket, ...]
 
 
-class Links:
+class StoreLinks:
     """Links to one store: a fresh one for each generation, the next made beforehand.
 
     torch asks the DNS for the peer's name when it connects for the first time, sometimes again.

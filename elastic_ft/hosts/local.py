@@ -33,7 +33,7 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerRaised,
 )
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.worker.devices import VISIBLE, gpus_of_machine, one_gpu
 
@@ -46,7 +46,7 @@ _STARTING = threading.Lock()  # what a start changes is the whole process's
 
 
 @dataclass(slots=True)
-class Node:
+class LocalNode:
     name: str
     slots: int
     alive: bool = True
@@ -66,7 +66,7 @@ class LocalHost:
     """
 
     def __init__(self, nodes: dict[str, int], environment: dict[str, str] | None = None) -> None:
-        self._nodes = {name: Node(name, slots) for name, slots in nodes.items()}
+        self._nodes = {name: LocalNode(name, slots) for name, slots in nodes.items()}
         self.worker_environment = ENVIRONMENT | (environment or {})
         self._processes: dict[WorkerId, BaseProcess] = {}
         self._gpus = gpus_of_machine()
@@ -146,7 +146,7 @@ class LocalHost:
 
     def add_node(self, name: str, slots: int) -> None:
         with self._lock:
-            node = self._nodes[name] = Node(name, slots)
+            node = self._nodes[name] = LocalNode(name, slots)
             self._start_keeper(node)
             self._fill()
 
@@ -223,7 +223,7 @@ class LocalHost:
                 return
             self._start_one(min(free, key=lambda node: len(node.workers)))
 
-    def _start_one(self, node: Node) -> None:
+    def _start_one(self, node: LocalNode) -> None:
         worker = f"w{self._count}"
         self._count += 1
         gpu = one_gpu(worker, self._gpus, self._shown.values())
@@ -231,7 +231,7 @@ class LocalHost:
         self._processes[worker] = self._start(_worker_process, worker, node, gpu)
         node.workers.add(worker)
 
-    def _start_keeper(self, node: Node) -> None:
+    def _start_keeper(self, node: LocalNode) -> None:
         if node.alive and not self._closed and node.keepers_left:
             node.keepers_left -= 1
             node.keeper = self._start(_keeper_process, f"keeper-{node.name}", node)
@@ -240,7 +240,7 @@ class LocalHost:
         self,
         target: Callable[..., None],
         name: str,
-        node: Node,
+        node: LocalNode,
         gpu: dict[str, str] | None = None,
     ) -> BaseProcess:
         environment = self.worker_environment | (gpu or {})
@@ -390,7 +390,7 @@ def run_local(
     out: str,
     *,
     nodes: dict[str, int] | None = None,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[PointFault] = (),
     on_step: Callable[[Any, dict[str, Any]], None] | None = None,
     accept_changes: bool = False,
 ) -> dict[str, Any]:

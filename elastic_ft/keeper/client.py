@@ -65,7 +65,7 @@ class KeeperRefused(ElasticError):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class KeeperDeadlines:
     """With a keeper that may be stopped.
 
     Attributes:
@@ -85,7 +85,11 @@ class KeeperClient:
     """
 
     def __init__(
-        self, keeper: Keeper, key: bytes, worker: WorkerId, patience: Patience = Patience()
+        self,
+        keeper: Keeper,
+        key: bytes,
+        worker: WorkerId,
+        patience: KeeperDeadlines = KeeperDeadlines(),
     ) -> None:
         self._keeper, self._key, self._patience = keeper, key, patience
         self._asking = threading.Lock()  # answers come in the order of questions
@@ -139,7 +143,7 @@ class LeftShard:
         source: Source,
         shard: str,
         guard: Guard = contextlib.nullcontext,
-        patience: Patience = Patience(),
+        patience: KeeperDeadlines = KeeperDeadlines(),
     ) -> None:
         """``guard``: holds each connection, and ends it where this generation is broken off."""
         self.holder, self._keeper, self._key = keeper.left_by(worker), keeper, key
@@ -170,7 +174,7 @@ class LeftShard:
             raise StateUnreadable(said, self.holder) from error
 
 
-def _dial(keeper: Keeper, key: bytes, patience: Patience) -> Channel:
+def _dial(keeper: Keeper, key: bytes, patience: KeeperDeadlines) -> Channel:
     within_s = patience.dial_s
     try:
         channel = dial(keeper.address, key, FROM_KEEPER, within_s)
@@ -182,7 +186,7 @@ def _dial(keeper: Keeper, key: bytes, patience: Patience) -> Channel:
 
 
 @contextlib.contextmanager
-def _dialled(keeper: Keeper, key: bytes, patience: Patience) -> Iterator[Channel]:
+def _dialled(keeper: Keeper, key: bytes, patience: KeeperDeadlines) -> Iterator[Channel]:
     channel = _dial(keeper, key, patience)
     try:
         yield channel

@@ -45,7 +45,7 @@ BEGUN, HAS, CLAIM, DONE, ENDED = ".begun", ".has", ".claim", ".done", ".ended"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Held:
+class SavedShard:
     """A sealed shard, and what its worker told of the last steps."""
 
     holding: Holding
@@ -84,7 +84,7 @@ def save(
     store: Store,
     run: str,
     keeper: str,
-    held: Iterable[Held],
+    held: Iterable[SavedShard],
     stale_s: float = STALE_S,
     within_s: float = 0.0,
     pause_s: float = PAUSE_S,
@@ -108,7 +108,7 @@ class _Saving:
         self._unsaid = unsaid
         self._failed: list[str] = []
 
-    def save(self, held: Iterable[Held], within_s: float, pause_s: float) -> tuple[str, ...]:
+    def save(self, held: Iterable[SavedShard], within_s: float, pause_s: float) -> tuple[str, ...]:
         whole = [one for one in held if is_whole(one.buffer, self._label(one))]
         whole.sort(key=lambda one: -one.holding.step)
         deadline_s, stale_s = time.monotonic() + within_s, self._stale_s
@@ -128,7 +128,7 @@ class _Saving:
         self._end()
         return failed
 
-    def _say(self, whole: list[Held]) -> None:
+    def _say(self, whole: list[SavedShard]) -> None:
         if self._unsaid:
             self._try("that it saves", lambda: begin(*self._itself, self._unsaid))
         has = [_place(one.holding) for one in whole]
@@ -143,7 +143,7 @@ class _Saving:
         ended = {"failed": list(self._failed)}
         self._try("its end", lambda: self._put(self._keeper + ENDED, ended))
 
-    def _write_all(self, mine: dict[str, Held], stale_s: float) -> None:
+    def _write_all(self, mine: dict[str, SavedShard], stale_s: float) -> None:
         """The newest step first."""
         later: dict[str, float] = {}  # until when its claim holds
         for name in reversed(mine):
@@ -154,7 +154,7 @@ class _Saving:
                 later[name] = 0.0
         self._write_abandoned(mine, later)
 
-    def _write_abandoned(self, mine: Mapping[str, Held], later: dict[str, float]) -> None:
+    def _write_abandoned(self, mine: Mapping[str, SavedShard], later: dict[str, float]) -> None:
         """What others claimed, and can't write or did not live to; what failed, once more."""
         while later:
             keys: set[str] = set()
@@ -168,7 +168,7 @@ class _Saving:
             if later:
                 time.sleep(min(POLL_S, self._stale_s))
 
-    def _label(self, held: Held) -> bytes:
+    def _label(self, held: SavedShard) -> bytes:
         return label(self._run, held.holding, held.schema)
 
     def _said(self) -> set[str]:
@@ -183,7 +183,7 @@ class _Saving:
         who = self._try(name, lambda: self._store.get(key_of(self._run, name + CLAIM)))
         return bool(who) and who.decode(errors="replace") + ENDED in keys
 
-    def _write(self, held: Held) -> bool:
+    def _write(self, held: SavedShard) -> bool:
         holding = held.holding
         number = zlib.crc32(f"{held.name} {self._keeper}".encode())  # in place of a rank
         prefix = checkpoints.attempt_prefix(self._run, GENERATION, holding.step)

@@ -100,7 +100,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Owner:
+class BufferOwner:
     """A worker, its buffers by path, and the last steps that it applied."""
 
     worker: WorkerId
@@ -133,8 +133,8 @@ class NodeKeeper:
     def __init__(self, controller: tuple[str, int], key: bytes, node: NodeId, host: str) -> None:
         self.node, self._key = node, key
         self._lock = threading.Lock()
-        self._owners: dict[WorkerId, Owner] = {}
-        self._left: dict[WorkerId, Owner] = {}  # workers that are gone, with what they sealed
+        self._owners: dict[WorkerId, BufferOwner] = {}
+        self._left: dict[WorkerId, BufferOwner] = {}  # workers that are gone, with what they sealed
         self._stores: dict[str, Store] = {}
         member = Member(KEEPER + node, node, os.uname().nodename, os.getpid())
         self._controller, self._welcome = connect(controller, key, member)
@@ -179,7 +179,7 @@ class NodeKeeper:
         with self._lock:
             owners = [*self._owners.values(), *self._left.values()]
             held = [
-                emergency.Held(holding, segment.schema, segment.buffer, owner.record)
+                emergency.SavedShard(holding, segment.schema, segment.buffer, owner.record)
                 for owner in owners
                 for segment, holding in owner.sealed()
             ]
@@ -190,7 +190,7 @@ class NodeKeeper:
     # ------------------------------------------------------------------ connections
 
     def _serve(self, channel: Channel) -> None:
-        owner: Owner | None = None
+        owner: BufferOwner | None = None
         while True:
             try:
                 message = channel.receive()
@@ -207,7 +207,7 @@ class NodeKeeper:
         if owner is not None:
             self._orphan(owner)
 
-    def _answer(self, owner: Owner | None, message: Any) -> Any:
+    def _answer(self, owner: BufferOwner | None, message: Any) -> Any:
         """The answer to a request; a Refusal rather than an exception. None: none is due."""
         try:
             if isinstance(message, Describe):
@@ -227,11 +227,11 @@ class NodeKeeper:
 
     # ---------------------------------------------------------------------- buffers
 
-    def _attach(self, worker: WorkerId, pid: int) -> Owner:
+    def _attach(self, worker: WorkerId, pid: int) -> BufferOwner:
         with self._lock:
-            return self._owners.setdefault(worker, Owner(worker, pid))
+            return self._owners.setdefault(worker, BufferOwner(worker, pid))
 
-    def _allocate(self, owner: Owner, nbytes: int) -> Allocated | Refusal:
+    def _allocate(self, owner: BufferOwner, nbytes: int) -> Allocated | Refusal:
         free = free_memory()
         if nbytes + SPARE_BYTES > free:
             return Refusal(f"a buffer takes {nbytes:,} bytes, {free:,} are free on the node")
@@ -247,7 +247,7 @@ class NodeKeeper:
             owner.segments[path] = Segment(fd, buffer)
         return Allocated(path)
 
-    def _note(self, owner: Owner, message: Unseal | Sealed | Free) -> None:
+    def _note(self, owner: BufferOwner, message: Unseal | Sealed | Free) -> None:
         with self._lock:
             segment = owner.segments.get(message.path)
             if segment is None:
@@ -262,7 +262,7 @@ class NodeKeeper:
                 del owner.segments[message.path]
                 os.close(segment.fd)
 
-    def _orphan(self, owner: Owner) -> None:
+    def _orphan(self, owner: BufferOwner) -> None:
         """The worker is gone: what it sealed stays, and the controller learns of it."""
         with self._lock:
             self._owners.pop(owner.worker, None)
@@ -284,7 +284,7 @@ class NodeKeeper:
         """What was left of a shard. Raises StateDamaged if its bytes are not those sealed."""
         of = wanted.holding
         with self._lock:
-            left = self._left.get(wanted.worker, Owner(wanted.worker))
+            left = self._left.get(wanted.worker, BufferOwner(wanted.worker))
             found = [segment for segment, holding in left.sealed() if holding == of]
         for segment in found:
             if not segment.verified:
@@ -334,7 +334,7 @@ class NodeKeeper:
             if (slot.name, slot.box) in wanted.owned and slot.nbytes
         )
         store = self._store(wanted.url)
-        pace = checkpoints.Pace(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
+        pace = checkpoints.RateLimit(wanted.max_mb_per_s * 1e6) if wanted.max_mb_per_s else None
         return checkpoints.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)
 
     def _is_whole(self, segment: Segment, of: Holding) -> bool:

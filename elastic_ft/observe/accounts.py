@@ -85,7 +85,7 @@ class Accounts:
     def __init__(self, started_at_s: float, workers_per_node: int, max_workers: int) -> None:
         self._wall = WallClock(started_at_s)
         self._workers = WorkerSeconds(started_at_s)
-        self._nodes = Nodes(started_at_s, workers_per_node, max_workers)
+        self._nodes = NodeAccounts(started_at_s, workers_per_node, max_workers)
 
     def on(
         self, now_s: float, event: ev.Event, commands: Iterable[ev.Command], state: State
@@ -156,7 +156,7 @@ class WallClock:
 
 
 @dataclass(slots=True)
-class Seat:
+class SeatAccount:
     """One allocated worker. ``since_s``: up to there its time is booked; then it is in ``kind``."""
 
     started_s: float
@@ -175,7 +175,7 @@ class WorkerSeconds:
 
     started_at_s: float
     _seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
-    _seats: dict[ev.WorkerId, Seat] = field(default_factory=dict)
+    _seats: dict[ev.WorkerId, SeatAccount] = field(default_factory=dict)
     _ended_s: float = 0.0  # worker-seconds of those that are gone
     _open: dict[int, float] = field(default_factory=dict)  # by step
     _committed: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
@@ -212,7 +212,7 @@ class WorkerSeconds:
     def _arrive(self, event: ev.WorkerReady) -> None:
         started_s = max(event.started_at_s or self._now_s, self.started_at_s)
         started_s = min(started_s, self._now_s)
-        seat = self._seats[event.member.worker] = Seat(started_s, started_s, STARTUP)
+        seat = self._seats[event.member.worker] = SeatAccount(started_s, started_s, STARTUP)
         self._book(seat, STARTUP)
 
     def _leave(self, worker: ev.WorkerId, now_s: float) -> None:
@@ -223,7 +223,7 @@ class WorkerSeconds:
     def _is_training(self, worker: ev.WorkerId) -> bool:
         return worker in self._seats and self._seats[worker].kind == TRAINING
 
-    def _book(self, seat: Seat, kind: str) -> float:
+    def _book(self, seat: SeatAccount, kind: str) -> float:
         """The time since it was last booked is of ``kind``."""
         spent = max(0.0, self._now_s - seat.since_s)
         seat.since_s = max(seat.since_s, self._now_s)
@@ -281,7 +281,7 @@ class WorkerSeconds:
             self._close(seat, boundary=not state.abort and state.phase == "pausing")
             seat.kind = kind
 
-    def _close(self, seat: Seat, boundary: bool = False) -> None:
+    def _close(self, seat: SeatAccount, boundary: bool = False) -> None:
         """Its time in ``kind`` is over."""
         if seat.kind != TRAINING:
             self._book(seat, seat.kind)
@@ -357,7 +357,7 @@ def class_of(worker: ev.WorkerId, state: State, kind: str, same_phase: bool) -> 
 # --------------------------------------------------------------------------------- nodes
 
 
-class Nodes:
+class NodeAccounts:
     """Which nodes are there: from the first word of a keeper or worker until both are gone.
 
     Those heard of before the first generation forms were there from the start; one that a worker

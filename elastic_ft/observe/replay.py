@@ -28,7 +28,7 @@ SHOWN = ("event", "generation", "reason")
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToldLine:
     """One event, and when the controller told the core of it (its own clock)."""
 
     at_s: float
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ReplayEnd:
     """A controller's end, in good order."""
 
     at_s: float
@@ -70,7 +70,7 @@ class Noted:
     seq: int
 
 
-Item = Begun | Told | Noted | Snapshot | Ended
+Item = Begun | ToldLine | Noted | Snapshot | ReplayEnd
 
 
 def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
@@ -96,14 +96,14 @@ def _item(line: Line) -> Item:
     if kind == "Policy":
         return Begun(float(line["at_s"]), decoder(Policy)(line))
     if kind == "Ended":
-        return Ended(float(line["at_s"]))
+        return ReplayEnd(float(line["at_s"]))
     if kind == "Noted":
         return Noted(int(line["seq"]))
     if kind == "Snapshot":
         return Snapshot(float(line["at_s"]), int(line["seq"]), _state(line["state"]))
     if kind in EVENTS:
         told_at_s = line["told_at_s"] if "told_at_s" in line else line["at_s"]
-        return Told(float(told_at_s), decoder(EVENTS[kind])(line))
+        return ToldLine(float(told_at_s), decoder(EVENTS[kind])(line))
     raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
 
 
@@ -144,7 +144,7 @@ def replay(inbox: Iterable[Item], accounts: Accounts | None = None) -> Replayed:
         if isinstance(item, Begun):
             policy = item.policy
             continue
-        if isinstance(item, Ended):
+        if isinstance(item, ReplayEnd):
             done.until_s = item.at_s
             continue
         if isinstance(item, Noted):
@@ -185,7 +185,7 @@ def line_of(command: ev.Command) -> Iterator[Line]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReplayVerdict:
     """``difference``: in words; empty if every decision is the recorded one."""
 
     told: int
@@ -193,7 +193,7 @@ class Verdict:
     difference: str = ""
 
 
-def check(folder: Path, *, exact: bool = True) -> Verdict:
+def check(folder: Path, *, exact: bool = True) -> ReplayVerdict:
     """Replays a run and compares what is decided with its events.jsonl.
 
     Not ``exact``: another wording of a reason, and fields that are new, are no difference.
@@ -207,13 +207,13 @@ def check(folder: Path, *, exact: bool = True) -> Verdict:
     same = 0
     for then, now in zip(recorded, done.decisions, strict=False):
         if found := _difference(then, now, exact):
-            return Verdict(done.told, same, f"journal line {then['seq']}: {found}")
+            return ReplayVerdict(done.told, same, f"journal line {then['seq']}: {found}")
         same += 1
     if alone := recorded[same:]:
-        return Verdict(done.told, same, f"the journal alone has {_shown(alone[0])}")
+        return ReplayVerdict(done.told, same, f"the journal alone has {_shown(alone[0])}")
     if more := done.decisions[same:]:
-        return Verdict(done.told, same, f"the core alone has {_shown(more[0])}")
-    return Verdict(done.told, same)
+        return ReplayVerdict(done.told, same, f"the core alone has {_shown(more[0])}")
+    return ReplayVerdict(done.told, same)
 
 
 def _difference(then: Line, now: Line, exact: bool) -> str:

@@ -25,7 +25,7 @@ from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.follow import local_path
 from elastic_ft.observe.lines import count_lines, last_generation, read_lines
 from elastic_ft.storage import owners
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import StoreError, open_store
 
 __all__ = ["RunFolder", "count_lines", "last_generation", "read_lines"]
@@ -407,7 +407,7 @@ class RunFolder:
         try:
             return mirror.fetch() if mirror is not None else self._store.get(name)
         except StoreError as error:
-            if error.kind is Kind.MISSING:
+            if error.kind is FailureKind.MISSING:
                 return None
             raise
 

@@ -19,7 +19,7 @@ OWNER = ".owner.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class ScratchOwner:
     host: str
     pid: int
     started_s: float  # of the process: another one may have its number by now
@@ -44,14 +44,16 @@ def make(prefix: str, folder: str | None = None) -> Path:
             shutil.rmtree(old.parent, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     process = psutil.Process()
-    owner = Owner(os.uname().nodename, process.pid, process.create_time())
+    owner = ScratchOwner(os.uname().nodename, process.pid, process.create_time())
     (made / OWNER).write_text(json.dumps(asdict(owner)))
     return made
 
 
 def _is_left_behind(path: Path) -> bool:
     try:
-        return path.stat().st_uid == os.getuid() and Owner(**json.loads(path.read_text())).gone
+        return (
+            path.stat().st_uid == os.getuid() and ScratchOwner(**json.loads(path.read_text())).gone
+        )
     except (
         OSError,
         ValueError,

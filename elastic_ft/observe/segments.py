@@ -31,7 +31,7 @@ from typing import BinaryIO
 
 from elastic_ft.errors import StoreFailed
 from elastic_ft.observe.lines import SEGMENTS
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 SEGMENT_BYTES = 16 << 20  # at most, single longer lines aside
@@ -89,7 +89,7 @@ def read(store: Store, name: str, known: dict[str, int] | None = None) -> Found:
                     bodies[key] = store.get(key)
                     sizes[key] = len(bodies[key])
         except StoreError as error:
-            if error.kind is Kind.MISSING:  # deleted: the tail is another one by now
+            if error.kind is FailureKind.MISSING:  # deleted: the tail is another one by now
                 continue
             raise
         # Segments are deleted after the tail was put. If it begins as it did, none was.
@@ -97,7 +97,7 @@ def read(store: Store, name: str, known: dict[str, int] | None = None) -> Found:
         if not head or store.get(name, 0, len(head)) == head:
             ignored = tuple(key for key in keys if key not in sizes)
             return Found(tail, sizes, bodies, ignored)
-    raise StoreError(f"{store.url_of(name)} changes while it is read", Kind.BUSY)
+    raise StoreError(f"{store.url_of(name)} changes while it is read", FailureKind.BUSY)
 
 
 def read_whole(store: Store, name: str) -> bytes:

@@ -7,15 +7,15 @@ computed each of its steps, so that a lost, repeated or mixed step shows in the 
     report = simulate(make_scenario(seed))
 """
 
-from elastic_ft.sim.checks import Violation
+from elastic_ft.sim.checks import SimViolation
 from elastic_ft.sim.runs import Report, simulate
 from elastic_ft.sim.scenario import (
     CHANGES,
     KINDS,
     OUTAGES,
     SUCCESSIONS,
-    Fault,
-    Scenario,
+    SimFault,
+    SimScenario,
     bearable,
     large,
     make_scenario,
@@ -26,10 +26,10 @@ __all__ = [
     "KINDS",
     "OUTAGES",
     "SUCCESSIONS",
-    "Fault",
     "Report",
-    "Scenario",
-    "Violation",
+    "SimFault",
+    "SimScenario",
+    "SimViolation",
     "bearable",
     "large",
     "make_scenario",

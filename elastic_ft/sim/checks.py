@@ -17,24 +17,24 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.source import Refused
-from elastic_ft.sim.nodes import Key, Lineage, SavedShard
+from elastic_ft.sim.nodes import Key, Lineage, SimSavedShard
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
     from elastic_ft.sim.sim_worker import SimWorker
-    from elastic_ft.sim.simulation import World
+    from elastic_ft.sim.simulation import Simulation
 
 
-class Violation(AssertionError):
+class SimViolation(AssertionError):
     """An invariant does not hold in the simulated world."""
 
 
 def require(truth: bool, invariant: str, what: str) -> None:
     if not truth:
-        raise Violation(f"{invariant}: {what}")
+        raise SimViolation(f"{invariant}: {what}")
 
 
-def world_is_allowed(world: World, assignment: Assignment) -> None:
+def world_is_allowed(world: Simulation, assignment: Assignment) -> None:
     """Policy: as many workers as may be and are there, no more than were asked for."""
     core, policy = world.core, world.policy
     count, most = len(assignment.members), core.target or policy.max_workers
@@ -51,7 +51,7 @@ def world_is_allowed(world: World, assignment: Assignment) -> None:
     require(idle <= named, "I8", f"{where}: {sorted(idle - named)} idle without a reason")
 
 
-def applied(world: World, worker: SimWorker, group: Group, step: int) -> None:
+def applied(world: Simulation, worker: SimWorker, group: Group, step: int) -> None:
     """I1: who can hear the controller never trains in a generation older than one that formed.
 
     A node cut off with a whole world of its own trains on until the cut heals and it is killed:
@@ -66,13 +66,13 @@ def applied(world: World, worker: SimWorker, group: Group, step: int) -> None:
     require(worker.live.step == step - 1, "I4", f"{worker.id} applies {step} on {worker.live.step}")
 
 
-def formed(world: World, group: Group) -> None:
+def formed(world: Simulation, group: Group) -> None:
     """I1: a generation is taken for formed once each of its members has said so, in this one."""
     missing = sorted({worker.id for worker in group.members} - group.resumed)
     require(not missing, "I1", f"generation {group.generation} is formed without {missing}")
 
 
-def left_out(world: World, worker: WorkerId, reason: str) -> None:
+def left_out(world: Simulation, worker: WorkerId, reason: str) -> None:
     """Fairness: where groups break, nobody is blamed who took part in the last recorded step."""
     if "broke" not in reason or not world.recorded:
         return
@@ -81,7 +81,7 @@ def left_out(world: World, worker: WorkerId, reason: str) -> None:
     require(worker not in able, "policy", f"{worker} is left out, and took part in the last step")
 
 
-def same_history(world: World, lineage: Lineage, what: str) -> None:
+def same_history(world: Simulation, lineage: Lineage, what: str) -> None:
     """I4: state never contradicts the record: the same generations computed the same steps.
 
     The generations stand for the samples, too: one entry per step, so one batch per step.
@@ -95,7 +95,7 @@ def same_history(world: World, lineage: Lineage, what: str) -> None:
     )
 
 
-def recorded(world: World, command: RecordStep) -> None:
+def recorded(world: Simulation, command: RecordStep) -> None:
     """I2, I4: every step once and in order; its state is there, and survives any one node."""
     step = command.step
     require(step == len(world.recorded) + 1, "I2", f"{step} recorded after {len(world.recorded)}")
@@ -114,7 +114,7 @@ def recorded(world: World, command: RecordStep) -> None:
         require(_complete_from(rest, step), "I4", what)
 
 
-def rolled_back(world: World, command: RollBack) -> None:
+def rolled_back(world: Simulation, command: RollBack) -> None:
     """I4: committed steps are given up only when no whole copy of any of them is left."""
     require(command.step < len(world.recorded), "I4", f"rolls back to {command.step}, no older")
     require(
@@ -125,7 +125,7 @@ def rolled_back(world: World, command: RollBack) -> None:
     nothing_newer(world, command.step, f"rolls back to {command.step}")
 
 
-def nothing_newer(world: World, step: int, what: str) -> None:
+def nothing_newer(world: Simulation, step: int, what: str) -> None:
     """Nothing that is whole and good is newer than ``step``, in any memory or in the store."""
     core = world.core
     alive = [w for w in world.workers.values() if w.answers() and w.id in core.ready]
@@ -140,7 +140,7 @@ def nothing_newer(world: World, step: int, what: str) -> None:
     require(not newer, "I4", f"{what}, but checkpoints are newer: {newer}")
 
 
-def _left(world: World, refused: Refused) -> list[tuple[Key, Lineage]]:
+def _left(world: Simulation, refused: Refused) -> list[tuple[Key, Lineage]]:
     """What keepers have of the dead that is of use: told of, or yet to be told in time."""
     found = []
     for node in world.nodes:
@@ -158,7 +158,7 @@ def _left(world: World, refused: Refused) -> list[tuple[Key, Lineage]]:
     return found
 
 
-def _agrees(world: World, lineage: Lineage) -> bool:
+def _agrees(world: Simulation, lineage: Lineage) -> bool:
     record = tuple(generation for _, generation in world.recorded)
     return all(a == b for a, b in zip(record, lineage, strict=False))
 
@@ -186,7 +186,7 @@ def _complete_from(
     )
 
 
-def source(world: World, group: Group) -> Lineage:
+def source(world: Simulation, group: Group) -> Lineage:
     """What the listed holders really have: all of one history. Returns it."""
     chosen = group.assignment.source
     where = f"generation {group.generation}: step {chosen.step}"
@@ -228,7 +228,7 @@ def source(world: World, group: Group) -> Lineage:
     return lineage
 
 
-def _lineage_at(world: World, group: Group, name: str, key: Key, tier: Tier) -> Lineage | None:
+def _lineage_at(world: Simulation, group: Group, name: str, key: Key, tier: Tier) -> Lineage | None:
     """What a holder has. None: it was with a keeper that died meanwhile, and is refused."""
     if tier is Tier.KEEPER:
         keeper, worker = world.keeper_of(name)
@@ -241,7 +241,7 @@ def _lineage_at(world: World, group: Group, name: str, key: Key, tier: Tier) -> 
 
 
 def rescued(
-    world: World, step: int, shards: Iterable[SavedShard], since: Iterable[RecordStep]
+    world: Simulation, step: int, shards: Iterable[SimSavedShard], since: Iterable[RecordStep]
 ) -> Lineage:
     """I4, I2: what keepers had saved is of one history, the record's, and leaves no hole in that.
 
@@ -261,7 +261,7 @@ def rescued(
     return lineage
 
 
-def nothing_saved_is_newer(world: World, saved: Iterable[SavedShard], chosen: int) -> None:
+def nothing_saved_is_newer(world: Simulation, saved: Iterable[SimSavedShard], chosen: int) -> None:
     """I4: no later state than ``chosen`` is whole, of this history, and known up to there."""
     shards: dict[tuple[int, str, Lineage], set[str]] = {}
     known = {number for number, _ in world.recorded}
@@ -279,7 +279,7 @@ def nothing_saved_is_newer(world: World, saved: Iterable[SavedShard], chosen: in
     require(not passed_over, "I4", what)
 
 
-def published(world: World, command: CommitCheckpoint) -> Lineage:
+def published(world: Simulation, command: CommitCheckpoint) -> Lineage:
     """I5: whole, of one state, and not ahead of the record. Returns its history."""
     what = f"the checkpoint of step {command.step}"
     require(command.step <= len(world.recorded), "I5", f"{what} is ahead of {len(world.recorded)}")
@@ -295,7 +295,7 @@ def published(world: World, command: CommitCheckpoint) -> Lineage:
     return lineage
 
 
-def finished(world: World, status: str, reason: str) -> None:
+def finished(world: Simulation, status: str, reason: str) -> None:
     """The job is done, and every member ends with the state that the record describes."""
     if world.stop_requested and status == "stopped":
         return

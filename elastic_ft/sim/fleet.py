@@ -121,7 +121,7 @@ def failures(rate: Rate, units: int, days: float, start_s: float, seed: int) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FleetOutcome:
     """Shares of the fleet's unit-seconds; they add up to 1."""
 
     system: str
@@ -145,13 +145,13 @@ class Account:
     checkpoints: float = 0.0
     interruptions: int = 0
 
-    def outcome(self, system: str, duration_s: float, core_events: int = 0) -> Outcome:
+    def outcome(self, system: str, duration_s: float, core_events: int = 0) -> FleetOutcome:
         whole = self.units * duration_s
         shares = [self.useful / whole, self.paused / whole]
         shares += [self.redone / whole, self.checkpoints / whole]
         away = max(0.0, 1.0 - sum(shares))
         useful, paused, redone, checkpoints = shares
-        return Outcome(
+        return FleetOutcome(
             system, useful, away, paused, redone, checkpoints, self.interruptions, core_events
         )
 
@@ -170,7 +170,7 @@ def _changes(losses: list[Failure], end_s: float) -> Iterator[tuple[float, int]]
 # ---------------------------------------------------------------------------- restart-all
 
 
-def restart_all(losses: list[Failure], units: int, days: float, costs: Costs) -> Outcome:
+def restart_all(losses: list[Failure], units: int, days: float, costs: Costs) -> FleetOutcome:
     """As torchrun: at every loss and every return all processes start again from a checkpoint."""
     end_s, account = days * DAY_S, Account(units)
     between_s = end_s / max(1, len({loss.at_s for loss in losses}))
@@ -194,7 +194,7 @@ def restart_all(losses: list[Failure], units: int, days: float, costs: Costs) ->
 # --------------------------------------------------------------------------- replica-drop
 
 
-def replica_drop(losses: list[Failure], units: int, days: float, costs: Costs) -> Outcome:
+def replica_drop(losses: list[Failure], units: int, days: float, costs: Costs) -> FleetOutcome:
     """As torchft: survivors wait for the collective's timeout, then go on with one replica less.
 
     The step under way is lost. A replica that is back heals from a peer while all others wait.
@@ -339,7 +339,7 @@ class _Fleet:
                 self.tell(StepHeld(self.now_s, member.worker, generation, step))
 
 
-def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> Outcome:
+def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> FleetOutcome:
     """What this project's core decides, with its default policy."""
     end_s, account = days * DAY_S, Account(units)
     policy = Policy(
@@ -385,7 +385,7 @@ def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> 
 SYSTEMS = (restart_all, replica_drop, elastic_ft)
 
 
-def compare(rate: Rate, units: int, days: float, costs: Costs, seed: int) -> list[Outcome]:
+def compare(rate: Rate, units: int, days: float, costs: Costs, seed: int) -> list[FleetOutcome]:
     """The same failures to all three."""
     losses = failures(rate, units, days, costs.start_s, seed)
     return [system(losses, units, days, costs) for system in SYSTEMS]

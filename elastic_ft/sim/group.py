@@ -21,13 +21,13 @@ from elastic_ft.sim.nodes import Lineage
 from elastic_ft.sim.sim_worker import Live, SimWorker
 
 if TYPE_CHECKING:
-    from elastic_ft.sim.simulation import World
+    from elastic_ft.sim.simulation import Simulation
 
 
 class Group:
     """All events of one generation's collectives. ``failed``: nothing collective works any more."""
 
-    def __init__(self, world: World, assignment: Assignment) -> None:
+    def __init__(self, world: Simulation, assignment: Assignment) -> None:
         self.world, self.assignment = world, assignment
         self.generation = assignment.generation
         self.members = [world.workers[m.worker] for m in assignment.members]

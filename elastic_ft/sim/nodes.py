@@ -22,7 +22,7 @@ def holding(key: Key, tier: Tier) -> Holding:
 
 
 @dataclass(slots=True)
-class Node:
+class SimNode:
     id: str
     slots: int
     up: bool = True
@@ -38,7 +38,7 @@ class Node:
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class SimCheckpoint:
     step: int
     url: str
     lineage: Lineage
@@ -47,7 +47,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedShard:
+class SimSavedShard:
     """What a keeper wrote of one, as its controller was gone. ``lineage``: the truth."""
 
     key: Key
@@ -66,7 +66,7 @@ class ObjectStore:
         silent: of what is published nobody hears.
     """
 
-    published: list[Checkpoint] = field(default_factory=list)  # newest last
+    published: list[SimCheckpoint] = field(default_factory=list)  # newest last
     down: bool = False
     unread_on: set[str] = field(default_factory=set)
     silent: bool = False
@@ -77,10 +77,10 @@ class ObjectStore:
         self.found = frozenset(c.url for c in self.published if self.counts(c))
         self.owner = owner
 
-    def counts(self, checkpoint: Checkpoint) -> bool:
+    def counts(self, checkpoint: SimCheckpoint) -> bool:
         return checkpoint.owner == self.owner or checkpoint.url in self.found
 
-    def good(self) -> list[Checkpoint]:
+    def good(self) -> list[SimCheckpoint]:
         """Those that count."""
         return [c for c in self.published if self.counts(c)]
 

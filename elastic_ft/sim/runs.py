@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from elastic_ft.core.events import NodeDraining, StopRequested, Tier, WorkerRaised
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import checks
-from elastic_ft.sim.nodes import HANG_TIMEOUT_S, Node
-from elastic_ft.sim.scenario import Fault, Scenario
-from elastic_ft.sim.simulation import Decide, World
+from elastic_ft.sim.nodes import HANG_TIMEOUT_S, SimNode
+from elastic_ft.sim.scenario import SimFault, SimScenario
+from elastic_ft.sim.simulation import Decide, Simulation
 
 UNNOTICED_S = 0.05  # before the controller can know
 
@@ -33,19 +33,19 @@ class Report:
 
 
 def simulate(
-    scenario: Scenario,
+    scenario: SimScenario,
     *,
     decide: Decide = core_step,
     retain_live: bool = True,
     hold_late: bool = False,
     trace: bool = False,
 ) -> Report:
-    """Returns what happened. Raises checks.Violation, with the seed, if an invariant broke.
+    """Returns what happened. Raises checks.SimViolation, with the seed, if an invariant broke.
 
     ``decide`` is the core's step function: tests put a broken one here to see the checks fail.
     ``trace`` collects every event and command in words.
     """
-    world = World(scenario, decide, retain_live, hold_late)
+    world = Simulation(scenario, decide, retain_live, hold_late)
     if trace:
         world.trace = []
     chaos = Chaos(world)
@@ -59,7 +59,7 @@ def simulate(
         seed = f"{error} (seed {scenario.seed}, at {world.now_s:.3f} s, {scenario.strategy})"
         if world.trace is not None:
             seed = "\n".join([*world.trace, seed])
-        raise checks.Violation(seed) from error
+        raise checks.SimViolation(seed) from error
     return Report(
         seed=scenario.seed,
         trace_hash=world.digest(),
@@ -75,7 +75,7 @@ def simulate(
     )
 
 
-def _run(world: World) -> None:
+def _run(world: Simulation) -> None:
     scenario = world.scenario
     deadline_s = scenario.heal_at_s + scenario.finish_within_s
     while world.finish is None:
@@ -88,7 +88,7 @@ def _run(world: World) -> None:
 class Chaos:
     """Fires the faults of a scenario when their moment comes. ``fired`` counts by kind."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self.world = world
         self.waiting = list(world.scenario.faults)
         self.fired: Counter[str] = Counter()
@@ -118,7 +118,7 @@ class Chaos:
         for _ in range(world.node_count):
             world.bring_node()
 
-    def _fire(self, fault: Fault) -> None:
+    def _fire(self, fault: SimFault) -> None:
         world = self.world
         if self.healed or world.finish is not None or not world.up:
             return
@@ -128,28 +128,28 @@ class Chaos:
 
     # Each returns False if there was nothing to fail.
 
-    def _crash_worker(self, fault: Fault) -> bool | None:
+    def _crash_worker(self, fault: SimFault) -> bool | None:
         alive = self.world.alive()
         if not alive:
             return False
         self.world.kill(alive[fault.target % len(alive)], "crashed")
         return None
 
-    def _crash_every_worker(self, fault: Fault) -> bool | None:
+    def _crash_every_worker(self, fault: SimFault) -> bool | None:
         """Out of memory everywhere, say: the nodes and their keepers live."""
         alive = self.world.alive()
         for worker in alive:
             self.world.kill(worker, "crashed")
         return None if alive else False
 
-    def _crash_everything(self, fault: Fault) -> None:
+    def _crash_everything(self, fault: SimFault) -> None:
         """Every process on every node: what is left is in the store."""
         for node in self.world.nodes:
             self.world.kill_keeper(node)
         for worker in self.world.alive():
             self.world.kill(worker, "crashed")
 
-    def _store_half_down(self, fault: Fault) -> bool | None:
+    def _store_half_down(self, fault: SimFault) -> bool | None:
         """One node can't read it, the others can."""
         if (node := self._node(fault)) is None:
             return False
@@ -158,14 +158,14 @@ class Chaos:
         self.world.after(fault.lasts_s, lambda: unread.discard(node.id))
         return None
 
-    def _publisher_silent(self, fault: Fault) -> None:
+    def _publisher_silent(self, fault: SimFault) -> None:
         def back() -> None:
             self.world.store.silent = False
 
         self.world.store.silent = True
         self.world.after(fault.lasts_s, back)
 
-    def _spoil_node(self, fault: Fault) -> bool | None:
+    def _spoil_node(self, fault: SimFault) -> bool | None:
         """Its data is gone: who trains there has read it, who comes there can't."""
         if (node := self._node(fault)) is None:
             return False
@@ -177,7 +177,7 @@ class Chaos:
         self.world.after(fault.lasts_s, well)
         return None
 
-    def _close_ports(self, fault: Fault) -> bool | None:
+    def _close_ports(self, fault: SimFault) -> bool | None:
         """A firewall that bars new connections: who trains there has its own."""
         if (node := self._node(fault)) is None:
             return False
@@ -185,47 +185,47 @@ class Chaos:
         self.world.after(fault.lasts_s, lambda: self._open_ports(node))
         return None
 
-    def _open_ports(self, node: Node) -> None:
+    def _open_ports(self, node: SimNode) -> None:
         node.closed = False
         for worker in self.world.on(node):
             worker.unreachable = False
 
-    def _make_deadly(self, fault: Fault) -> bool | None:
+    def _make_deadly(self, fault: SimFault) -> bool | None:
         """A bad device: whoever starts there crashes, again and again."""
         if (node := self._node(fault)) is None:
             return False
         node.deadly = True
         return None
 
-    def _crash_worker_there(self, fault: Fault) -> bool | None:
+    def _crash_worker_there(self, fault: SimFault) -> bool | None:
         node = self._node(fault)
         if node is None or not self.world.on(node):
             return False
         self.world.kill(self.world.on(node)[0], "crashed")
         return None
 
-    def _crash_keeper(self, fault: Fault) -> bool | None:
+    def _crash_keeper(self, fault: SimFault) -> bool | None:
         node = self._node(fault)
         if node is None or node.keeper is None or not node.keeper.alive:
             return False
         self.world.kill_keeper(node)
         return None
 
-    def _lose_keeper_line(self, fault: Fault) -> bool | None:
+    def _lose_keeper_line(self, fault: SimFault) -> bool | None:
         workers = [w for w in self.world.alive() if w.keeper is not None and w.keeper.alive]
         if not workers:
             return False
         workers[fault.target % len(workers)].lose_keeper_line()
         return None
 
-    def _hang_keeper(self, fault: Fault) -> bool | None:
+    def _hang_keeper(self, fault: SimFault) -> bool | None:
         node = self._node(fault)
         if node is None or node.keeper is None or not node.keeper.alive or node.keeper.hung:
             return False
         node.keeper.hang(fault.lasts_s)
         return None
 
-    def _hush_keeper(self, fault: Fault) -> bool | None:
+    def _hush_keeper(self, fault: SimFault) -> bool | None:
         """Workers can't reach it, for a while; the controller can."""
         node = self._node(fault)
         if node is None or node.keeper is None or not node.keeper.alive:
@@ -239,21 +239,21 @@ class Chaos:
         self.world.after(fault.lasts_s, back)
         return None
 
-    def _node(self, fault: Fault) -> Node | None:
+    def _node(self, fault: SimFault) -> SimNode | None:
         nodes = [n for n in self.world.nodes if n.up and not n.cut and not n.lost]
         return nodes[fault.target % len(nodes)] if nodes else None
 
-    def _crash_node(self, fault: Fault) -> bool | None:
+    def _crash_node(self, fault: SimFault) -> bool | None:
         if (node := self._node(fault)) is None:
             return False
         self.world.lose_node(node, "power")
         self.world.after(fault.lasts_s, self.world.bring_node)
         return None
 
-    def _add_node(self, fault: Fault) -> None:
+    def _add_node(self, fault: SimFault) -> None:
         self.world.bring_node()
 
-    def _hang_worker(self, fault: Fault) -> bool | None:
+    def _hang_worker(self, fault: SimFault) -> bool | None:
         running = [w for w in self.world.alive() if not w.hung]
         if not running:
             return False
@@ -262,7 +262,7 @@ class Chaos:
         self.world.after(HANG_TIMEOUT_S, lambda: self.world.watch_hung(worker))
         return None
 
-    def _partition_node(self, fault: Fault) -> bool | None:
+    def _partition_node(self, fault: SimFault) -> bool | None:
         if (node := self._node(fault)) is None:
             return False
         self.world.cut_node(node)
@@ -276,7 +276,7 @@ class Chaos:
         self.world.after(fault.lasts_s, heal)
         return None
 
-    def _drain_node(self, fault: Fault) -> bool | None:
+    def _drain_node(self, fault: SimFault) -> bool | None:
         node, world = self._node(fault), self.world
         if node is None or node.draining:
             return False
@@ -289,14 +289,14 @@ class Chaos:
         world.at(deadline_s + 2.0, world.bring_node)
         return None
 
-    def _break_collective(self, fault: Fault) -> bool | None:
+    def _break_collective(self, fault: SimFault) -> bool | None:
         group = next((w.group for w in self.world.members() if w.group), None)
         if group is None:
             return False
         group.fail("a link flapped")
         return None
 
-    def _raise_error(self, fault: Fault) -> bool | None:
+    def _raise_error(self, fault: SimFault) -> bool | None:
         """The same exception on every rank, as user code's bugs come."""
         world, core = self.world, self.world.core
         raising = [w for w in world.members() if w.works() and w.group and w.unapplied is None]
@@ -311,7 +311,7 @@ class Chaos:
             group.fail("a peer raised")
         return None
 
-    def _damage_memory(self, fault: Fault) -> bool | None:
+    def _damage_memory(self, fault: SimFault) -> bool | None:
         """Bits rot in the newest snapshot that one worker holds, its own or a peer's."""
         holders = [w for w in self.world.alive() if w.copies]
         if not holders:
@@ -321,32 +321,32 @@ class Chaos:
         worker.copies[newest].damaged = True
         return None
 
-    def _damage_checkpoint(self, fault: Fault) -> bool | None:
+    def _damage_checkpoint(self, fault: SimFault) -> bool | None:
         if not self.world.store.published:
             return False
         self.world.store.published[-1].damaged = True
         return None
 
-    def _store_down(self, fault: Fault) -> None:
+    def _store_down(self, fault: SimFault) -> None:
         def back() -> None:
             self.world.store.down = False
 
         self.world.store.down = True
         self.world.after(fault.lasts_s, back)
 
-    def _slow_network(self, fault: Fault) -> None:
+    def _slow_network(self, fault: SimFault) -> None:
         def fast() -> None:
             self.world.latency_s = self.world.scenario.latency_s
 
         self.world.latency_s = 2.5
         self.world.after(fault.lasts_s, fast)
 
-    def _request_stop(self, fault: Fault) -> None:
+    def _request_stop(self, fault: SimFault) -> None:
         world = self.world
         world.stop_requested = True
         world.tell(StopRequested(world.now_s, "someone asked"), world.controller)
 
-    def _resize(self, fault: Fault) -> bool | None:
+    def _resize(self, fault: SimFault) -> bool | None:
         world, policy = self.world, self.world.policy
         worlds = range(policy.min_workers, policy.max_workers + 1, policy.multiple_of)
         workers = worlds[fault.target % len(worlds)]
@@ -355,15 +355,15 @@ class Chaos:
         world.ask_for(workers)
         return None
 
-    def _slow_worker(self, fault: Fault) -> bool | None:
+    def _slow_worker(self, fault: SimFault) -> bool | None:
         members = self.world.members()
         if not self.world.policy.evict_stragglers or not members:
             return False
         members[fault.target % len(members)].pace_s = 5.0
         return None
 
-    def _crash_controller(self, fault: Fault) -> None:
+    def _crash_controller(self, fault: SimFault) -> None:
         self.world.crash_controller()
 
-    def _stop_controller(self, fault: Fault) -> bool:
+    def _stop_controller(self, fault: SimFault) -> bool:
         return self.world.stop_controller(fault.lasts_s)

@@ -66,7 +66,7 @@ PLANNING = Planning(
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SimFault:
     """Fires once ``at_step`` is committed and the core is in ``phase``, ``after_s`` later."""
 
     kind: str
@@ -78,7 +78,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class SimScenario:
     seed: int
     strategy: Strategy
     min_workers: int
@@ -98,7 +98,7 @@ class Scenario:
     planned: bool = False  # the planner lays out
     from_scratch: bool = True  # where nothing is left to go on from; else the job ends
     generations_max: int = 200  # without progress
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[SimFault, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0  # share of messages that arrive twice
     spread_s: float = 0.3  # members apply one step at times this far apart
@@ -133,7 +133,7 @@ class Scenario:
         )
 
 
-def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
+def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
     """Returns the scenario of ``seed``: 2 to 6 workers, 1 or 2 to a node, 1 to 6 faults."""
     rng = random.Random(seed)
     per_node = rng.choice((1, 2))
@@ -142,7 +142,7 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
     steps = rng.randint(8, 16)
     strategies: tuple[Strategy, ...] = ("ddp", "fsdp", "hsdp")
     drawn = rng.choice(strategies)
-    scenario = Scenario(
+    scenario = SimScenario(
         seed=seed,
         strategy=strategy or drawn,
         min_workers=rng.randint(1, workers),
@@ -167,7 +167,7 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> Scenario:
     return replace(scenario, from_scratch=random.Random(f"scratch {seed}").random() < 0.7)
 
 
-def _with_network(scenario: Scenario, rng: random.Random) -> Scenario:
+def _with_network(scenario: SimScenario, rng: random.Random) -> SimScenario:
     """One in four is bad in both ways at once: what is stale and comes twice finds the next
     generations still forming."""
     if rng.random() < 0.25:
@@ -175,7 +175,7 @@ def _with_network(scenario: Scenario, rng: random.Random) -> Scenario:
     return scenario
 
 
-def _with_policy(scenario: Scenario, rng: random.Random) -> Scenario:
+def _with_policy(scenario: SimScenario, rng: random.Random) -> SimScenario:
     """Every other job has spares, worlds in multiples, or changes that someone asks for."""
     if rng.random() < 0.5:
         return scenario
@@ -193,7 +193,7 @@ def _with_policy(scenario: Scenario, rng: random.Random) -> Scenario:
     )
 
 
-def _with_outages(scenario: Scenario, rng: random.Random) -> Scenario:
+def _with_outages(scenario: SimScenario, rng: random.Random) -> SimScenario:
     """Every third job: what its next state is to come from can't be had when it is needed."""
     if rng.random() < 0.65:
         return scenario
@@ -207,7 +207,7 @@ def _with_outages(scenario: Scenario, rng: random.Random) -> Scenario:
     return replace(scenario, faults=(*scenario.faults, *faults))
 
 
-def _with_successions(scenario: Scenario, rng: random.Random) -> Scenario:
+def _with_successions(scenario: SimScenario, rng: random.Random) -> SimScenario:
     """Every third job: its controller is followed by another, once or twice; or a keeper is not
     heard by its worker, and its controller goes."""
     if rng.random() < 0.65:
@@ -217,9 +217,9 @@ def _with_successions(scenario: Scenario, rng: random.Random) -> Scenario:
     return replace(scenario, faults=(*scenario.faults, *faults))
 
 
-def _fault(rng: random.Random, steps: int, kind: str | None = None) -> Fault:
+def _fault(rng: random.Random, steps: int, kind: str | None = None) -> SimFault:
     drawn = rng.choices(list(KINDS), list(KINDS.values()))[0]
-    return Fault(
+    return SimFault(
         kind=kind or drawn,
         at_step=rng.randint(0, steps - 1),
         phase=rng.choice(PHASES),
@@ -229,7 +229,7 @@ def _fault(rng: random.Random, steps: int, kind: str | None = None) -> Fault:
     )
 
 
-def bearable(seed: int, strategy: Strategy, copies: int) -> Scenario:
+def bearable(seed: int, strategy: Strategy, copies: int) -> SimScenario:
     """A scenario that costs no committed step, with ``copies`` of everything and keepers.
 
     One copy: a worker or all of them are lost, no node. Two: or one node. Three: two nodes at once.
@@ -246,8 +246,8 @@ def bearable(seed: int, strategy: Strategy, copies: int) -> Scenario:
     }
     kind = rng.choice(kinds[copies])
     at_step, after_s = rng.randint(1, steps - 2), rng.uniform(0, 2.0)
-    fault = Fault(kind, at_step, "running", after_s, rng.randrange(12), 6.0)
-    return Scenario(
+    fault = SimFault(kind, at_step, "running", after_s, rng.randrange(12), 6.0)
+    return SimScenario(
         seed=seed,
         strategy=strategy,
         min_workers=1,
@@ -263,7 +263,7 @@ def bearable(seed: int, strategy: Strategy, copies: int) -> Scenario:
     )
 
 
-def large(seed: int, strategy: Strategy | None = None) -> Scenario:
+def large(seed: int, strategy: Strategy | None = None) -> SimScenario:
     """The faults of ``seed`` in a world of 64 workers: many are lost and paused at a time."""
     return replace(
         make_scenario(seed, strategy),

@@ -9,10 +9,10 @@ from elastic_ft.core.events import RecordStep
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.rescuing import Cut, candidates
 from elastic_ft.sim import checks
-from elastic_ft.sim.nodes import Checkpoint, Node, SavedShard
+from elastic_ft.sim.nodes import SimCheckpoint, SimNode, SimSavedShard
 
 if TYPE_CHECKING:
-    from elastic_ft.sim.simulation import World
+    from elastic_ft.sim.simulation import Simulation
 
 POLL_S = 0.5
 SAVED_WITHIN_S = 4.0  # by a keeper; some take longer than anybody waits
@@ -23,13 +23,13 @@ class Emergency:
     """Between two controllers. The protocol of ``keeper.emergency`` is left out: a keeper's
     shards are there all at once, late, or never; what is made of them is the real rule."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Simulation) -> None:
         self.world = world
         self._writing: set[str] = set()
-        self._saved: list[SavedShard] = []
+        self._saved: list[SimSavedShard] = []
         self._began_s = world.now_s
 
-    def save(self, node: Node) -> None:
+    def save(self, node: SimNode) -> None:
         """By its keeper, if that can, and the store can be reached."""
         keeper = node.keeper
         if keeper is None or not keeper.answers() or not node.up:
@@ -57,7 +57,7 @@ class Emergency:
 
     def _publish(self) -> None:
         world = self.world
-        parts: dict[Cut, list[SavedShard]] = defaultdict(list)
+        parts: dict[Cut, list[SimSavedShard]] = defaultdict(list)
         records: dict[Cut, dict[int, RecordStep]] = defaultdict(dict)
         for shard in self._saved:
             step, generation, space, _ = shard.key
@@ -73,12 +73,12 @@ class Emergency:
         lineage = checks.rescued(world, cut[0], parts[cut], since)
         world.recorded += [(line.step, line.generation) for line in since]
         url = f"mem://{cut[0]}-rescued-{world.controller}"
-        world.store.published.append(Checkpoint(cut[0], url, lineage, world.controller))
+        world.store.published.append(SimCheckpoint(cut[0], url, lineage, world.controller))
         world.rescued.append(cut[0])
         world.note(f"rescued step {cut[0]}")
 
 
-def is_whole(shards: list[SavedShard]) -> bool:
+def is_whole(shards: list[SimSavedShard]) -> bool:
     """Whether they are all of one state."""
     _, _, space, _ = shards[0].key
     return Layout.of_shard_space(space).shards() <= {shard.key[3] for shard in shards}

@@ -16,11 +16,11 @@ from elastic_ft.core.events import (
     Tier,
     WorkerId,
 )
-from elastic_ft.sim.nodes import HANG_TIMEOUT_S, Key, Lineage, Node, SavedShard, holding
+from elastic_ft.sim.nodes import HANG_TIMEOUT_S, Key, Lineage, SimNode, SimSavedShard, holding
 
 if TYPE_CHECKING:
-    from elastic_ft.sim.sim_worker import Copy, SimWorker
-    from elastic_ft.sim.simulation import World
+    from elastic_ft.sim.sim_worker import SimCopy, SimWorker
+    from elastic_ft.sim.simulation import Simulation
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class LeftCopies:
         void: it counts no more: the controller said so, or has waited long enough.
     """
 
-    copies: dict[Key, Copy] = field(default_factory=dict)
+    copies: dict[Key, SimCopy] = field(default_factory=dict)
     record: dict[int, RecordStep] = field(default_factory=dict)
     told: bool = False
     void: bool = False
@@ -46,7 +46,7 @@ class SimKeeper:
     the controller hears it.
     """
 
-    def __init__(self, world: World, node: Node) -> None:
+    def __init__(self, world: Simulation, node: SimNode) -> None:
         self.world, self.node, self.alive = world, node, True
         self.hung = self.hushed = False
         self._unsaid: list[Callable[[], None]] = []
@@ -68,7 +68,7 @@ class SimKeeper:
         """Who asks it."""
         return self.alive and not (self.hung or self.hushed or self.node.cut)
 
-    def find(self, worker: WorkerId, key: Key) -> Copy | None:
+    def find(self, worker: WorkerId, key: Key) -> SimCopy | None:
         """As who asks finds it: None if nobody answers, or it is there no more."""
         left = self.left.get(worker) if self.answers() else None
         return left.copies.get(key) if left else None
@@ -102,10 +102,10 @@ class SimKeeper:
         for say in unsaid if self.alive else ():
             say()
 
-    def saves(self) -> list[SavedShard]:
+    def saves(self) -> list[SimSavedShard]:
         """What is good of what ended workers left: for the next controller, as this one is gone."""
         return [
-            SavedShard(key, copy.lineage, left.record)
+            SimSavedShard(key, copy.lineage, left.record)
             for left in self.left.values()
             for key, copy in left.copies.items()
             if not copy.damaged

@@ -26,12 +26,12 @@ from elastic_ft.core.events import (
     UseKeeper,
     WorkerDone,
 )
-from elastic_ft.sim.nodes import Key, Lineage, Node, holding
+from elastic_ft.sim.nodes import Key, Lineage, SimNode, holding
 
 if TYPE_CHECKING:
     from elastic_ft.sim.group import Group
     from elastic_ft.sim.sim_keeper import SimKeeper
-    from elastic_ft.sim.simulation import World
+    from elastic_ft.sim.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Live:
 
 
 @dataclass(slots=True)
-class Copy:
+class SimCopy:
     tier: Tier
     lineage: Lineage
     keeper: SimKeeper | None  # in whose memory it is
@@ -64,7 +64,7 @@ class SimWorker:
     record: of the steps applied here.
     """
 
-    def __init__(self, world: World, name: str, node: Node) -> None:
+    def __init__(self, world: Simulation, name: str, node: SimNode) -> None:
         self.world, self.id, self.node = world, name, node
         self.member = Member(name, node.id, node.id, int(name[1:]))
         self.alive, self.hung = True, False
@@ -76,7 +76,7 @@ class SimWorker:
         self.unapplied: int | None = None
         self.group: Group | None = None
         self.live: Live | None = None
-        self.copies: dict[Key, Copy] = {}
+        self.copies: dict[Key, SimCopy] = {}
         self.record: dict[int, RecordStep] = {}
         self.keeper: SimKeeper | None = None
         self.uploads = 0
@@ -113,7 +113,7 @@ class SimWorker:
         """``sealed``: in the keeper's memory, if there is a keeper."""
         old = self.copies.get(key)
         if old is None or old.tier is Tier.PEER:
-            self.copies[key] = Copy(tier, lineage, self.keeper if sealed else None)
+            self.copies[key] = SimCopy(tier, lineage, self.keeper if sealed else None)
 
     def lose_keeper_line(self) -> None:
         """The keeper takes it for gone, and it lives: what it holds from now on is its own."""

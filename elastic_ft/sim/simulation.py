@@ -44,8 +44,8 @@ from elastic_ft.core.events import (
 from elastic_ft.core.state import Policy, State
 from elastic_ft.sim import checks
 from elastic_ft.sim.group import Group
-from elastic_ft.sim.nodes import Checkpoint, Node, ObjectStore
-from elastic_ft.sim.scenario import Scenario
+from elastic_ft.sim.nodes import ObjectStore, SimCheckpoint, SimNode
+from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_emergency import Emergency
 from elastic_ft.sim.sim_keeper import SimKeeper
 from elastic_ft.sim.sim_worker import SimWorker
@@ -59,7 +59,7 @@ TAKEN_OVER_S = 5.0  # a controller is followed by the next within so long
 Decide = Callable[[State, Event, Policy], tuple[State, tuple[Command, ...]]]
 
 
-class World:
+class Simulation:
     """Attributes:
     core: the state of the core, as of the last event.
     recorded: (step, generation that computed it), the lines of steps.jsonl.
@@ -69,7 +69,7 @@ class World:
     """
 
     def __init__(
-        self, scenario: Scenario, decide: Decide, retain_live: bool, hold_late: bool = False
+        self, scenario: SimScenario, decide: Decide, retain_live: bool, hold_late: bool = False
     ) -> None:
         self.scenario, self.decide = scenario, decide
         self.retain_live, self.hold_late = retain_live, hold_late
@@ -83,7 +83,7 @@ class World:
         self.trace: list[str] | None = None  # set to collect the history in words
         self.latency_s = scenario.latency_s
         self.duplicates = scenario.duplicates
-        self.nodes = [Node(f"n{i}", scenario.workers_per_node) for i in range(scenario.nodes)]
+        self.nodes = [SimNode(f"n{i}", scenario.workers_per_node) for i in range(scenario.nodes)]
         self.node_count = len(self.nodes)
         self._keepers = 0
         self.workers: dict[WorkerId, SimWorker] = {}
@@ -172,7 +172,7 @@ class World:
 
         self.at(worker.down_at_s, arrive)
 
-    def heal_cut(self, node: Node) -> None:
+    def heal_cut(self, node: SimNode) -> None:
         node.cut, held = False, node.held
         node.held = []
         for arrive in held:
@@ -189,13 +189,13 @@ class World:
         self._keepers += 1
         return self._keepers
 
-    def start_keeper(self, node: Node) -> None:
+    def start_keeper(self, node: SimNode) -> None:
         """An empty one, where none is alive."""
         alive = node.keeper is not None and node.keeper.alive
         if self.scenario.keepers and self.up and self._may_start_on(node) and not alive:
             node.keeper = SimKeeper(self, node)
 
-    def kill_keeper(self, node: Node) -> None:
+    def kill_keeper(self, node: SimNode) -> None:
         """It is started again soon."""
         if node.keeper is not None and node.keeper.alive:
             node.keeper.die()
@@ -209,7 +209,7 @@ class World:
 
     # ------------------------------------------------------------------------- nodes
 
-    def on(self, node: Node) -> list[SimWorker]:
+    def on(self, node: SimNode) -> list[SimWorker]:
         return [w for w in self.workers.values() if w.alive and w.node is node]
 
     def alive(self) -> list[SimWorker]:
@@ -232,10 +232,10 @@ class World:
                 self._start(node)
                 missing -= 1
 
-    def _may_start_on(self, node: Node) -> bool:
+    def _may_start_on(self, node: SimNode) -> bool:
         return node.up and not node.draining and not node.cut and not node.lost
 
-    def _start(self, node: Node) -> None:
+    def _start(self, node: SimNode) -> None:
         worker = SimWorker(self, f"w{len(self.workers) + 1}", node)
         self.workers[worker.id] = worker
 
@@ -274,14 +274,14 @@ class World:
             self.after(self.rng.uniform(0, 0.02), lambda g=worker.group: g.fail("a peer is gone"))  # type: ignore[misc]
         self.after(self.rng.uniform(0.1, 2.0), self.fill)
 
-    def lose_node(self, node: Node, why: str) -> None:
+    def lose_node(self, node: SimNode, why: str) -> None:
         node.up = False
         self.kill_keeper(node)
         for worker in self.on(node):
             self.kill(worker, why, with_node=True)
         self.after(self.rng.uniform(0.5, 8.0), lambda: self._tell_node_lost(node, why))
 
-    def _tell_node_lost(self, node: Node, why: str) -> None:
+    def _tell_node_lost(self, node: SimNode, why: str) -> None:
         if node.up and not node.cut:
             return  # it was too short for anyone to notice
         node.lost = True
@@ -291,11 +291,11 @@ class World:
     def bring_node(self) -> None:
         """A new node: an id is never used again."""
         if sum(n.up and not n.lost and not n.draining for n in self.nodes) < self.node_count:
-            self.nodes.append(Node(f"n{len(self.nodes)}", self.scenario.workers_per_node))
+            self.nodes.append(SimNode(f"n{len(self.nodes)}", self.scenario.workers_per_node))
             self.start_keeper(self.nodes[-1])
             self.fill()
 
-    def cut_node(self, node: Node) -> None:
+    def cut_node(self, node: SimNode) -> None:
         node.cut = True
         for group in {id(w.group): w.group for w in self.on(node) if w.group}.values():
             if not group.connected():
@@ -483,7 +483,7 @@ class World:
     def _publish(self, command: CommitCheckpoint) -> str:
         lineage = checks.published(self, command)
         url = f"mem://{command.step}-{command.generation}-{self.controller}"
-        self.store.published.append(Checkpoint(command.step, url, lineage, self.controller))
+        self.store.published.append(SimCheckpoint(command.step, url, lineage, self.controller))
         newest = sorted(self.store.good(), key=lambda c: c.step)[-KEPT_CHECKPOINTS:]
         self.store.published = newest
         return url
@@ -506,5 +506,5 @@ class World:
         for command in writing:
             lineage = command.shards[0]["lineage"]
             url = f"mem://{command.step}-{command.generation}-{number}"
-            self.store.published.append(Checkpoint(command.step, url, lineage, number))
+            self.store.published.append(SimCheckpoint(command.step, url, lineage, number))
             self.note(f"controller {number} wakes up and publishes {url}")

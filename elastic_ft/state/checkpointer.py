@@ -21,7 +21,7 @@ from elastic_ft.keeper.client import KeeperGone
 from elastic_ft.keeper.protocol import Upload
 from elastic_ft.state.placed import Placed
 from elastic_ft.state.snapshot import HostShard, Snapshots
-from elastic_ft.state.tensors import State, tensor_name
+from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import open_store
@@ -55,12 +55,14 @@ class Checkpointer:
         self._running: list[Future[None]] = []
         self._store: Any = None
         self._max_mb_per_s = max_upload_mb_per_s
-        self._pace = checkpoints.Pace(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
+        self._pace = (
+            checkpoints.RateLimit(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
+        )
 
-    def owned_state(self, state: State, owned: Owned) -> State:
+    def owned_state(self, state: LocalState, owned: Owned) -> LocalState:
         return {key: t for key, t in state.items() if (tensor_name(key), t.box) in owned}
 
-    def write(self, shard: HostShard, owned: Owned, state: State, groups: Groups) -> None:
+    def write(self, shard: HostShard, owned: Owned, state: LocalState, groups: Groups) -> None:
         """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
         shard.users += 1
         tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}

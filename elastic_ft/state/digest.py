@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.groups.groups import Groups
-from elastic_ft.state.tensors import State, StateTensor, tensor_name
+from elastic_ft.state.tensors import LocalState, StateTensor, tensor_name
 
 LANES = 2
 SLAB_BYTES = 8 << 20  # from one mark of progress to the next; from the device at a time
@@ -38,7 +38,7 @@ KEYED = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by bytes of a word
 Sums = np.ndarray[Any, np.dtype[np.uint64]]  # [LANES]
 
 
-def state_digest(groups: Groups, owned: State, tick: Callable[[], None]) -> str:
+def state_digest(groups: Groups, owned: LocalState, tick: Callable[[], None]) -> str:
     """Returns on rank 0 the digest of the whole state, 32 hex digits; "" elsewhere.
 
     Args:

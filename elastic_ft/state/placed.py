@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.placement import Listing, Part, Place, list_parts, place_parts
+from elastic_ft.core.placement import HolderPart, Listing, Place, list_parts, place_parts
 from elastic_ft.core.sharding import Placement
 from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.keeper.buffer import Schema, lay_out
-from elastic_ft.state.tensors import State, tensor_name
+from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.transport import wire
 
 
@@ -45,7 +45,7 @@ class Placed:
     offered: Placement
     needed: Placement
     itemsizes: Mapping[str, int]
-    ranks: Mapping[int, Part]
+    ranks: Mapping[int, HolderPart]
 
     def schema_of(self, rank: int) -> Schema:
         """Of the snapshots that ``rank`` takes."""
@@ -55,7 +55,7 @@ class Placed:
         )
 
 
-def exchange_placed(groups: Groups, offers: Sequence[State], needs: State) -> Placed:
+def exchange_placed(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Placed:
     """Tells everyone what this participant offers, a state for each shard that the source has at
     it, and what it needs. Returns everyone's. Raises GroupBroken.
     """
@@ -85,12 +85,12 @@ class Told:
         layout, space = self.groups.assignment.layout, _space(self.groups)
         try:
             offering = [
-                Part(str(number), found[digest], space, Layout.place_of(shard))
+                HolderPart(str(number), found[digest], space, Layout.place_of(shard))
                 for number, listed in enumerate(self.everyones)
                 for shard, digest in listed.offers
             ]
             needing = {
-                rank: Part(str(rank), found[listed.needs], layout, _place(layout, rank))
+                rank: HolderPart(str(rank), found[listed.needs], layout, _place(layout, rank))
                 for rank, listed in enumerate(self.everyones)
                 if listed.needs is not None
             }
@@ -105,12 +105,12 @@ class Told:
         return Placed(offered, needed, itemsizes, needing)
 
 
-def tell(groups: Groups, offers: Sequence[State], needs: State) -> Told:
+def tell(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Told:
     """The first half of ``exchange_placed``."""
     layout, space = groups.assignment.layout, _space(groups)
     own: dict[str, Listing] = {}
 
-    def publish(state: State, of: Layout, place: Place) -> str:
+    def publish(state: LocalState, of: Layout, place: Place) -> str:
         listing = _listing(state, of, place)
         digest = hashlib.blake2b(wire.pack(listing), digest_size=16).hexdigest()
         if digest not in own:
@@ -135,7 +135,7 @@ def _fetch(groups: Groups, digest: str) -> Listing:
     return found
 
 
-def _listing(state: State, layout: Layout, place: Place) -> Listing:
+def _listing(state: LocalState, layout: Layout, place: Place) -> Listing:
     """In the order of a snapshot's schema."""
     parts = (
         (tensor_name(key), tensor.dtype, tensor.local.element_size(), tensor.shape, tensor.box)

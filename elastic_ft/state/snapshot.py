@@ -39,14 +39,14 @@ from elastic_ft.keeper.buffer import (
 from elastic_ft.keeper.client import KeeperClient, KeeperGone, KeeperRefused
 from elastic_ft.keeper.keeper import RECORD_STEPS
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal
-from elastic_ft.state.tensors import State, StateTensor, keyed, tensor_name
+from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 from elastic_ft.torch_private import pin, unpin
 
 FREE_BUFFERS_MAX = 4
 TIERS = (Tier.HOST, Tier.PEER)  # own before peer's
 
 
-def make_schema(state: State) -> Schema:
+def make_schema(state: LocalState) -> Schema:
     return lay_out(
         (tensor_name(key), tensor.dtype, tensor.shape, tensor.box, tensor.local.element_size())
         for key, tensor in sorted(state.items())
@@ -99,7 +99,7 @@ class HostShard:
     def label(self) -> bytes:
         return label(self.run, self.of, self.schema)
 
-    def state(self) -> State:
+    def state(self) -> LocalState:
         """The tensors, aliasing the buffer."""
         return keyed((slot.name, self._tensor(slot)) for slot in self.schema)
 
@@ -114,13 +114,13 @@ class KeptShard:
     """The live shard of a generation that is over, as it was: no copy, no digest."""
 
     of: Holding
-    tensors: State
+    tensors: LocalState
     users: int = 0
 
     def verify(self, holder: str) -> None:
         """Live memory has no digest."""
 
-    def state(self) -> State:
+    def state(self) -> LocalState:
         return self.tensors
 
 
@@ -159,7 +159,7 @@ class Snapshots:
     def take(
         self,
         step: int,
-        state: State,
+        state: LocalState,
         groups: Groups,
         peer_schemas: dict[int, Schema],
         reach: Reach,
@@ -314,7 +314,7 @@ class Snapshots:
 
     # ----------------------------------------------------------------- keeping
 
-    def keep(self, holding: Holding, state: State) -> None:
+    def keep(self, holding: Holding, state: LocalState) -> None:
         """Keeps what was the live shard until a newer snapshot is held by all.
 
         After a change of layout the new cut has no second copy yet; the old one, whole over its
@@ -491,7 +491,7 @@ class _Source:
     a stream of their own, which waits for what is queued by now.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: LocalState) -> None:
         self.state = {
             key: replace(tensor, local=tensor.local.clone()) if tensor.volatile else tensor
             for key, tensor in state.items()

@@ -35,7 +35,7 @@ class StateTensor:
 
 # "model.<fqn>", "optim.<fqn>.<key>", "engine.<name>"; and where a rank's part of a tensor takes
 # several boxes, "<name>#01" and so on for those after the first: see ``keyed``.
-State = Mapping[str, StateTensor]
+LocalState = Mapping[str, StateTensor]
 
 
 def keyed(pieces: Iterable[tuple[str, StateTensor]]) -> dict[str, StateTensor]:

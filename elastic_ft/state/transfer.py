@@ -24,7 +24,7 @@ from elastic_ft.core.sharding import (
     Copy,
     Owned,
     Piece,
-    Plan,
+    ReshardPlan,
     StateMissing,
     place,
     plan_moves,
@@ -37,7 +37,7 @@ from elastic_ft.keeper.client import LeftShard
 from elastic_ft.state.checkpoint_source import StoredState
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed
-from elastic_ft.state.tensors import State, StateTensor, tensor_name
+from elastic_ft.state.tensors import LocalState, StateTensor, tensor_name
 
 LARGE_BYTES = 256 << 10  # a part of that size is worth a message of its own
 LETTER_BYTES = 2 << 20  # of small parts, packed
@@ -51,8 +51,8 @@ Held = dict[str, list[StateTensor]]  # by tensor name
 def move(
     groups: Groups,
     placed: Placed,
-    offers: Iterable[State],
-    needs: State,
+    offers: Iterable[LocalState],
+    needs: LocalState,
     left: Sequence[LeftShard | StoredState] = (),
 ) -> int:
     """Fills ``needs`` from everyone's ``offers`` and from what keepers have ``left`` of the dead.
@@ -73,7 +73,7 @@ def move(
     return _execute(groups, plan, placed, offers, needs, kept)
 
 
-def hand_on(groups: Groups, placed: Placed, owned: Iterable[Owned], needs: State) -> int:
+def hand_on(groups: Groups, placed: Placed, owned: Iterable[Owned], needs: LocalState) -> int:
     """Of ``needs``, this participant's boxes are filled: each goes from its owner to all who need
     the same. Returns the bytes received; raises as ``move``.
     """
@@ -85,16 +85,16 @@ def hand_on(groups: Groups, placed: Placed, owned: Iterable[Owned], needs: State
             sends += [Copy(one.tensor, me, who, one.box) for who in one.holders if who != me]
         else:
             receives.append(Copy(one.tensor, one.owner, me, one.box))
-    plan = Plan((), tuple(sends), tuple(receives))
+    plan = ReshardPlan((), tuple(sends), tuple(receives))
     return _execute(groups, plan, placed, [needs], needs, {})
 
 
 def _execute(
     groups: Groups,
-    plan: Plan,
+    plan: ReshardPlan,
     placed: Placed,
-    offers: Iterable[State],
-    needs: State,
+    offers: Iterable[LocalState],
+    needs: LocalState,
     kept: Mapping[str, LeftShard | StoredState],
 ) -> int:
     """Returns the bytes received."""
@@ -111,7 +111,7 @@ def _execute(
         return received + exchange.end()
 
 
-def _by_name(offers: Iterable[State]) -> Held:
+def _by_name(offers: Iterable[LocalState]) -> Held:
     held: Held = {}
     for state in offers:
         for key, tensor in state.items():
@@ -275,7 +275,7 @@ class _Exchange:
     def __init__(
         self,
         groups: Groups,
-        plan: Plan,
+        plan: ReshardPlan,
         held: Held,
         needs: Held,
         itemsizes: Mapping[str, int],

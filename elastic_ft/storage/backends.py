@@ -22,7 +22,14 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from elastic_ft.errors import StorageError, redacted
-from elastic_ft.storage.kinds import OBJECT_STORES, PIECE_BYTES, Backend, Bytes, Kind, one_line
+from elastic_ft.storage.kinds import (
+    OBJECT_STORES,
+    PIECE_BYTES,
+    Backend,
+    Bytes,
+    FailureKind,
+    one_line,
+)
 
 REMOTE_PIECE_BYTES = 32 * PIECE_BYTES
 TMP_SUFFIX = ".tmp~"  # of local files not yet whole; never listed
@@ -251,18 +258,18 @@ def _objects() -> ModuleType:
     return objects
 
 
-def explain(error: BaseException) -> tuple[Kind, str]:
+def explain(error: BaseException) -> tuple[FailureKind, str]:
     """What went wrong, and one line about it, for whatever a filesystem raised."""
     if "obstore" in sys.modules and (explained := _objects().explain(error)):
         return explained
     why = one_line(error)
     if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-        return Kind.MISSING, why
+        return FailureKind.MISSING, why
     if isinstance(error, PermissionError):
-        return Kind.FORBIDDEN, why
+        return FailureKind.FORBIDDEN, why
     if _is_network(error):
-        return Kind.UNREACHABLE, why
-    return Kind.FAILED, why
+        return FailureKind.UNREACHABLE, why
+    return FailureKind.FAILED, why
 
 
 def _is_network(error: BaseException) -> bool:

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from elastic_ft.core.events import CheckpointRef
 from elastic_ft.core.manifest import Manifest, incomplete
 from elastic_ft.errors import StateDamaged, StoreFailed
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import (
-    Pace,
     Piece,
+    RateLimit,
     Reader,
     Want,
     attempt_prefix,
@@ -45,8 +45,8 @@ from elastic_ft.storage.store import Store, StoreError, open_store
 
 __all__ = [
     "Committed",
-    "Pace",
     "Piece",
+    "RateLimit",
     "Reader",
     "Swept",
     "Want",
@@ -128,7 +128,7 @@ def _incomplete_or_short(store: Store, manifest: Manifest) -> str:
         try:
             found = store.size(key)
         except StoreError as error:
-            if error.kind is Kind.MISSING:
+            if error.kind is FailureKind.MISSING:
                 return f"{key} is missing"
             raise
         return "" if found >= expected else f"{key} has {found} bytes, expected {expected}"
@@ -175,7 +175,7 @@ def _body(store: Store, key: str) -> bytes | None:
     try:
         return store.get(key)
     except StoreError as error:
-        if error.kind is Kind.MISSING:
+        if error.kind is FailureKind.MISSING:
             return None
         raise
 
@@ -230,7 +230,7 @@ def load_manifest(store: Store, ref: CheckpointRef) -> Manifest:
         size = store.size(key)
         body = bytes(store.read(key, 0, size))  # of a large world it may be large, too
     except StoreError as error:
-        if error.kind is not Kind.MISSING:
+        if error.kind is not FailureKind.MISSING:
             raise
         missing = f"{ref.url}: the manifest is missing"
         raise StateDamaged(missing, ref.url, missing=ref.url) from error

@@ -21,7 +21,7 @@ from elastic_ft.storage.checkpoints import (
     file_ends,
     load_manifest,
 )
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import (
     OBJECT_BYTES,
     Reader,
@@ -118,12 +118,12 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class CheckpointListing:
     checkpoints: tuple[Checkpoint, ...]  # newest first
     attempts: tuple[Attempt, ...]  # newest first
 
 
-def list_checkpoints(store: Store) -> Listing:
+def list_checkpoints(store: Store) -> CheckpointListing:
     """All that is there. Raises StoreFailed."""
     keys = store.list("data")  # before the manifests: one published in between has its data here
     refs = committed(store)
@@ -133,14 +133,14 @@ def list_checkpoints(store: Store) -> Listing:
     counted = frozenset(owners.counting(store, refs))
     found = tuple(c if c.ref in counted else replace(c, problem=LATE) for c in found)
     referenced = {checkpoint.prefix for checkpoint in found}
-    return Listing(found, _attempts(sizes, referenced))
+    return CheckpointListing(found, _attempts(sizes, referenced))
 
 
 def _size(store: Store, key: str) -> int:
     try:
         return store.size(key)
     except StoreError as error:
-        if error.kind is Kind.MISSING:  # deleted since it was listed
+        if error.kind is FailureKind.MISSING:  # deleted since it was listed
             return -1
         raise
 

@@ -14,7 +14,7 @@ OBJECT_STORES = ("s3", "s3a", "gs", "gcs", "az")  # protocols of ``objects``
 PIECE_BYTES = 1 << 18  # of a streamed object
 
 
-class Kind(StrEnum):
+class FailureKind(StrEnum):
     """Why an operation failed, as far as the caller can act on it."""
 
     MISSING = "missing"

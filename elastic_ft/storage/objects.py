@@ -27,7 +27,7 @@ from elastic_ft.storage.kinds import (
     PIECE_BYTES,
     READ_TIMEOUT_S,
     Bytes,
-    Kind,
+    FailureKind,
 )
 
 STORES: dict[str, Any] = dict(
@@ -164,25 +164,25 @@ def _s3_options() -> dict[str, Any]:
 # ------------------------------------------------------------------------------- errors
 
 
-def explain(error: BaseException) -> tuple[Kind, str] | None:
+def explain(error: BaseException) -> tuple[FailureKind, str] | None:
     """What went wrong, and one line about it; None if it is none of obstore's errors."""
     status, code = _status(error), _code(error)
     if not isinstance(error, BaseError) and status is None:
         return None
     why = _why(error, code)
     if code in _NO_BUCKET:
-        return Kind.NO_BUCKET, why
+        return FailureKind.NO_BUCKET, why
     if isinstance(error, FileNotFoundError):
-        return Kind.MISSING, why
+        return FailureKind.MISSING, why
     if isinstance(error, (PermissionDeniedError, Unauthenticated)) or code in _NO_KEYS:
-        return Kind.FORBIDDEN, why
+        return FailureKind.FORBIDDEN, why
     if code == "ConditionalRequestConflict":
-        return Kind.CONFLICT, why
+        return FailureKind.CONFLICT, why
     if code == "SlowDown" or status == 429 or (status or 0) >= 500:
-        return Kind.BUSY, why
+        return FailureKind.BUSY, why
     if code in _DAMAGED or status is None:  # without a status there was no whole answer
-        return Kind.UNREACHABLE, why
-    return Kind.FAILED, why
+        return FailureKind.UNREACHABLE, why
+    return FailureKind.FAILED, why
 
 
 def _why(error: BaseException, code: str) -> str:

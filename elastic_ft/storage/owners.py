@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from elastic_ft.core.events import CheckpointRef
 from elastic_ft.errors import StateDamaged, StorageError, StoreFailed, Superseded, UsageError
 from elastic_ft.storage import checkpoints
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import parallel
 from elastic_ft.storage.store import Store, StoreError
 
@@ -237,7 +237,7 @@ def _read(store: Store, number: int) -> Owner | None:
         except NOT_OURS:  # perhaps on its way
             return _parse(store.get(key))
     except StoreError as error:
-        if error.kind is Kind.MISSING:
+        if error.kind is FailureKind.MISSING:
             return None
         raise
     except NOT_OURS as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from elastic_ft.errors import StoreFailed
 from elastic_ft.storage.checkpoints import abandon, delete_checkpoint
-from elastic_ft.storage.inspect import Attempt, Checkpoint, Listing
+from elastic_ft.storage.inspect import Attempt, Checkpoint, CheckpointListing
 from elastic_ft.storage.store import Store
 
 
@@ -28,7 +28,7 @@ class Pruning:
 
 
 def plan(
-    listing: Listing,
+    listing: CheckpointListing,
     now_s: float,
     *,
     keep_last: int | None = None,
@@ -51,7 +51,7 @@ def plan(
 
 
 def _checkpoints(
-    listing: Listing, now_s: float, keep_last: int | None, older_than_s: float | None
+    listing: CheckpointListing, now_s: float, keep_last: int | None, older_than_s: float | None
 ) -> tuple[list[Checkpoint], list[Checkpoint], list[str]]:
     everything = list(listing.checkpoints)
     if keep_last is None and older_than_s is None:
@@ -75,7 +75,7 @@ def _checkpoints(
     return kept, doomed, []
 
 
-def _abandoned(listing: Listing) -> tuple[list[Attempt], list[str]]:
+def _abandoned(listing: CheckpointListing) -> tuple[list[Attempt], list[str]]:
     """Data without a manifest, and what of it stays, in words.
 
     A running job writes ahead of its run's newest checkpoint. What a run left that never

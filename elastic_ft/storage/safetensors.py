@@ -17,7 +17,7 @@ from typing import Any
 from elastic_ft.core.manifest import COUNT_MAX, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StorageError, StoreFailed
-from elastic_ft.storage.kinds import Bytes, Kind
+from elastic_ft.storage.kinds import Bytes, FailureKind
 from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, parallel
 from elastic_ft.storage.store import Store, StoreError, open_store
 
@@ -152,7 +152,7 @@ class Rows:
     stop: int
 
 
-class Folder:
+class SafetensorsFolder:
     """The tensors of a safetensors folder, or of one file. Reads just the bytes it is asked for."""
 
     def __init__(self, store: Store, tensors: Mapping[str, Stored]) -> None:
@@ -228,7 +228,7 @@ def _runs(parts: list[_Part]) -> Iterator[list[_Part]]:
         yield run
 
 
-def open_folder(url: str) -> Folder:
+def open_folder(url: str) -> SafetensorsFolder:
     """The folder at a URL, or the one file that it names. Reads headers only.
 
     Raises StorageError, one line, if it is missing or not such a folder; StoreFailed.
@@ -237,13 +237,13 @@ def open_folder(url: str) -> Folder:
     return folder_of(open_store(root or "."), name)
 
 
-def folder_of(store: Store, name: str = "") -> Folder:
+def folder_of(store: Store, name: str = "") -> SafetensorsFolder:
     """As ``open_folder``, of a store; ``name``: of its one file."""
     files = [name] if name else _files(store)
     tensors: dict[str, Stored] = {}
     for found in parallel(lambda file: _read_header(store, file), files, THREADS):
         tensors |= found
-    return Folder(store, tensors)
+    return SafetensorsFolder(store, tensors)
 
 
 def _files(store: Store) -> list[str]:
@@ -264,7 +264,7 @@ def _get(store: Store, key: str) -> Bytes | None:
     try:
         return store.get(key)
     except StoreError as error:
-        if error.kind is Kind.MISSING:
+        if error.kind is FailureKind.MISSING:
             return None
         raise
 
@@ -273,7 +273,7 @@ def _read_header(store: Store, file: str) -> dict[str, Stored]:
     try:
         size = store.size(file)
     except StoreError as error:
-        if error.kind is not Kind.MISSING:
+        if error.kind is not FailureKind.MISSING:
             raise
         what = f"neither {INDEX} nor {SINGLE} is there" if file == SINGLE else f"no {file} there"
         raise StorageError(f"{store.url}: {what}") from None

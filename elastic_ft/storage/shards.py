@@ -22,7 +22,7 @@ import xxhash
 from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete, one_line
 from elastic_ft.core.sharding import Box, slabs
 from elastic_ft.errors import StateDamaged, StoreFailed
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError
 
 A = TypeVar("A")
@@ -56,7 +56,7 @@ def prefix_of(manifest: Manifest) -> str:
 # ------------------------------------------------------------------------------- writing
 
 
-class Pace:
+class RateLimit:
     """A bound on bytes per second over all threads: each waits until its bytes are due."""
 
     def __init__(self, bytes_per_s: float) -> None:
@@ -78,7 +78,7 @@ def write_shards(
     rank: int,
     pieces: Iterable[Piece],
     threads: int = THREADS,
-    pace: Pace | None = None,
+    pace: RateLimit | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """Writes a rank's pieces under ``prefix`` and returns their manifest entries, as dicts.
 
@@ -248,7 +248,7 @@ def verify(store: Store, manifest: Manifest) -> list[str]:
     return [*incomplete(manifest), *odd_sizes(manifest), *(p for each in problems for p in each)]
 
 
-def first_flaw(store: Store, manifest: Manifest, pace: Pace | None = None) -> str:
+def first_flaw(store: Store, manifest: Manifest, pace: RateLimit | None = None) -> str:
     """Reads every byte of a checkpoint, one object after the other, until something is wrong with
     it: what. "" if nothing is. Raises StoreFailed where that can't be told."""
     prefix = prefix_of(manifest)
@@ -298,7 +298,7 @@ def _read_run(store: Store, prefix: str, run: _Run, holder: str) -> tuple[memory
         try:
             data = store.read(f"{prefix}/{run.file}", run.start, run.end)
         except StoreError as error:
-            if error.kind is Kind.MISSING:
+            if error.kind is FailureKind.MISSING:
                 what, url = f"{holder}: {run.file} is missing", store.url_of(f"{prefix}/{run.file}")
                 raise StateDamaged(what, holder, missing=url) from error
             raise

@@ -23,7 +23,7 @@ import numpy as np
 
 from elastic_ft.errors import ElasticError, StorageError, StoreFailed
 from elastic_ft.storage.backends import backend_of, explain
-from elastic_ft.storage.kinds import Backend, Bytes, Kind
+from elastic_ft.storage.kinds import Backend, Bytes, FailureKind
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ DELETE_THREADS = 8
 class StoreError(StoreFailed):
     """StoreFailed with its ``kind``. After a failed write the object may or may not be there."""
 
-    def __init__(self, message: str, kind: Kind) -> None:
+    def __init__(self, message: str, kind: FailureKind) -> None:
         super().__init__(message)
         self.kind = kind
 
@@ -108,7 +108,7 @@ class Store:
             "create",
             key,
             lambda left_s: self.backend.create(key, whole, left_s),
-            retried=(Kind.CONFLICT,),
+            retried=(FailureKind.CONFLICT,),
         )
 
     def get(self, key: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -148,7 +148,7 @@ class Store:
         try:
             self.size(key)
         except StoreError as error:
-            if error.kind is Kind.MISSING:
+            if error.kind is FailureKind.MISSING:
                 return False
             raise
         return True
@@ -170,7 +170,7 @@ class Store:
         try:
             self._call("delete", key, lambda left_s: self.backend.delete(key, left_s))
         except StoreError as error:
-            if error.kind is not Kind.MISSING:
+            if error.kind is not FailureKind.MISSING:
                 raise
 
     def _call(
@@ -178,7 +178,7 @@ class Store:
         verb: str,
         key: str,
         attempt: Callable[[float], T],
-        retried: tuple[Kind, ...] = (Kind.UNREACHABLE, Kind.BUSY),
+        retried: tuple[FailureKind, ...] = (FailureKind.UNREACHABLE, FailureKind.BUSY),
         deadline: Deadline | None = None,
     ) -> T:
         """Runs ``attempt(seconds left)``; repeats what is worth repeating, within the deadline."""

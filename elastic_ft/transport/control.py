@@ -18,7 +18,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.events import Assignment, Member, WorkerId
 from elastic_ft.core.shares import Share, shares
 from elastic_ft.core.terms import is_data_terms
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.transport.wire import (
     HANDSHAKE_S,
     Channel,
@@ -53,7 +53,7 @@ class Welcome:
     run: str  # unique per controller start; part of every object it writes
     checkpoint_url: str
     store: tuple[str, int]  # address of the TCPStore through which groups form
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[PointFault, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)  # that the run reads; none known: {}
     owner: int = 0  # this controller's number at the checkpoint URL (``storage.owners``)
 

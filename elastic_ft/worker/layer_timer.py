@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 
-class Pace:
+class LayerTimer:
     """Times the forwards of some modules. They run on one stream, each after the other."""
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:

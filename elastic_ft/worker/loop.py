@@ -35,7 +35,7 @@ from elastic_ft.state.checkpointer import Checkpointer, Owned
 from elastic_ft.state.digest import state_digest
 from elastic_ft.state.snapshot import Schema, Snapshots
 from elastic_ft.transport.control import Note
-from elastic_ft.worker.layer_timer import Pace
+from elastic_ft.worker.layer_timer import LayerTimer
 
 UPLOAD_POLL_S = 0.1
 
@@ -149,9 +149,9 @@ class Loop:
         self.cadence = Cadence(every, snapshot.max_cost, snapshot.max_steps)
         self._step_s = 0.0  # of the step before
         self._spent = Spent()
-        self._pace: Pace | None = None
+        self._pace: LayerTimer | None = None
         if layout.tp == 1:
-            self._pace = Pace(self.engine.blocks, self.engine.device)
+            self._pace = LayerTimer(self.engine.blocks, self.engine.device)
         # As all members agreed in the running step:
         self._pausing = self._stopping = self._checkpointing = False
 

@@ -22,7 +22,7 @@ from elastic_ft.state.checkpoint_source import StoredState, reading, store_of
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed, exchange_placed
 from elastic_ft.state.snapshot import Schema, Snapshots
-from elastic_ft.state.tensors import State, tensor_name
+from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
 from elastic_ft.storage import checkpoints
 
@@ -38,7 +38,7 @@ def restore(
     engine: Engine,
     groups: Groups,
     snapshots: Snapshots,
-    live: State,
+    live: LocalState,
     reach: Reach,
     forget_live: Callable[[], None],
     key: bytes,
@@ -104,10 +104,10 @@ def left_shards(groups: Groups, key: bytes, silent_s: float) -> list[LeftShard |
 
 
 def _offers(
-    groups: Groups, source: Source, snapshots: Snapshots, live: State, kept: State | None
-) -> list[State]:
+    groups: Groups, source: Source, snapshots: Snapshots, live: LocalState, kept: LocalState | None
+) -> list[LocalState]:
     """The shards of the chosen step that this worker holds, each from its nearest tier."""
-    offers: list[State] = []
+    offers: list[LocalState] = []
     for shard, tier in sorted(groups.assignment.has.items()):
         if tier is Tier.LIVE:
             offers.append(live if kept is None else kept)
@@ -130,7 +130,7 @@ def _peer_schemas(groups: Groups, placed: Placed) -> dict[int, Schema]:
 
 
 def _read_checkpoint(
-    groups: Groups, source: Source, placed: Placed, needs: State, silent_s: float
+    groups: Groups, source: Source, placed: Placed, needs: LocalState, silent_s: float
 ) -> int:
     """Reads each box once for all ranks that need it, and hands it on. Returns bytes received.
 
@@ -156,7 +156,9 @@ def _read_checkpoint(
     return hand_on(groups, placed, owned, needs)
 
 
-def _read_boxes(reader: checkpoints.Reader, state: State, mine: State, elsewhere: Set[str]) -> None:
+def _read_boxes(
+    reader: checkpoints.Reader, state: LocalState, mine: LocalState, elsewhere: Set[str]
+) -> None:
     """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged, StoreFailed.
 
     ``elsewhere``: names of what other pipeline stages have of the state.

@@ -71,12 +71,12 @@ from elastic_ft.errors import (
 )
 from elastic_ft.faults import Points
 from elastic_ft.groups.groups import Groups
-from elastic_ft.groups.store_links import Links, use_interface_of
+from elastic_ft.groups.store_links import StoreLinks, use_interface_of
 from elastic_ft.keeper.client import DIAL_TIMEOUT_S, KeeperClient, KeeperGone
 from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer, owned_by
 from elastic_ft.state.snapshot import Snapshots
-from elastic_ft.state.tensors import State
+from elastic_ft.state.tensors import LocalState
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import (
     FaultFired,
@@ -193,7 +193,7 @@ class Worker:
         elastic = self.job.elastic
         meet_timeout_s = deadlines.meet_s(elastic.form_timeout_s, elastic.max_workers)
         self._pause_timeout_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)
-        self._links = Links(self._welcome.store, meet_timeout_s, store_key)
+        self._links = StoreLinks(self._welcome.store, meet_timeout_s, store_key)
         self._links.prepare()
         use_interface_of(self._channel.own_address)
         self._training = TrainingThread()
@@ -212,7 +212,7 @@ class Worker:
         self._iterated = False  # someone has begun to iterate over ``steps``
         self._groups: Groups | None = None
         self._flags = Flags()
-        self._live: tuple[Holding, State] | None = None
+        self._live: tuple[Holding, LocalState] | None = None
         self._out_of_memory_at: int | None = None  # the step at which the device's last was
         self._tools: Tools | None = None
         self._loop: Loop | None = None  # once a generation is restored

@@ -7,16 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from chaos.replay import GENERATED, Change, compressed, load_trace, read_csv, scaled, scenario_of
+from chaos.replay import (
+    GENERATED,
+    TraceChange,
+    compressed,
+    load_trace,
+    read_csv,
+    scaled,
+    scenario_of,
+)
 from elastic_ft.errors import ConfigError
 
 
 def test_a_trace_becomes_a_curve(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("0,add,a\n0,add,b\n1000,add,c\n1000,add,d\n2000,remove,a\n2000,remove,b\n")
-    assert read_csv(path) == (Change(0, 2), Change(1, 4), Change(2, 2))
-    assert scaled(read_csv(path), 8) == (Change(0, 4), Change(1, 8), Change(2, 4))
-    assert compressed(read_csv(path), 60) == (Change(0, 4), Change(60, 2))
+    assert read_csv(path) == (TraceChange(0, 2), TraceChange(1, 4), TraceChange(2, 2))
+    assert scaled(read_csv(path), 8) == (TraceChange(0, 4), TraceChange(1, 8), TraceChange(2, 4))
+    assert compressed(read_csv(path), 60) == (TraceChange(0, 4), TraceChange(60, 2))
 
 
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
@@ -30,7 +38,7 @@ def test_a_bad_line_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("workers", [4, 8])
 def test_every_trace_becomes_a_scenario(name: str, workers: int) -> None:
     changes = compressed(load_trace(name, workers, seed=1), 300)
-    assert changes[0] == Change(0, workers)
+    assert changes[0] == TraceChange(0, workers)
     assert changes[-1].at_s == 300
     assert all(2 <= change.nodes <= workers for change in changes)
     assert any(b.nodes < a.nodes for a, b in itertools.pairwise(changes))

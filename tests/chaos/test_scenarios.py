@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from chaos.outcome import Outcome
+from chaos.outcome import ScenarioOutcome
 from chaos.scenario import SCENARIOS, Scenario, load_scenario
 from chaos.soak import make_round
 from chaos.trial import Stage, job_of, lacks, run_trial
@@ -15,7 +15,7 @@ from elastic_ft.cli.app import run_command
 ALL = {path.stem: load_scenario(path.stem) for path in sorted(SCENARIOS.glob("*.yaml"))}
 
 
-def assert_passed(outcome: Outcome) -> None:
+def assert_passed(outcome: ScenarioOutcome) -> None:
     assert outcome.failures == [], outcome.summary
 
 

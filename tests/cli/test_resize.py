@@ -167,12 +167,12 @@ def _main_in_thread(arguments: list[str]) -> int:
 
 
 def test_a_job_that_refuses_says_why(run: Path) -> None:
-    from elastic_ft.cli.resize import Journal
+    from elastic_ft.cli.resize import ResizeJournal
     from elastic_ft.errors import ConfigError
     from elastic_ft.observe.resize_request import ask
 
     asked = ask(str(run), 2)
-    journal = Journal(str(run))
+    journal = ResizeJournal(str(run))
     journal.look()
     assert not journal.is_done(asked)
     with (run / "events.jsonl").open("a") as file:

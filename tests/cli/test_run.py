@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chaos.check import Folder
+from chaos.check import FinishedRun
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, run_command
 from elastic_ft.config import load_job
 from elastic_ft.core.invariants import Expected, check_run
@@ -32,12 +32,12 @@ RECOVERY_KEYS = {
 }
 
 
-def check(path: Path, *, starts: int = 1, **expected: Any) -> Folder:
+def check(path: Path, *, starts: int = 1, **expected: Any) -> FinishedRun:
     """The run folder, which contradicts no invariant.
 
     Worker ids begin anew with every start, so I1 and I6 say nothing of a folder of several.
     """
-    found = Folder.of(path)
+    found = FinishedRun.of(path)
     violations = check_run(
         found.events, found.steps, found.ledger, found.result, Expected(**expected)
     )
@@ -148,7 +148,7 @@ def test_a_failing_job_ends_with_one_line(start: Start, write_job: WriteJob, fol
     assert "sample is rotten" in err
     where = f"{folder}/broken.py:4 in __getitem__: def __getitem__(self, i): raise RuntimeError"
     assert where in out, "the console says where"
-    events = Folder.of(folder / "runs/tiny").events
+    events = FinishedRun.of(folder / "runs/tiny").events
     (raised,) = [line for line in events if line["event"] == "worker_raised"][:1]
     assert raised["frames"][-1].startswith(where)
     assert "Traceback" not in err

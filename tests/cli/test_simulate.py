@@ -12,7 +12,7 @@ from elastic_ft.sim.fleet import (
     SYSTEMS,
     Costs,
     Failure,
-    Outcome,
+    FleetOutcome,
     compare,
     elastic_ft,
     failures,
@@ -26,7 +26,7 @@ UNITS, DAYS = 8, 0.5
 COSTS = Costs()
 
 
-def shares(outcome: Outcome) -> float:
+def shares(outcome: FleetOutcome) -> float:
     parts = (outcome.goodput, outcome.away, outcome.paused, outcome.redone, outcome.checkpoints)
     assert all(part >= 0 for part in parts), outcome
     return sum(parts)

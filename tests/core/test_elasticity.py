@@ -26,7 +26,7 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic_ft.core.layouts.costs import Choice, Devices, Links, ModelShape, Work, step_time
+from elastic_ft.core.layouts.costs import Choice, Devices, Interconnect, ModelShape, Work, step_time
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.planner import Limits, Planning
 from elastic_ft.core.state import Policy
@@ -475,7 +475,7 @@ def test_a_running_jobs_steps_say_what_its_devices_reach() -> None:
     assert planning is not None
     choice = Choice(script.assignment.layout, 1)
     slow = replace(planning.devices, nodes=(4, 4), flops_per_s=5e12)
-    took_s = step_time(planning.work, choice, Links.of(slow, slow.nodes)).total
+    took_s = step_time(planning.work, choice, Interconnect.of(slow, slow.nodes)).total
     for number in range(1, 12):
         for worker in script.ranks:
             script.tell(StepApplied, worker, 1, number, {"loss": 1.0}, took_s=took_s)

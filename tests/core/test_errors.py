@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from elastic_ft.errors import DataError, StateDamaged, redacted
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import StorageError, StoreError, open_store
 
 
@@ -28,7 +28,7 @@ def test_secrets_of_urls_are_left_out(said: str, shown: str) -> None:
     damaged = pickle.loads(pickle.dumps(StateDamaged(said, "holder", "s0", "url")))
     assert (str(damaged), damaged.holder, damaged.shard) == (shown, "holder", "s0")
     assert damaged.missing == "url"
-    assert str(pickle.loads(pickle.dumps(StoreError(said, Kind.MISSING)))) == shown
+    assert str(pickle.loads(pickle.dumps(StoreError(said, FailureKind.MISSING)))) == shown
 
 
 @pytest.mark.parametrize("url", ["s3://KEY:S3cr3t@bucket/ck", "http://h/ck?sig=S3cr3t"])

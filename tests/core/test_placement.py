@@ -6,7 +6,15 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.placement import Cut, Listing, Part, Place, find_cut, list_parts, place_parts
+from elastic_ft.core.placement import (
+    Cut,
+    HolderPart,
+    Listing,
+    Place,
+    find_cut,
+    list_parts,
+    place_parts,
+)
 from elastic_ft.core.sharding import Box, Piece, Placement, place
 from tests.core.test_sharding import check_plan
 from tests.core.whole_plans import whole_plan
@@ -58,7 +66,7 @@ def parts(
 
 def shares(
     cut: dict[str, Cut | None], layout: Layout, prefix: str = ""
-) -> tuple[list[Part], list[Piece]]:
+) -> tuple[list[HolderPart], list[Piece]]:
     """What each rank says, equal listings being one object, and what it has."""
     listings: dict[Listing, Listing] = {}
     said, pieces = [], []
@@ -66,7 +74,9 @@ def shares(
         at = place_of(layout, rank)
         own = parts(cut, layout, at)
         listing = list_parts(own, layout, at)
-        said.append(Part(f"{prefix}{rank}", listings.setdefault(listing, listing), layout, at))
+        said.append(
+            HolderPart(f"{prefix}{rank}", listings.setdefault(listing, listing), layout, at)
+        )
         pieces += [Piece(f"{prefix}{rank}", name, box) for name, _, _, _, box in own]
     return said, pieces
 

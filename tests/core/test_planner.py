@@ -13,7 +13,7 @@ import pytest
 from elastic_ft.core.layouts.costs import (
     Choice,
     Devices,
-    Links,
+    Interconnect,
     ModelShape,
     Schedule,
     Work,
@@ -24,9 +24,9 @@ from elastic_ft.core.layouts.costs import (
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.planner import (
     CHUNKS,
+    LayoutPlan,
     Limits,
     NoLayout,
-    Plan,
     Previous,
     best,
     bytes_moved,
@@ -83,7 +83,7 @@ def everything(work: Work, there: Devices, limits: Limits) -> Iterator[tuple[Cho
         seats = seats_on_nodes(there.nodes, tp)
         if world > sum(seats):
             continue
-        links = Links.of(there, fill(seats, world))
+        links = Interconnect.of(there, fill(seats, world))
         layout = Layout(dp_replicate=replicate, dp_shard=shard, pp=pp, tp=tp)
         for size, schedule, recompute in itertools.product(
             divisors(work.global_batch), limits.schedules, (False, True)
@@ -173,7 +173,7 @@ def _large(work: Work, there: Devices) -> Iterator[tuple[Choice, float]]:
         seats = seats_on_nodes(there.nodes, tp)
         for pp in range(1, work.model.layers + 1):
             for dp in range(1, sum(seats) // tp // pp + 1):
-                links = Links.of(there, fill(seats, pp * tp * dp))
+                links = Interconnect.of(there, fill(seats, pp * tp * dp))
                 for shard, size, again in itertools.product(divisors(dp), (1, 2, 4), (False, True)):
                     choice = Choice(Layout(dp // shard, shard, pp, tp), size, again)
                     if work.global_batch // size < dp:
@@ -219,7 +219,7 @@ def test_bubbles_are_those_of_the_papers() -> None:
     there = devices(8, intra_bytes_per_s=1e18, latency_s=0.0)
     times = {
         s: step_time(
-            work, Choice(Layout(pp=4), 1, False, s, CHUNKS.get(s, 1)), Links.of(there, (4,))
+            work, Choice(Layout(pp=4), 1, False, s, CHUNKS.get(s, 1)), Interconnect.of(there, (4,))
         )
         for s in SCHEDULES
     }
@@ -236,7 +236,7 @@ def test_what_is_sent_once_a_step_costs_no_more_for_more_micro_batches() -> None
 
     def dp_s(layout: Layout, micro_batches: int, **once: bool) -> float:
         work = Work(SMALL, 16 * micro_batches, **once)
-        return step_time(work, Choice(layout, 1), Links.of(there, (16,))).dp
+        return step_time(work, Choice(layout, 1), Interconnect.of(there, (16,))).dp
 
     hybrid, sharded = Layout(dp_replicate=8, dp_shard=2), Layout(dp_shard=16)
     once = {"gathers_once": True, "reduces_once": True}
@@ -259,8 +259,8 @@ def test_what_is_kept_whole_takes_its_memory() -> None:
 
 def test_uneven_dealing_is_paid_for_by_the_busiest() -> None:
     work, there = Work(SMALL, 32), devices(8)
-    nine = step_time(work, Choice(Layout(dp_shard=7), 1), Links.of(there, (7,)))
-    eight = step_time(work, Choice(Layout(dp_shard=8), 1), Links.of(there, (8,)))
+    nine = step_time(work, Choice(Layout(dp_shard=7), 1), Interconnect.of(there, (7,)))
+    eight = step_time(work, Choice(Layout(dp_shard=8), 1), Interconnect.of(there, (8,)))
     assert nine.compute == pytest.approx(eight.compute * 5 / 4)
 
 
@@ -321,8 +321,8 @@ def test_bytes_moved_of_known_moves() -> None:
     def moved(old: Layout, new: Layout, ranks: tuple[int | None, ...]) -> float:
         choice = Choice(new, 1)
         used = (new.world_size,)
-        time = step_time(work, choice, Links.of(there, used))
-        plan = Plan(choice, memory(work, choice), time, used, there.nodes)
+        time = step_time(work, choice, Interconnect.of(there, used))
+        plan = LayoutPlan(choice, memory(work, choice), time, used, there.nodes)
         return bytes_moved(work, plan, Previous(old, ranks)) / whole
 
     assert moved(Layout(dp_shard=4), Layout(dp_shard=4), (0, 1, 2, 3)) == 0
@@ -400,7 +400,7 @@ def test_published_trainings_have_a_layout_near_what_was_used(
     assert plan.memory.total <= there.usable_bytes
     assert plan.layout.world_size == there.count
     assert plan.tp_inside
-    links = Links.of(there, there.nodes)
+    links = Interconnect.of(there, there.nodes)
     dp = published.data_parallel_size
     layouts = [replace(published, dp_replicate=dp // n, dp_shard=n) for n in divisors(dp)]
     used_s = min(

@@ -19,7 +19,7 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.core.invariants import Expected, check_run
 from elastic_ft.core.state import State
 from elastic_ft.data.dataset import open_dataset
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 
@@ -95,7 +95,7 @@ class Run:
     job: Job
     path: Path
     result: dict[str, Any]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[PointFault, ...] = ()
     wall_s: float = 0.0
     events: list[dict[str, Any]] = field(init=False)
     steps: list[dict[str, Any]] = field(init=False)
@@ -175,7 +175,7 @@ def run_job(
     out: Path,
     *,
     nodes: dict[str, int] | None = None,
-    faults: Sequence[Fault] = (),
+    faults: Sequence[PointFault] = (),
     on_step: Callable[[Controller, dict[str, Any]], None] | None = None,
     watch: Callable[[Controller], None] | None = None,
     deadline_s: float = RUN_DEADLINE_S,

@@ -21,7 +21,7 @@ from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.sharding import Box, uncovered
 from elastic_ft.core.state import Policy
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.state.tensors import tensor_name
 from elastic_ft.worker import worker
@@ -220,9 +220,9 @@ def run_moves(
     data = {"path": "tests.multiproc.moves:watched", "kwargs": kwargs}
     kills = [move for move in moves if move.point not in ("", "node")]
     faults = [
-        Fault(move.point, rank=move.rank, world=workers, after=index - 1)
+        PointFault(move.point, rank=move.rank, world=workers, after=index - 1)
         if index
-        else Fault(move.point, rank=move.rank, world=workers, step=3)
+        else PointFault(move.point, rank=move.rank, world=workers, step=3)
         for index, move in enumerate(kills)
     ]
     script = [moves[0].before, *(move.after for move in moves)]

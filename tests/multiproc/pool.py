@@ -24,7 +24,7 @@ from elastic_ft.core.shares import share_of
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.engines.base import Engine, MicroBatch
 from elastic_ft.groups.groups import Groups
-from elastic_ft.groups.store_links import Links
+from elastic_ft.groups.store_links import StoreLinks
 from elastic_ft.hosts.local import ENVIRONMENT, no_main_module, worker_environment
 from elastic_ft.models.build import build_model
 from elastic_ft.worker.worker import engine_class
@@ -33,7 +33,7 @@ OPERATION_S = 60.0
 CALL_S = 240.0
 CPU = torch.device("cpu")
 KEPT: set[int] = set()  # processes of pools that are open: several tests may use one
-_LINKS: dict[int, Links] = {}
+_LINKS: dict[int, StoreLinks] = {}
 
 
 class Pool:
@@ -115,7 +115,9 @@ def form(port: int, generation: int, rank: int, layout: Layout) -> Groups:
     source, buddies = Source(0, Tier.INITIAL), ((),) * layout.world_size
     assignment = Assignment(generation, members, (), layout, source, buddies, "a test")
     _meet(port, generation, layout.world_size)
-    links = _LINKS.setdefault(port, Links(("127.0.0.1", port), OPERATION_S))  # a process has one
+    links = _LINKS.setdefault(
+        port, StoreLinks(("127.0.0.1", port), OPERATION_S)
+    )  # a process has one
     groups = Groups(share_of(assignment, f"w{rank}"), members[rank], links)
     groups.form(CPU, OPERATION_S)
     links.prepare()

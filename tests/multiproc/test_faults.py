@@ -14,7 +14,7 @@ from typing import Literal
 
 import pytest
 
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 
 STEPS = 100
@@ -78,9 +78,11 @@ CASES = [
 ]
 
 
-def chain(strategy: str, action: Literal["kill", "stop"]) -> list[Fault]:
+def chain(strategy: str, action: Literal["kill", "stop"]) -> list[PointFault]:
     return [
-        Fault(at.point, action, rank=at.rank, world=at.world, after=index - 1 if index else None)
+        PointFault(
+            at.point, action, rank=at.rank, world=at.world, after=index - 1 if index else None
+        )
         for index, at in enumerate(FAULTS[strategy])
     ]
 

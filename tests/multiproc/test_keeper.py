@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.controller.controller import Controller
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 
 
@@ -30,7 +30,7 @@ def test_a_crashed_workers_shard_comes_from_its_nodes_keeper(
     tmp_path: Path, undisturbed: Run, point: str, action: Any
 ) -> None:
     gate = Gate(tmp_path / "gate")
-    fault = Fault(point, action, rank=1, step=6)
+    fault = PointFault(point, action, rank=1, step=6)
     run = run_job(gate.job("fsdp", **alone()), tmp_path / "run", faults=[fault], watch=gate).check()
     run.same_losses_as(undisturbed)
     first = run.recoveries[0]
@@ -43,7 +43,7 @@ def test_a_world_that_may_not_shrink_waits_for_a_fresh_process(
     tmp_path: Path, undisturbed: Run
 ) -> None:
     job = make_job("fsdp", elastic={"min_workers": 4}, **alone())
-    run = run_job(job, tmp_path / "run", faults=[Fault("backward", rank=2, step=6)]).check()
+    run = run_job(job, tmp_path / "run", faults=[PointFault("backward", rank=2, step=6)]).check()
     run.same_losses_as(undisturbed)
     assert run.worlds() == [4, 4]
     assert (run.recoveries[0]["source"], run.recoveries[0]["steps_lost"]) == ("keeper", 0)
@@ -53,13 +53,13 @@ def test_a_world_that_may_not_shrink_waits_for_a_fresh_process(
 def test_the_only_worker_is_replaced_and_nothing_is_lost(tmp_path: Path, strategy: str) -> None:
     plain = run_job(make_job(strategy, workers=1), tmp_path / "plain").check()
     job = make_job(strategy, workers=1)
-    run = run_job(job, tmp_path / "run", faults=[Fault("backward", rank=0, step=7)]).check()
+    run = run_job(job, tmp_path / "run", faults=[PointFault("backward", rank=0, step=7)]).check()
     assert (run.recoveries[0]["source"], run.recoveries[0]["steps_lost"]) == ("keeper", 0)
     assert run.result["state_digest"] == plain.result["state_digest"]
 
 
 def test_all_workers_at_once(tmp_path: Path, undisturbed: Run) -> None:
-    faults = [Fault("forward", rank=rank, step=6) for rank in range(4)]
+    faults = [PointFault("forward", rank=rank, step=6) for rank in range(4)]
     run = run_job(make_job("fsdp", **alone()), tmp_path / "run", faults=faults).check()
     run.same_losses_as(undisturbed)
     assert sum(r["steps_lost"] for r in run.recoveries) == 0, run.story()
@@ -70,8 +70,8 @@ def test_damage_in_the_keepers_memory_is_found_and_the_next_source_is_used(
     tmp_path: Path, undisturbed: Run
 ) -> None:
     faults = [
-        Fault("backward", "corrupt_own", rank=1, step=7),
-        Fault("reduce", rank=1, step=7),
+        PointFault("backward", "corrupt_own", rank=1, step=7),
+        PointFault("reduce", rank=1, step=7),
     ]
     job = make_job("fsdp", checkpoint={"every_steps": 2}, **alone())
     run = run_job(job, tmp_path / "run", faults=faults).check()
@@ -108,7 +108,7 @@ def test_a_killed_keeper_disturbs_nobody_and_is_replaced(tmp_path: Path, undistu
             keepers.append(process.pid)
             os.kill(process.pid, signal.SIGKILL)
 
-    fault = Fault("backward", worker="w0", step=9)
+    fault = PointFault("backward", worker="w0", step=9)
     gate = Gate(tmp_path / "gate")
 
     def watch(controller: Controller) -> None:
@@ -144,7 +144,7 @@ def test_a_stopped_keeper_costs_a_heartbeat_timeout_and_no_other_worker(
     job = gate.job(
         "fsdp", snapshot={"copies": copies}, checkpoint={"every_steps": 3}, elastic=elastic
     )
-    fault = Fault("backward", worker="w1", step=7)
+    fault = PointFault("backward", worker="w1", step=7)
     run = run_job(job, tmp_path / "run", faults=[fault], on_step=stop_keeper, watch=gate).check()
     run.same_losses_as(undisturbed)
     (silent,) = run.all("keeper_lost")

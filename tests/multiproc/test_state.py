@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.controller.controller import Controller
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 
@@ -97,7 +97,7 @@ def test_with_three_copies_any_two_nodes_cost_no_committed_step(
     tmp_path: Path, undisturbed: Run, point: str, rank: int, stride: int
 ) -> None:
     job = make_job("fsdp", steps=STEPS, snapshot={"copies": 3}, elastic=PATIENT)
-    fault = Fault(point, "stop", rank=rank, step=6)
+    fault = PointFault(point, "stop", rank=rank, step=6)
     run = run_job(job, tmp_path, faults=[fault], watch=KillNodes(2, stride)).check()
     run.same_losses_as(undisturbed)
     assert not run.all("rolled_back"), run.story()
@@ -114,7 +114,7 @@ def node_after_node(tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp("node-after-node")
     gate = Gate(out / "gate")
     faults = [
-        Fault(
+        PointFault(
             point,
             "stop",
             rank=index % WORLD,
@@ -183,7 +183,7 @@ class Planted:
 
 
 def planted_run(
-    out: Path, faults: Sequence[Fault], watch: Watch | None = None, min_workers: int = 2
+    out: Path, faults: Sequence[PointFault], watch: Watch | None = None, min_workers: int = 2
 ) -> Run:
     """Checkpoints of 4 and 8, that of 8 damaged; the faults come after."""
     gate = Gate(out / "gate")
@@ -225,7 +225,7 @@ def test_a_shard_that_no_memory_has_is_read_from_the_checkpoint_of_its_step(
     same = {"optimizer": {"schedule": "constant"}, "elastic": PATIENT}
     run_job(make_job("fsdp", steps=8, **same), tmp_path).check()
     job = make_job("fsdp", steps=12, snapshot={"copies": 1}, **same)
-    fault = Fault("data", "stop", rank=1, step=9)
+    fault = PointFault("data", "stop", rank=1, step=9)
     run = run_job(job, tmp_path, faults=[fault], watch=KillNodes())
     assert run.result["status"] == "completed", run.story()
     (recovery,) = run.recoveries
@@ -251,8 +251,8 @@ def test_a_damaged_snapshot_is_refused_and_its_peers_copy_used(
 ) -> None:
     """Half an optimizer step spoils the live state: back to the snapshots of the step before."""
     faults = [
-        Fault("before_optimizer", "corrupt_own", rank=1, step=7),
-        Fault("inside_optimizer", "raise", rank=1, step=7),
+        PointFault("before_optimizer", "corrupt_own", rank=1, step=7),
+        PointFault("inside_optimizer", "raise", rank=1, step=7),
     ]
     run = run_job(make_job("fsdp", steps=STEPS, elastic=PATIENT), tmp_path, faults=faults).check()
     first = run.all("generation_formed")[0]
@@ -267,7 +267,7 @@ def test_a_damaged_snapshot_never_becomes_a_checkpoint(tmp_path: Path, undisturb
 
     Its copy may be on its way to the buddy, who then refuses it, and the step is done again.
     """
-    fault = Fault("checkpoint_shard", "corrupt_own", rank=1, step=4)
+    fault = PointFault("checkpoint_shard", "corrupt_own", rank=1, step=4)
     job = make_job("fsdp", steps=STEPS, checkpoint={"every_steps": 4}, elastic=PATIENT)
     run = run_job(job, tmp_path, faults=[fault]).check()
     run.same_losses_as(undisturbed)
@@ -280,9 +280,9 @@ def test_every_damaged_tier_is_refused_until_a_good_one_is_found(
 ) -> None:
     """A worker crashes; its peer's copy, its keeper's and the newest checkpoint are damaged."""
     faults = [
-        Fault("before_optimizer", "corrupt", rank=2, step=12),
-        Fault("before_optimizer", "corrupt_own", rank=1, step=12),
-        Fault("after_optimizer", rank=1, step=12),
+        PointFault("before_optimizer", "corrupt", rank=2, step=12),
+        PointFault("before_optimizer", "corrupt_own", rank=1, step=12),
+        PointFault("after_optimizer", rank=1, step=12),
     ]
     run = planted_run(tmp_path, faults, min_workers=WORLD)
     workers = [m["worker"] for m in run.all("generation_formed")[0]["members"]]
@@ -299,8 +299,8 @@ def test_a_lost_node_whose_copy_and_checkpoint_are_damaged(
     tmp_path: Path, undisturbed: Run
 ) -> None:
     faults = [
-        Fault("before_optimizer", "corrupt", rank=2, step=12),
-        Fault("after_optimizer", "stop", rank=1, step=12),
+        PointFault("before_optimizer", "corrupt", rank=2, step=12),
+        PointFault("after_optimizer", "stop", rank=1, step=12),
     ]
     kill = KillNodes()
     kill._done.add(0)  # that one goes on

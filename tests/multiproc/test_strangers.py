@@ -14,7 +14,7 @@ import psutil
 import torch.distributed as dist
 
 from elastic_ft.controller.controller import Controller
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from tests.multiproc.harness import make_job, run_job
 
 SILENT = 1000
@@ -73,7 +73,9 @@ class Strangers:
 def test_training_goes_on_and_nothing_is_executed(tmp_path: Path) -> None:
     strangers = Strangers(tmp_path / "executed")
     job = make_job("fsdp", workers=2)
-    fault = Fault("forward", rank=1, step=6)  # the next generation forms through the same store
+    fault = PointFault(
+        "forward", rank=1, step=6
+    )  # the next generation forms through the same store
     with strangers.held:
         run = run_job(job, tmp_path / "run", faults=[fault], on_step=strangers).check()
     assert len(strangers.ports) >= 6, "control, store, metrics, keepers and Gloo"

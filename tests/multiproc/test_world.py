@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from elastic_ft.controller.controller import Controller
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import read_lines
 from tests.multiproc.harness import CORPUS, PATIENT, Run, make_job, on_disk, run_job
@@ -400,8 +400,8 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_used(
 def test_a_damaged_copy_is_caught_by_its_digest(tmp_path: Path) -> None:
     """The buddy's copy of the dead worker's shard is damaged: the node's keeper has another."""
     faults = [
-        Fault("before_optimizer", "corrupt", rank=2, step=8),
-        Fault("before_optimizer", "kill", rank=1, step=8),
+        PointFault("before_optimizer", "corrupt", rank=2, step=8),
+        PointFault("before_optimizer", "kill", rank=1, step=8),
     ]
     job = make_job("fsdp", steps=12, checkpoint={"every_steps": 3})
     run = run_job(job, tmp_path, faults=faults).check()
@@ -416,7 +416,7 @@ def test_a_damaged_copy_is_caught_by_its_digest(tmp_path: Path) -> None:
 
 
 def test_an_exception_is_retried_in_place(tmp_path: Path) -> None:
-    faults = [Fault("forward", "raise", rank=1, step=5)]
+    faults = [PointFault("forward", "raise", rank=1, step=5)]
     run = run_job(make_job("fsdp", steps=10), tmp_path, faults=faults).check()
     assert run.all("worker_raised"), run.story()
     assert run.recoveries[0]["world_after"] == 4, "nobody was killed for it"
@@ -439,7 +439,7 @@ def test_an_exception_that_comes_back_ends_the_job_by_its_name(
 def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
     """One rank's loss is NaN."""
     job = make_job("fsdp", steps=6, workers=2, optimizer={"skip_nonfinite": 1})
-    run = run_job(job, tmp_path, faults=[Fault("forward", "nan", rank=1, step=4)]).check()
+    run = run_job(job, tmp_path, faults=[PointFault("forward", "nan", rank=1, step=4)]).check()
     (skipped,) = run.all("step_skipped")
     assert (skipped["step"], len(run.all("generation_formed"))) == (4, 1), run.story()
     assert [line["step"] for line in run.steps if line.get("skipped")] == [4]
@@ -514,4 +514,4 @@ def test_a_joiner_that_finds_no_data_is_done_without(tmp_path: Path) -> None:
 
 def test_a_fault_at_an_unknown_point_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown point 'lunch'"):
-        Fault("lunch")
+        PointFault("lunch")

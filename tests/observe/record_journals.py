@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.controller.controller import Controller
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.observe.run_folder import read_lines
 from tests.multiproc.harness import Gate, make_job, run_job
 
@@ -25,8 +25,8 @@ def kill_and_stop(out: Path) -> None:
     """Sharded, on three nodes: a worker is killed, its replacement joins, another is stopped."""
     gate = Gate(out / "gate")
     faults = (
-        Fault("backward", "kill", rank=1, step=4, world=3),
-        Fault("forward", "stop", rank=0, step=8, world=3, after=0),
+        PointFault("backward", "kill", rank=1, step=4, world=3),
+        PointFault("forward", "stop", rank=0, step=8, world=3, after=0),
     )
     job = gate.job("fsdp", steps=12, workers=3)
     run_job(job, out / "run", faults=faults, watch=gate).check()
@@ -62,7 +62,7 @@ def user_error_and_restart(out: Path) -> None:
             controller.stop("someone asked")
 
     job = make_job("ddp", steps=10, workers=2)
-    raised = [Fault("backward", "raise", rank=1, step=3)]
+    raised = [PointFault("backward", "raise", rank=1, step=3)]
     run_job(job, out / "run", faults=raised, on_step=stop)
     run_job(job, out / "run")
 

@@ -14,12 +14,12 @@ from elastic_ft.core.events import Command, Event
 from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.state import Policy, State
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.observe import replay
 from elastic_ft.observe.accounts import CLASSES, PRODUCTIVE, Accounts, Totals
-from elastic_ft.sim import Scenario, make_scenario
+from elastic_ft.sim import SimScenario, make_scenario
 from elastic_ft.sim.runs import Chaos
-from elastic_ft.sim.simulation import World
+from elastic_ft.sim.simulation import Simulation
 from tests.multiproc.harness import Run, make_job, run_job
 
 TOLERANCE = 0.01
@@ -54,7 +54,10 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Lifetimes]
     """A worker is killed, another hangs; both are replaced."""
     alive = Lifetimes()
     job = make_job("fsdp", steps=60, workers=3, checkpoint={"every_steps": 20})
-    faults = [Fault("backward", rank=1, step=15), Fault("forward", "stop", rank=0, step=35)]
+    faults = [
+        PointFault("backward", rank=1, step=15),
+        PointFault("forward", "stop", rank=0, step=35),
+    ]
     out = tmp_path_factory.mktemp("accounts") / "run"
     return run_job(job, out, faults=faults, watch=alive).check(), alive
 
@@ -126,7 +129,7 @@ class Ledger:
         self.phases[now.phase] += 1
 
 
-def simulate(scenario: Scenario) -> tuple[Totals, Ledger, float]:
+def simulate(scenario: SimScenario) -> tuple[Totals, Ledger, float]:
     """Returns the accounts, what the ledger saw, and the virtual time of the job's end."""
     ledger = Ledger(scenario.max_workers, scenario.workers_per_node)
 
@@ -135,7 +138,7 @@ def simulate(scenario: Scenario) -> tuple[Totals, Ledger, float]:
         ledger.tell(world.now_s, event, commands, after)
         return after, commands
 
-    world = World(scenario, decide, True)
+    world = Simulation(scenario, decide, True)
     chaos = Chaos(world)
     world.on_turn = chaos.look
     world.at(scenario.heal_at_s, chaos.heal)
@@ -162,7 +165,7 @@ def test_simulated_classes_sum_to_the_time_of_ready_workers(strategy: Strategy) 
     assert phases.keys() >= {"starting", "running", "pausing", "forming", "ended"}
 
 
-def restarts(scenario: Scenario) -> bool:
+def restarts(scenario: SimScenario) -> bool:
     """Its workers leave when the controller does, which no event tells."""
     kinds = ("crash_controller", "stop_controller")
     return any(fault.kind in kinds for fault in scenario.faults)

@@ -16,7 +16,7 @@ import pytest
 from elastic_ft.controller.diagnosis import KILL_WAIT_S, Inquiries
 from elastic_ft.core import events as ev
 from elastic_ft.core.state import State
-from elastic_ft.faults import POINTS, Fault
+from elastic_ft.faults import POINTS, PointFault
 from elastic_ft.keeper.processes import process_facts, spy
 from elastic_ft.observe import replay
 from elastic_ft.transport.control import Inspect, Stood
@@ -28,9 +28,9 @@ from tests.multiproc.harness import Gate, Run, run_job
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One after the other: a worker is stopped, one is killed, one's training thread sleeps."""
     faults = (
-        Fault("backward", "stop", rank=1, step=8, world=3),
-        Fault("forward", "kill", rank=2, world=3, after=0),
-        Fault("before_optimizer", "hang", rank=0, world=3, after=1),
+        PointFault("backward", "stop", rank=1, step=8, world=3),
+        PointFault("forward", "kill", rank=2, world=3, after=0),
+        PointFault("before_optimizer", "hang", rank=0, world=3, after=1),
     )
     out = tmp_path_factory.mktemp("diagnosis")
     gate = Gate(out / "gate")

@@ -16,7 +16,7 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.core import events as ev
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.observe import metrics as served
 from elastic_ft.observe.accounts import CLASSES, Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, markdown
@@ -52,7 +52,7 @@ def test_what_a_run_serves_is_in_the_catalogue(tmp_path: Path) -> None:
                 scraped.append(answer.read().decode())
 
     job = make_job("fsdp", steps=12, workers=2)
-    faults = [Fault("backward", "raise", rank=1, step=4)]
+    faults = [PointFault("backward", "raise", rank=1, step=4)]
     run = run_job(job, tmp_path / "run", faults=faults, on_step=scrape).check()
     families = list(text_string_to_metric_families(scraped[0]))
     known = {f"elastic_ft_{name}": metric for name, metric in METRICS.items()}

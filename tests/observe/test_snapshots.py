@@ -19,13 +19,13 @@ from elastic_ft.observe.run_folder import RunFolder
 from tests.observe.test_replay import JOURNALS, KEPT
 
 
-def told(name: str) -> Iterator[tuple[Policy, State, replay.Told]]:
+def told(name: str) -> Iterator[tuple[Policy, State, replay.ToldLine]]:
     """Each event of a kept journal, with the state before it."""
     state, policy = State(), Policy(1, 1, "ddp")
     for item in replay.parse_inbox(read_lines(KEPT / name / "inbox.jsonl")):
         if isinstance(item, replay.Begun):
             policy = item.policy
-        elif isinstance(item, replay.Told):
+        elif isinstance(item, replay.ToldLine):
             if type(item.event).__name__ == "JobStarted":
                 state = State()
             yield policy, state, item

@@ -26,7 +26,7 @@ import pytest
 import yaml
 
 from elastic_ft.controller.controller import Controller
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.metrics import TARGETS
 from elastic_ft.observe.run_folder import RunFolder
@@ -151,7 +151,7 @@ class RunningJob:
             self.host,
             folder,
             f"{folder.url}/checkpoints",
-            faults=(Fault("backward", "raise", rank=2, step=30),),
+            faults=(PointFault("backward", "raise", rank=2, step=30),),
         )
         self._thread = threading.Thread(target=self._run, name="job", daemon=True)
         self._thread.start()

@@ -17,7 +17,7 @@ from elastic_ft.core.shares import share_of
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups.groups import Groups
-from elastic_ft.groups.store_links import Links
+from elastic_ft.groups.store_links import StoreLinks
 
 CPU, TIMEOUT_S = torch.device("cpu"), 30.0
 
@@ -34,7 +34,7 @@ def attached(job: Job, factory: Callable[[], nn.Module], tokens: int = 1) -> Ite
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     member, source = Member("w0", "n0", "127.0.0.1", 0), Source(0, Tier.INITIAL)
     assignment = Assignment(1, (member,), (), Layout(), source, ((),), "a test")
-    links = Links(("127.0.0.1", store.port), TIMEOUT_S)
+    links = StoreLinks(("127.0.0.1", store.port), TIMEOUT_S)
     groups = Groups(share_of(assignment, "w0"), member, links)
     groups.form(CPU, TIMEOUT_S)
     engine = NativeEngine(job, factory, CPU, tokens)

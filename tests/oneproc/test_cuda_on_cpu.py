@@ -21,7 +21,7 @@ from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
-from elastic_ft.faults import ON_GPU, Fault, Points
+from elastic_ft.faults import ON_GPU, PointFault, Points
 from elastic_ft.groups import groups as groups_module
 from elastic_ft.groups.groups import Groups
 from elastic_ft.hosts import local
@@ -379,7 +379,7 @@ def test_memory_that_is_out_is_tried_once_more(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would break the GPU of this process")
 @pytest.mark.parametrize("action", ON_GPU)
 def test_a_fault_of_a_gpu_needs_one(action: str) -> None:
-    points = Points("w0", (Fault("forward", action),), lambda index: None)
+    points = Points("w0", (PointFault("forward", action),), lambda index: None)
     with pytest.raises(UsageError, match="needs a GPU, and this worker sees none"):
         points("forward")
 

@@ -39,7 +39,7 @@ def shard(
     told: range = range(0),
     generation: int = 1,
     run: str = RUN,
-) -> emergency.Held:
+) -> emergency.SavedShard:
     """A part of a weight's rows, and a counter that every shard has. ``told``: of which steps."""
     each = ROWS // of
     box = Box((number * each, 0), (each, 4))
@@ -54,14 +54,14 @@ def shard(
     seal(buffer, label(run, holding, schema))
     buffer[0] ^= damaged
     record = {n: RecordStep(n, generation, of, f"fsdp{of}", {"loss": 1 / n}) for n in told}
-    return emergency.Held(holding, schema, buffer, record)
+    return emergency.SavedShard(holding, schema, buffer, record)
 
 
-AT_ONCE = rescue.Patience(begin_s=0.0, quiet_s=0.0, whole_s=0.0)
-PATIENT = rescue.Patience(begin_s=30.0, quiet_s=30.0, whole_s=30.0)
+AT_ONCE = rescue.RescueDeadlines(begin_s=0.0, quiet_s=0.0, whole_s=0.0)
+PATIENT = rescue.RescueDeadlines(begin_s=30.0, quiet_s=30.0, whole_s=30.0)
 
 
-def save(store: Store, **held: list[emergency.Held]) -> None:
+def save(store: Store, **held: list[emergency.SavedShard]) -> None:
     for node, shards in held.items():
         emergency.begin(store, RUN, keeper(node), node)
         assert emergency.save(store, RUN, keeper(node), shards, stale_s=30.0) == ()
@@ -180,7 +180,7 @@ def later(after_s: float, act: Callable[..., Any], *args: Any) -> threading.Time
 
 
 def awaited(
-    store: Store, *nodes: str, patience: rescue.Patience = PATIENT, since_s: float = 0.0
+    store: Store, *nodes: str, patience: rescue.RescueDeadlines = PATIENT, since_s: float = 0.0
 ) -> tuple[rescue.Gathered, float]:
     began_s = time.monotonic()
     expected = dict.fromkeys(nodes, since_s)
@@ -216,7 +216,7 @@ def test_the_best_step_that_all_have_is_not_waited_beyond(store: Store) -> None:
 def test_who_says_nothing_new_is_waited_for_so_long_and_is_named(store: Store) -> None:
     save(store, n0=[shard(7, 0)])
     emergency.begin(store, RUN, keeper("n1"), "n1")
-    patience = rescue.Patience(begin_s=0.5, quiet_s=0.3)
+    patience = rescue.RescueDeadlines(begin_s=0.5, quiet_s=0.3)
     there, waited_s = awaited(store, "n0", "n1", "n2", patience=patience)
     assert 0.5 <= waited_s < 10 and there.missing == ["n2"]
 
@@ -311,7 +311,7 @@ def failing(store: Store, error: BaseException, *at: int) -> Store:
     return Store(store.url, Failing(store.backend, at, error), attempts=1)
 
 
-def keep_all(told: range = range(0)) -> list[emergency.Held]:
+def keep_all(told: range = range(0)) -> list[emergency.SavedShard]:
     """Two shards of two steps: as a node has them with its buddy's copies."""
     return [shard(step, number, told=told) for step in (6, 7) for number in (0, 1)]
 

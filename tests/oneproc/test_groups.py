@@ -21,7 +21,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of, shares
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
-from elastic_ft.groups.store_links import Address, Links, SealedStore
+from elastic_ft.groups.store_links import Address, SealedStore, StoreLinks
 
 KEY = b"k" * 32
 ELSEWHERE = "127.0.0.77"
@@ -35,7 +35,7 @@ def pair() -> Iterator[list[Groups]]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     address = ("127.0.0.1", store.port)
     formed = [
-        Groups(share, donor, Links(address, 10.0, KEY))
+        Groups(share, donor, StoreLinks(address, 10.0, KEY))
         for donor, (_, share) in zip(donors, shares(assignment), strict=True)
     ]
     with ThreadPoolExecutor(2) as threads:
@@ -105,7 +105,7 @@ def test_who_waits_for_a_peer_to_connect_is_ended_by_an_abort(
     donors = tuple(Member(f"w{i}", f"n{i}", "localhost", 1) for i in range(2))
     assignment = Assignment(1, (), donors, Layout(), Source(0, Tier.INITIAL), (), "a test")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    links = Links(("127.0.0.1", store.port), 10.0, KEY)
+    links = StoreLinks(("127.0.0.1", store.port), 10.0, KEY)
     groups = Groups(share_of(assignment, "w0"), donors[0], links)
     with ThreadPoolExecutor(1) as thread:
         forming = thread.submit(groups.form, torch.device("cpu"), 10.0)
@@ -151,7 +151,7 @@ def test_what_gloo_puts_into_the_store_is_sealed() -> None:
     donor = Member("w0", "n0", "localhost", 1)
     assignment = Assignment(1, (), (donor,), Layout(), Source(0, Tier.INITIAL), (), "a test")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    links = Links(("127.0.0.1", store.port), 10.0, KEY)
+    links = StoreLinks(("127.0.0.1", store.port), 10.0, KEY)
     groups = Groups(share_of(assignment, "w0"), donor, links)
     groups.form(torch.device("cpu"), 10.0)
     of_gloo = [name for name in store.list_keys() if "/host/" in name]

@@ -35,7 +35,13 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import StateDamaged, StateUnreadable
 from elastic_ft.keeper.buffer import DIGEST_BYTES, is_whole, label, lay_out, schema_bytes, seal
-from elastic_ft.keeper.client import KeeperClient, KeeperGone, KeeperRefused, LeftShard, Patience
+from elastic_ft.keeper.client import (
+    KeeperClient,
+    KeeperDeadlines,
+    KeeperGone,
+    KeeperRefused,
+    LeftShard,
+)
 from elastic_ft.keeper.keeper import NodeKeeper
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal, Upload
 from elastic_ft.sim.script import member
@@ -293,7 +299,7 @@ def test_it_writes_checkpoints_from_the_workers_memory(
 
 # ------------------------------------------------------------------- that hang, and are replaced
 
-IMPATIENT = Patience(dial_s=0.2, answer_s=0.2)
+IMPATIENT = KeeperDeadlines(dial_s=0.2, answer_s=0.2)
 
 
 @pytest.fixture
@@ -345,7 +351,7 @@ def test_who_asks_is_woken_when_the_line_is_closed(
     desk: Desk, keeper: Keeper, node_keeper: NodeKeeper
 ) -> None:
     """As another keeper is used, or as the generation is broken off."""
-    client = KeeperClient(keeper, desk.server.key, "w0", Patience(answer_s=60))
+    client = KeeperClient(keeper, desk.server.key, "w0", KeeperDeadlines(answer_s=60))
     failed: list[Exception] = []
 
     def ask() -> None:

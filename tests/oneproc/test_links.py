@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic_ft.groups import store_links
-from elastic_ft.groups.store_links import TRIES, Links, inet_sockets, serve_store
+from elastic_ft.groups.store_links import TRIES, StoreLinks, inet_sockets, serve_store
 
 TIMEOUT_S = 10.0
 
@@ -38,7 +38,7 @@ def test_the_first_link_is_there_once_it_was_waited_for(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = refused_at_first(monkeypatch, failures=1)
-    made = Links(("127.0.0.1", store.port), TIMEOUT_S)
+    made = StoreLinks(("127.0.0.1", store.port), TIMEOUT_S)
     made.prepare()
     made.wait()
     assert len(began) == 2
@@ -52,7 +52,7 @@ def test_a_wait_ends_where_there_can_be_no_link(
     store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = refused_at_first(monkeypatch, failures=TRIES)
-    made = Links(("127.0.0.1", store.port), TIMEOUT_S)
+    made = StoreLinks(("127.0.0.1", store.port), TIMEOUT_S)
     made.prepare()
     made.wait()
     assert len(began) == TRIES
@@ -64,5 +64,5 @@ def test_the_store_is_at_its_one_address_only() -> None:
     served = serve_store("127.0.0.1")
     listening = [s.local for s in inet_sockets() if s.peer is None and s.inode not in before]
     assert listening == [("127.0.0.1", served.port)]
-    Links(("127.0.0.1", served.port), TIMEOUT_S).take().store.set("key", "value")
+    StoreLinks(("127.0.0.1", served.port), TIMEOUT_S).take().store.set("key", "value")
     assert served.get("key") == b"value"

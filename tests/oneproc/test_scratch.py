@@ -55,7 +55,7 @@ def test_the_folders_of_the_dead_go_and_no_others(tmp_path: Path) -> None:
 
 def test_a_number_that_another_process_has_by_now_is_no_owner(tmp_path: Path) -> None:
     own = scratch.make("eft-", str(tmp_path))
-    owner = scratch.Owner(**json.loads((own / scratch.OWNER).read_text()))
+    owner = scratch.ScratchOwner(**json.loads((own / scratch.OWNER).read_text()))
     assert not owner.gone
     assert owner.started_s == psutil.Process().create_time()
     (own / scratch.OWNER).write_text(json.dumps(asdict(replace(owner, started_s=1.0))))

@@ -21,7 +21,7 @@ from elastic_ft.errors import GroupBroken
 from elastic_ft.keeper.client import KeeperGone
 from elastic_ft.sim.script import member
 from elastic_ft.state.snapshot import HostShard, Snapshots
-from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.state.tensors import LocalState, StateTensor
 
 LAYOUT, _ = plan_layout("fsdp", 2, None, 1, 1)
 MEMBERS = (member("a", "n1"), member("b", "n2"))
@@ -51,7 +51,7 @@ def snapshots() -> Iterator[Snapshots]:
     made.close()
 
 
-def state_of(step: int) -> State:
+def state_of(step: int) -> LocalState:
     local = torch.full((1024,), float(step))
     return {"w": StateTensor((2048,), Box((0,), (1024,)), local)}
 

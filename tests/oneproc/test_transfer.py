@@ -15,7 +15,7 @@ from elastic_ft.core.sharding import Box, Piece, place
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.state import transfer
 from elastic_ft.state.placed import Placed
-from elastic_ft.state.tensors import State, StateTensor
+from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.state.transfer import move
 
 # Some parts are large and go by themselves, some are packed; of one a batch takes only a part.
@@ -105,7 +105,7 @@ def cut(name: str, rank: int, world: int) -> Box:
     return Box(tuple(offsets), tuple(sizes))
 
 
-def shard(rank: int, world: int, filled: bool) -> State:
+def shard(rank: int, world: int, filled: bool) -> LocalState:
     state = {}
     for name, shape in SHAPES.items():
         box, full = cut(name, rank, world), whole(name)
@@ -114,7 +114,7 @@ def shard(rank: int, world: int, filled: bool) -> State:
     return state
 
 
-def pieces(states: list[State]) -> list[Piece]:
+def pieces(states: list[LocalState]) -> list[Piece]:
     """Of participants, in their order."""
     return [
         Piece(str(number), name, tensor.box)
@@ -123,7 +123,7 @@ def pieces(states: list[State]) -> list[Piece]:
     ]
 
 
-def run(before: int, after: int, network: Network) -> tuple[list[Any], list[State]]:
+def run(before: int, after: int, network: Network) -> tuple[list[Any], list[LocalState]]:
     """Everyone moves from ``before`` shards to ``after``. Returns results or errors, and states."""
     count = max(before, after)
     offers = [[shard(r, before, True)] if r < before else [] for r in range(count)]

@@ -29,7 +29,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import ConfigError
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.groups.store_links import serve_store
 from elastic_ft.keeper.buffer import Slot
 from elastic_ft.keeper.protocol import FROM_KEEPER, TO_KEEPER, Content, Read, Sealed
@@ -170,7 +170,7 @@ ASSIGNMENT = ev.Assignment(
         (TO_CONTROLLER, ev.Paused(1.0, "w0", 3, (HOLDING,))),
         (TO_CONTROLLER, Heartbeat("w0", 1, 2, 3, "forward")),
         (TO_CONTROLLER, ev.ShardsWritten(1.0, "w0", 3, 8, ({"file": "x"},), {"a": ("f", (2,))})),
-        (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (Fault("forward"),))),
+        (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (PointFault("forward"),))),
         (TO_WORKER, Form(share_of(ASSIGNMENT, "w0"), {"rank": 0}, frozenset({1, 2}), 5)),
         (TO_WORKER, ev.PauseWorkers(3, ("w0", "w1"), True, "why")),
         (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (ev.RecordStep(7, 3, 2, "l", {"loss": 1.0}),))),
@@ -255,7 +255,7 @@ BODIES = [
         (TO_CONTROLLER, ev.StepApplied(1.5, "w0", 3, 8, {"loss": 0.1, "ids": [1, 2]}, 0.5)),
         (TO_CONTROLLER, ev.Paused(1.0, "w0", 3, (HOLDING,))),
         (TO_WORKER, Form(Packed(ASSIGNMENT), {"rank": 0}, frozenset({1}), 5)),  # type: ignore[arg-type]
-        (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (Fault("forward"),))),
+        (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (PointFault("forward"),))),
         (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (ev.RecordStep(7, 3, 2, "l", {}),))),
     )
 ]

@@ -15,7 +15,7 @@ from elastic_ft.hosts.ray.ray_private import (
     WorkerStatus,
 )
 from elastic_ft.hosts.ray.reports import REPORT, Barrier, Rounds
-from elastic_ft.hosts.ray.worker_actor import SEQUENCES, ElasticWorker, Refused
+from elastic_ft.hosts.ray.worker_actor import SEQUENCES, ElasticWorker, WorkerRefused
 from elastic_ft.hosts.ray.worker_group import seats
 
 
@@ -172,7 +172,7 @@ def test_checkpoint_of_a_round(
 
 def test_refused_metrics_come_before_the_next_round(world: World, callback: Callback) -> None:
     for worker in ("a", "b"):
-        world.rounds.carry(Refused(7, {"from": worker}, generation=2))
+        world.rounds.carry(WorkerRefused(7, {"from": worker}, generation=2))
     world.open("a", generation=2)
     world.rounds.add("a", 1, 8, report({"step": 8}))
     seven = [{"from": "a"}, {"from": "b"}]
@@ -182,7 +182,7 @@ def test_refused_metrics_come_before_the_next_round(world: World, callback: Call
 
 
 def test_refused_metrics_do_not_overtake_a_round(world: World, callback: Callback) -> None:
-    world.rounds.carry(Refused(2, "second", generation=2))  # type: ignore[arg-type]
+    world.rounds.carry(WorkerRefused(2, "second", generation=2))  # type: ignore[arg-type]
     world.open("a")
     world.add("a", 1, "first")
     world.rounds.deliver_carried()
@@ -192,7 +192,7 @@ def test_refused_metrics_do_not_overtake_a_round(world: World, callback: Callbac
 def test_refused_metrics_of_a_step_that_is_redone_are_dropped(
     world: World, callback: Callback
 ) -> None:
-    world.rounds.carry(Refused(7, {"step": 7}, generation=2))
+    world.rounds.carry(WorkerRefused(7, {"step": 7}, generation=2))
     world.rounds.formed(3, 6)
     world.rounds.deliver_carried()
     assert callback.seen == []

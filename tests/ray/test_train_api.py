@@ -18,7 +18,7 @@ from trial import SOON_S, START_S, Trial, job
 
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError, JobFailed
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.cluster import LocalCluster
 from elastic_ft.hosts.ray.trainer import (
     ElasticTrainer,
@@ -88,8 +88,8 @@ def test_every_step_is_reported_once_whatever_is_lost(
         train_loop_config={"checkpoint_every": 10},
         callbacks=[recorder],
         faults=[
-            Fault(points[0], "kill", rank=0, step=10),  # the one that writes checkpoints
-            Fault(points[1], "kill", rank=1, step=25),
+            PointFault(points[0], "kill", rank=0, step=10),  # the one that writes checkpoints
+            PointFault(points[1], "kill", rank=1, step=25),
         ],
     )
     trial.wait("both faults", lambda: len(trial.events("fault_fired")) == 2, 2 * START_S)

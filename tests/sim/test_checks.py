@@ -18,17 +18,17 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.membership import step as core_step
-from elastic_ft.sim import Scenario, Violation, checks
-from elastic_ft.sim.nodes import Checkpoint, SavedShard
+from elastic_ft.sim import SimScenario, SimViolation, checks
+from elastic_ft.sim.nodes import SimCheckpoint, SimSavedShard
 from elastic_ft.sim.runs import Chaos
-from elastic_ft.sim.sim_worker import Copy, Live
-from elastic_ft.sim.simulation import World
+from elastic_ft.sim.sim_worker import Live, SimCopy
+from elastic_ft.sim.simulation import Simulation
 
 
 @pytest.fixture
-def world() -> World:
+def world() -> Simulation:
     """Three workers that train, two steps recorded."""
-    scenario = Scenario(
+    scenario = SimScenario(
         seed=1,
         strategy="fsdp",
         min_workers=2,
@@ -38,7 +38,7 @@ def world() -> World:
         steps=12,
         checkpoint_every=0,
     )
-    made = World(scenario, core_step, True)
+    made = Simulation(scenario, core_step, True)
     made.on_turn = Chaos(made).look
     made.take_over()
     made.start_controller()
@@ -48,11 +48,11 @@ def world() -> World:
 
 
 def sees(invariant: str, check: Callable[..., Any], *args: Any) -> None:
-    with pytest.raises(Violation, match=f"^{invariant}: "):
+    with pytest.raises(SimViolation, match=f"^{invariant}: "):
         check(*args)
 
 
-def test_a_world_smaller_than_it_could_be(world: World) -> None:
+def test_a_world_smaller_than_it_could_be(world: Simulation) -> None:
     new = world.core.assignment
     assert new is not None
     checks.world_is_allowed(world, new)
@@ -65,13 +65,13 @@ def test_a_world_smaller_than_it_could_be(world: World) -> None:
     sees("I8", checks.world_is_allowed, world, fewer)
 
 
-def test_an_old_member_that_is_blamed(world: World) -> None:
+def test_an_old_member_that_is_blamed(world: Simulation) -> None:
     checks.left_out(world, "w99", "generations broke with it")
     checks.left_out(world, "w1", "it can't read the store")
     sees("policy", checks.left_out, world, "w1", "generations broke with it")
 
 
-def test_somebody_who_trains_in_a_generation_that_is_over(world: World) -> None:
+def test_somebody_who_trains_in_a_generation_that_is_over(world: Simulation) -> None:
     worker = world.members()[0]
     group = worker.group
     assert group is not None
@@ -85,20 +85,20 @@ def test_somebody_who_trains_in_a_generation_that_is_over(world: World) -> None:
     checks.applied(world, worker, group, step)
 
 
-def test_a_generation_formed_without_a_member(world: World) -> None:
+def test_a_generation_formed_without_a_member(world: Simulation) -> None:
     group = world.groups[world.core.generation]
     checks.formed(world, group)
     group.resumed.discard(group.members[0].id)
     sees("I1", checks.formed, world, group)
 
 
-def test_state_of_another_history(world: World) -> None:
+def test_state_of_another_history(world: Simulation) -> None:
     generation = world.core.generation
     checks.same_history(world, (generation,) * 3, "state")
     sees("I4", checks.same_history, world, (generation, generation + 1), "state")
 
 
-def test_a_step_recorded_twice_or_unknown_or_held_by_nobody(world: World) -> None:
+def test_a_step_recorded_twice_or_unknown_or_held_by_nobody(world: Simulation) -> None:
     number = len(world.recorded) + 1
     line = RecordStep(number, world.core.generation, 3, "fsdp3", {"loss": 1.0})
     sees("I2", checks.recorded, world, replace(line, step=number - 1))
@@ -108,7 +108,7 @@ def test_a_step_recorded_twice_or_unknown_or_held_by_nobody(world: World) -> Non
     sees("I4", checks.recorded, world, line)
 
 
-def test_a_step_recorded_while_a_shard_of_it_is_on_one_node_alone(world: World) -> None:
+def test_a_step_recorded_while_a_shard_of_it_is_on_one_node_alone(world: Simulation) -> None:
     number = len(world.recorded) + 1
     line = RecordStep(number, world.core.generation, 3, "fsdp3", {"loss": 1.0})
     lineage = (world.core.generation,) * number
@@ -120,11 +120,11 @@ def test_a_step_recorded_while_a_shard_of_it_is_on_one_node_alone(world: World) 
     sees("I4", checks.recorded, world, line)
     for rank, worker in enumerate(members):
         key = (number, lineage[-1], space, f"pp0.s{(rank + 1) % 3}.tp0")
-        worker.copies = {key: Copy(Tier.PEER, lineage, None)}
+        worker.copies = {key: SimCopy(Tier.PEER, lineage, None)}
     checks.recorded(world, line)
 
 
-def test_steps_given_up_that_somebody_has(world: World) -> None:
+def test_steps_given_up_that_somebody_has(world: Simulation) -> None:
     recorded = len(world.recorded)
     sees("I4", checks.rolled_back, world, RollBack(recorded, "no older"))
     sees("I4", checks.rolled_back, world, RollBack(recorded - 1, "newer in memory"))
@@ -134,16 +134,16 @@ def test_steps_given_up_that_somebody_has(world: World) -> None:
         assert node.keeper is not None
         node.keeper.left.clear()
     checks.rolled_back(world, RollBack(recorded - 1, "all lost"))
-    world.store.published.append(Checkpoint(recorded, "mem://x", (1,) * recorded, 1))
+    world.store.published.append(SimCheckpoint(recorded, "mem://x", (1,) * recorded, 1))
     sees("I4", checks.rolled_back, world, RollBack(recorded - 1, "newer in the store"))
 
 
-def test_a_seed_taken_for_a_source_unasked(world: World) -> None:
+def test_a_seed_taken_for_a_source_unasked(world: Simulation) -> None:
     world.scenario = replace(world.scenario, from_scratch=False)
     sees("I4", checks.rolled_back, world, RollBack(0, "all lost"))
 
 
-def test_a_source_that_nobody_has_or_that_is_mixed(world: World) -> None:
+def test_a_source_that_nobody_has_or_that_is_mixed(world: Simulation) -> None:
     group = world.groups[world.core.generation]
     step, members = len(world.recorded), world.members()
     layout = group.assignment.layout
@@ -192,7 +192,7 @@ def test_a_source_that_nobody_has_or_that_is_mixed(world: World) -> None:
     sees("I5", checks.source, world, group)
 
 
-def test_checkpoints_that_are_ahead_or_in_parts_or_mixed(world: World) -> None:
+def test_checkpoints_that_are_ahead_or_in_parts_or_mixed(world: Simulation) -> None:
     step, generation = len(world.recorded), world.core.generation
     space = Layout(dp_shard=2).shard_space
     lineage = (generation,) * step
@@ -213,7 +213,7 @@ def test_checkpoints_that_are_ahead_or_in_parts_or_mixed(world: World) -> None:
     sees("I4", checks.published, world, replace(command, shards=void))
 
 
-def test_a_job_that_ends_too_early_or_with_another_state(world: World) -> None:
+def test_a_job_that_ends_too_early_or_with_another_state(world: Simulation) -> None:
     sees("I7", checks.finished, world, "failed", "no reason")
     sees("I2", checks.finished, world, "completed", "too early")
     steps = world.scenario.steps
@@ -228,7 +228,7 @@ def test_a_job_that_ends_too_early_or_with_another_state(world: World) -> None:
     checks.finished(world, "completed", "done")
 
 
-def test_a_command_without_a_reason(world: World) -> None:
+def test_a_command_without_a_reason(world: Simulation) -> None:
     sees("I8", world._execute, Journal("suspended", 1, ""))
 
 
@@ -237,17 +237,17 @@ def test_require_is_what_all_of_them_stand_on() -> None:
     sees("I1", checks.require, False, "I1", "not fine")
 
 
-def saved(step: int, *lineages: tuple[int, ...], known: int = 9) -> list[SavedShard]:
+def saved(step: int, *lineages: tuple[int, ...], known: int = 9) -> list[SimSavedShard]:
     """A shard of each history."""
     layout = Layout(dp_shard=len(lineages))
     record = {n: RecordStep(n, 1, 3, "fsdp3", {"loss": 1.0}) for n in range(1, known + 1)}
     return [
-        SavedShard((step, 1, layout.shard_space, layout.shard_of(rank)), lineage, record)
+        SimSavedShard((step, 1, layout.shard_space, layout.shard_of(rank)), lineage, record)
         for rank, lineage in enumerate(lineages)
     ]
 
 
-def test_what_keepers_saved(world: World) -> None:
+def test_what_keepers_saved(world: Simulation) -> None:
     good = saved(3, (1, 1, 1), (1, 1, 1))
     since = [good[0].record[3]]
     assert checks.rescued(world, 3, good, since) == (1, 1, 1)
@@ -259,7 +259,7 @@ def test_what_keepers_saved(world: World) -> None:
     sees("I2", checks.rescued, world, 3, good, [replace(since[0], metrics={})])
 
 
-def test_what_keepers_saved_and_nobody_goes_on_from(world: World) -> None:
+def test_what_keepers_saved_and_nobody_goes_on_from(world: Simulation) -> None:
     good = saved(3, (1, 1, 1), (1, 1, 1))
     checks.nothing_saved_is_newer(world, good, 3)
     checks.nothing_saved_is_newer(world, good[:1], 2)

@@ -25,9 +25,9 @@ from elastic_ft.sim import (
     KINDS,
     OUTAGES,
     SUCCESSIONS,
-    Fault,
-    Scenario,
-    Violation,
+    SimFault,
+    SimScenario,
+    SimViolation,
     bearable,
     large,
     make_scenario,
@@ -36,7 +36,7 @@ from elastic_ft.sim import (
 )
 from elastic_ft.sim.nodes import Key, ObjectStore
 from elastic_ft.sim.sim_keeper import SimKeeper
-from elastic_ft.sim.sim_worker import Copy
+from elastic_ft.sim.sim_worker import SimCopy
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "500"))
@@ -48,21 +48,21 @@ Decide = Callable[
 ]
 
 
-def failures(scenarios: Iterable[Scenario], **options: Any) -> list[Scenario]:
+def failures(scenarios: Iterable[SimScenario], **options: Any) -> list[SimScenario]:
     found = []
     for scenario in scenarios:
         try:
             simulate(scenario, **options)
-        except (Violation, LookupError):  # a broken core may trip over itself first
+        except (SimViolation, LookupError):  # a broken core may trip over itself first
             found.append(scenario)
     return found
 
 
-def history_of(scenario: Scenario) -> str:
+def history_of(scenario: SimScenario) -> str:
     """The end of a failing history, and how to see it again."""
     try:
         simulate(scenario, trace=True)
-    except Violation as error:
+    except SimViolation as error:
         lines = str(error).splitlines()
         again = (
             f"ELASTIC_FT_SIM_SEED={scenario.seed} ELASTIC_FT_SIM_COUNT=1 "
@@ -84,7 +84,7 @@ def test_every_schedule_is_safe_and_completes(strategy: str) -> None:
         scenario = replace(scenario, planned=strategy == "auto")
         try:
             fired += simulate(scenario).fired
-        except Violation:
+        except SimViolation:
             pytest.fail(history_of(scenario))
     if COUNT >= 500:  # a fault that never fires tests nothing
         wanted = {*KINDS, *CHANGES, *OUTAGES, *SUCCESSIONS, "crash_everything"} - (
@@ -98,7 +98,7 @@ def test_large_worlds_are_safe_and_complete() -> None:
         scenario = large(seed)
         try:
             simulate(scenario)
-        except Violation as error:
+        except SimViolation as error:
             pytest.fail(f"{error}\n{scenario}")
 
 
@@ -117,11 +117,11 @@ def test_r_copies_make_r_minus_one_losses_cost_no_committed_step(
         assert report.steps_lost == 0, f"seed {seed}, {strategy}: {report}"
 
 
-def grown(seed: int) -> Scenario:
+def grown(seed: int) -> SimScenario:
     """One worker of two is lost and replaced; the replacement dies about when it has joined."""
-    first = Fault("crash_worker", 2, "running", 0.0, 0, 1.0)
-    second = Fault("crash_worker", 4, "forming", seed % 50 / 33, 1, 1.0)
-    return Scenario(
+    first = SimFault("crash_worker", 2, "running", 0.0, 0, 1.0)
+    second = SimFault("crash_worker", 4, "forming", seed % 50 / 33, 1, 1.0)
+    return SimScenario(
         seed=seed,
         strategy="fsdp",
         min_workers=1,
@@ -144,10 +144,10 @@ def test_the_state_before_growing_is_kept_until_the_new_cut_is_held() -> None:
     assert any(report.rollbacks for report in dropped), "the window is never hit: nothing is shown"
 
 
-def trained_again(seed: int) -> Scenario:
+def trained_again(seed: int) -> SimScenario:
     """Worker and node go at once, with no copies: back to the checkpoint. While the same steps are
     trained again one more worker goes; its keeper, and the first one's, have the same step."""
-    return Scenario(
+    return SimScenario(
         seed=seed,
         strategy="fsdp",
         min_workers=3,
@@ -158,9 +158,9 @@ def trained_again(seed: int) -> Scenario:
         copies=1,
         checkpoint_every=4,
         faults=(
-            Fault("crash_worker", 6, "running", 0.0, 1, 1.0),
-            Fault("crash_node", 6, "running", 0.05, 2, 1.0),
-            Fault("crash_worker", 1, "forming", 1.0 + seed % 60 / 10, 1 + seed % 2, 1.0),
+            SimFault("crash_worker", 6, "running", 0.0, 1, 1.0),
+            SimFault("crash_node", 6, "running", 0.05, 2, 1.0),
+            SimFault("crash_worker", 1, "forming", 1.0 + seed % 60 / 10, 1 + seed % 2, 1.0),
         ),
     )
 
@@ -183,7 +183,7 @@ def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
             for holder, held in holdings.items()
         }
 
-    def find(keeper: SimKeeper, worker: str, key: Key) -> Copy | None:
+    def find(keeper: SimKeeper, worker: str, key: Key) -> SimCopy | None:
         left = keeper.left.get(worker)
         same = (key[0], *key[2:])
         named = {(k[0], *k[2:]): copy for k, copy in left.copies.items()} if left else {}
@@ -193,11 +193,11 @@ def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimKeeper, "find", find)
 
 
-def deaf_keeper(seed: int) -> Scenario:
+def deaf_keeper(seed: int) -> SimScenario:
     """Some workers' lines to their keepers end; then a worker dies, or all do."""
     last = ("crash_worker", "crash_every_worker", "crash_node")[seed % 3]
-    lines = tuple(Fault("lose_keeper_line", 2 + n, "running", 0.3 * n, n, 1.0) for n in range(2))
-    return Scenario(
+    lines = tuple(SimFault("lose_keeper_line", 2 + n, "running", 0.3 * n, n, 1.0) for n in range(2))
+    return SimScenario(
         seed=seed,
         strategy=STRATEGIES[seed // 3 % 3],
         min_workers=1,
@@ -206,7 +206,7 @@ def deaf_keeper(seed: int) -> Scenario:
         workers_per_node=1,
         steps=12,
         checkpoint_every=5,
-        faults=(*lines, Fault(last, 4 + seed % 4, "running", seed % 10 / 10, seed % 2, 2.0)),
+        faults=(*lines, SimFault(last, 4 + seed % 4, "running", seed % 10 / 10, seed % 2, 2.0)),
     )
 
 
@@ -221,10 +221,10 @@ def test_a_keeper_line_that_ends_is_no_keepers_copy_and_holds_up_nothing(
     assert failures(scenarios)  # nobody tells: what is not held is awaited for ever
 
 
-def hushed_keepers(seed: int) -> Scenario:
+def hushed_keepers(seed: int) -> SimScenario:
     """All workers crash. What they left is with keepers, of which one can't be reached at first."""
-    crash = Fault("crash_every_worker", 4 + seed % 3, "running", seed % 10 / 10, 0, 1.0)
-    return Scenario(
+    crash = SimFault("crash_every_worker", 4 + seed % 3, "running", seed % 10 / 10, 0, 1.0)
+    return SimScenario(
         seed=seed,
         strategy=STRATEGIES[1 + seed % 2],
         min_workers=3,
@@ -245,12 +245,12 @@ def test_a_keeper_that_can_not_be_reached_for_a_moment_costs_no_step() -> None:
     assert sum(report.steps_lost > 0 for report in struck) > 20
 
 
-def slow_copies(seed: int) -> Scenario:
+def slow_copies(seed: int) -> SimScenario:
     """Two nodes go at once: back to the checkpoint, while copies of later steps still run. Then one
     more node goes, which two copies of each step are to bear."""
-    two = (Fault("crash_node", 7, "running", seed % 20 / 10, seed % 3, 60.0),) * 2
-    third = Fault("crash_node", 1, "forming", 2.0 + seed % 40 / 2, seed % 5, 60.0)
-    return Scenario(
+    two = (SimFault("crash_node", 7, "running", seed % 20 / 10, seed % 3, 60.0),) * 2
+    third = SimFault("crash_node", 1, "forming", 2.0 + seed % 40 / 2, seed % 5, 60.0)
+    return SimScenario(
         seed=seed,
         strategy=STRATEGIES[1 + seed % 2],
         min_workers=1,
@@ -273,11 +273,11 @@ def test_a_snapshot_whose_copy_outlives_its_generation_is_not_held() -> None:
     assert any(report.rollbacks > 1 for report in late)
 
 
-def left_over(seed: int) -> Scenario:
+def left_over(seed: int) -> SimScenario:
     """Worlds of two or four: one of four goes, and another has no rank. Then two more go."""
     phase = ("running", "forming")[seed // 3 % 2]
-    two = (Fault("crash_worker", 5, phase, 0.0, 0, 1.0),) * 2
-    return Scenario(
+    two = (SimFault("crash_worker", 5, phase, 0.0, 0, 1.0),) * 2
+    return SimScenario(
         seed=seed,
         strategy=STRATEGIES[seed % 3],
         min_workers=2,
@@ -290,7 +290,7 @@ def left_over(seed: int) -> Scenario:
         copies=2 + seed % 2,
         keepers=seed // 2 % 2 == 1,
         checkpoint_every=4,
-        faults=(Fault("crash_node", 3, "running", seed % 7 / 7, seed % 4, 25.0), *two),
+        faults=(SimFault("crash_node", 3, "running", seed % 7 / 7, seed % 4, 25.0), *two),
         spread_s=1.0,
     )
 
@@ -316,12 +316,12 @@ def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
     assert failures(scenarios)
 
 
-def taken_over(seed: int) -> Scenario:
+def taken_over(seed: int) -> SimScenario:
     """A controller is stopped while it publishes, another takes the job; the first wakes up. Later
     the second one crashes: what does the third find?"""
-    stopped = Fault("stop_controller", 4 + seed % 3, "running", seed % 11 / 4, 0, 2.0)
-    crashed = Fault("crash_controller", 6, "running", 12.0 + seed % 7, 0, 1.0)
-    return Scenario(
+    stopped = SimFault("stop_controller", 4 + seed % 3, "running", seed % 11 / 4, 0, 2.0)
+    crashed = SimFault("crash_controller", 6, "running", 12.0 + seed % 7, 0, 1.0)
+    return SimScenario(
         seed=seed,
         strategy="ddp",
         min_workers=2,
@@ -344,12 +344,12 @@ def test_a_controller_that_wakes_up_publishes_nothing_that_counts(
     assert failures(scenarios), "without the fence nothing goes wrong: nothing is shown"
 
 
-def closed_joiner(seed: int) -> Scenario:
+def closed_joiner(seed: int) -> SimScenario:
     """A worker is lost, and whoever takes its place can't be reached by the others."""
     strategy = STRATEGIES[seed % 3]
     keepers = seed // 3 % 2 == 1
-    closed = Fault("close_ports", 3, "running", 0.0, 2, 1000.0)
-    return Scenario(
+    closed = SimFault("close_ports", 3, "running", 0.0, 2, 1000.0)
+    return SimScenario(
         seed=seed,
         strategy=strategy,
         min_workers=1 + seed % 2,
@@ -380,17 +380,17 @@ def test_the_checks_see_old_members_blamed(monkeypatch: pytest.MonkeyPatch) -> N
         return blame.blame_joiners(turn)
 
     monkeypatch.setattr(membership, "blame_joiners", by_rank)
-    with pytest.raises(Violation, match="took part in the last step"):
+    with pytest.raises(SimViolation, match="took part in the last step"):
         for seed in range(30):
             simulate(closed_joiner(seed))
 
 
-def spot_losses(seed: int) -> Scenario:
+def spot_losses(seed: int) -> SimScenario:
     """Node after node is lost while the rest form, and no step is made between."""
-    lost = Fault("crash_node", 2, "forming", 0.0, seed % 3, 500.0)
+    lost = SimFault("crash_node", 2, "forming", 0.0, seed % 3, 500.0)
     first = replace(lost, phase="running")
     rest = tuple(replace(lost, after_s=0.15 * n, target=n) for n in range(9))
-    return Scenario(
+    return SimScenario(
         seed=seed,
         strategy=STRATEGIES[seed % 3],
         min_workers=1,
@@ -417,7 +417,7 @@ def test_losses_on_many_nodes_in_a_row_end_no_job(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_node_whose_workers_crash_again_and_again_ends_a_job_that_needs_them() -> None:
-    bad = Fault("make_deadly", 3, "running", 0.0, 1, 1.0)
+    bad = SimFault("make_deadly", 3, "running", 0.0, 1, 1.0)
     for seed in range(6):
         scenario = replace(
             closed_joiner(seed),
@@ -426,19 +426,19 @@ def test_a_node_whose_workers_crash_again_and_again_ends_a_job_that_needs_them()
             faults=(bad, replace(bad, kind="crash_worker_there", after_s=0.5)),
         )
         line = r"ends failed: 4 generations .* have ended with a loss on n1, the last one: w\d+: "
-        with pytest.raises(Violation, match=line):
+        with pytest.raises(SimViolation, match=line):
             simulate(scenario)
 
 
 # ------------------------------------------------------------------------------ last resort
 
 
-def orphaned(seed: int) -> Scenario:
+def orphaned(seed: int) -> SimScenario:
     """The controller is killed with all workers, before there is any checkpoint; in every other
     scenario once more. Keepers, nodes and the store are well."""
-    first = Fault("crash_controller", 3 + seed % 4, "running", seed % 13 / 6, 0, 1.0)
+    first = SimFault("crash_controller", 3 + seed % 4, "running", seed % 13 / 6, 0, 1.0)
     again = replace(first, at_step=9, after_s=seed % 7 / 4)
-    return Scenario(
+    return SimScenario(
         seed=seed,
         strategy=STRATEGIES[seed % 3],
         min_workers=1,

@@ -13,7 +13,7 @@ import pytest
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from elastic_ft.storage.cancellable import CancellableStore
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
 from tests.s3_server import S3Server
 
@@ -43,7 +43,7 @@ def test_it_reads_as_any_store_does(url: str) -> None:
     assert store.list() == ["a/b"]
     with pytest.raises(StoreError) as caught:
         store.read("c", 0, 1)
-    assert caught.value.kind is Kind.MISSING
+    assert caught.value.kind is FailureKind.MISSING
 
 
 def ends_when_closed(store: CancellableStore, is_at_it: Callable[[], bool] = lambda: True) -> None:
@@ -81,7 +81,7 @@ def test_a_folder_that_hangs_is_unreachable_in_the_end(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "shard")
     with pytest.raises(StoreError) as caught:
         CancellableStore(str(tmp_path), deadline_s=0.1).read("shard", 0, 8)
-    assert caught.value.kind is Kind.UNREACHABLE
+    assert caught.value.kind is FailureKind.UNREACHABLE
     os.close(os.open(tmp_path / "shard", os.O_RDWR))
 
 

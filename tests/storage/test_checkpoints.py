@@ -21,7 +21,7 @@ from elastic_ft.storage import shards
 from elastic_ft.storage.cancellable import find_object
 from elastic_ft.storage.checkpoints import (
     Committed,
-    Pace,
+    RateLimit,
     Reader,
     Swept,
     Want,
@@ -36,7 +36,7 @@ from elastic_ft.storage.checkpoints import (
     verify,
     write_shards,
 )
-from elastic_ft.storage.kinds import Backend, Kind
+from elastic_ft.storage.kinds import Backend, FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -199,7 +199,7 @@ def test_writing_keeps_to_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shards, "OBJECT_BYTES", 16)
     many = [(f"t{n}", Box((0,), (4,)), "float32", memoryview(bytes(16))) for n in range(9)]
     store = open_store(str(tmp_path))
-    write_shards(store, "data/r/g1-s1", 0, many, pace=Pace(bytes_per_s=32))
+    write_shards(store, "data/r/g1-s1", 0, many, pace=RateLimit(bytes_per_s=32))
     assert sorted(waits) == [n * 0.5 for n in range(9)]
 
 
@@ -586,5 +586,5 @@ def test_a_failed_shard_ends_the_writing(tmp_path: Path, monkeypatch: pytest.Mon
     many = [(f"t{n}", Box((0,), (4,)), "float32", memoryview(bytes(16))) for n in range(1000)]
     with pytest.raises(StoreError, match="No space left") as caught:
         write_shards(store, "data/r/g1-s1", 0, iter(many))
-    assert caught.value.kind is Kind.FAILED
+    assert caught.value.kind is FailureKind.FAILED
     assert len(full.calls) < 50  # bounded look-ahead: it did not go on

@@ -35,7 +35,7 @@ from elastic_ft.storage.checkpoints import (
     sweep_abandoned,
     write_shards,
 )
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.objects import Objects
 from elastic_ft.storage.store import Store, StoreError
 from tests.s3_server import S3Server
@@ -216,18 +216,18 @@ def test_no_mix_of_faults_shows_half_a_checkpoint(
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("busy", Kind.BUSY),
-        ("revoked", Kind.FORBIDDEN),
-        ("no_bucket", Kind.NO_BUCKET),
-        ("stall", Kind.UNREACHABLE),
-        ("reset", Kind.UNREACHABLE),
-        ("truncate", Kind.UNREACHABLE),
-        ("lost_ack", Kind.UNREACHABLE),
-        ("corrupt_up", Kind.UNREACHABLE),
+        ("busy", FailureKind.BUSY),
+        ("revoked", FailureKind.FORBIDDEN),
+        ("no_bucket", FailureKind.NO_BUCKET),
+        ("stall", FailureKind.UNREACHABLE),
+        ("reset", FailureKind.UNREACHABLE),
+        ("truncate", FailureKind.UNREACHABLE),
+        ("lost_ack", FailureKind.UNREACHABLE),
+        ("corrupt_up", FailureKind.UNREACHABLE),
     ],
 )
 def test_each_fault_has_its_name_and_ends(
-    s3: S3Server, proxies: list[ObjectStoreProxy], kind: str, expected: Kind
+    s3: S3Server, proxies: list[ObjectStoreProxy], kind: str, expected: FailureKind
 ) -> None:
     proxy = proxies[0]
     store = through(proxy, s3, uuid4().hex, DEADLINE_S)

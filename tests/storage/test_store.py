@@ -16,7 +16,7 @@ import pytest
 
 from elastic_ft.errors import StorageError, StoreFailed
 from elastic_ft.storage import backends
-from elastic_ft.storage.kinds import Kind
+from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, check_access, open_store
 from tests.s3_server import S3Server
 
@@ -83,7 +83,7 @@ def test_missing_is_told_from_failed(url: str) -> None:
         with pytest.raises(StoreFailed) as caught:
             attempt("nothing")
         assert isinstance(caught.value, StoreError)
-        assert caught.value.kind is Kind.MISSING
+        assert caught.value.kind is FailureKind.MISSING
         assert "\n" not in str(caught.value)
 
 
@@ -187,7 +187,7 @@ def test_a_broken_connection_is_retried_and_a_refusal_is_not() -> None:
     refusing: Any = Flaky([PermissionError("no")])
     with pytest.raises(StoreError) as caught:
         Store("x://", refusing).get("k")
-    assert (caught.value.kind, refusing.calls) == (Kind.FORBIDDEN, 1)
+    assert (caught.value.kind, refusing.calls) == (FailureKind.FORBIDDEN, 1)
 
 
 def test_retries_are_bounded_by_number_and_by_deadline() -> None:
@@ -201,8 +201,8 @@ def test_retries_are_bounded_by_number_and_by_deadline() -> None:
 
 
 def test_store_errors_cross_processes() -> None:
-    copy = pickle.loads(pickle.dumps(StoreError("cannot read x", Kind.BUSY)))
-    assert (str(copy), copy.kind) == ("cannot read x", Kind.BUSY)
+    copy = pickle.loads(pickle.dumps(StoreError("cannot read x", FailureKind.BUSY)))
+    assert (str(copy), copy.kind) == ("cannot read x", FailureKind.BUSY)
 
 
 # --------------------------------------------------------------------------- check_access
@@ -262,7 +262,7 @@ def test_a_silent_endpoint_ends_by_the_deadline(
         for attempt in (lambda: store.get("k"), lambda: store.put_if_absent("k", b"1")):
             with pytest.raises(StoreError) as caught:
                 attempt()
-            assert caught.value.kind is Kind.UNREACHABLE
+            assert caught.value.kind is FailureKind.UNREACHABLE
         assert time.monotonic() - start_s < 15
 
 

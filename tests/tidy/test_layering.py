@@ -251,3 +251,13 @@ def test_files_import_one_another_in_no_circle() -> None:
         }
     )
     sorter.prepare()  # raises CycleError, which names the circle
+
+
+def test_no_public_class_has_the_name_of_another() -> None:
+    names = Counter(
+        node.name
+        for path in [*MODULES, *CHAOS]
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, times in names.items() if times > 1] == []

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
 
-from elastic_ft.core.layouts.costs import Choice, Devices, Links, Work, step_time
+from elastic_ft.core.layouts.costs import Choice, Devices, Interconnect, Work, step_time
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.planner import CHUNKS, Limits
 
@@ -62,7 +62,7 @@ def calibrate(
 
     def predicted_s(flops_per_s: float) -> float:
         there = replace(devices, flops_per_s=flops_per_s)
-        return step_time(work, choice, Links.of(there, there.nodes)).total
+        return step_time(work, choice, Interconnect.of(there, there.nodes)).total
 
     measured_s = median(steps_s[-STEPS_MAX:])
     low, high = RATES

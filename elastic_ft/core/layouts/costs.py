@@ -312,7 +312,7 @@ class StepTime(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class Interconnect:
     """How far apart ranks are: nodes in use, devices used on one of them, what divides them all."""
 
     devices: Devices
@@ -321,10 +321,10 @@ class Links:
     common: int  # greatest common divisor
 
     @staticmethod
-    def of(devices: Devices, used: Iterable[int]) -> Links:
+    def of(devices: Devices, used: Iterable[int]) -> Interconnect:
         """``used``: devices of each node that have a rank."""
         filled = [count for count in used if count]
-        return Links(devices, len(filled), sum(filled) // len(filled), gcd(*filled))
+        return Interconnect(devices, len(filled), sum(filled) // len(filled), gcd(*filled))
 
     def ring(self, nbytes: float, size: int, stride: int) -> float:
         """Seconds of an all-gather (or reduce-scatter) of ``nbytes`` in total, over ``size`` ranks
@@ -352,7 +352,7 @@ class Links:
         return self.nodes == 1 or self.common % (size * stride) == 0
 
 
-def step_time(work: Work, choice: Choice, links: Links) -> StepTime:
+def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     """Returns the time of one step, by its slowest pipeline stage."""
     model, layout, devices = work.model, choice.layout, links.devices
     layers, count = stage_layers(model, layout.pp), choice.micro_batches(work)
@@ -403,7 +403,7 @@ def _bubble_s(choice: Choice, slot_s: float, forward_s: float) -> float:
 def _data_parallel_s(
     work: Work,
     choice: Choice,
-    links: Links,
+    links: Interconnect,
     own: float,
     forward_s: float,
     backward_s: float,

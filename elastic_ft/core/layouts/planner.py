@@ -16,7 +16,7 @@ from math import ceil, gcd, isqrt
 from elastic_ft.core.layouts.costs import (
     Choice,
     Devices,
-    Links,
+    Interconnect,
     Memory,
     ModelShape,
     Schedule,
@@ -77,7 +77,7 @@ class Previous:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LayoutPlan:
     """A choice, its costs, and why. Devices are numbered node by node."""
 
     choice: Choice
@@ -114,7 +114,7 @@ def best(
     devices: Devices,
     limits: Limits | None = None,
     previous: Previous | None = None,
-) -> Plan:
+) -> LayoutPlan:
     """Returns the plan to take. Raises NoLayout."""
     return plans(work, devices, limits, previous, top=1)[0]
 
@@ -125,7 +125,7 @@ def plans(
     limits: Limits | None = None,
     previous: Previous | None = None,
     top: int = 10,
-) -> tuple[Plan, ...]:
+) -> tuple[LayoutPlan, ...]:
     """Returns at most ``top`` plans of different layouts, the one to take first.
 
     The fastest wins. Those within 3 % of it are as good, and are ordered by: tensor parallelism
@@ -150,7 +150,7 @@ def plans(
     return (first, *(replace(p, why=(_compared(p, first),)) for p in ranked[1:]))
 
 
-def _preference(plan: Plan) -> tuple[bool, int, int, int, float, str]:
+def _preference(plan: LayoutPlan) -> tuple[bool, int, int, int, float, str]:
     layout, moved = plan.layout, plan.bytes_moved or 0
     parts = layout.pp * layout.tp
     return not plan.tp_inside, moved, -layout.dp_replicate, parts, plan.time.total, str(layout)
@@ -159,7 +159,7 @@ def _preference(plan: Plan) -> tuple[bool, int, int, int, float, str]:
 # --------------------------------------------------------------------------------- search
 
 
-_Placed = tuple[tuple[int, ...], Links]  # devices used on each node, and what joins them
+_Placed = tuple[tuple[int, ...], Interconnect]  # devices used on each node, and what joins them
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class _Search:
     work: Work
     devices: Devices
     limits: Limits
-    found: dict[Layout, Plan] = field(default_factory=dict)  # the fastest of each layout
+    found: dict[Layout, LayoutPlan] = field(default_factory=dict)  # the fastest of each layout
     fastest_s: float = float("inf")
     least: tuple[float, Choice] | None = None  # bytes: the smallest need of all
     placed: dict[tuple[int, int], _Placed] = field(default_factory=dict)  # by tp and world
@@ -227,7 +227,7 @@ class _Search:
         key = tp, world
         if key not in self.placed:
             used = fill(seats, world)
-            self.placed[key] = used, Links.of(self.devices, used)
+            self.placed[key] = used, Interconnect.of(self.devices, used)
         return self.placed[key]
 
     def _try(self, choice: Choice, placed: _Placed) -> bool:
@@ -242,7 +242,7 @@ class _Search:
         self.fastest_s = min(self.fastest_s, time.total)
         known = self.found.get(choice.layout)
         if known is None or time.total < known.time.total:
-            self.found[choice.layout] = Plan(choice, need, time, used, self.devices.nodes)
+            self.found[choice.layout] = LayoutPlan(choice, need, time, used, self.devices.nodes)
         return True
 
     def _note(self, choice: Choice, nbytes: float, time_s: float) -> None:
@@ -359,7 +359,7 @@ def _counts(most: int, micro_batches: int, exact: bool) -> tuple[int, ...]:
 # --------------------------------------------------------------------------- bytes moved
 
 
-def bytes_moved(work: Work, plan: Plan, previous: Previous) -> int:
+def bytes_moved(work: Work, plan: LayoutPlan, previous: Previous) -> int:
     """Estimates what devices lack of their new state: parameters and optimizer.
 
     The state is taken as a unit cube of (depth, tensor-parallel cut, shard), of which each rank
@@ -444,7 +444,7 @@ def _features(choice: Choice) -> tuple[tuple[str, bool], ...]:
     )
 
 
-def _why(plan: Plan, fastest: Plan, search: _Search) -> Iterator[str]:
+def _why(plan: LayoutPlan, fastest: LayoutPlan, search: _Search) -> Iterator[str]:
     """Sentences: fit, each feature against doing without it, tie-break, who is idle."""
     there = search.devices.usable_bytes
     yield f"fits: {gb(plan.memory.total)} of {gb(there)} on the fullest device"
@@ -470,7 +470,7 @@ def _why(plan: Plan, fastest: Plan, search: _Search) -> Iterator[str]:
     yield from _idle(plan)
 
 
-def _loss_without(feature: str, plan: Plan, search: _Search) -> str:
+def _loss_without(feature: str, plan: LayoutPlan, search: _Search) -> str:
     need, time_s = search.without.get(feature, (float("inf"), float("inf")))
     if time_s < float("inf"):
         ratio = time_s / plan.time.total - 1
@@ -480,7 +480,7 @@ def _loss_without(feature: str, plan: Plan, search: _Search) -> str:
     return "nothing else was allowed"
 
 
-def _preferred(plan: Plan, fastest: Plan) -> str:
+def _preferred(plan: LayoutPlan, fastest: LayoutPlan) -> str:
     if plan.tp_inside and not fastest.tp_inside:
         return "and keeps tensor parallelism inside a node"
     if plan.bytes_moved != fastest.bytes_moved:
@@ -491,7 +491,7 @@ def _preferred(plan: Plan, fastest: Plan) -> str:
     return "and shares each copy of the model among fewer ranks"
 
 
-def _idle(plan: Plan) -> Iterator[str]:
+def _idle(plan: LayoutPlan) -> Iterator[str]:
     """Which devices have no rank, and why."""
     if not any(plan.idle):
         return
@@ -508,6 +508,6 @@ def _idle(plan: Plan) -> Iterator[str]:
         yield f"{spare} would not make a step faster: it would have as many micro-batches in a row"
 
 
-def _compared(plan: Plan, first: Plan) -> str:
+def _compared(plan: LayoutPlan, first: LayoutPlan) -> str:
     ratio = plan.time.total / first.time.total - 1
     return f"{abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'} than {first.layout}"

@@ -30,7 +30,7 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.core.events import Assignment, WorkerId
 from elastic_ft.core.state import State
 from elastic_ft.errors import JobFailed
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.placement_groups import Placements
 from elastic_ft.hosts.ray.ray_host import Launch, RayHost
 from elastic_ft.hosts.ray.ray_metrics import RayMetrics
@@ -63,7 +63,7 @@ STOP_S = 30.0
 
 
 @dataclass(frozen=True)
-class Run:
+class FollowedRun:
     """One start of a controller for a job.
 
     Attributes:
@@ -77,7 +77,7 @@ class Run:
     checkpoint_url: str
     attempt: int
     placements: str
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[PointFault, ...] = ()
     accept_changes: bool = False
 
 
@@ -169,7 +169,7 @@ class Hosting:
 class ElasticController(TrainController):
     worker_group_cls = ElasticWorkerGroup
 
-    def __init__(self, *, run: Run, **kwargs: Any) -> None:
+    def __init__(self, *, run: FollowedRun, **kwargs: Any) -> None:
         self._run = run
         self._hosting: Hosting | None = None
         super().__init__(**kwargs)

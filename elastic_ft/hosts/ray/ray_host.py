@@ -33,7 +33,7 @@ from elastic_ft.core.events import (
 from elastic_ft.hosts.ray.keeper_actor import start_keeper
 from elastic_ft.hosts.ray.placement_groups import Placements, node_of
 from elastic_ft.hosts.ray.ray_private import Worker, draining_nodes
-from elastic_ft.hosts.ray.worker_actor import Seat, Task
+from elastic_ft.hosts.ray.worker_actor import Task, WorkerSeat
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class HostedKeeper:
 
 
 @dataclass(slots=True)
-class Nodes:
+class ClusterNodes:
     """What is known of the nodes that host a worker, or did."""
 
     used: set[NodeId] = field(default_factory=set)
@@ -111,7 +111,7 @@ class RayHost:
         self._group, self._launch = group, launch
         self._hosted: dict[WorkerId, Hosted] = {}
         self._placements = launch.placements
-        self._nodes = Nodes()
+        self._nodes = ClusterNodes()
         self._wanted, self._count, self._failures = 0, 0, 0
         self._closed = False
         self._keepers_until_s = 0.0  # on the monotonic clock, once closed
@@ -147,11 +147,11 @@ class RayHost:
         seated = self._seats(assignment)
         return {worker: asdict(seat) for worker, seat in seated.items()}
 
-    def _seats(self, assignment: Assignment) -> dict[WorkerId, Seat]:
+    def _seats(self, assignment: Assignment) -> dict[WorkerId, WorkerSeat]:
         places = seats([member.node for member in assignment.members])
         reports = self._launch.reports()
         return {
-            member.worker: Seat(assignment.generation, assignment.source.step, place, reports)
+            member.worker: WorkerSeat(assignment.generation, assignment.source.step, place, reports)
             for member, place in zip(assignment.members, places, strict=True)
         }
 

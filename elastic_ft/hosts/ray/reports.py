@@ -25,7 +25,7 @@ from elastic_ft.hosts.ray.ray_private import (
     SynchronizationBarrierResetError,
     TrainingReport,
 )
-from elastic_ft.hosts.ray.worker_actor import SEQUENCES, Refused
+from elastic_ft.hosts.ray.worker_actor import SEQUENCES, WorkerRefused
 
 log = logging.getLogger(__name__)
 REPORT = "ray.train.report"  # what Ray Train calls itself at the barrier
@@ -144,7 +144,7 @@ class Rounds:
         pending.step = max(pending.step, step)
         self.deliver()
 
-    def carry(self, refused: Refused) -> None:
+    def carry(self, refused: WorkerRefused) -> None:
         """The metrics of a refused report, from one of the workers that made it."""
         self._carried.setdefault((refused.step, refused.generation), []).append(refused.metrics)
 

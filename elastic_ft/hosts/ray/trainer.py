@@ -18,13 +18,13 @@ from ray.exceptions import RayActorError
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.errors import ConfigError
-from elastic_ft.faults import Fault
+from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.controller_actor import (
     ElasticController,
     ElasticResult,
+    FollowedRun,
     JobFailedError,
     RaiseAlways,
-    Run,
     WholeJobPolicy,
     as_checkpoint,
 )
@@ -88,7 +88,7 @@ class ElasticTrainer(DataParallelTrainer):
         train_loop_config: dict[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[PointFault] = (),
         accept_changes: bool = False,
     ) -> None:
         train_loop, self.job = loop_and_job(train_loop_or_task, job, train_loop_config)
@@ -149,7 +149,7 @@ class ElasticTrainer(DataParallelTrainer):
         placements = f"elastic_ft:{uuid.uuid4().hex}:"
         try:
             for attempt in range(CONTROLLER_STARTS):
-                run = Run(
+                run = FollowedRun(
                     self.job,
                     self.run_url,
                     self.job.checkpoint.url or f"{self.run_url}/checkpoints",
@@ -186,7 +186,7 @@ class ElasticTrainer(DataParallelTrainer):
             reason=ended.get("reason", ""),
         )
 
-    def _run_once(self, run: Run, kwargs: dict[str, Any]) -> Result:
+    def _run_once(self, run: FollowedRun, kwargs: dict[str, Any]) -> Result:
         here = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
         actor_class = ray.remote(
             num_cpus=0,

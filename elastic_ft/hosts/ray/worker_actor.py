@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerSeat:
     """A member's place in one generation."""
 
     generation: int
@@ -76,7 +76,7 @@ class ByValue(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class WorkerRefused:
     """A report of ``step`` that its generation's barrier has refused.
 
     ``generation``: the next one, in which the step stands.
@@ -101,7 +101,7 @@ class Polled(WorkerStatus):
     sequence: int = 0
     report_index: int = 0
     report_step: int = 0
-    carried: tuple[Refused, ...] = ()
+    carried: tuple[WorkerRefused, ...] = ()
 
 
 class ElasticWorker(RayTrainWorker):
@@ -112,7 +112,7 @@ class ElasticWorker(RayTrainWorker):
         self._seated = False
         self._reports = 0
         self._made = MadeReports()
-        self._carried: deque[Refused] = deque()
+        self._carried: deque[WorkerRefused] = deque()
         self._answer = Polled(running=True)
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
@@ -154,7 +154,7 @@ class ElasticWorker(RayTrainWorker):
         )
         return self._answer
 
-    def take_seat(self, seat: Seat) -> None:
+    def take_seat(self, seat: WorkerSeat) -> None:
         """In the training thread, at its safe point: Ray Train's context of the new generation."""
         context = get_train_context()
         context.distributed_context = seat.place
@@ -192,7 +192,7 @@ class ElasticWorker(RayTrainWorker):
                 task.key,
                 _member_here(task),
                 train_loop=train_loop if task.train_loop is not None else None,
-                on_generation=lambda extra: self.take_seat(decoder(Seat)(extra)),
+                on_generation=lambda extra: self.take_seat(decoder(WorkerSeat)(extra)),
             )
         except BaseException as error:
             self._end = f"{type(error).__name__}: {error}"
@@ -224,7 +224,7 @@ class MadeReports:
     """
 
     steps: dict[int, int] = field(default_factory=dict)
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[WorkerRefused] = field(default_factory=list)
 
 
 class ElasticTrainFnUtils(DistributedTrainFnUtils):
@@ -246,7 +246,7 @@ class ElasticTrainFnUtils(DistributedTrainFnUtils):
         self._made.steps[before + 1] = step
         super().report(metrics, checkpoint, *args, **kwargs)
         if context.report_call_index == before:
-            self._made.refused.append(Refused(step, metrics))
+            self._made.refused.append(WorkerRefused(step, metrics))
 
     def barrier(self) -> None:
         or_alone(None, super().barrier)
