@@ -35,7 +35,8 @@ from benchmarks.document import put, table
 from elastic_ft.core import events as ev
 from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.transport import wire
 from elastic_ft.transport.control import forms, to_each
 

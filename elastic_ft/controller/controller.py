@@ -45,7 +45,8 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.hangs import LAST_RESORT_TIMEOUTS, Progress
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
-from elastic_ft.core.state import Policy, Recovery, State, Turn
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import Recovery, State, Turn
 from elastic_ft.core.typed import fields_of
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.faults import PointFault

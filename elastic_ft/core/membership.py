@@ -101,6 +101,7 @@ from elastic_ft.core.outages import (
     suspend_reading,
     waits_for_store,
 )
+from elastic_ft.core.policy import Policy
 from elastic_ft.core.recoveries import blame_node, close_episode, note_lost
 from elastic_ft.core.refusals import is_its_own, lose_device, refuse
 from elastic_ft.core.restoring import (
@@ -130,13 +131,7 @@ from elastic_ft.core.standby import (
     release,
     release_overdue,
 )
-from elastic_ft.core.state import (
-    Episode,
-    Policy,
-    State,
-    Turn,
-    is_current,
-)
+from elastic_ft.core.state import Episode, State, Turn, is_current
 from elastic_ft.core.stragglers import judge
 from elastic_ft.core.table import Table
 from elastic_ft.core.world import (

@@ -13,7 +13,8 @@ from elastic_ft.core.events import Member, NodeId, ResizeRequested, StepApplied
 from elastic_ft.core.layouts.calibration import STEPS_MAX, calibrate
 from elastic_ft.core.layouts.layout import Layout, plan_layout
 from elastic_ft.core.layouts.planner import Limits, NoLayout, Planning, Previous, best
-from elastic_ft.core.state import Policy, Turn, is_current
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import Turn, is_current
 
 WINDOW_S = 600.0  # in which changes of membership are counted
 ASSUMED_PAUSE_S = 5.0  # of a planned change, before one was measured

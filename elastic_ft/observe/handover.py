@@ -18,7 +18,7 @@ from elastic_ft.storage.store import Store, open_store
 
 NAME = "handover.json"
 POLL_S = 0.2
-TIMEOUT_S = 150.0  # a clean stop has 120 s (core.state.Policy.stop_timeout_s)
+TIMEOUT_S = 150.0  # a clean stop has 120 s (core.policy.Policy.stop_timeout_s)
 SEEN_S, SEEN_REMOTE_S = 3.5, 12.0  # within which one that lives renews its sign
 
 

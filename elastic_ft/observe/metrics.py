@@ -13,7 +13,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from elastic_ft.core import events as ev
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.accounts import Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, RECOVERY_BUCKETS_S, Metric

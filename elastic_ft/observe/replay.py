@@ -15,7 +15,8 @@ from typing import Any
 
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import snapshots

@@ -39,7 +39,8 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.intervals import checkpoint_every_s
 from elastic_ft.core.membership import step as core_step
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 
 DAY_S = 86_400.0
 

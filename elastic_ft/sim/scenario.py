@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from elastic_ft.core.layouts.costs import Devices, ModelShape, Work
 from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.layouts.planner import Limits, Planning
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 
 KINDS = {  # kind of fault -> how often it is drawn
     "crash_worker": 6,

@@ -30,7 +30,8 @@ from elastic_ft.core.events import (
     WorkerReady,
 )
 from elastic_ft.core.membership import step
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 
 
 class Script:

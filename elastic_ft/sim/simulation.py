@@ -41,7 +41,8 @@ from elastic_ft.core.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.sim import checks
 from elastic_ft.sim.group import Group
 from elastic_ft.sim.nodes import ObjectStore, SimCheckpoint, SimNode

@@ -22,7 +22,7 @@ from elastic_ft.core.events import (
     WorkerDone,
     WorkerLost,
 )
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script, formed
 
 

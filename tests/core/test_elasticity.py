@@ -29,7 +29,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.layouts.costs import Choice, Devices, Interconnect, ModelShape, Work, step_time
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.planner import Limits, Planning
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.core.stragglers import find_straggler
 from elastic_ft.core.world import WINDOW_S
 from elastic_ft.sim.script import Script, formed, member

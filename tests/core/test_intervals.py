@@ -23,7 +23,7 @@ from elastic_ft.core.intervals import (
     checkpoint_every_s,
     snapshot_every,
 )
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script
 
 

@@ -29,7 +29,7 @@ from elastic_ft.core.events import (
     UseKeeper,
     WorkerLost,
 )
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script, formed, keeper
 
 S0, S1, S2 = "pp0.s0.tp0", "pp0.s1.tp0", "pp0.s2.tp0"

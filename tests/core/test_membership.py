@@ -42,7 +42,8 @@ from elastic_ft.core.events import (
     WorkerRaised,
 )
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.sim.script import Script, formed, member
 
 WHOLE = "pp1.s1.tp1"  # the shard space of DDP, and its only shard

@@ -20,7 +20,7 @@ from elastic_ft.core.events import (
     Tier,
     WorkerLost,
 )
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script, formed
 
 REFS = (CheckpointRef(120, "s3://b/120"), CheckpointRef(80, "s3://b/80"))

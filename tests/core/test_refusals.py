@@ -17,7 +17,7 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerRaised,
 )
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script, formed
 
 ERROR = "DataError: data.url: /mnt/corpus: no such file or folder"

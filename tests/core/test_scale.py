@@ -32,7 +32,8 @@ from elastic_ft.core.events import (
     WorkerReady,
 )
 from elastic_ft.core.layouts.layout import Strategy
-from elastic_ft.core.state import CLOSED_KEPT, RECOVERIES_KEPT, Policy, State, Turn
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import CLOSED_KEPT, RECOVERIES_KEPT, State, Turn
 from elastic_ft.core.table import Table
 from elastic_ft.core.world import has_joiners, joiners
 from elastic_ft.sim import make_scenario, simulate

@@ -6,7 +6,7 @@ import pytest
 
 from elastic_ft.core.events import KeeperLost, WorkerLost
 from elastic_ft.core.hangs import Progress
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script
 
 HANG_S, SILENT_S = 20.0, 10.0

@@ -19,8 +19,8 @@ import numpy as np
 
 from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
+from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharding import Box, uncovered
-from elastic_ft.core.state import Policy
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.state.tensors import tensor_name

@@ -13,7 +13,8 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.core.events import Command, Event
 from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.faults import PointFault
 from elastic_ft.observe import replay
 from elastic_ft.observe.accounts import CLASSES, PRODUCTIVE, Accounts, Totals

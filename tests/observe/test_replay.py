@@ -12,7 +12,7 @@ import pytest
 from elastic_ft.cli.app import COMPLETED, FAILED, run_command
 from elastic_ft.core import events as ev
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import replay

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from elastic_ft.core.membership import step as decide
-from elastic_ft.core.state import Policy, State
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import replay, run_folder, snapshots
 from elastic_ft.observe.lines import read_lines

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from elastic_ft.core.events import WorkerReady
-from elastic_ft.core.state import Policy
+from elastic_ft.core.policy import Policy
 from elastic_ft.observe.startup import PARTS, Startup
 from elastic_ft.sim.script import Script, member
 

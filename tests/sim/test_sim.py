@@ -20,6 +20,7 @@ import pytest
 from elastic_ft.core import blame, buddies, commits, events, membership, restoring, source, state
 from elastic_ft.core.layouts import layout
 from elastic_ft.core.lineage import Lineage
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim import (
     CHANGES,
     KINDS,
@@ -44,7 +45,7 @@ STRATEGIES: tuple[layout.Strategy, ...] = ("ddp", "fsdp", "hsdp")
 TAIL = 40  # lines of a failing history that are printed
 
 Decide = Callable[
-    [state.State, events.Event, state.Policy], tuple[state.State, tuple[events.Command, ...]]
+    [state.State, events.Event, Policy], tuple[state.State, tuple[events.Command, ...]]
 ]
 
 
@@ -520,7 +521,7 @@ def test_a_seed_is_one_history_whatever_the_hash_seed() -> None:
 
 
 def commits_unheld(
-    now: state.State, event: events.Event, policy: state.Policy
+    now: state.State, event: events.Event, policy: Policy
 ) -> tuple[state.State, tuple[events.Command, ...]]:
     """Takes every applied step for held."""
     now, commands = membership.step(now, event, policy)
@@ -532,7 +533,7 @@ def commits_unheld(
 
 
 def forgets_rollbacks(
-    now: state.State, event: events.Event, policy: state.Policy
+    now: state.State, event: events.Event, policy: Policy
 ) -> tuple[state.State, tuple[events.Command, ...]]:
     now, commands = membership.step(now, event, policy)
     return now, tuple(c for c in commands if not isinstance(c, events.RollBack))
@@ -547,7 +548,7 @@ def test_the_checks_see_silent_rollbacks() -> None:
 
 
 def strikes_the_unreadable(
-    now: state.State, event: events.Event, policy: state.Policy
+    now: state.State, event: events.Event, policy: Policy
 ) -> tuple[state.State, tuple[events.Command, ...]]:
     """Takes what can't be read for damaged."""
     if isinstance(event, events.SourceRefused):
