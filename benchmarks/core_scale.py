@@ -37,11 +37,11 @@ from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
-from elastic_ft.transport import wire
 from elastic_ft.transport.control import forms, to_each
+from elastic_ft.transport.messages import Encoded, Messages, encode
 
 STEPS = 2
-TOLD = wire.Messages(*typing.get_args(ev.Event))
+TOLD = Messages(*typing.get_args(ev.Event))
 PHASES = ("come up", "form", "train", "pause", "form again", "train on")
 
 
@@ -78,7 +78,7 @@ class Controller:
     def _send(self, message: Any, receivers: int) -> None:
         """As the controller does, up to the socket."""
         for _ in range(receivers):
-            encoded = message if isinstance(message, wire.Encoded) else wire.Encoded(message)
+            encoded = message if isinstance(message, Encoded) else Encoded(message)
             self.sent_bytes += len(encoded.body)
 
 
@@ -139,7 +139,7 @@ def handle(
     controller: Controller, events: Iterable[ev.Event], phase_s: float, profile: bool
 ) -> dict[str, Any]:
     """Tells them one by one; the time that encoding takes at the workers' end is not counted."""
-    messages = [wire.encode(event) for event in events]
+    messages = [encode(event) for event in events]
     profiler = cProfile.Profile() if profile else None
     before, slowest_s, done = controller.sent_bytes, 0.0, 0
     decided_s = controller.decide_s
@@ -218,7 +218,7 @@ def life(count: int, strategy: Strategy, phase_s: float, profile: bool) -> dict[
         phases[name] = handle(controller, events(), phase_s, profile)
         return bool(phases[name]["events"] == phases[name]["of"])
 
-    controller.tell(wire.encode(ev.JobStarted(0.0)))
+    controller.tell(encode(ev.JobStarted(0.0)))
     whole = phase("come up", lambda: ready(count))
     whole = whole and phase("form", lambda: resumed(controller))
     whole = whole and phase("train", lambda: steps(controller))

@@ -29,6 +29,8 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.keeper.protocol import Content
 from elastic_ft.transport import wire
 from elastic_ft.transport.control import TO_CONTROLLER, TO_WORKER, Heartbeat, forms
+from elastic_ft.transport.messages import Messages, encode
+from elastic_ft.transport.reception import Reception
 
 KEY = b"k" * 32
 HELD = ev.StepHeld(1.7e9, "w12", 3, 800)
@@ -50,7 +52,7 @@ APPLIED = ev.StepApplied(
     took_s=0.25,
     spent={"data_s": 0.001, "save_s": 0.002},
 )
-ALL = wire.Messages(Heartbeat, ev.StepHeld, ev.StepApplied, Content, bytes_max=1 << 30)
+ALL = Messages(Heartbeat, ev.StepHeld, ev.StepApplied, Content, bytes_max=1 << 30)
 END = Heartbeat("", 0, 0, 0, "")
 
 
@@ -69,7 +71,7 @@ def echo_pickles(pipe: Any) -> None:
 
 
 def echo_sealed(pipe: Any) -> None:
-    reception = wire.Reception("echo", "127.0.0.1", KEY, ALL, echo)
+    reception = Reception("echo", "127.0.0.1", KEY, ALL, echo)
     reception.start()
     pipe.send(("127.0.0.1", reception.port))
     pipe.recv()
@@ -144,7 +146,7 @@ def form(count: int) -> dict[str, dict[str, float]]:
         return data * count, lambda: pickle.loads(zlib.decompress(data))
 
     def new() -> tuple[bytes, Callable[[], Any]]:
-        bodies = [wire.encode(form) for _, form in forms(made, {})]
+        bodies = [encode(form) for _, form in forms(made, {})]
         return b"".join(bodies), lambda: TO_WORKER.decode(bodies[0])
 
     found = {}
@@ -176,7 +178,7 @@ def main() -> None:
                 known = best.setdefault(name, {}).setdefault(side, {})
                 for what, rate in rates.items():
                     known[what] = max(rate, known.get(what, 0.0))
-    TO_CONTROLLER.decode(wire.encode(APPLIED))
+    TO_CONTROLLER.decode(encode(APPLIED))
     best[f"form of {arguments.members:,} members"] = form(arguments.members)
     for name, sides in best.items():
         for side, numbers in sides.items():

@@ -72,7 +72,7 @@ from elastic_ft.transport.control import (
     forms,
     to_each,
 )
-from elastic_ft.transport.wire import MessageRefused
+from elastic_ft.transport.messages import MessageRefused
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

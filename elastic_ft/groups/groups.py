@@ -40,7 +40,7 @@ from elastic_ft.groups.store_links import (
     inet_sockets,
     shut_down,
 )
-from elastic_ft.transport import wire
+from elastic_ft.transport.messages import MessageRefused, Packed, pack, unpack
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -256,9 +256,9 @@ class Groups:
             self.store.set(f"{name}/{self.participant}", value)
             if self.participant == 0:
                 everyones = _Everyones.of(self._collect(name, timeout_s))
-                self.store.set(f"{name}/all", wire.pack(wire.Packed(everyones)))
+                self.store.set(f"{name}/all", pack(Packed(everyones)))
             self._await(f"{name}/all", timeout_s=timeout_s)
-            return decoder(_Everyones)(wire.unpack(self.store.get(f"{name}/all"))).listed()
+            return decoder(_Everyones)(unpack(self.store.get(f"{name}/all"))).listed()
         except Exception as error:
             raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
 
@@ -275,11 +275,11 @@ class Groups:
 
     def exchange_values(self, name: str, value: T, timeout_s: float | None = None) -> list[T]:
         """Every participant's data class, in participant order; of equal ones, the same."""
-        raw = self.exchange(name, wire.pack(value), timeout_s)
+        raw = self.exchange(name, pack(value), timeout_s)
         try:
             decode = decoder(type(value))  # type: ignore[arg-type]
-            known = {each: decode(wire.unpack(each)) for each in set(raw)}
-        except (wire.MessageRefused, Undecodable) as error:
+            known = {each: decode(unpack(each)) for each in set(raw)}
+        except (MessageRefused, Undecodable) as error:
             raise GroupBroken(f"exchange {name}: {error}") from error
         return [known[each] for each in raw]
 

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from elastic_ft.transport.wire import listen
+from elastic_ft.transport.reception import listen
 
 SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
 SEAL_BYTES = 32

@@ -37,12 +37,8 @@ from elastic_ft.keeper.protocol import (
     Uploaded,
 )
 from elastic_ft.transport.control import SEND_TIMEOUT_S
-from elastic_ft.transport.wire import (
-    Channel,
-    WrongKey,
-    WrongVersion,
-    dial,
-)
+from elastic_ft.transport.handshake import WrongKey, WrongVersion
+from elastic_ft.transport.wire import Channel, dial
 
 DIAL_TIMEOUT_S = 5.0
 Guard = Callable[[Channel], contextlib.AbstractContextManager[object]]

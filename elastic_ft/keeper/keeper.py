@@ -67,12 +67,10 @@ from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
 from elastic_ft.transport.control import Inspect, NodeHealth, connect
+from elastic_ft.transport.messages import MessageRefused
+from elastic_ft.transport.reception import Reception
 from elastic_ft.transport.succession import Succession
-from elastic_ft.transport.wire import (
-    Channel,
-    MessageRefused,
-    Reception,
-)
+from elastic_ft.transport.wire import Channel
 
 HEALTH_EVERY_S = 5.0  # at most: often enough that silence is told from a pause
 BEATS_PER_TIMEOUT = 5

@@ -13,10 +13,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.sharding import Box
 from elastic_ft.keeper.buffer import Schema
-from elastic_ft.transport.wire import (
-    MESSAGE_BYTES_MAX,
-    Messages,
-)
+from elastic_ft.transport.messages import MESSAGE_BYTES_MAX, Messages
 
 
 @dataclass(frozen=True, slots=True)

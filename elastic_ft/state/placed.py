@@ -18,7 +18,7 @@ from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.keeper.buffer import Schema, lay_out
 from elastic_ft.state.tensors import LocalState, tensor_name
-from elastic_ft.transport import wire
+from elastic_ft.transport.messages import MessageRefused, Packed, pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +112,10 @@ def tell(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Tol
 
     def publish(state: LocalState, of: Layout, place: Place) -> str:
         listing = _listing(state, of, place)
-        digest = hashlib.blake2b(wire.pack(listing), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(pack(listing), digest_size=16).hexdigest()
         if digest not in own:
             own[digest] = listing
-            groups.publish(f"listings/{digest}", lambda: wire.pack(wire.Packed(listing)))
+            groups.publish(f"listings/{digest}", lambda: pack(Packed(listing)))
         return digest
 
     offered = tuple(
@@ -129,8 +129,8 @@ def tell(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Tol
 
 def _fetch(groups: Groups, digest: str) -> Listing:
     try:
-        found: Listing = decoder(Listing)(wire.unpack(groups.published(f"listings/{digest}")))
-    except (wire.MessageRefused, Undecodable) as error:
+        found: Listing = decoder(Listing)(unpack(groups.published(f"listings/{digest}")))
+    except (MessageRefused, Undecodable) as error:
         raise GroupBroken(f"a listing can't be read: {error}") from error
     return found
 

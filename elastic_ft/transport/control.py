@@ -1,7 +1,7 @@
 """The connection between a controller and its workers: core events up, core commands down.
 
-One connection per worker, admitted with the job's key (``transport.wire``). Its end is the first
-sign of a worker's death, and of a controller's.
+One connection per worker, admitted with the job's key (``transport.handshake``). Its end is the
+first sign of a worker's death, and of a controller's.
 """
 
 from __future__ import annotations
@@ -19,16 +19,10 @@ from elastic_ft.core.events import Assignment, Member, WorkerId
 from elastic_ft.core.shares import Share, shares
 from elastic_ft.core.terms import is_data_terms
 from elastic_ft.faults import PointFault
-from elastic_ft.transport.wire import (
-    HANDSHAKE_S,
-    Channel,
-    Encoded,
-    MessageRefused,
-    Messages,
-    Packed,
-    Reception,
-    dial,
-)
+from elastic_ft.transport.handshake import HANDSHAKE_S
+from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, Packed
+from elastic_ft.transport.reception import Reception
+from elastic_ft.transport.wire import Channel, dial
 
 CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
 

@@ -88,9 +88,10 @@ from elastic_ft.transport.control import (
     Welcome,
     connect,
 )
+from elastic_ft.transport.messages import MessageRefused
 from elastic_ft.transport.stacks import stack_of
 from elastic_ft.transport.succession import Succession
-from elastic_ft.transport.wire import Channel, CutOff, MessageRefused
+from elastic_ft.transport.wire import Channel, CutOff
 from elastic_ft.worker import restore
 from elastic_ft.worker.devices import (
     device_memory_bytes,

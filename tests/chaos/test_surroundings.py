@@ -17,7 +17,8 @@ from chaos.scenario import Network, Scenario
 from chaos.surroundings import ENDPOINT, surroundings
 from elastic_ft.errors import ConfigError
 from elastic_ft.transport.control import TO_CONTROLLER, Heartbeat
-from elastic_ft.transport.wire import CutOff, Reception, dial
+from elastic_ft.transport.reception import Reception
+from elastic_ft.transport.wire import CutOff, dial
 
 
 def scenario(**fault: object) -> Scenario:

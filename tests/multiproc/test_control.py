@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ft.core.events import Member
 from elastic_ft.transport.control import ControlServer, Welcome, connect
-from elastic_ft.transport.wire import WrongKey
+from elastic_ft.transport.handshake import WrongKey
 from tests.multiproc.harness import make_job
 
 MEMBER = Member("w0", "n0", "localhost", 1)

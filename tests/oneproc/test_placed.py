@@ -14,7 +14,7 @@ from elastic_ft.core.typed import decoder
 from elastic_ft.errors import GroupBroken
 from elastic_ft.models.decoder import PRESETS
 from elastic_ft.state.placed import Listed, Told
-from elastic_ft.transport import wire
+from elastic_ft.transport.messages import Packed, pack, unpack
 
 SHAPES = shapes_of(PRESETS["decoder-1m"])
 
@@ -74,7 +74,7 @@ def test_a_listing_arrives_as_it_was_sent() -> None:
     ]
     listing = list_parts(parts, layout, (0, 1, 1))
     assert [kind.cut for kind in listing.kinds] == [Cut(1, 0), odd, Cut(None, None)]
-    assert decoder(Listing)(wire.unpack(wire.pack(wire.Packed(listing)))) == listing
+    assert decoder(Listing)(unpack(pack(Packed(listing)))) == listing
 
 
 def test_a_listing_that_can_not_be_is_no_reason_to_end() -> None:

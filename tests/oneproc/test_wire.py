@@ -34,7 +34,7 @@ from elastic_ft.groups.store_links import serve_store
 from elastic_ft.keeper.buffer import Slot
 from elastic_ft.keeper.protocol import FROM_KEEPER, TO_KEEPER, Content, Read, Sealed
 from elastic_ft.observe.metrics import Metrics
-from elastic_ft.transport import wire
+from elastic_ft.transport import handshake, reception, wire
 from elastic_ft.transport.control import (
     TO_CONTROLLER,
     TO_WORKER,
@@ -44,7 +44,27 @@ from elastic_ft.transport.control import (
     forms,
     to_each,
 )
-from elastic_ft.transport.wire import Channel, MessageRefused, Messages, Packed, Reception, WrongKey
+from elastic_ft.transport.handshake import (
+    HELLO,
+    MAGIC,
+    OLDEST,
+    PROOF_BYTES,
+    VERSION,
+    Session,
+    WrongKey,
+    WrongVersion,
+)
+from elastic_ft.transport.messages import (
+    COMPRESSED,
+    UNPACKED_BYTES_MAX,
+    MessageRefused,
+    Messages,
+    Packed,
+    encode,
+    pack,
+)
+from elastic_ft.transport.reception import STRANGERS_MAX, Reception, listen
+from elastic_ft.transport.wire import Channel
 from tests.multiproc.harness import make_job
 
 KEY = b"k" * 32
@@ -112,8 +132,8 @@ class Relay:
             back = threading.Thread(target=_pump, args=(far, near), daemon=True)
             back.start()
             with contextlib.suppress(OSError, EOFError):
-                far.sendall(_take(near, wire.HELLO.size))
-                far.sendall(_take(near, wire.PROOF_BYTES))
+                far.sendall(_take(near, HELLO.size))
+                far.sendall(_take(near, PROOF_BYTES))
                 number = 0
                 while True:
                     head = _take(near, 4)
@@ -180,7 +200,7 @@ ASSIGNMENT = ev.Assignment(
     ids=lambda value: type(value).__name__,
 )
 def test_a_message_is_itself_on_arrival(messages: Messages, message: Any) -> None:
-    assert messages.decode(wire.encode(message)) == message
+    assert messages.decode(encode(message)) == message
 
 
 def test_every_event_is_told_by_workers_or_by_the_controllers_own_process() -> None:
@@ -197,7 +217,7 @@ def test_what_everyone_is_sent_is_packed_once() -> None:
     ((worker, form),) = forms(ASSIGNMENT, extras, frozenset({2}), 5)
     assert isinstance(form.assignment.source, Packed)
     share = share_of(ASSIGNMENT, worker)
-    assert TO_WORKER.decode(wire.encode(form)) == Form(share, extras["w0"], frozenset({2}), 5)
+    assert TO_WORKER.decode(encode(form)) == Form(share, extras["w0"], frozenset({2}), 5)
 
 
 def test_what_each_is_sent_does_not_grow_with_the_world() -> None:
@@ -212,7 +232,7 @@ def test_what_each_is_sent_does_not_grow_with_the_world() -> None:
         buddies = tuple(((rank + 1) % count,) for rank in range(count))
         keepers = tuple(ev.Keeper(m.node, ("10.0.0.1", 4)) for m in members)
         made = ev.Assignment(3, members, (), layout, source, buddies, "a loss", keepers)
-        sizes["form"] |= {len(wire.encode(form)) for _, form in forms(made, {})}
+        sizes["form"] |= {len(encode(form)) for _, form in forms(made, {})}
         pause = ev.PauseWorkers(3, tuple(workers), True, "w1 is lost")
         sizes["pause"].add(len(to_each(pause).body))
     assert max(sizes["form"]) < 500
@@ -221,8 +241,8 @@ def test_what_each_is_sent_does_not_grow_with_the_world() -> None:
 
 
 def test_a_field_of_a_later_version_is_left_out_and_one_of_an_older_has_its_default() -> None:
-    later = wire.pack(["Ping", {"number": 1, "payload": b"", "extra": {}, "colour": "red"}])
-    assert PINGS.decode(later) == PINGS.decode(wire.pack(["Ping", {"number": 1}])) == Ping(1)
+    later = pack(["Ping", {"number": 1, "payload": b"", "extra": {}, "colour": "red"}])
+    assert PINGS.decode(later) == PINGS.decode(pack(["Ping", {"number": 1}])) == Ping(1)
 
 
 @pytest.mark.parametrize(
@@ -239,18 +259,18 @@ def test_a_field_of_a_later_version_is_left_out_and_one_of_an_older_has_its_defa
 )
 def test_what_is_no_message_is_refused_in_one_line(value: Any, why: str) -> None:
     with pytest.raises(MessageRefused, match=why) as caught:
-        PINGS.decode(wire.pack(value))
+        PINGS.decode(pack(value))
     assert "\n" not in str(caught.value)
 
 
 def test_a_message_that_unpacks_to_too_much_is_refused() -> None:
-    bomb = msgpack.ExtType(wire.COMPRESSED, zlib.compress(bytes(wire.UNPACKED_BYTES_MAX + 9), 1))
+    bomb = msgpack.ExtType(COMPRESSED, zlib.compress(bytes(UNPACKED_BYTES_MAX + 9), 1))
     with pytest.raises(MessageRefused, match="too large"):
         PINGS.decode(msgpack.packb(["Ping", bomb]))
 
 
 BODIES = [
-    (messages, wire.encode(message))
+    (messages, encode(message))
     for messages, message in (
         (TO_CONTROLLER, ev.StepApplied(1.5, "w0", 3, 8, {"loss": 0.1, "ids": [1, 2]}, 0.5)),
         (TO_CONTROLLER, ev.Paused(1.0, "w0", 3, (HOLDING,))),
@@ -314,9 +334,9 @@ def test_a_wrong_key_is_named_and_lets_nobody_in(desk: Desk) -> None:
 def test_who_calls_without_proving_the_key_is_not_admitted(desk: Desk) -> None:
     with socket.create_connection(desk.address) as sock:
         sock.settimeout(SOON_S)
-        sock.sendall(wire.HELLO.pack(wire.MAGIC, wire.VERSION, wire.OLDEST, bytes(32)))
-        _take(sock, wire.HELLO.size + wire.PROOF_BYTES)
-        sock.sendall(bytes(wire.PROOF_BYTES))
+        sock.sendall(HELLO.pack(MAGIC, VERSION, OLDEST, bytes(32)))
+        _take(sock, HELLO.size + PROOF_BYTES)
+        sock.sendall(bytes(PROOF_BYTES))
         assert sock.recv(1) == b""
 
 
@@ -328,18 +348,18 @@ def test_versions_that_have_none_in_common_are_refused_by_name(
     def answer() -> None:
         sock, _ = server.accept()
         with sock:
-            hello = _take(sock, wire.HELLO.size)
-            theirs = wire.HELLO.pack(wire.MAGIC, 9, 8, bytes(32))
+            hello = _take(sock, HELLO.size)
+            theirs = HELLO.pack(MAGIC, 9, 8, bytes(32))
             sock.sendall(theirs + hmac.digest(KEY, b"called\0" + hello + theirs, "sha256"))
 
     threading.Thread(target=answer, daemon=True).start()
-    with server, pytest.raises(wire.WrongVersion, match="speaks versions 8 to 9 of the messages"):
+    with server, pytest.raises(WrongVersion, match="speaks versions 8 to 9 of the messages"):
         wire.dial(server.getsockname(), KEY, PINGS)
 
 
 def test_the_older_of_two_versions_is_spoken() -> None:
-    newer = wire.HELLO.pack(wire.MAGIC, wire.VERSION + 1, wire.OLDEST, bytes(32))
-    assert wire._common_version(newer, "x") == wire.VERSION
+    newer = HELLO.pack(MAGIC, VERSION + 1, OLDEST, bytes(32))
+    assert handshake._common_version(newer, "x") == VERSION
 
 
 def tampered(number: int, frame: bytes) -> list[bytes]:
@@ -351,7 +371,7 @@ def replayed(number: int, frame: bytes) -> list[bytes]:
 
 
 def injected(number: int, frame: bytes) -> list[bytes]:
-    body = wire.encode(Ping(666))
+    body = encode(Ping(666))
     return [frame, struct.pack("!I", len(body)) + body + bytes(16)] if number == 1 else [frame]
 
 
@@ -391,7 +411,7 @@ def test_a_message_cut_short_is_an_end(desk: Desk) -> None:
 
 def test_what_was_sealed_for_one_end_is_not_read_by_the_other(desk: Desk) -> None:
     """A relay could hand a frame back to who sent it."""
-    session = wire.Session(1, b"a" * 32, b"b" * 32)
+    session = Session(1, b"a" * 32, b"b" * 32)
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
@@ -415,8 +435,8 @@ def test_what_has_come_is_not_heard_after_an_end_was_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    sender = Channel(one, wire.Session(1, KEY, KEY), PINGS)
-    receiver = Channel(other, wire.Session(1, KEY, KEY), PINGS)
+    sender = Channel(one, Session(1, KEY, KEY), PINGS)
+    receiver = Channel(other, Session(1, KEY, KEY), PINGS)
     for number in range(3):
         sender.send(Ping(number))
     assert receiver.receive(SOON_S) == Ping(0)
@@ -431,7 +451,7 @@ def test_sending_to_who_takes_nothing_ends(desk: Desk) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         stopped, _ = server.accept()
-    channel = Channel(one, wire.Session(1, KEY, KEY), PINGS)
+    channel = Channel(one, Session(1, KEY, KEY), PINGS)
     channel.limit(0.2)
     began = time.monotonic()
     assert not channel.send(Ping(0, bytes(32 << 20)))
@@ -456,27 +476,27 @@ def test_a_thousand_who_say_nothing_keep_nobody_out_and_are_dropped(desk: Desk) 
             channel.close()
     strangers[0].settimeout(SOON_S)
     assert strangers[0].recv(1) == b"", "the oldest are dropped for the next"
-    desk.wait(lambda: len(desk.reception._strangers) <= wire.STRANGERS_MAX)
+    desk.wait(lambda: len(desk.reception._strangers) <= STRANGERS_MAX)
     for sock in strangers:
         sock.close()
 
 
 def test_who_is_dropped_for_others_calls_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, dropped = wire.admit, []
+    real, dropped = handshake.admit, []
 
-    def admit(sock: socket.socket, key: bytes, deadline_s: float) -> wire.Session:
+    def admit(sock: socket.socket, key: bytes, deadline_s: float) -> Session:
         if len(dropped) < 4:
             dropped.append(sock)
             raise EOFError("dropped")
         return real(sock, key, deadline_s)
 
-    monkeypatch.setattr(wire, "admit", admit)
+    monkeypatch.setattr(reception, "admit", admit)
     wire.dial(desk.address, KEY, PINGS).close()
     assert len(dropped) == 4
 
 
 def test_who_says_nothing_is_dropped_in_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(reception, "HANDSHAKE_S", 0.2)
     with socket.create_connection(desk.address) as sock:
         sock.settimeout(SOON_S)
         assert sock.recv(1) == b""
@@ -546,10 +566,10 @@ def test_without_descriptors_it_waits_and_goes_on(
 
 
 def test_all_that_we_listen_at_is_in_the_range() -> None:
-    with wire.listen("127.0.0.1") as probe:
+    with listen("127.0.0.1") as probe:
         first = probe.getsockname()[1]
     ports = range(first, first + 10)
-    with wire.listen("127.0.0.1", ports) as one, wire.listen("127.0.0.1", ports) as other:
+    with listen("127.0.0.1", ports) as one, listen("127.0.0.1", ports) as other:
         taken = {one.getsockname()[1], other.getsockname()[1]}
         store = serve_store("127.0.0.1", ports)
         metrics = Metrics("job")
@@ -559,10 +579,10 @@ def test_all_that_we_listen_at_is_in_the_range() -> None:
 
 
 def test_a_range_with_no_free_port_is_named() -> None:
-    with wire.listen("127.0.0.1") as taken:
+    with listen("127.0.0.1") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"network.ports: none of {port}-{port} is free"):
-            wire.listen("127.0.0.1", range(port, port + 1))
+            listen("127.0.0.1", range(port, port + 1))
 
 
 @pytest.mark.parametrize("ports", ["20100-20000", "80-90", "60000-70000", "20000", "a-b", "1-2-3"])
