@@ -180,10 +180,9 @@ class Rank:
 
     def _for_dcp(self) -> dict[str, Any]:
         """The tensors that ``engine.state`` lists, as DTensors, by the same names."""
-        optimizer = self.engine._optimizer
-        assert optimizer is not None
+        optimizer = self.engine._model.optimizer
         state: dict[str, Any] = {}
-        for name, parameter in self.engine._parameters.items():
+        for name, parameter in self.engine._model.parameters.items():
             state[f"model.{name}"] = parameter.detach()
             for key, value in optimizer.state[parameter].items():
                 state[f"optim.{name}.{key}"] = value

@@ -300,8 +300,8 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
     import torch
 
     from elastic_ft.data.dataset import preflight
+    from elastic_ft.engines.laid_out import check_parallel
     from elastic_ft.engines.learning_rates import check_groups
-    from elastic_ft.engines.native import check_parallel
     from elastic_ft.models.build import build_model
 
     bundle, parameters = preflight(job)

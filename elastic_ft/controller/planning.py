@@ -49,7 +49,7 @@ def planning_of(job: Job) -> Planning:
 
 def _can(job: Job, model: nn.Module, *, tp: int = 1, pp: int = 1) -> bool:
     """Whether the engine lays this model out so."""
-    from elastic_ft.engines.native import check_parallel  # imports for seconds
+    from elastic_ft.engines.laid_out import check_parallel  # imports for seconds
 
     parallel = job.parallel.model_copy(update={"strategy": "fsdp", "tp": tp, "pp": pp})
     try:

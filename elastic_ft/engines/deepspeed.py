@@ -29,15 +29,15 @@ from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
 from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import (
+    DTYPES,
+    FirstGradients,
     checkpoint_activations,
     inside,
     plain_name,
-    remove_hooks,
     seed_for,
     to_device,
     to_empty,
 )
-from elastic_ft.engines.native import DTYPES
 from elastic_ft.engines.optimizer_state import materialise
 from elastic_ft.engines.optimizers import make_optimizer, warm_optimizer
 from elastic_ft.errors import ConfigError
@@ -53,6 +53,16 @@ log = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine:
+    """A job's model under DeepSpeed: bare (before ``attach``, after ``detach``), or attached.
+
+    Nothing is kept from one generation to the next, and no thread can be left inside it: see
+    ``Engine`` for what each method does, and for ``intact``.
+
+    Args:
+        model_factory: makes the whole model, on the device that torch's context names.
+        tokens_per_sample: of each of the loss's terms; losses and gradients are means over them.
+    """
+
     can_be_left = False
 
     def __init__(
@@ -72,8 +82,7 @@ class DeepSpeedEngine:
         self._buffers: dict[str, torch.Tensor] = {}
         self._computed: dict[str, torch.Tensor] = {}
         self._loss_scale = LossScale(job)
-        self._reduce_announced = False
-        self._reduce_hooks: list[Any] = []
+        self._first_gradients = FirstGradients()
         self._state: LocalState | None = None
         self._groups: Groups | None = None
         self.intact = True
@@ -260,7 +269,7 @@ class DeepSpeedEngine:
         if self.stage:
             engine.optimizer.override_loss_scale(1.0)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
-        self._reach_in_backward(reach)
+        self._first_gradients.watch(reach, self._blocks)
         for index, micro_batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             seed_for(self.job.seed, step, micro_batch.number)
@@ -279,28 +288,6 @@ class DeepSpeedEngine:
         if self._compute_dtype is not torch.float32:
             return torch.autocast(self.device.type, dtype=self._compute_dtype)
         return contextlib.nullcontext()
-
-    def _reach_in_backward(self, reach: Reach) -> None:
-        """Announces "reduce" once per step: when the gradients of the last block are complete."""
-        handles = self._reduce_hooks
-        remove_hooks(handles)  # of a step in which nothing arrived
-
-        def arrived(_: Any) -> None:
-            remove_hooks(handles)
-            if not self._reduce_announced:
-                self._reduce_announced = True
-                reach("reduce")
-
-        def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    handles.append(value.register_hook(arrived))
-                    return
-
-        self._reduce_announced = False
-        if self._blocks:
-            hook = self._blocks[-1].register_forward_pre_hook(entered, with_kwargs=True)
-            handles.append(hook)
 
     def square_norm(self) -> float:
         """DeepSpeed's own step finds the norm where it has partitioned the gradients."""
@@ -403,7 +390,7 @@ def check_parameters(module: nn.Module) -> None:
 def _materialise_flats(
     optimizer: torch.optim.Optimizer, flats: list[tuple[int, torch.Tensor]]
 ) -> None:
-    """Makes the optimizer create its state of each partition, see ``native._materialise``.
+    """Makes the optimizer create its state of each partition, see ``materialise``.
 
     With offload the gradients' memory is there already, and DeepSpeed counts on it.
     """

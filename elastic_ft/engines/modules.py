@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elastic_ft.faults import Reach
 from elastic_ft.torch_private import CheckpointImpl, checkpoint_wrapper
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def checkpoint_activations(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -59,9 +61,50 @@ def seed_for(seed: int, step: int, micro_batch: int) -> None:
         torch.cuda.manual_seed_all(value)
 
 
-def remove_hooks(handles: list[Any]) -> None:
-    while handles:
-        handles.pop().remove()
+class FirstGradients:
+    """Announces "reduce" once per step: when the first gradients of a backward are complete."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+        self._announced = False
+
+    def watch(
+        self, reach: Reach, blocks: Sequence[nn.Module], parameter: nn.Parameter | None = None
+    ) -> None:
+        """From now on until the next such call.
+
+        They are those of ``parameter``, or where it is None (FSDP2's and DeepSpeed's parameters
+        get theirs past autograd) of the last of ``blocks``.
+        """
+        self._remove()  # of a step in which nothing arrived
+        self._announced = False
+
+        def arrived(_: Any) -> None:
+            self._remove()
+            if not self._announced:
+                self._announced = True
+                reach("reduce")
+
+        def entered(_: nn.Module, args: Any, kwargs: Any) -> None:
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    self._handles.append(value.register_hook(arrived))
+                    return
+
+        if parameter is not None:
+            self._handles.append(parameter.register_hook(arrived))
+        elif blocks:
+            hook = blocks[-1].register_forward_pre_hook(entered, with_kwargs=True)
+            self._handles.append(hook)
+
+    def _remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's, of a DTensor; of any other, all."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def to_device(data: Any, device: torch.device) -> Any:

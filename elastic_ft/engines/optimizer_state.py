@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from elastic_ft.engines.modules import local_part
 from elastic_ft.errors import ConfigError
 
 Make = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
@@ -100,7 +101,7 @@ class OptimizerState:
         """All parameters are fresh, as in step 0."""
         for name in self._parameters:
             for _, tensor in self.of(name):
-                _local(tensor).zero_()
+                local_part(tensor).zero_()
         for tensor in self._numbers.values():
             tensor.zero_()
 
@@ -124,7 +125,7 @@ class OptimizerState:
         return self._fresh
 
     def _is_zero(self, name: str) -> bool:
-        kept = sorted((_local(tensor) for _, tensor in self.of(name)), key=torch.Tensor.dim)
+        kept = sorted((local_part(tensor) for _, tensor in self.of(name)), key=torch.Tensor.dim)
         return not any(bool(tensor.any()) for tensor in kept)
 
     @contextmanager
@@ -194,7 +195,7 @@ class OptimizerState:
                 kind = type(value).__name__
                 raise self._refused(f"keeps {key} as {kind}: only tensors and numbers are carried")
             return NUMBERS[type(value)]
-        local = _local(value)
+        local = local_part(value)
         if type(local) not in (torch.Tensor, nn.Parameter):
             kind = type(local).__name__
             raise self._refused(f"keeps {key} as {kind}: only plain tensors are carried")
@@ -248,10 +249,6 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 def is_cut(tensor: torch.Tensor) -> bool:
     """Whether ranks have different parts of it."""
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _arguments(kind: type) -> set[str]:

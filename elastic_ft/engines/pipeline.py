@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from elastic_ft.core.layouts.layout import count_stages, split_layers, stages_of
 from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.modules import local_part
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.loss import IGNORED_LABEL, cross_entropy_sum
@@ -87,9 +87,9 @@ class TiedWeight:
         """After gradients are reduced over data ranks, and before they are used."""
         if self._weight is None:
             return
-        own = _local(self._weight.grad)
+        own = local_part(self._weight.grad)
         if self._copy is not None:
-            own.add_(_local(self._copy.grad))
+            own.add_(local_part(self._copy.grad))
             self._copy.grad = None
             return
         other = torch.empty_like(own)
@@ -107,12 +107,7 @@ class TiedWeight:
     def refresh(self) -> None:
         """After the weight has changed."""
         if self._copy is not None:
-            _local(self._copy.detach()).copy_(_local(cast("Tensor", self._weight).detach()))
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local_part(self._copy.detach()).copy_(local_part(cast("Tensor", self._weight).detach()))
 
 
 def micro_batches_to_run(most_dealt: int, pp: int, schedule: str) -> int:

@@ -72,7 +72,7 @@ def make_engine(strategy: str, optimizer: str = "adamw", **sizes: int) -> native
     with torch.no_grad():
         for tensor in engine.state().values():
             tensor.local.fill_(0.01)
-    for parameter in engine._parameters.values():
+    for parameter in engine._model.parameters.values():
         parameter.grad = torch.zeros_like(parameter) + 1.0
     return engine
 
@@ -124,15 +124,15 @@ def test_an_abort_within_an_optimizers_own_collectives_is_not_taken_for_a_step()
     with Collectives() as collectives:
         engine.apply(1, 32, 4.0, nobody)
     assert collectives.found and engine.intact
-    for parameter in engine._parameters.values():
+    for parameter in engine._model.parameters.values():
         parameter.grad = torch.zeros_like(parameter) + 1.0
-    assert engine._groups is not None and engine._optimizer is not None
+    assert engine._groups is not None and engine._model.optimizer is not None
     groups = engine._groups
 
     def aborted(*_: Any) -> None:
         groups._aborted = "a peer died"
 
-    engine._optimizer.register_step_post_hook(aborted)
+    engine._model.optimizer.register_step_post_hook(aborted)
     with pytest.raises(GroupBroken, match="a peer died"):
         engine.apply(2, 32, 4.0, nobody)
     assert not engine.intact
@@ -141,9 +141,9 @@ def test_an_abort_within_an_optimizers_own_collectives_is_not_taken_for_a_step()
 def test_gradients_that_hsdp_still_keeps_are_told_of() -> None:
     engine = make_engine("hsdp", shard_size=2)
     engine.square_norm()
-    (part,) = engine._parts
+    (part,) = engine._model.parts
     assert isinstance(part, FSDPModule)
-    first = next(iter(engine._parameters.values()))
+    first = next(iter(engine._model.parameters.values()))
     first.grad = None
     engine.square_norm()  # in no micro-batch is no error
     (group,) = torch_private._fsdp_groups(part)
@@ -181,7 +181,7 @@ def test_a_world_of_one_computes_as_larger_ones_do(
     engine.prepare()
     engine.attach(groups)
     engine.initialise()
-    assert isinstance(engine._parts[0], FSDPModule) == is_sharded
+    assert isinstance(engine._model.parts[0], FSDPModule) == is_sharded
     before = state_of(engine)
     batch = {"tokens": torch.arange(18).view(2, 9)}
     loss, tokens = engine.run_batch(1, [MicroBatch(0, batch)], nobody)

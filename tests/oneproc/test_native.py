@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.native import NativeEngine
-from tests.oneproc.alone import CPU, attached, job_of, reach
+from elastic_ft.engines.modules import FirstGradients
+from tests.oneproc.alone import attached, job_of, reach
 
 
 class Normed(nn.Module):
@@ -24,7 +24,7 @@ def buffers_after(*weights: float) -> dict[str, Tensor]:
     with attached(job_of(), Normed) as engine:
         numbered = [MicroBatch(n, x, weights[n]) for n, x in enumerate(batches)]
         engine.run_batch(1, numbered, reach)
-        return {name: buffer.clone() for name, buffer in engine._buffers.items()}
+        return {name: buffer.clone() for name, buffer in engine._model.buffers.items()}
 
 
 def test_padding_is_in_no_running_statistics() -> None:
@@ -35,9 +35,19 @@ def test_padding_is_in_no_running_statistics() -> None:
 
 def test_a_hook_on_what_no_gradient_reaches_is_removed() -> None:
     """The last block's input has none where all before it is frozen."""
-    engine = NativeEngine(job_of(), Normed, CPU, 1)
-    engine._blocks = [nn.Linear(2, 2)]
+    block, first_gradients = nn.Linear(2, 2), FirstGradients()
     for _ in range(3):
-        engine._reach_in_backward(reach)
-        engine._blocks[0](torch.ones(2))
-    assert len(engine._blocks[0]._forward_pre_hooks) == 1
+        first_gradients.watch(reach, [block])
+        block(torch.ones(2))
+    assert len(block._forward_pre_hooks) == 1
+
+
+def test_the_first_gradients_are_announced_once_a_step() -> None:
+    block, first_gradients = nn.Linear(2, 2), FirstGradients()
+    reached: list[str] = []
+    for parameter in (None, block.weight):
+        first_gradients.watch(reached.append, [block], parameter)
+        for _ in range(2):  # micro-batches
+            block(torch.ones(2, requires_grad=True)).sum().backward()
+    assert reached == ["reduce"] * 2
+    assert not block._forward_pre_hooks

@@ -43,7 +43,7 @@ def trained(job: Any, *values: float) -> tuple[list[Tensor], list[str]]:
             _, _, update = run_step(engine, step, [batch(GOOD), batch(value)])
             assert update.skipped == (not math.isfinite(value))
             notes.append(update.note)
-        return [p.detach().clone() for p in engine._parameters.values()], notes
+        return [p.detach().clone() for p in engine._model.parameters.values()], notes
 
 
 def test_a_skipped_step_leaves_everything_as_it_was() -> None:

@@ -136,12 +136,12 @@ def test_a_first_step_that_breaks_off_leaves_a_worker_that_can_go_on() -> None:
     """It had raised ConfigError for what had no state yet, which ends a job."""
     batch = torch.ones(1, 2)
     with attached(job_of(), Summing) as engine:
-        assert engine._optimizer is not None and engine._groups is not None
+        assert engine._groups is not None
 
         def breaks(*_: Any) -> None:
             raise torch.OutOfMemoryError("as it were")
 
-        groups, engine._optimizer.step = engine._groups, breaks  # type: ignore[method-assign]
+        groups, engine._model.optimizer.step = engine._groups, breaks  # type: ignore[method-assign]
         with pytest.raises(torch.OutOfMemoryError):
             run_step(engine, 1, [batch])
         assert not engine.intact and engine.detach() == {}

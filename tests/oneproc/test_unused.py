@@ -32,7 +32,7 @@ def trained(unused: bool, *branches: int) -> dict[str, Tensor]:
     with attached(job, Branching) as engine:
         for step, branch in enumerate(branches, 1):
             run_step(engine, step, [(torch.tensor(branch), torch.ones(1, 2))] * 2)
-        return {name: p.detach().clone() for name, p in engine._parameters.items()}
+        return {name: p.detach().clone() for name, p in engine._model.parameters.items()}
 
 
 def test_ddp_goes_on_past_the_second_step() -> None:
@@ -60,10 +60,10 @@ def test_a_parameter_that_only_an_earlier_micro_batch_uses_is_told_of() -> None:
         run_step(engine, 1, [every])
         engine.evaluate([MicroBatch(0, some)])
         run_step(engine, 2, [some, every])
-        before = [p.detach().clone() for p in engine._parameters.values()]
+        before = [p.detach().clone() for p in engine._model.parameters.values()]
         with pytest.raises(ConfigError, match="last micro-batch does not use all"):
             run_step(engine, 3, [every, some])
-        assert all(map(torch.equal, before, engine._parameters.values())) and engine.intact
+        assert all(map(torch.equal, before, engine._model.parameters.values())) and engine.intact
     with attached(job_of(parallel={"unused_parameters": True}), Both) as engine:
         for step in (1, 2):
             run_step(engine, step, [every, some])

@@ -1,0 +1,85 @@
+"""Gradients between a step's backward and its optimizer: whether all are summed, their norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ft import torch_private
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.engines.laid_out import LaidOut
+from elastic_ft.engines.modules import local_part
+from elastic_ft.engines.pipeline import TiedWeight
+from elastic_ft.engines.unused import check_all_used
+from elastic_ft.errors import ConfigError
+
+
+def reduced(laid_out: LaidOut) -> list[torch.Tensor]:
+    """This rank's; of a replicated weight, tensor-parallel peers have parts of the sum."""
+    for parameter in laid_out.parameters.values():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+    if laid_out.tied is not None:
+        laid_out.tied.sum_gradients()
+    return present(laid_out)
+
+
+def present(laid_out: LaidOut) -> list[torch.Tensor]:
+    return [p.grad for p in laid_out.parameters.values() if p.grad is not None]
+
+
+def check_reduced(laid_out: LaidOut, runner: nn.Module | None, replicas: int) -> None:
+    """Raises ConfigError if gradients of earlier micro-batches were not reduced, for want of one
+    in the last. Nothing is looked for where that can't be.
+
+    ``replicas``: of each shard, of which FSDP2 keeps the sum to itself until a step's last.
+    """
+    parameters = laid_out.parameters.values()
+    all_present = all(p.grad is not None for p in parameters if p.requires_grad)
+    is_reduced = True
+    if isinstance(runner, DistributedDataParallel):
+        if not all_present:
+            check_all_used(laid_out.parameters)
+        is_reduced = torch_private.is_reduced(runner)
+    elif replicas > 1 and not all_present:  # else the next step would have it
+        is_reduced = not any(map(torch_private.is_owed, laid_out.parts))
+    if not is_reduced:
+        raise ConfigError(
+            "parallel.unused_parameters: a step's last micro-batch does not use all parameters "
+            "on this rank; if samples need not, say true"
+        )
+
+
+def squares_of_shards(
+    gradients: Sequence[torch.Tensor], layout: Layout, tied: TiedWeight | None, device: torch.device
+) -> float:
+    """This rank's share of the squared norm of all gradients. Waits for the device."""
+    norms = torch._foreach_norm([local_part(g) for g in gradients])
+    ranks = layout.data_parallel_size * layout.tp
+    copies = [_copies(g, ranks, tied) for g in gradients]
+    replicas = torch.tensor(copies, device=device)
+    return float((torch.stack(norms).double() ** 2 / replicas).sum())
+
+
+def _copies(gradient: torch.Tensor, ranks: int, tied: TiedWeight | None) -> int:
+    """How many ranks have the same part of it: all that no dimension of a mesh cuts it over."""
+    if tied is not None:
+        ranks *= tied.copies(gradient)
+    if not isinstance(gradient, DTensor):
+        return ranks
+    mesh, placed = gradient.device_mesh, enumerate(gradient.placements)
+    cuts = (mesh.size(dim) for dim, placement in placed if not placement.is_replicate())
+    return ranks // math.prod(cuts)
+
+
+def scale(gradients: Sequence[torch.Tensor], norm: float, ratio: float, clip: float | None) -> None:
+    """To ``ratio`` of what they are, and clipped; ``norm``: once they are scaled."""
+    factor = ratio * (min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0)
+    if factor != 1.0:
+        torch._foreach_mul_([local_part(g) for g in gradients], factor)

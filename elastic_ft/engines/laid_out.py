@@ -1,0 +1,198 @@
+"""A model laid out over the ranks of one world, as one of them has it: cut, allocated, not filled.
+
+What is cut can't be re-cut in place: the module is rebuilt on meta and cut over the new mesh.
+Data-parallel ranks of such a layout share gradients by FSDP2, replicas of one shard too: HSDP, if
+need be with shards of one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ft import torch_private
+from elastic_ft.config import Job
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.engines.modules import DTYPES, checkpoint_activations, plain_name, to_empty
+from elastic_ft.engines.optimizer_state import OptimizerState
+from elastic_ft.engines.optimizers import make_optimizer
+from elastic_ft.engines.pipeline import Pipeline, TiedWeight, check_pipeline, cut
+from elastic_ft.engines.tensor_parallel import check_tensor_parallel, parallelize
+from elastic_ft.engines.unused import use_all
+from elastic_ft.groups.groups import Groups
+from elastic_ft.models.build import block_modules
+from elastic_ft.models.decoder import Decoder, DecoderStage
+
+
+@dataclass(eq=False, slots=True)
+class LaidOut:
+    """Attributes:
+    parts: the bare model, or this rank's stages of it.
+    blocks: the repeated layers among them, in the order in which they run.
+    parameters: by the name that the whole model has for each.
+    buffers: those that are part of the state, by such names.
+    kept: by the optimizer.
+    pipeline, tied: where the model is cut into stages; ``tied`` where two have one weight.
+    """
+
+    parts: list[nn.Module]
+    blocks: list[nn.Module]
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    kept: OptimizerState
+    pipeline: Pipeline | None = None
+    tied: TiedWeight | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.kept.optimizer
+
+
+def lay_out(
+    job: Job,
+    factory: Callable[[], nn.Module],
+    computed: Mapping[str, torch.Tensor],
+    device: torch.device,
+    groups: Groups | None,
+) -> LaidOut:
+    """A fresh module and optimizer, cut over ``groups`` if given, uninitialised.
+
+    ``computed``: the buffers that the model computes as it is made, by name.
+    """
+    with torch.device("meta"):
+        module = factory()
+    stages = _cut(job, module, groups)
+    parts = list(stages.values())
+    blocks = [block for part in parts for block in _prepare(job, part, groups, device)]
+    named = dict(_chain(part.named_buffers() for part in parts))
+    for name, value in computed.items():
+        named[name].copy_(value)
+    persistent = {plain_name(name) for part in parts for name in part.state_dict()}
+    parameters, staged = _parameters(parts), groups is not None and _layout(groups).pp > 1
+    kept = OptimizerState(partial(make_optimizer, job.optimizer), parameters, staged=staged)
+    buffers = {name: buffer for name, buffer in named.items() if name in persistent}
+    laid_out = LaidOut(parts, blocks, parameters, buffers, kept)
+    if groups is not None and staged:
+        assert groups.mesh is not None
+        group, schedule = groups.mesh.get_group("pp"), job.parallel.schedule
+        if cast("Decoder", module).config.tie_embeddings:
+            laid_out.tied = TiedWeight(stages, group, schedule)
+        laid_out.pipeline = Pipeline(
+            cast("dict[int, DecoderStage]", stages),
+            group,
+            schedule,
+            _layout(groups).tp,
+            DTYPES[job.precision.dtype],
+            device,
+        )
+    return laid_out
+
+
+def wrapped(laid_out: LaidOut) -> DistributedDataParallel:
+    """DDP around a model that every rank has whole."""
+    (module,) = laid_out.parts
+    return DistributedDataParallel(
+        module,
+        init_sync=False,  # the state comes through the transfer
+        gradient_as_bucket_view=True,
+        **torch_private.buffer_sync(bool(laid_out.buffers)),
+    )
+
+
+def is_cut_alone(job: Job, layout: Layout, device: torch.device) -> bool:
+    """A world of one, to compute as larger ones of its job do: FSDP2's bf16 is no autocast."""
+    is_plain = DTYPES[job.precision.dtype] is torch.float32 and device.type == "cpu"
+    is_cut = job.parallel.strategy in ("fsdp", "hsdp")
+    return layout.world_size == 1 and is_cut and not is_plain
+
+
+def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> None:
+    """Raises ConfigError for a model that can't be laid out as asked. ``model``: may be on meta."""
+    parallel = job.parallel
+    check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
+    check_pipeline(model, job.parallel.pp, job.parallel.schedule)
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+def _layout(groups: Groups) -> Layout:
+    return groups.assignment.layout
+
+
+def _cut(job: Job, module: nn.Module, groups: Groups | None) -> Mapping[int, nn.Module]:
+    """This rank's pipeline stages by number; without a pipeline, the whole model."""
+    if groups is None or _layout(groups).pp == 1:
+        return {0: module}
+    assert groups.rank is not None
+    layout = _layout(groups)
+    pp_rank, *_ = layout.coordinates(groups.rank)
+    return cut(cast("Decoder", module), pp_rank, layout.pp, job.parallel.schedule)
+
+
+def _prepare(
+    job: Job, part: nn.Module, groups: Groups | None, device: torch.device
+) -> Sequence[nn.Module]:
+    """Shares out a part of the model on meta, and allocates it. Returns its blocks."""
+    if groups is not None and _layout(groups).tp > 1:
+        assert groups.mesh is not None
+        parallelize(part, groups.mesh["tp"], job.parallel.tp_plan)
+    blocks = [*part.layers.values()] if isinstance(part, DecoderStage) else block_modules(part)
+    if job.parallel.activation_checkpointing:
+        blocks = checkpoint_activations(part, blocks)
+    if groups is not None and _needs_fsdp(job, _layout(groups), device):
+        _shard(job, part, blocks, groups)
+    to_empty(part, device)
+    if job.parallel.unused_parameters:
+        use_all(part, [] if groups is None else blocks)
+    return blocks
+
+
+def _needs_fsdp(job: Job, layout: Layout, device: torch.device) -> bool:
+    """For gradients of several data ranks, or for compute in another dtype."""
+    is_lower = DTYPES[job.precision.dtype] is not torch.float32
+    return layout.data_parallel_size > 1 or is_lower or is_cut_alone(job, layout, device)
+
+
+def _shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Groups) -> None:
+    layout, mesh = _layout(groups), groups.mesh
+    assert mesh is not None
+    names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+    if layout.tp > 1:  # logits are a view of a DTensor's; nothing here writes to them
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    policy, dtype = MixedPrecisionPolicy(), DTYPES[job.precision.dtype]
+    if dtype is not torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # A pipeline's micro-batches come in turns: gathering anew for each costs more.
+    gathers_often = layout.pp == 1 and job.parallel.reshard_after_backward
+    for block in [*blocks, module]:
+        fully_shard(
+            block,
+            mesh=mesh[names],
+            mp_policy=policy,
+            reshard_after_forward=None if gathers_often else False,
+        )
+
+
+def _parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """By the name that the whole model has for each; of a tied weight in two stages, one."""
+    found: dict[str, nn.Parameter] = {}
+    for part in parts:
+        for name, parameter in _chain([part.named_parameters()]):
+            tied = isinstance(part, DecoderStage) and part.config.tie_embeddings
+            name = "embedding.weight" if tied and name == "output.weight" else name
+            found.setdefault(name, parameter)
+    return found
+
+
+def _chain(named: Iterable[Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
+    """With names as in the bare model."""
+    return ((plain_name(name), value) for part in named for name, value in part)
