@@ -240,7 +240,7 @@ class Group:
             return
         assert worker.live is not None
         if pause:
-            worker.answer()  # at once, or when PauseWorkers comes: the flag of others was faster
+            worker.rest()  # at once, or when PauseWorkers comes: the flag of others was faster
         elif stop or worker.live.step >= self.world.scenario.steps:
             worker.finish(self)
         elif self.failed:
@@ -301,10 +301,10 @@ class Group:
         rank = self.assignment.rank_of(worker.id)
         assert rank is not None
         holds = rank in self.holding
-        if worker.asked > worker.answered and self.failed:
+        if worker.owes_answer and self.failed:
             if holds and step % scenario.snapshot_every == 0:
                 worker.keep(worker.live.key, Tier.HOST, lineage)
-            worker.answer()
+            worker.rest()
         elif holds and (final or step % scenario.snapshot_every == 0):
             self._snapshot(rank, worker, pause, stop)
         else:

@@ -1,4 +1,7 @@
-"""A simulated worker: the protocol of ``worker.worker``, without tensors."""
+"""A simulated worker: the protocol of ``worker.worker``, without tensors.
+
+It follows its controller as the real one does, by ``core.follower``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from elastic_ft.core import follower as fo
 from elastic_ft.core.events import (
-    Assignment,
     Bench,
     CollectiveFailed,
     Event,
@@ -57,8 +60,7 @@ class SimCopy:
 
 class SimWorker:
     """Attributes:
-    fence: the newest generation heard of; anything older is over (I1).
-    asked, answered: generation of the newest PauseWorkers, and of the newest Paused.
+    follower: what it knows of the controller's will, its fence among it (I1).
     unapplied: a step whose gradients are here but whose optimizer has not run: a straddler.
     copies: snapshots in host memory, own and for peers.
     record: of the steps applied here.
@@ -70,8 +72,7 @@ class SimWorker:
         self.alive, self.hung = True, False
         self.ready = False
         self.unreachable, self.doomed = node.closed, node.deadly
-        self.released = False
-        self.fence = self.asked = self.answered = 0
+        self.follower = fo.Follower()
         self.pause_flag = self.stop_flag = self.finishing = False
         self.unapplied: int | None = None
         self.group: Group | None = None
@@ -84,6 +85,15 @@ class SimWorker:
         self.pace_s = 1.0
         self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
         self.cut_off = False  # what was on its way is lost
+
+    @property
+    def released(self) -> bool:
+        return self.follower.released is not None
+
+    @property
+    def owes_answer(self) -> bool:
+        """It was asked to pause, and has not answered."""
+        return self.follower.asked > self.follower.answered
 
     def answers(self) -> bool:
         """Alive, running, and within reach of the controller."""
@@ -146,64 +156,61 @@ class SimWorker:
     def receive(self, message: Any) -> None:
         if not self.works() or self.released:
             return
-        if isinstance(message, PauseWorkers):
-            self._pause(message)
-        elif isinstance(message, FormGeneration):
-            self._form(message.assignment)
-        elif isinstance(message, Bench):
-            self._sit_out(message)
-        elif isinstance(message, UseKeeper):
+        if isinstance(message, UseKeeper):
             self.keeper = self.node.keeper
         elif isinstance(message, StopAtBoundary):
             self.stop_flag = True
         elif isinstance(message, ReleaseWorker):
-            self.released = True
+            self.follower, _ = fo.hear(self.follower, message)
             self.world.after(0.05, lambda: self.world.kill(self, "released"))
+        elif isinstance(message, FormGeneration):
+            generation = message.assignment.generation
+            self._hear(fo.BeginGeneration(generation, self.world.groups[generation]))
+        elif isinstance(message, (PauseWorkers, Bench)):
+            self._hear(message)
 
-    def _pause(self, message: PauseWorkers) -> None:
-        if message.generation < self.fence:
-            return
-        self.fence = self.asked = message.generation
+    def _hear(self, message: fo.Heard) -> None:
+        self.follower, actions = fo.hear(self.follower, message)
         group = self.group
-        if group is not None and group.generation < message.generation:
-            if not message.abort and group.trains(self):
+        if group is not None:
+            if fo.PauseAtBoundary() in actions and group.trains(self):
                 self.pause_flag = True
                 return
-            group.fail(f"{self.id} breaks off")
-        self.answer()
+            if isinstance(message, Bench):  # a donor: the others go on without it
+                group.all.pop(self.id, None)
+            elif actions:
+                group.fail(f"{self.id} breaks off")
+        self.rest()
 
-    def _form(self, assignment: Assignment) -> None:
-        if assignment.generation < self.fence:
-            return
-        self.fence = assignment.generation
-        self.pause_flag = self.finishing = False
-        self.group = self.world.groups[assignment.generation]
-        self.checkpointed = self.group.checkpointed
-        self.group.join(self)
-        if self.doomed:
-            self.world.after(0.1, lambda: self.world.kill(self, "killed by SIGSEGV"))
-
-    def _sit_out(self, message: Bench) -> None:
-        """What it holds of steps that others train again is gone."""
-        if message.generation < self.fence and self.group is not None:
-            return
-        if self.group is not None:  # a donor: the others go on without it
-            self.group.all.pop(self.id, None)
-        self.group = None
-        self.drop(after=message.step)
-        if self.live is not None and self.live.step > message.step:
-            self.live = None
-
-    def answer(self) -> None:
-        """At the safe point: tells what it holds. A straddler first applies its step."""
+    def rest(self) -> None:
+        """At the safe point, to which a straddler comes once it has applied its step."""
         if self.unapplied is not None:
             return
         self.group = None
         self.pause_flag = False
-        if self.asked > self.answered:
-            self.answered = self.asked
-            holdings = tuple(held for held, _ in self.everything())
-            self.send(Paused(self.world.now_s, self.id, self.asked, holdings))
+        self.follower, actions = fo.rest(self.follower)
+        for action in actions:
+            if isinstance(action, fo.DropAfter):
+                self._drop_after(action.step)
+            elif isinstance(action, fo.AnswerPause):
+                holdings = tuple(held for held, _ in self.everything())
+                self.send(Paused(self.world.now_s, self.id, action.generation, holdings))
+            elif isinstance(action, fo.BeginGeneration):
+                self._begin(action.form)
+
+    def _begin(self, group: Group) -> None:
+        self.finishing = False
+        self.group = group
+        self.checkpointed = group.checkpointed
+        group.join(self)
+        if self.doomed:
+            self.world.after(0.1, lambda: self.world.kill(self, "killed by SIGSEGV"))
+
+    def _drop_after(self, step: int) -> None:
+        """What it holds of steps that others train again is gone."""
+        self.drop(after=step)
+        if self.live is not None and self.live.step > step:
+            self.live = None
 
     # ------------------------------------------------------------------ what it does
 
@@ -213,9 +220,7 @@ class SimWorker:
             return
         step = self.live.step if self.live else 0
         self.send(CollectiveFailed(self.world.now_s, self.id, group.generation, step, "broken"))
-        self.group = None
-        if self.asked > self.answered:
-            self.answer()
+        self.rest()
 
     def upload(self, generation: int) -> None:
         """Its part of a checkpoint of the live state; the first replica of a shard writes it."""

@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from elastic_ft.config import Job
-from elastic_ft.core import deadlines
+from elastic_ft.core import deadlines, follower
 from elastic_ft.core.events import (
     ITS_DEVICE,
     ITS_OWN,
@@ -200,12 +200,7 @@ class Worker:
         self._training = TrainingThread()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
         self._news = threading.Condition()
-        self._fence = 0  # the newest generation heard of: older ones are over (I1)
-        self._answered = 0  # the newest PauseWorkers answered
-        self._form: Form | None = None
-        self._released = ""
-        self._bench: Bench | None = None
-        self._controller_lost = False
+        self._follower = follower.Follower()  # guarded by ``_news``
         self.cut_off = False  # it is there, perhaps, and can't be reached
         self._prepared: dict[str, float] = {}  # seconds that it took
         self._bytes_told = (0, 0)  # of which generation, how many had come
@@ -246,11 +241,10 @@ class Worker:
             if isinstance(message, PauseWorkers):
                 self._on_pause_workers(message)
             elif isinstance(message, Form):
-                self._on_form(message)
-            elif isinstance(message, Bench):
-                with self._news:
-                    self._bench = message
-                    self._news.notify_all()
+                generation = message.assignment.generation
+                self._hear(follower.BeginGeneration(generation, message))
+            elif isinstance(message, (Bench, ReleaseWorker)):
+                self._hear(message)
             elif isinstance(message, UseKeeper):  # elsewhere: what it waits for may be stopped
                 self._dialled = self._dialling.submit(self._use_keeper, message.keeper)
             elif isinstance(message, TakeCheckpoint):
@@ -259,19 +253,20 @@ class Worker:
                 self._flags.stop = True
             elif isinstance(message, Inspect):
                 self._tell_where(stack_of(self._training.current))
-            elif isinstance(message, ReleaseWorker):
-                self._on_release(message.reason)
+
+    def _hear(self, message: follower.Heard) -> None:
+        with self._news:
+            self._follower, actions = follower.hear(self._follower, message)
+            for action in actions:
+                if isinstance(action, follower.PauseAtBoundary):
+                    self._flags.pause = True
+                elif isinstance(action, follower.BreakOff) and self._groups is not None:
+                    self._groups.abort(action.reason)
+            self._news.notify_all()
 
     def _on_pause_workers(self, message: PauseWorkers) -> None:
         frames = stack_of(self._training.current) if message.abort else ()
-        with self._news:
-            self._fence = max(self._fence, message.generation)
-            groups = self._groups
-            if message.abort and groups is not None and groups.generation < message.generation:
-                groups.abort(message.reason)
-            else:
-                self._flags.pause = True
-            self._news.notify_all()
+        self._hear(message)
         if message.abort:
             if self._on_pause is not None:
                 self._on_pause()
@@ -280,21 +275,6 @@ class Worker:
     def _tell_where(self, frames: tuple[str, ...]) -> None:
         step, point = self._points.step, self._points.last
         self._send(Stood(self.member.worker, "worker", step, point, frames))
-
-    def _on_form(self, message: Form) -> None:
-        with self._news:
-            generation = message.assignment.generation
-            if generation >= self._fence:
-                self._fence = generation
-                self._form = message
-            self._news.notify_all()
-
-    def _on_release(self, reason: str) -> None:
-        with self._news:
-            self._released = reason
-            if self._groups is not None:
-                self._groups.abort(reason)
-            self._news.notify_all()
 
     def _use_keeper(self, keeper: Keeper) -> None:
         assert self._tools is not None, "a keeper is for workers that are ready"
@@ -311,11 +291,7 @@ class Worker:
         self._send(Note(self.member.worker, self._points.generation, event, reason, fields))
 
     def _on_controller_lost(self) -> None:
-        with self._news:
-            self._controller_lost = True
-            if self._groups is not None:
-                self._groups.abort("the controller is gone")
-            self._news.notify_all()
+        self._hear(follower.LineEnded())
         if self._on_pause is not None:
             self._on_pause()
 
@@ -462,35 +438,35 @@ class Worker:
         """
         with self._news:
             while True:
-                if self._controller_lost:
-                    raise ControllerLost("the controller is gone")
-                if self._released:
-                    return None
-                self._sit_out()
-                form, self._form = self._form, None
-                if form is not None and form.assignment.generation >= self._fence:
-                    self._flags = Flags(stop=self._flags.stop)
-                    return form
-                if self._fence > self._answered:
-                    self._answer_pause()
+                self._follower, actions = follower.rest(self._follower)
+                for action in actions:
+                    match action:
+                        case follower.Leave(lost=True):
+                            raise ControllerLost(follower.CONTROLLER_GONE)
+                        case follower.Leave():
+                            return None
+                        case follower.DropAfter(step=step):
+                            self._drop_after(step)
+                        case follower.AnswerPause(generation=generation):
+                            self._answer_pause(generation)
+                        case follower.BeginGeneration(form=form):
+                            self._flags = Flags(stop=self._flags.stop)
+                            return cast(Form, form)
                 if not self._news.wait(RELEASE_TIMEOUT_S):
                     raise ControllerLost(f"nothing heard for {RELEASE_TIMEOUT_S:g} s")
 
-    def _sit_out(self) -> None:
-        """Benched: the steps that others train again are no state of this history any more."""
-        bench, self._bench = self._bench, None
-        if bench is None or self._tools is None:
+    def _drop_after(self, step: int) -> None:
+        if self._tools is None:
             return
-        self._tools.snapshots.drop_after(bench.step)
-        if self._live is not None and self._live[0].step > bench.step:
+        self._tools.snapshots.drop_after(step)
+        if self._live is not None and self._live[0].step > step:
             self._live = None
 
-    def _answer_pause(self) -> None:
-        self._answered = self._fence
+    def _answer_pause(self, generation: int) -> None:
         holdings = self._tools.snapshots.holdings() if self._tools else ()
         if self._live is not None:
             holdings = (self._live[0], *holdings)
-        self._send(Paused(time.time(), self.member.worker, self._fence, holdings))
+        self._send(Paused(time.time(), self.member.worker, generation, holdings))
 
     def _await_news(self) -> None:
         """After a boundary or the last step: the controller says what comes next."""
@@ -505,9 +481,7 @@ class Worker:
         return groups.aborted if self._tools and self._tools.engine.can_be_left else ""
 
     def _is_over(self) -> bool:
-        current = self._groups.generation if self._groups else 0
-        benched = self._bench is not None and self._bench.generation >= current
-        return self._controller_lost or bool(self._released) or benched or self._fence > current
+        return self._follower.is_over
 
     # ------------------------------------------------------------------ a generation
 
@@ -525,8 +499,8 @@ class Worker:
         groups = Groups(assignment, self.member, self._links, backend, meet_timeout_s)
         with self._news:
             self._groups = groups
-            if self._fence > assignment.generation:
-                groups.abort("fenced before forming")
+            if why := self._follower.why_broken_off:
+                groups.abort(why)
         step = assignment.source.step
         self._points.enter(groups.generation, groups.rank, groups.world_size, step, form.fired)
         self._points("forming")

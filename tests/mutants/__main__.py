@@ -37,6 +37,7 @@ FIRST = {  # what knows most of a file
     "departures.py": ("core/test_elasticity.py",),
     "table.py": ("core/test_table.py",),
     "checks.py": ("sim/test_checks.py",),
+    "follower.py": ("core/test_follower.py",),
 }
 
 
