@@ -393,7 +393,7 @@ class Never(External):
 
     @classmethod
     def of(cls, fault: External) -> Never:
-        return cls(at_event="never", name=str(fault))
+        return cls(at_s=0.0, name=str(fault))
 
     def __str__(self) -> str:
         return self.name

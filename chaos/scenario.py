@@ -18,13 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+)
 from pydantic import model_validator as check_model
 
 from chaos.object_store_proxy import FaultKind
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import ON_GPU, Action, PointFault
+from elastic_ft.observe.journal import EVENTS
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -35,6 +44,15 @@ REAL = EVERYWHERE - {"sim"}
 ON_RAY = frozenset[TestTier]({"ray", "network"})
 
 
+def _in_catalogue(name: str) -> str:
+    if name not in EVENTS:
+        raise ValueError(f"the journal has no event {name!r}: docs/journal.md lists all of them")
+    return name
+
+
+JournalName = Annotated[str, AfterValidator(_in_catalogue)]
+
+
 class FaultPart(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,7 +61,7 @@ class External(FaultPart):
     """A fault that the runner injects from outside, once the run has come so far."""
 
     at_step: int | None = Field(None, ge=0)
-    at_event: str | None = None  # a name in the journal; counted after the faults before it
+    at_event: JournalName | None = None  # counted after the faults before it
     at_s: float | None = Field(None, ge=0)  # since the first generation: of a recorded trace alone
 
     @check_model(mode="after")
@@ -209,7 +227,7 @@ class FillDisk(External):
 
     fill: Literal["run_folder", "checkpoints"]
     lasts_s: float = Field(gt=0)
-    until_event: str | None = None  # or until the journal has such a line, if that comes first
+    until_event: JournalName | None = None  # or until the journal has such a line
 
     @property
     def tiers(self) -> frozenset[TestTier]:
@@ -328,8 +346,8 @@ class Expect(FaultPart):
     steps_lost_max: int | None = Field(0, ge=0)  # committed ones, in all
     causes: tuple[str, ...] = ()  # recoveries with each of these
     sources: tuple[str, ...] = ()  # recoveries from nothing but these
-    events: tuple[str, ...] = ()  # the journal has each of these
-    no_events: tuple[str, ...] = ()  # and none of these
+    events: tuple[JournalName, ...] = ()  # the journal has each of these
+    no_events: tuple[JournalName, ...] = ()  # and none of these
     recoveries_max: int | None = Field(None, ge=0)
     paused_max_s: float | None = Field(None, gt=0)  # by any of them: of what has a deadline
     world_min: int | None = Field(None, ge=1)  # no step by fewer

@@ -412,10 +412,10 @@ class ProgressDisplay:
 
     def __init__(self, job: Job, out: str) -> None:
         from elastic_ft.observe.follow import Watch
-        from elastic_ft.observe.journal_text import SPOKEN
+        from elastic_ft.observe.journal_text import brief
 
         self._job = job
-        self._spoken = SPOKEN
+        self._brief = brief
         self._watch = Watch(out)
         self._recent: deque[dict[str, Any]] = deque(maxlen=RATE_STEPS)
         self._began_s = time.monotonic()
@@ -442,8 +442,8 @@ class ProgressDisplay:
             last = self._over.wait(WATCH_EVERY_S)
             news, steps = self._watch.poll()
             for line in news:
-                if line["event"] in self._spoken:
-                    self._say(self._spoken[line["event"]](line))
+                if told := self._brief(line):
+                    self._say(told)
             self._recent.extend(steps)
             if steps:
                 self._show_step(steps[-1], last)

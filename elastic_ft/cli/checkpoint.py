@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.wording import human_size
 
 if TYPE_CHECKING:
     from elastic_ft.storage.inspect import Checkpoint, Difference
@@ -77,7 +78,7 @@ def list_(url: Url, as_json: Json = False) -> int:
         cells = (
             c.ref.step,
             age,
-            _size(c.nbytes),
+            human_size(c.nbytes),
             c.layout,
             c.run,
             c.generation,
@@ -85,10 +86,8 @@ def list_(url: Url, as_json: Json = False) -> int:
         )
         table.add_row(*("?" if cell is None else str(cell) for cell in cells))
     for a in listing.attempts:
-        state = "no manifest: being written, or abandoned"
-        table.add_row(
-            str(a.step), "?", _size(a.nbytes), "?", a.run, str(a.generation), state, style="dim"
-        )
+        state, size = "no manifest: being written, or abandoned", human_size(a.nbytes)
+        table.add_row(str(a.step), "?", size, "?", a.run, str(a.generation), state, style="dim")
     console.print(table)
     return 0
 
@@ -121,7 +120,7 @@ def verify(url: Url, step: Step = None, as_json: Json = False) -> int:
         found.append(verified)
         if not as_json:
             state = "damaged" if verified.problems else "ok"
-            say(f"step {ref.step}: {state}, {_size(verified.nbytes)} in {spent_s:.1f} s")
+            say(f"step {ref.step}: {state}, {human_size(verified.nbytes)} in {spent_s:.1f} s")
             for problem in verified.problems:
                 say(f"  {problem}")
     damaged = sum(bool(verified.problems) for verified in found)
@@ -247,7 +246,7 @@ def export(
             else torch_checkpoints.export_dcp
         )
         nbytes = write(reader, path, weights_only)
-    say(f"step {reader.manifest.step}: {_size(nbytes)} of tensors as {format_} in {dest}")
+    say(f"step {reader.manifest.step}: {human_size(nbytes)} of tensors as {format_} in {dest}")
     return 0
 
 
@@ -315,13 +314,13 @@ def prune(
         return 1 if warnings else 0
     verb = "would delete" if dry_run else "deleted"
     for c in plan.doomed:
-        say(f"{verb} step {c.ref.step}, {_size(c.nbytes)}: {c.ref.url}")
+        say(f"{verb} step {c.ref.step}, {human_size(c.nbytes)}: {c.ref.url}")
     for a in plan.abandoned:
-        say(f"{verb} abandoned data, {_size(a.nbytes)}: {a.prefix}")
+        say(f"{verb} abandoned data, {human_size(a.nbytes)}: {a.prefix}")
     for line in (*plan.notes, *(f"warning: {warning}" for warning in warnings)):
         say(line)
     kept = ", ".join(str(c.ref.step) for c in plan.kept) or "none"
-    say(f"{verb} {_size(plan.nbytes)}; kept steps: {kept}")
+    say(f"{verb} {human_size(plan.nbytes)}; kept steps: {kept}")
     return 1 if warnings else 0
 
 
@@ -334,14 +333,6 @@ def _table(*columns: str) -> Table:
         right = column in ("step", "age", "size", "generation", "greatest difference")
         table.add_column(column, justify="right" if right else "left", no_wrap=right)
     return table
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def _duration(seconds: float) -> str:

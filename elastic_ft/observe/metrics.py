@@ -18,27 +18,13 @@ from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.accounts import Totals
 from elastic_ft.observe.catalogue import COMMON, METRICS, RECOVERY_BUCKETS_S, Metric
+from elastic_ft.observe.journal import COUNTED
 
 PHASES = ("starting", "running", "pausing", "forming", "suspended", "ended")
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 NODE_GAUGES = ("keeper_memory", "node_memory_free", "node_disk_free")
-OUTCOMES = ("committed", "failed", "abandoned", "refused")
 REQUEST_TIMEOUT_S = 10.0
 TARGETS = "prometheus_targets.json"  # in the run folder, for Prometheus' file_sd_configs
-COUNTED = {  # journal event -> (metric, labels)
-    "worker_lost": ("worker_losses_total", {"kind": "lost"}),
-    "worker_hung": ("worker_losses_total", {"kind": "hung"}),
-    "node_lost": ("node_losses_total", {}),
-    "node_draining": ("node_notices_total", {}),
-    "worker_raised": ("user_errors_total", {}),
-    "generation_formed": ("generations_total", {}),
-    "source_refused": ("sources_refused_total", {}),
-    "fault_fired": ("faults_injected_total", {}),
-    "checkpoint_committed": ("checkpoints_total", {"outcome": "committed"}),
-    "checkpoint_failed": ("checkpoints_total", {"outcome": "failed"}),
-    "checkpoint_abandoned": ("checkpoints_total", {"outcome": "abandoned"}),
-    "checkpoint_refused": ("checkpoints_total", {"outcome": "refused"}),
-}
 
 
 class Metrics:
@@ -66,8 +52,6 @@ class Metrics:
                 self._of(metric.name)
         for name, labels in COUNTED.values():
             self._of(name, **labels)
-        for outcome in OUTCOMES:
-            self._of("checkpoints_total", outcome=outcome)
 
     def _make(self, metric: Metric) -> Any:
         labels = [*COMMON, *metric.labels]

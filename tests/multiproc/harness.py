@@ -21,6 +21,7 @@ from elastic_ft.core.state import State
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe.journal import undeclared
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,6 +148,7 @@ class Run:
         )
         found = check_run(self.events, self.steps, self.ledger, self.result, expected)
         assert not found, "\n".join([self.story(), *map(str, found)])
+        assert not (strange := list(undeclared(self.events))), f"not in the catalogue: {strange}"
         for index in range(len(self.faults)):
             assert index in self.result["faults_fired"], (
                 f"{self.story()}\nfault {index}, {self.faults[index]}, did not fire"

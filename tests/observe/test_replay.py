@@ -16,7 +16,8 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import replay
-from elastic_ft.observe.journal_text import LEFT_OUT, goodput, story, summary
+from elastic_ft.observe.journal import EVENTS, undeclared
+from elastic_ft.observe.journal_text import goodput, story, summary
 from elastic_ft.observe.run_folder import read_lines
 
 KEPT = Path(__file__).parent / "journals"
@@ -38,7 +39,9 @@ def test_a_kept_journal_is_decided_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", JOURNALS)
 def test_a_kept_journal_is_of_what_it_is_kept_for(name: str) -> None:
-    happened = {line["event"] for line in read_lines(KEPT / name / "events.jsonl")}
+    lines = read_lines(KEPT / name / "events.jsonl")
+    assert list(undeclared(lines)) == []
+    happened = {line["event"] for line in lines}
     assert happened >= HAPPENED[name] | {"generation_formed", "recovered", "finished"}
 
 
@@ -105,7 +108,7 @@ def test_the_story_has_a_line_for_each_happening(
     assert run_command(["events", str(KEPT / name)]) == COMPLETED
     told = capfd.readouterr().out.splitlines()
     happenings = [line for line in told if " s  g" in line[:20]]
-    assert len(happenings) == sum(line["event"] not in LEFT_OUT for line in lines)
+    assert len(happenings) == sum(EVENTS[line["event"]].full is not None for line in lines)
     text = "\n".join(told)
     assert "recovered from" in text
     assert "finished: " in text

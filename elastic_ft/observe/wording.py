@@ -1,0 +1,59 @@
+"""Lines of the journal, and amounts, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Line = dict[str, Any]
+Text = str | Callable[[Line], str]  # a format of the line's fields, or what makes the text
+INDENT = " " * 18
+RECOVERED = (
+    "recovered from {cause} at step {at_step}: {world_before} -> {world_after} workers, "
+    "paused {paused_s:.2f} s, {steps_lost} steps lost"
+)
+
+
+def text_of(text: Text, line: Line) -> str:
+    return text.format_map(line) if isinstance(text, str) else text(line)
+
+
+def human_size(nbytes: float) -> str:
+    """Returns bytes with a decimal prefix, such as "1.5 MB"."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if nbytes < 1000 or unit == "TB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def lost(line: Line) -> str:
+    rank = "" if line.get("rank") is None else f" (rank {line['rank']})"
+    return f"lost {line['worker']}{rank}: {line['reason']}"
+
+
+def formed(line: Line) -> str:
+    pids = ", ".join(str(member["pid"]) for member in line["members"])
+    return (
+        f"generation {line['generation']}: {line['layout']} from step {line['step']}, "
+        f"state from {line['source']}, pids {pids}"
+    )
+
+
+def recovered(line: Line) -> str:
+    kept = "every survivor kept its process" if line["survivors_kept_pid"] else "no one survived"
+    noticed = f"noticed within {line['noticed_s']:.2f} s, " if line["noticed_s"] else ""
+    return (
+        f"{RECOVERED.format_map(line)}, {line['steps_redone']} redone; {noticed}"
+        f"{human_size(line['bytes_moved'])} moved, {kept}"
+    )
+
+
+def raised(line: Line) -> str:
+    """With the user's frames, so that nobody has to look for them in the journal."""
+    frames = "".join(f"\n{INDENT}  {frame}" for frame in line.get("frames", ()))
+    return f"{line['worker']} raised: {line['reason']}{frames}"
+
+
+def pausing(line: Line) -> str:
+    return f"{'breaking off' if line['abort'] else 'pausing'}: {line['reason']}"
