@@ -49,7 +49,7 @@ PLANNED = (
 PRIOR_BETWEEN_FAILURES_S = 6 * 3600.0  # what is assumed before any was seen
 FIRST_WRITE_S = 5.0  # before one was measured
 WRITES_REMEMBERED = 5  # their median counts: one slow upload is no new truth
-PUBLISH = "publish "  # a timer, of whatever generation: with the attempt's step and generation
+PUBLISH = "publish"  # a timer; its name goes on with the attempt's step and generation
 CHECKPOINT_MIN_S, CHECKPOINT_MAX_S = 60.0, 3600.0
 
 # --------------------------------------------------------------------- committing steps
@@ -294,7 +294,7 @@ def _commit_checkpoints(turn: Turn) -> None:
             _put_attempt(turn, replace(attempt, committing=True))
             shards = tuple(chain.from_iterable(attempt.written.values()))
             turn.do(CommitCheckpoint(attempt.step, attempt.generation, shards, attempt.tensors))
-            timer = f"{PUBLISH}{attempt.step} {attempt.generation}"
+            timer = f"{PUBLISH} {attempt.step} {attempt.generation}"
             turn.do(StartTimer(timer, 0, turn.policy.publish_timeout_s))
 
 
@@ -354,18 +354,18 @@ def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
     finish_if_done(turn)
 
 
-def publish_overdue(turn: Turn, timer: str) -> bool:
-    """Its outcome has not come in time: nothing waits for it any more. False if it has come."""
-    step, generation = map(int, timer.removeprefix(PUBLISH).split())
-    overdue = [a for a in turn.state.attempts if (a.step, a.generation) == (step, generation)]
-    for attempt in overdue:
-        _close(turn, attempt)
+def publish_overdue(turn: Turn, attempt: str) -> None:
+    """Its outcome has not come in time: nothing waits for it any more."""
+    step, generation = map(int, attempt.split())
+    for overdue in turn.state.attempts:
+        if (overdue.step, overdue.generation) != (step, generation):
+            continue
+        _close(turn, overdue)
         turn.set(unsettled=max(turn.state.unsettled, step))
         reason = f"neither published nor refused within {turn.policy.publish_timeout_s:g} s"
         turn.journal("checkpoint_failed", reason, step=step)
         _commit_checkpoints(turn)
         finish_if_done(turn)
-    return bool(overdue)
 
 
 def _settle_attempt(turn: Turn, step: int) -> None:

@@ -56,7 +56,6 @@ from elastic_ft.core.events import (
     Command,
     Event,
     FormGeneration,
-    Holding,
     JobStarted,
     KeeperHolds,
     KeeperLost,
@@ -107,7 +106,6 @@ from elastic_ft.core.refusals import is_its_own, lose_device, refuse
 from elastic_ft.core.restoring import (
     choose_source,
     count_redone,
-    decides,
     forget_keeper,
     forget_void,
     held_by,
@@ -120,6 +118,7 @@ from elastic_ft.core.restoring import (
     reads_from,
     recent_writers,
     roll_back,
+    stop_awaiting,
     unkept,
 )
 from elastic_ft.core.standby import (
@@ -153,7 +152,46 @@ def step(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Comma
         return state, ()
     turn = Turn(state, policy, event.at_s)
     handlers[type(event)](turn, event)
+    settle(turn, before=state)
     return turn.state, tuple(turn.commands)
+
+
+def settle(turn: Turn, before: State) -> None:
+    """Whatever the event was: what ends a phase by itself ends it here, and nowhere else."""
+    if turn.state.phase == "running" and before.phase == "forming":
+        _follow_wishes(turn)
+    if turn.state.phase == "pausing" and _has_news(before, turn.state) and _have_paused(turn):
+        _form(turn)
+
+
+def _has_news(before: State, now: State) -> bool:
+    """Whether something has come that forming may wait for: an answer, an end, what a keeper has,
+    the outcome of a checkpoint. To look at all there is takes long in a large world."""
+    return (
+        before.phase != "pausing"
+        or before.paused is not now.paused
+        or len(before.ready) > len(now.ready)
+        or len(before.keepers) > len(now.keepers)
+        or before.closed is not now.closed
+        or before.checkpoints is not now.checkpoints
+        or (
+            now.lacking is None and (before.lacking is not None or len(before.left) < len(now.left))
+        )
+    )
+
+
+def _have_paused(turn: Turn) -> bool:
+    """Whether all holders are at a safe point, or gone.
+
+    They only become fewer in a pause, and none takes its answer back: those at the front of
+    ``asked`` that are dealt with are looked at once.
+    """
+    state = turn.state
+    first, asked, paused, ready = state.answered, state.asked, state.paused, state.ready
+    while first < len(asked) and (asked[first] in paused or asked[first] not in ready):
+        first += 1
+    turn.set(answered=first)
+    return first == len(asked)
 
 
 # -------------------------------------------------------------------- opening a generation
@@ -190,7 +228,6 @@ def _pause(
         turn.timer("pause", turn.policy.pause_timeout_s)
     else:
         turn.timer("boundary", turn.policy.boundary_timeout_s)
-    _form_if_paused(turn)
 
 
 def _escalate(turn: Turn, reason: str) -> None:
@@ -213,24 +250,6 @@ def _explain(turn: Turn, why: str, nodes: Iterable[NodeId]) -> None:
     explain_break(turn)
     if count_losses(turn, nodes, why) and not turn.state.abort:
         _escalate(turn, why)
-
-
-def _form_if_paused(turn: Turn, paused: Table[WorkerId, tuple[Holding, ...]] | None = None) -> None:
-    """``paused``: with an answer that has just come.
-
-    Holders only become fewer in a pause, and none takes its answer back: those at the front of
-    ``asked`` that are dealt with are looked at once.
-    """
-    state = turn.state
-    if state.phase != "pausing":
-        return
-    first, asked, ready = state.answered, state.asked, state.ready
-    paused = state.paused if paused is None else paused
-    while first < len(asked) and (asked[first] in paused or asked[first] not in ready):
-        first += 1
-    turn.set(paused=paused, answered=first)
-    if first == len(asked):
-        _form(turn)
 
 
 def _form(turn: Turn) -> None:
@@ -298,16 +317,6 @@ def _form(turn: Turn) -> None:
     turn.timer("form", policy.form_timeout_s)
 
 
-def _checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
-    checkpoint_committed(turn, event)
-    _form_if_paused(turn)
-
-
-def _checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
-    checkpoint_failed(turn, event)
-    _form_if_paused(turn)
-
-
 def _suspend(turn: Turn, why: str) -> None:
     workers, needed = len(turn.usable()), turn.policy.min_workers
     more = str(needed - workers) if workers < needed else ""
@@ -372,17 +381,23 @@ def _worker_ready(turn: Turn, event: WorkerReady) -> None:
         _await_joiners(turn)
 
 
+def _follow_wishes(turn: Turn) -> None:
+    """A generation has formed: what was asked for meanwhile comes next."""
+    if turn.state.stopping:
+        _stop(turn)
+    elif not _leave_draining(turn) and not _shrink(turn):
+        _await_joiners(turn)
+
+
 def _form_first(turn: Turn) -> None:
-    turn.set(generation=turn.state.generation + 1)
-    _form(turn)
+    """Nobody has anything to break off: all are paused, as it were."""
+    turn.set(generation=turn.state.generation + 1, phase="pausing")
 
 
 def _form_again(turn: Turn) -> None:
-    """Leave suspension: a generation of its own, as everyone is paused in an older one."""
-    if waits_for_store(turn):
-        return  # its timer says when
-    turn.set(generation=turn.state.generation + 1, phase="pausing")
-    _form(turn)
+    """Leaves suspension: a generation of its own, as everyone is paused in an older one."""
+    if not waits_for_store(turn):  # else its timer says when
+        turn.set(generation=turn.state.generation + 1, phase="pausing")
 
 
 def _await_joiners(turn: Turn) -> None:
@@ -468,39 +483,36 @@ def _node_lost(turn: Turn, event: NodeLost) -> None:
     _lose(turn, gone, "node_lost", event.cause)
     if is_read and turn.state.generation == state.generation:  # none of its workers takes part
         _stop_reading(turn, event.node)
-    if not gone:  # they were lost before; now nothing of theirs is awaited any more
-        _form_if_paused(turn)
 
 
 def _lose(
     turn: Turn, workers: list[WorkerId], cause: str, reason: str, noticed_s: float = 0.0
 ) -> None:
-    """Takes workers out of the world. Those already out are no news."""
-    state = turn.state
-    gone = [worker for worker in workers if worker in state.ready]
+    """Removes workers from the world; repeats are ignored."""
+    before = turn.state
+    gone = [worker for worker in workers if worker in before.ready]
     involved = [worker for worker in gone if turn.takes_part(worker)]
-    nodes = [state.ready[worker].node for worker in involved]
+    nodes = [before.ready[worker].node for worker in involved]
     out_since = {worker: turn.out_since(worker) for worker in gone}
     turn.forget(workers)  # those that were not ready yet, too
     if not gone:
         return
     for worker in gone:
         event = "worker_hung" if cause == "worker_hung" else "worker_lost"
-        node = state.ready[worker].node
-        if (node, worker) in state.told:
+        node = before.ready[worker].node
+        if (node, worker) in before.told:
             turn.set(told=turn.state.told - {(node, worker)})
-        elif node in state.keepers:
+        elif node in before.keepers:
             turn.set(awaited={**turn.state.awaited, (node, worker): out_since[worker]})
-        turn.journal(event, reason, worker=worker, node=node, rank=state.ranks.get(worker))
+        turn.journal(event, reason, worker=worker, node=node, rank=before.ranks.get(worker))
     abandon_attempts_of(turn, gone)
     why = f"{', '.join(involved)}: {reason}"
-    if involved and state.phase in ("running", "forming"):
+    if involved and before.phase in ("running", "forming"):
         _pause(turn, cause, why, abort=True, noticed_s=noticed_s, nodes=nodes)
-    elif involved and state.phase == "pausing":
+    elif involved and before.phase == "pausing":
         _explain(turn, why, nodes)
     if turn.state.episode:
         note_lost(turn, involved, cause, noticed_s)
-    _form_if_paused(turn)
 
 
 def _node_draining(turn: Turn, event: NodeDraining) -> None:
@@ -553,12 +565,6 @@ def _leave_draining(turn: Turn) -> bool:
 # ---------------------------------------------------------------------- what the dead left
 
 
-def _keeper_holds(turn: Turn, event: KeeperHolds) -> None:
-    keeper_holds(turn, event)
-    if decides(turn, event):
-        _form_if_paused(turn)
-
-
 def _unkept(turn: Turn, event: Unkept) -> None:
     unkept(turn, event)
     commit_steps(turn)  # what waited for it
@@ -574,7 +580,6 @@ def _keeper_lost(turn: Turn, event: KeeperLost) -> None:
     forget_keeper(turn, event.node)
     if is_read:
         _stop_reading(turn, event.node)
-    _form_if_paused(turn)
 
 
 def _stop_reading(turn: Turn, node: NodeId) -> None:
@@ -649,7 +654,6 @@ def _refuse_worker(turn: Turn, event: WorkerRaised) -> None:
         _pause(turn, "worker_refused", why, abort=True, nodes=nodes)
     elif involved and turn.state.phase == "pausing":
         _explain(turn, why, nodes)
-    _form_if_paused(turn)
 
 
 def _paused(turn: Turn, event: Paused) -> None:
@@ -658,7 +662,7 @@ def _paused(turn: Turn, event: Paused) -> None:
         return
     if event.worker not in state.ready:
         return
-    _form_if_paused(turn, state.paused.put(event.worker, event.holdings))
+    turn.set(paused=state.paused.put(event.worker, event.holdings))
 
 
 def _source_refused(turn: Turn, event: SourceRefused) -> None:
@@ -756,12 +760,6 @@ def _formed(turn: Turn) -> None:
     close_episode(turn, assignment)
     await_checkpoint(turn)
     commit_steps(turn)
-    if turn.state.phase != "running":  # that was the last step: the job has ended
-        return
-    if turn.state.stopping:
-        _stop(turn)
-    elif not _leave_draining(turn) and not _shrink(turn):
-        _await_joiners(turn)
 
 
 # ------------------------------------------------------------------------- stragglers
@@ -798,53 +796,45 @@ def _stop(turn: Turn) -> None:
 
 def _timer_fired(turn: Turn, event: TimerFired) -> None:
     """Every wait ends here (I7). A timer of another generation or phase is stale."""
-    state, policy = turn.state, turn.policy
-    if event.timer == "stop":
-        finish(turn, "stopped", f"{state.stopping}, not clean in time; {turn.last_good()}")
-        return
-    if event.timer.startswith(RELEASE):
-        release_overdue(turn, event.timer.removeprefix(RELEASE))
-        return
-    if event.timer.startswith(PUBLISH):
-        if publish_overdue(turn, event.timer):
-            _form_if_paused(turn)
-        return
-    if event.timer == REREAD:
-        if may_read_again(turn) and state.phase == "suspended":
-            _form_again(turn)
-        return
-    if event.generation != state.generation:
-        return
-    key = (event.timer, state.phase)
-    usable = len(turn.usable())
-    if key == ("gather", "starting") and usable >= policy.min_workers:
+    name, _, whose = event.timer.partition(" ")
+    if act := LASTING_TIMERS.get(name):
+        act(turn, whose)
+    elif event.generation == turn.state.generation and (name, turn.state.phase) in TIMERS:
+        TIMERS[name, turn.state.phase](turn)
+
+
+def _stop_overdue(turn: Turn, _: str) -> None:
+    reason = f"{turn.state.stopping}, not clean in time"
+    finish(turn, "stopped", f"{reason}; {turn.last_good()}")
+
+
+def _read_again(turn: Turn, _: str) -> None:
+    if may_read_again(turn) and turn.state.phase == "suspended":
+        _form_again(turn)
+
+
+def _gathered(turn: Turn) -> None:
+    if len(turn.usable()) >= turn.policy.min_workers:
         _form_first(turn)
-    elif key == ("start", "starting"):
-        if usable >= policy.min_workers:
-            _form_first(turn)
-        else:
-            reason = f"{usable} workers ready after {policy.start_timeout_s:g} s"
-            unfit = f"; {state.unfit_why}" if state.unfit_why else ""
-            finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}{unfit}")
-    elif key in (("join", "running"), ("regrow", "running")):
-        _admit(turn)
-    elif key == ("checkpoint", "running"):
-        ask_for_checkpoint(turn)
-    elif key == ("boundary", "pausing"):
-        _boundary_overdue(turn)
-    elif key == ("pause", "pausing"):
-        _pause_overdue(turn)
-    elif key == ("keeper", "pausing"):
-        turn.set(awaited={})
-        _form_if_paused(turn)
-    elif key == ("form", "forming"):
-        _form_overdue(turn)
-    elif key == ("suspend", "suspended"):
-        reason = f"{usable} workers after {policy.suspend_timeout_s:g} s suspended"
-        why = choose_world(turn)
-        if usable < policy.min_workers or not isinstance(why, str):
-            why = f"min_workers is {policy.min_workers}"
-        finish(turn, "suspended", f"{reason}, {why}; {turn.last_good()}")
+
+
+def _start_overdue(turn: Turn) -> None:
+    usable, policy = len(turn.usable()), turn.policy
+    if usable >= policy.min_workers:
+        _form_first(turn)
+        return
+    reason = f"{usable} workers ready after {policy.start_timeout_s:g} s"
+    unfit = f"; {turn.state.unfit_why}" if turn.state.unfit_why else ""
+    finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}{unfit}")
+
+
+def _suspended_too_long(turn: Turn) -> None:
+    usable, policy = len(turn.usable()), turn.policy
+    reason = f"{usable} workers after {policy.suspend_timeout_s:g} s suspended"
+    why = choose_world(turn)
+    if usable < policy.min_workers or not isinstance(why, str):
+        why = f"min_workers is {policy.min_workers}"
+    finish(turn, "suspended", f"{reason}, {why}; {turn.last_good()}")
 
 
 def _late(turn: Turn) -> list[WorkerId]:
@@ -867,6 +857,27 @@ def _pause_overdue(turn: Turn) -> None:
     _lose(turn, late, "worker_hung", "it reached no safe point in time")
 
 
+# By name and the phase in which they count, of the present generation.
+TIMERS: dict[tuple[str, str], Callable[[Turn], None]] = {
+    ("start", "starting"): _start_overdue,
+    ("gather", "starting"): _gathered,
+    ("join", "running"): _admit,
+    ("regrow", "running"): _admit,
+    ("checkpoint", "running"): ask_for_checkpoint,
+    ("boundary", "pausing"): _boundary_overdue,
+    ("pause", "pausing"): _pause_overdue,
+    ("keeper", "pausing"): stop_awaiting,
+    ("form", "forming"): _form_overdue,
+    ("suspend", "suspended"): _suspended_too_long,
+}
+# Of whatever generation and phase, by the first word of their names; the others say whose.
+LASTING_TIMERS: dict[str, Callable[[Turn, str], None]] = {
+    "stop": _stop_overdue,
+    RELEASE: release_overdue,
+    PUBLISH: publish_overdue,
+    REREAD: _read_again,
+}
+
 handlers: dict[type, Callable[[Turn, Any], None]] = {
     JobStarted: _job_started,
     WorkerReady: _worker_ready,
@@ -876,7 +887,7 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     NodeDraining: _node_draining,
     KeeperReady: keeper_ready,
     KeeperLost: _keeper_lost,
-    KeeperHolds: _keeper_holds,
+    KeeperHolds: keeper_holds,
     Unkept: _unkept,
     CollectiveFailed: _collective_failed,
     WorkerRaised: _worker_raised,
@@ -888,8 +899,8 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     StepHeld: step_held,
     ShardsWritten: shards_written,
     ShardsFailed: shards_failed,
-    CheckpointCommitted: _checkpoint_committed,
-    CheckpointFailed: _checkpoint_failed,
+    CheckpointCommitted: checkpoint_committed,
+    CheckpointFailed: checkpoint_failed,
     CheckpointDamaged: checkpoint_damaged,
     WorkerDone: worker_done,
     StopRequested: _stop_requested,

@@ -112,19 +112,25 @@ def _awaited_beyond(turn: Turn, step: int) -> list[WorkerId]:
     return [worker for worker, last in awaited if last is None or last > step]
 
 
-def decides(turn: Turn, event: KeeperHolds) -> bool:
-    """Whether it may end the wait for keepers, if there is one: by what it has, or as the last.
+def _look_if_decisive(turn: Turn, event: KeeperHolds) -> None:
+    """Ends the wait for keepers, if there is one, where this may: by what it has, or as the last.
 
     To look what there is takes long in a large world, and as many tell as it had workers.
     """
     lacking = turn.state.lacking
-    if lacking is None or not _awaited_beyond(turn, lacking.step):
-        return True
+    if lacking is None:
+        return
     newer = [held for held in event.holdings if held.step > lacking.step]
     least = lacking.holdings - len(newer)
     is_known = {(held.step, held.generation, held.space) for held in newer} <= lacking.cuts
-    turn.set(lacking=replace(lacking, holdings=least))
-    return least <= 0 or not is_known
+    is_last = not _awaited_beyond(turn, lacking.step)
+    ends = is_last or least <= 0 or not is_known
+    turn.set(lacking=None if ends else replace(lacking, holdings=least))
+
+
+def stop_awaiting(turn: Turn) -> None:
+    """What keepers have not told by now comes too late."""
+    turn.set(awaited={}, lacking=None)
 
 
 def _is_publishing(turn: Turn, step: int) -> bool:
@@ -273,7 +279,12 @@ def forget_keeper(turn: Turn, node: NodeId) -> None:
 
 
 def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
-    """Told twice is no news."""
+    """Notes what an ended worker left; repeats are ignored."""
+    _note_left(turn, event)
+    _look_if_decisive(turn, event)
+
+
+def _note_left(turn: Turn, event: KeeperHolds) -> None:
     state, pair = turn.state, (event.node, event.worker)
     if event.node not in state.keepers or pair in state.left or pair in state.told:
         return

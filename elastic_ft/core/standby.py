@@ -16,7 +16,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.state import Turn
 from elastic_ft.core.world import surplus, wanted
 
-RELEASE = "release "  # a timer, and the worker it is for
+RELEASE = "release"  # a timer; its name goes on with the worker that it is for
 
 
 def release(turn: Turn, worker: WorkerId, reason: str) -> None:
@@ -24,7 +24,7 @@ def release(turn: Turn, worker: WorkerId, reason: str) -> None:
     turn.do(ReleaseWorker(worker, reason))
     turn.forget([worker])
     turn.set(releasing=turn.state.releasing | {worker})
-    turn.do(StartTimer(RELEASE + worker, 0, turn.policy.release_timeout_s))
+    turn.do(StartTimer(f"{RELEASE} {worker}", 0, turn.policy.release_timeout_s))
     abandon_attempts_of(turn, [worker])
 
 

@@ -34,7 +34,6 @@ from elastic_ft.core.events import (
 from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import CLOSED_KEPT, RECOVERIES_KEPT, State, Turn
-from elastic_ft.core.table import Table
 from elastic_ft.core.world import has_joiners, joiners
 from elastic_ft.sim import make_scenario, simulate
 from elastic_ft.sim.script import Script, member
@@ -163,12 +162,10 @@ def test_an_event_costs_the_same_in_a_world_sixteen_times_as_large(passage: Pass
 
 
 def test_a_scan_of_everybody_for_each_answer_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def scans(turn: Turn, paused: Table[str, tuple[Holding, ...]] | None = None) -> None:
-        turn.set(paused=turn.state.paused if paused is None else paused)
-        if all(worker in turn.state.paused for worker in reversed(turn.holders())):
-            membership._form(turn)
+    def scans(turn: Turn) -> bool:
+        return all(worker in turn.state.paused for worker in reversed(turn.holders()))
 
-    monkeypatch.setattr(membership, "_form_if_paused", scans)
+    monkeypatch.setattr(membership, "_have_paused", scans)
     assert growth(pause, "fsdp", repeats=1) > RATIO_MAX
 
 

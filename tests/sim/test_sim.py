@@ -582,11 +582,6 @@ def incomplete(holdings: Mapping[str, Any], checkpoints: Any, refused: Any) -> A
     return events.Source(newest.step, newest.tier, newest.space, holders), "newest"
 
 
-def forms_at_once(turn: state.Turn) -> None:
-    if turn.state.phase == "pausing":
-        membership._form(turn)
-
-
 recent_writers = restoring.recent_writers
 
 
@@ -606,12 +601,15 @@ def one_copy_less(members: Any, plan: layout.Layout, copies: int) -> Any:
     return buddies.choose_buddies(members, plan, min(copies, 2))
 
 
+never_published = {**membership.LASTING_TIMERS, commits.PUBLISH: lambda turn, attempt: None}
+
+
 @pytest.mark.parametrize(
     ("strategy", "module", "name", "broken"),
     [
         ("fsdp", commits, "is_current", any_generation),
         ("fsdp", restoring, "choose", incomplete),
-        ("fsdp", membership, "_form_if_paused", forms_at_once),
+        ("fsdp", membership, "_have_paused", lambda turn: True),
         ("ddp", commits, "_set_pending", applied_by_anyone),
         ("fsdp", membership, "recent_writers", all_uploads_count),
         ("fsdp", restoring, "_is_publishing", lambda turn, step: False),
@@ -619,7 +617,7 @@ def one_copy_less(members: Any, plan: layout.Layout, copies: int) -> Any:
         ("fsdp", membership, "choose_buddies", one_copy_less),
         ("fsdp", membership, "is_worth_waiting", restoring._is_publishing),
         ("fsdp", membership, "_refuse_worker", ends_for_a_joiner),
-        ("fsdp", membership, "publish_overdue", lambda turn, timer: False),
+        ("fsdp", membership, "LASTING_TIMERS", never_published),
         ("fsdp", restoring, "drop_left", lambda turn, pairs: turn.set(left={})),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
