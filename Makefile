@@ -6,15 +6,19 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -q --durations=5
 STAMP := .venv/.installed
 SOURCES := elastic_ft chaos tests benchmarks examples deploy
+ALONE := tidy core sim storage oneproc cli bench
+JOBS := multiproc observe ray chaos
+QUICK := tidy core storage
+PARALLEL := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-peers gpu chaos soak fuzz mutants clean venv \
+.PHONY: help demo test test-alone test-jobs test-quick lint bench bench-peers gpu chaos soak fuzz mutants clean venv \
   test-tidy test-core test-sim test-storage test-oneproc test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make lint | bench | bench-peers | gpu | chaos | soak | fuzz | mutants | clean | test-<tier>"
+	@echo "also: make test-quick | lint | bench | bench-peers | gpu | chaos | soak | fuzz | mutants | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -30,19 +34,20 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/elastic-ft demo
 
-# One tier after the other, the cheapest first: the first that fails ends it.
+# Two lanes. Jobs of several processes mostly wait: what computes alone takes what they leave.
 test: lint
-	$(MAKE) --no-print-directory test-tidy
-	$(MAKE) --no-print-directory test-core
-	$(MAKE) --no-print-directory test-sim
-	$(MAKE) --no-print-directory test-storage
-	$(MAKE) --no-print-directory test-oneproc
-	$(MAKE) --no-print-directory test-multiproc
-	$(MAKE) --no-print-directory test-observe
-	$(MAKE) --no-print-directory test-cli
-	$(MAKE) --no-print-directory test-bench
-	$(MAKE) --no-print-directory test-ray
-	$(MAKE) --no-print-directory test-chaos
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-alone test-jobs
+
+test-alone: $(STAMP)
+	nice -n 10 $(PYTEST) $(PARALLEL) --timeout=300 $(ALONE:%=tests/%)
+
+# One tier after the other: the first that fails ends it.
+test-jobs: $(STAMP)
+	@for tier in $(JOBS); do $(MAKE) --no-print-directory test-$$tier || exit 1; done
+
+# For the loop of a person at work.
+test-quick: lint
+	$(PYTEST) $(PARALLEL) --timeout=120 $(QUICK:%=tests/%)
 
 lint: $(STAMP)
 	$(BIN)/ruff check --no-cache $(SOURCES)
