@@ -108,6 +108,7 @@ class Points:
         self.place = 0  # points the training thread reached since the step began
         self.count, self.last = 0, "starting"
         self._faults, self._fired, self._spent = faults, fired, set[int]()
+        self._before = frozenset[int]()  # fired in earlier generations
 
     def __call__(self, point: str, step: int | None = None) -> None:
         """``step``: given by background work, and where a point is reached again within a step:
@@ -130,7 +131,7 @@ class Points:
         """The training thread enters a generation; ``fired``: faults of this run that have."""
         self.generation, self.rank, self.world = generation, -1 if rank is None else rank, world
         self.begin(step)
-        self._spent |= fired
+        self._before, self._spent = fired, self._spent | fired
 
     def _armed(self, point: str, step: int) -> list[int]:
         return [
@@ -143,7 +144,7 @@ class Points:
             and fault.step in (None, step)
             and fault.generation in (None, self.generation)
             and fault.world in (None, self.world)
-            and (fault.after is None or fault.after in self._spent)
+            and (fault.after is None or fault.after in self._before)
         ]
 
     def _fire(self, index: int) -> None:

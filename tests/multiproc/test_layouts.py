@@ -54,7 +54,8 @@ def test_trains_as_one_process_does(trained: dict[str, Any], name: str) -> None:
     for layout, steps in trained[name]:
         assert layout == name.split()[0]
         for key, expected in golden.items():
-            assert [step[key] for step in steps] == pytest.approx(expected[:TRAINED], rel=TOLERANCE, abs=0)
+            losses = [step[key] for step in steps]
+            assert losses == pytest.approx(expected[:TRAINED], rel=TOLERANCE, abs=0)
 
 
 def make_golden() -> None:
