@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.placement import Cut
 from elastic_ft.core.sharding import Box, ReshardPlan, find_owners, plan_moves
 from elastic_ft.core.shares import Share, shares
@@ -94,7 +94,7 @@ def shapes_of(config: DecoderConfig) -> Shapes:
     return shapes
 
 
-def state_of(shapes: Shapes, layout: Layout, place: tuple[int, int, int]) -> LocalState:
+def state_of(shapes: Shapes, layout: Layout, place: ShardPlace) -> LocalState:
     """FSDP2's: rows in equal chunks, of what tensor parallelism (of matrices) leaves."""
     local = torch.empty(0, device="meta")
     alike: dict[tuple[int, ...], StateTensor] = {}
@@ -150,11 +150,9 @@ class World:
     def _states(self, number: int) -> tuple[list[LocalState], LocalState]:
         offers, needs = [], {}
         if number < self.before.world_size:
-            pp, _, shard, tp = self.before.coordinates(number)
-            offers = [state_of(self.shapes, self.before, (pp, shard, tp))]
+            offers = [state_of(self.shapes, self.before, self.before.place_of(number))]
         if number < self.after.world_size:
-            pp, _, shard, tp = self.after.coordinates(number)
-            needs = dict(state_of(self.shapes, self.after, (pp, shard, tp)))
+            needs = dict(state_of(self.shapes, self.after, self.after.place_of(number)))
         return offers, needs
 
     def _one(self, groups: Groups, plans: bool) -> None:

@@ -93,7 +93,7 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
 
     engine = NativeEngine(job, factory, torch.device("cpu"), data.sequence_length or 1)
     engine.prepare()
-    layout, _ = plan_layout(job.parallel.strategy, world, None)
+    layout, _ = plan_layout(job.parallel.wish, world)
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, ((),) * world, "bare")

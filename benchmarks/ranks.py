@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.groups.groups import Groups
 
@@ -51,7 +51,7 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
 
 def form(rank: int, world: int, port: int, device: torch.device) -> Groups:
     """One FSDP generation of ``world`` ranks on this machine; each keeps a copy of the next."""
-    layout, _ = plan_layout("fsdp", world, None)
+    layout, _ = plan_layout(LayoutWish(strategy="fsdp"), world)
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))

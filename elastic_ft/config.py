@@ -21,6 +21,8 @@ from pydantic import (
     model_validator,
 )
 
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, LayoutWish, Strategy
+from elastic_ft.core.policy import Policy, same_names
 from elastic_ft.errors import ConfigError
 
 YEAR_S = 366 * 86400.0
@@ -195,12 +197,15 @@ class DeviceConfig(Section):
 class ParallelConfig(Section):
     """``tp`` and ``pp`` are kept whole unless ``elastic.multiple_of`` says otherwise."""
 
-    strategy: Literal["ddp", "fsdp", "hsdp", "auto"] = "ddp"  # of data ranks; auto: of everything
+    # Of data ranks; auto: of everything.
+    strategy: Literal[Strategy, "auto"] = LayoutWish.strategy
     devices: DeviceConfig = DeviceConfig()
-    shard_size: int | None = Field(None, ge=2)  # hsdp: ranks that share one replica
-    tp: int = Field(1, ge=1)  # ranks that share each layer, sequence-parallel between layers
+    # Of hsdp: ranks that share one replica.
+    shard_size: int | None = Field(LayoutWish.shard_size, ge=2)
+    # Ranks that share each layer, sequence-parallel between layers.
+    tp: int = Field(LayoutWish.tp, ge=1)
     tp_plan: str | None = None  # "package.module:name", how tp cuts a model of your own
-    pp: int = Field(1, ge=1)  # ranks that share the layers out as pipeline stages
+    pp: int = Field(LayoutWish.pp, ge=1)  # ranks that share the layers out as pipeline stages
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"
     engine: Literal["native", "deepspeed"] = "native"
     zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
@@ -241,7 +246,7 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def auto_decides(self) -> ParallelConfig:
-        given = [k for k in ("shard_size", "tp", "pp") if k in self.model_fields_set]
+        given = [k for k in ("shard_size", *MODEL_DIMENSIONS) if k in self.model_fields_set]
         given = [k for k in given if getattr(self, k) not in (None, 1)]
         if self.strategy == "auto" and given:
             raise ValueError(f"strategy auto decides on {given[0]}: leave it out")
@@ -266,7 +271,17 @@ class ParallelConfig(Section):
         return self
 
     @property
-    def data_strategy(self) -> Literal["ddp", "fsdp", "hsdp"]:
+    def cuts_layers(self) -> bool:
+        """Whether ranks share each layer."""
+        return self.tp > 1
+
+    @property
+    def wish(self) -> LayoutWish:
+        """What layouts are made of by rule."""
+        return LayoutWish(**same_names(LayoutWish, self) | {"strategy": self.data_strategy})
+
+    @property
+    def data_strategy(self) -> Strategy:
         """How the data-parallel ranks hold the state. ZeRO shards the optimizer's from stage 1.
 
         Of ``auto``: what the planner has no say in.
@@ -277,7 +292,8 @@ class ParallelConfig(Section):
 
 
 class ElasticConfig(Section):
-    """Who may take part, and how long to wait for what."""
+    """Who may take part, and how long to wait for what. What the core decides by has its defaults
+    in ``core.policy.Policy``."""
 
     min_workers: Workers = 1
     max_workers: Workers = 1
@@ -286,26 +302,32 @@ class ElasticConfig(Section):
     # then never lowered. Given, they are, in worlds that they do not divide.
     multiple_of: Workers | None = None
     # Kept warm beside max_workers, to take a lost one's place.
-    spares: int = Field(0, ge=0, le=WORKERS_MAX)
+    spares: int = Field(Policy.spares, ge=0, le=WORKERS_MAX)
     # Until min_workers are ready; on Ray, also from each worker's place to its process.
-    start_timeout_s: Seconds = 300
-    gather_s: Delay = 10  # at the start: wait so long for more than min_workers
-    join_batch_s: Delay = 0.5  # joiners that come together join together
-    suspend_timeout_s: Seconds = 1800  # below min_workers
-    pause_timeout_s: Seconds = 10  # survivors to reach a safe point once aborted
-    form_timeout_s: Seconds = 60  # forming plus re-sharding, without a byte of state
+    start_timeout_s: Seconds = Policy.start_timeout_s
+    gather_s: Delay = Policy.gather_s  # at the start: wait so long for more than min_workers
+    join_batch_s: Delay = Policy.join_batch_s  # joiners that come together join together
+    suspend_timeout_s: Seconds = Policy.suspend_timeout_s  # below min_workers
+    # Survivors to reach a safe point once aborted.
+    pause_timeout_s: Seconds = Policy.pause_timeout_s
+    # Forming plus re-sharding, without a byte of state.
+    form_timeout_s: Seconds = Policy.form_timeout_s
     # No progress inside a step; three times as long as a step takes, if that is longer.
     hang_timeout_s: Seconds = 60
     heartbeat_timeout_s: Seconds = 10  # nothing at all from a worker
     # In a row, broken with every member alive; and as many with a loss on one and the same node.
-    max_generations_without_progress: Count = 10
-    max_user_failures: CountFrom0 = 2  # retries, until a step goes by without an exception
-    max_node_failures: Count = 2  # unfit workers, before it is avoided for a while
-    regrow_repaid_s: Seconds = 300  # a joiner must be worth its pause within that
-    regrow_delay_max_s: Delay = 120  # and waits at most so long if it is not
-    evict_stragglers: bool = False
-    straggler_factor: float = Field(1.5, gt=1)  # times the median of all members
-    straggler_window_steps: int = Field(20, ge=2, le=100_000)  # for so long
+    max_generations_without_progress: Count = Policy.max_generations_without_progress
+    # Retries, until a step goes by without an exception.
+    max_user_failures: CountFrom0 = Policy.max_user_failures
+    # Unfit workers, before it is avoided for a while.
+    max_node_failures: Count = Policy.max_node_failures
+    # A joiner must be worth its pause within that.
+    regrow_repaid_s: Seconds = Policy.regrow_repaid_s
+    regrow_delay_max_s: Delay = Policy.regrow_delay_max_s  # and waits at most so long if it is not
+    evict_stragglers: bool = Policy.evict_stragglers
+    # Slower by this than the median of all members, for so many steps.
+    straggler_factor: float = Field(Policy.straggler_factor, gt=1)
+    straggler_window_steps: int = Field(Policy.straggler_window_steps, ge=2, le=100_000)
 
     @property
     def workers_wanted(self) -> int:
@@ -337,7 +359,7 @@ class SnapshotConfig(Section):
     every_steps: Count | Literal["auto"] = "auto"  # auto: by measured cost
     max_cost: float = Field(0.01, gt=0, lt=1)  # auto: share of the step time
     max_steps: Count = 50  # auto: at most; what a failure may make redo
-    copies: int = Field(2, ge=1, le=8)  # of each shard, on as many nodes
+    copies: int = Field(Policy.copies, ge=1, le=8)  # of each shard, on as many nodes
     domain_label: str | None = None  # Ray node label of what fails together: a rack, a zone
 
 
@@ -346,14 +368,14 @@ class CheckpointConfig(Section):
     every_steps: CountFrom0 = 0  # 0: not by steps
     every_s: Seconds | Literal["auto"] | None = "auto"  # auto: Young/Daly
     final: bool = True
-    keep_last: Count = 2
+    keep_last: Count = Policy.keep_last
     # Each is read back once, by the controller and one object at a time, before an older one is
     # deleted for it. Without, their lengths are all that is known of shards before someone reads.
     read_back: bool = True
     keep_for_h: float | None = Field(None, gt=0)  # and whatever is younger than that
     # Begin anew from the seed where no checkpoint is good, although steps are recorded. It is said
     # for one start: the run folder's job.yaml leaves it out.
-    from_scratch: bool = False
+    from_scratch: bool = Policy.from_scratch
     max_upload_mb_per_s: float | None = Field(None, gt=0)  # per worker, in 10^6 bytes; none: no cap
 
 
@@ -405,7 +427,7 @@ class Job(Section):
     @property
     def multiple_of(self) -> int:
         """Worlds are multiples of this."""
-        return self.elastic.multiple_of or self.parallel.tp * self.parallel.pp
+        return self.elastic.multiple_of or self.parallel.wish.ranks_per_sample
 
     def imports(self) -> list[str]:
         """The code of the user's that the job names, as key and "module:name"."""

@@ -30,7 +30,7 @@ from elastic_ft import torch_private
 from elastic_ft.config import parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import Groups
@@ -52,7 +52,8 @@ class Rank:
         self, generation: int, world: int, reach: Callable[[str], None] = lambda point: None
     ) -> Groups:
         is_hsdp = self.options.hsdp and world == self.options.world
-        layout, _ = plan_layout("hsdp" if is_hsdp else "fsdp", world, 2 if is_hsdp else None)
+        hsdp = LayoutWish(strategy="hsdp", shard_size=2)
+        layout, _ = plan_layout(hsdp if is_hsdp else LayoutWish(strategy="fsdp"), world)
         members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
         source = Source(0, Tier.INITIAL)
         made = Assignment(generation, members, (), layout, source, ((),) * world, "kit")

@@ -19,7 +19,7 @@ from rich.table import Table
 from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
 from elastic_ft.core.layouts.costs import Devices, Work
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import DIMENSIONS, Layout
 from elastic_ft.core.layouts.planner import LayoutPlan, Limits, NoLayout, Previous, best, gb, plans
 from elastic_ft.errors import ConfigError
 
@@ -210,13 +210,10 @@ def _as_json(p: LayoutPlan) -> dict[str, Any]:
     layout, choice = p.layout, p.choice
     return {
         "layout": str(layout),
-        "pp": layout.pp,
-        "tp": layout.tp,
-        "dp_replicate": layout.dp_replicate,
-        "dp_shard": layout.dp_shard,
+        **dict(zip(DIMENSIONS, layout.sizes, strict=True)),
         "micro_batch": choice.micro_batch,
         "recompute": choice.recompute,
-        "schedule": choice.schedule if layout.pp > 1 else None,
+        "schedule": choice.schedule if layout.has_stages else None,
         "memory_bytes": {k: round(v) for k, v in p.memory._asdict().items()}
         | {"total": round(p.memory.total)},
         "step_s": p.time._asdict() | {"total": p.time.total},

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli import extensions
 from elastic_ft.config import Job
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.core.terms import Terms, changes, data_terms, refusal, terms_in, terms_of
 from elastic_ft.errors import (
     CheckpointMismatch,
@@ -133,15 +134,14 @@ def check_workers(job: Job, place: Place) -> None:
             f"parallel.shard_size: {parallel.shard_size} is greater than elastic.max_workers "
             f"{elastic.max_workers}"
         )
-    if parallel.tp * parallel.pp > elastic.max_workers:
-        raise ConfigError(
-            f"parallel.tp: {parallel.tp} x parallel.pp {parallel.pp} is greater than "
-            f"elastic.max_workers {elastic.max_workers}"
-        )
+    wish, asked = parallel.wish, " x ".join(f"parallel.{name}" for name in MODEL_DIMENSIONS)
+    if wish.ranks_per_sample > elastic.max_workers:
+        sizes = wish.sizes_in_words("parallel.").replace(" ", ": ", 1)
+        raise ConfigError(f"{sizes} is greater than elastic.max_workers {elastic.max_workers}")
     each = job.multiple_of
     if elastic.max_workers // each * each < elastic.min_workers:
         raise ConfigError(
-            f"elastic.multiple_of: no multiple of {each} (parallel.tp x parallel.pp) is between "
+            f"elastic.multiple_of: no multiple of {each} ({asked}) is between "
             f"min_workers {elastic.min_workers} and max_workers {elastic.max_workers}"
         )
     check_engine(job)
@@ -162,11 +162,10 @@ def check_engine(job: Job) -> None:
             f"parallel.strategy: {parallel.strategy} has no meaning for engine deepspeed, "
             "parallel.zero_stage says what is sharded"
         )
-    if deepspeed and parallel.tp * parallel.pp > 1:
-        raise ConfigError(
-            f"parallel.engine: deepspeed has no tp ({parallel.tp}) and no pp ({parallel.pp}) "
-            "here, native has"
-        )
+    if deepspeed and parallel.wish.ranks_per_sample > 1:
+        asked = {name: getattr(parallel, name) for name in MODEL_DIMENSIONS}
+        none = " and ".join(f"no {name} ({size})" for name, size in asked.items())
+        raise ConfigError(f"parallel.engine: deepspeed has {none} here, native has")
     if parallel.offload_optimizer and not (deepspeed and parallel.zero_stage):
         raise ConfigError(
             "parallel.offload_optimizer: only for engine deepspeed with zero_stage 1, 2 or 3"
@@ -375,7 +374,7 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
     if config.name in ("adamw", "adam") or (native and config.name == "sgd"):
         return
     try:
-        sharded = native and (parallel.strategy != "ddp" or parallel.tp > 1)
+        sharded = native and (parallel.strategy != "ddp" or parallel.cuts_layers)
         rehearsal.rehearse(make, dimensions, sharded=sharded)
         good = native or rehearsal.begins_with_zeros(make, dimensions)
     except ConfigError:

@@ -12,6 +12,7 @@ import fsspec
 import typer
 
 from elastic_ft.config import Job, parse_text
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe.alive import Vigil
 from elastic_ft.observe.follow import Tail
@@ -69,7 +70,9 @@ def _check(job: Job, workers: int) -> None:
             f"{elastic.max_workers}, found {workers}"
         )
     if workers % job.multiple_of:
-        key = "parallel.tp x pp" if elastic.multiple_of is None else "elastic.multiple_of"
+        key = "elastic.multiple_of"
+        if elastic.multiple_of is None:
+            key = f"parallel.{' x '.join(MODEL_DIMENSIONS)}"
         raise ConfigError(
             f"--workers: expected a multiple of {job.multiple_of} ({key}), found {workers}"
         )

@@ -45,7 +45,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.hangs import LAST_RESORT_TIMEOUTS, Progress
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
-from elastic_ft.core.policy import Policy
+from elastic_ft.core.policy import Policy, same_names
 from elastic_ft.core.state import Recovery, State, Turn
 from elastic_ft.core.typed import fields_of
 from elastic_ft.errors import JobFailed, StoreFailed, Superseded
@@ -111,43 +111,23 @@ class RefusedMessage:
 
 def policy_of(job: Job) -> Policy:
     """Raises UsageError where the planner is to lay out what it can't."""
-    elastic, every_s = job.elastic, job.checkpoint.every_s
-    each = job.multiple_of
+    elastic, checkpoint = job.elastic, job.checkpoint
     pause_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)
-    return Policy(
-        min_workers=-(-elastic.min_workers // each) * each,
-        max_workers=elastic.max_workers // each * each,
-        multiple_of=each,
-        spares=elastic.spares,
-        planning=planning_of(job) if job.parallel.strategy == "auto" else None,
-        regrow_repaid_s=elastic.regrow_repaid_s,
-        regrow_delay_max_s=elastic.regrow_delay_max_s,
-        evict_stragglers=elastic.evict_stragglers,
-        straggler_factor=elastic.straggler_factor,
-        straggler_window_steps=elastic.straggler_window_steps,
-        strategy=job.parallel.data_strategy,
-        shard_size=job.parallel.shard_size,
-        tp=job.parallel.tp,
-        pp=job.parallel.pp,
-        copies=job.snapshot.copies,
-        start_timeout_s=elastic.start_timeout_s,
-        gather_s=elastic.gather_s,
-        join_batch_s=elastic.join_batch_s,
-        suspend_timeout_s=elastic.suspend_timeout_s,
-        pause_timeout_s=pause_s,
-        form_timeout_s=deadlines.form_s(elastic.form_timeout_s, elastic.max_workers),
-        boundary_timeout_s=LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + pause_s,
-        publish_timeout_s=elastic.suspend_timeout_s,
-        max_generations_without_progress=elastic.max_generations_without_progress,
-        max_user_failures=elastic.max_user_failures,
-        max_node_failures=elastic.max_node_failures,
-        from_scratch=job.checkpoint.from_scratch,
-        keep_last=job.checkpoint.keep_last
-        if job.checkpoint.keep_for_h is None
-        else max(CHECKPOINTS_KNOWN, job.checkpoint.keep_last),
-        checkpoint_every_s=None if every_s == "auto" else every_s,
-        checkpoint_auto=every_s == "auto",
-    )
+    given = same_names(Policy, job.parallel, elastic, job.snapshot, checkpoint)
+    given |= {
+        "strategy": job.parallel.data_strategy,
+        "planning": planning_of(job) if job.parallel.strategy == "auto" else None,
+        "multiple_of": job.multiple_of,
+        "pause_timeout_s": pause_s,
+        "form_timeout_s": deadlines.form_s(elastic.form_timeout_s, elastic.max_workers),
+        "boundary_timeout_s": LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + pause_s,
+        "publish_timeout_s": elastic.suspend_timeout_s,
+        "checkpoint_every_s": None if checkpoint.every_s == "auto" else checkpoint.every_s,
+        "checkpoint_auto": checkpoint.every_s == "auto",
+    }
+    if checkpoint.keep_for_h is not None:
+        given["keep_last"] = max(CHECKPOINTS_KNOWN, checkpoint.keep_last)
+    return Policy(**given).in_multiples()
 
 
 class Controller:

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.sharding import Box, Holders, Replicas
-
-Place = tuple[int, int, int]  # in a shard space: pipeline stage, shard, tensor-parallel index
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +25,11 @@ class Cut:
     tp: int | None
     shard: int | None
 
-    def box(self, shape: tuple[int, ...], layout: Layout, place: Place) -> Box:
-        _, shard, tp = place
+    def box(self, shape: tuple[int, ...], layout: Layout, place: ShardPlace) -> Box:
         offsets, sizes = [0] * len(shape), list(shape)
         for axis, index, count in (
-            (self.tp, tp, layout.tp),
-            (self.shard, shard, layout.dp_shard),
+            (self.tp, place.tp, layout.tp),
+            (self.shard, place.dp_shard, layout.dp_shard),
         ):
             if axis is not None:
                 chunk = -(-sizes[axis] // count)
@@ -53,7 +50,7 @@ class TensorKind:
     shape: tuple[int, ...]
     cut: Cut | Box
 
-    def box(self, layout: Layout, place: Place) -> Box:
+    def box(self, layout: Layout, place: ShardPlace) -> Box:
         if isinstance(self.cut, Box):
             return self.cut
         return self.cut.box(self.shape, layout, place)
@@ -69,7 +66,7 @@ class Listing:
     kinds: tuple[TensorKind, ...]
     tensors: tuple[tuple[str, int], ...]
 
-    def boxes_of(self, layout: Layout, place: Place) -> Iterator[tuple[str, TensorKind, Box]]:
+    def boxes_of(self, layout: Layout, place: ShardPlace) -> Iterator[tuple[str, TensorKind, Box]]:
         """What the rank at ``place`` has. Raises IndexError where a tensor is of no kind."""
         boxes = [kind.box(layout, place) for kind in self.kinds]
         for name, number in self.tensors:
@@ -83,14 +80,14 @@ class HolderPart:
     holder: str
     listing: Listing
     layout: Layout
-    place: Place
+    place: ShardPlace
 
     def boxes(self) -> Iterator[tuple[str, TensorKind, Box]]:
         return self.listing.boxes_of(self.layout, self.place)
 
 
 def list_parts(
-    parts: Iterable[tuple[str, str, int, tuple[int, ...], Box]], layout: Layout, place: Place
+    parts: Iterable[tuple[str, str, int, tuple[int, ...], Box]], layout: Layout, place: ShardPlace
 ) -> Listing:
     """The listing of a rank that has ``parts``: name, dtype, bytes per element, shape, box."""
     numbers: dict[TensorKind, int] = {}
@@ -104,7 +101,7 @@ def list_parts(
     return Listing(tuple(numbers), tuple(tensors))
 
 
-def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: Place) -> Cut | Box:
+def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: ShardPlace) -> Cut | Box:
     """The simplest cut of which ``box`` is what ``place`` gets, or ``box`` if none is.
 
     Where several are, it does not matter which: whoever lists the same one has checked it too.
@@ -121,7 +118,7 @@ def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: Place) -> 
 def place_parts(parts: Iterable[HolderPart]) -> dict[str, Replicas]:
     """Who has which box of each tensor; of those that are cut alike, one object. No empty ones."""
     listings: dict[int, Listing] = {}
-    holders: dict[tuple[int, Layout], dict[Place, list[str]]] = defaultdict(
+    holders: dict[tuple[int, Layout], dict[ShardPlace, list[str]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for part in parts:

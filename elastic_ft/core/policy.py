@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from elastic_ft.core.layouts.layout import Strategy
+from elastic_ft.core.layouts.layout import LayoutWish
 from elastic_ft.core.layouts.planner import Planning
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the user decided; see ``config.ElasticConfig`` for the meaning of each."""
+@dataclass(frozen=True)  # no slots: the job file has its defaults from these
+class Policy(LayoutWish):
+    """What the user decided: layouts by rule, who takes part, and how long to wait for what.
+
+    What the job file has too means there what it means here, see ``config.ElasticConfig``.
+    """
 
     min_workers: int
     max_workers: int
-    strategy: Strategy = "ddp"
-    shard_size: int | None = None
-    tp: int = 1
-    pp: int = 1
-    planning: Planning | None = None  # the planner lays out, not the four above
+    planning: Planning | None = None  # the planner lays out, not by rule
     multiple_of: int = 1  # worlds are multiples of this
     spares: int = 0  # warm workers beside the world's
     regrow_repaid_s: float = 300  # within which a joiner's gain must be worth its pause
@@ -45,3 +45,26 @@ class Policy:
     from_scratch: bool = False  # the seed may be a source although steps are recorded
     checkpoint_every_s: float | None = None
     checkpoint_auto: bool = False  # as cost and failures advise
+
+    def in_multiples(self) -> Policy:
+        """The same policy with limits that are worlds: multiples of ``multiple_of``."""
+        each = self.multiple_of
+        return replace(
+            self,
+            min_workers=-(-self.min_workers // each) * each,
+            max_workers=self.max_workers // each * each,
+        )
+
+
+def same_names(kind: type[Any], *sections: object) -> dict[str, Any]:
+    """The values of ``sections`` that data class ``kind`` has a field of the same name for.
+
+    Raises ValueError where two sections have the same one.
+    """
+    found: dict[str, Any] = {}
+    for section in sections:
+        own = {f.name: getattr(section, f.name) for f in fields(kind) if hasattr(section, f.name)}
+        if twice := found.keys() & own:
+            raise ValueError(f"{', '.join(sorted(twice))}: given by two sections")
+        found |= own
+    return found

@@ -42,7 +42,7 @@ def choose_world(turn: Turn) -> World | str:
 
 
 def _by_rule(policy: Policy, usable: Sequence[Member], count: int) -> World:
-    layout, why = plan_layout(policy.strategy, count, policy.shard_size, policy.tp, policy.pp)
+    layout, why = plan_layout(policy, count)
     ordered = _inside_nodes(usable, layout.tp)
     why_idle = f"worlds are multiples of {policy.multiple_of}" * (count < len(usable))
     return World(ordered[:count], layout, why, ordered[count:], why_idle)

@@ -61,7 +61,7 @@ def squares_of_shards(
 ) -> float:
     """This rank's share of the squared norm of all gradients. Waits for the device."""
     norms = torch._foreach_norm([local_part(g) for g in gradients])
-    ranks = layout.data_parallel_size * layout.tp
+    ranks = layout.ranks_per_stage
     copies = [_copies(g, ranks, tied) for g in gradients]
     replicas = torch.tensor(copies, device=device)
     return float((torch.stack(norms).double() ** 2 / replicas).sum())

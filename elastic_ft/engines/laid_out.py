@@ -134,8 +134,8 @@ def _cut(job: Job, module: nn.Module, groups: Groups | None) -> Mapping[int, nn.
         return {0: module}
     assert groups.rank is not None
     layout = _layout(groups)
-    pp_rank, *_ = layout.coordinates(groups.rank)
-    return cut(cast("Decoder", module), pp_rank, layout.pp, job.parallel.schedule)
+    at = layout.coordinates(groups.rank)
+    return cut(cast("Decoder", module), at.pp, layout.pp, job.parallel.schedule)
 
 
 def _prepare(

@@ -97,7 +97,7 @@ class NativeEngine:
         layout = groups.assignment.layout
         self._groups = groups
         is_alone = laid_out.is_cut_alone(self.job, layout, self.device)
-        replicated = len(layout.shards()) == 1 and not is_alone
+        replicated = not layout.is_cut and not is_alone
         kept = replicated and self._replicated and self._laid_out is not None
         if replicated:
             if not kept:
@@ -280,8 +280,8 @@ class NativeEngine:
         if not self._settled:
             self._listed, self._settled = None, True
         assert self._groups is not None and self._groups.rank is not None
-        *_, tp = self._groups.assignment.layout.coordinates(self._groups.rank)
-        return (loss, tokens) if tp == 0 else (0.0, 0)
+        at = self._groups.assignment.layout.coordinates(self._groups.rank)
+        return (loss, tokens) if at.tp == 0 else (0.0, 0)
 
     def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: what can wait for a step's last one is not sent before."""

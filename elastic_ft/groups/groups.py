@@ -422,16 +422,8 @@ class Groups:
 
 
 def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    sizes = {
-        "pp": layout.pp,
-        "dp_replicate": layout.dp_replicate,
-        "dp_shard": layout.dp_shard,
-        "tp": layout.tp,
-    }
-    used = {name: size for name, size in sizes.items() if size > 1}
-    if layout.pp > 1 or layout.tp > 1 or not used:
-        used = {name: n for name, n in sizes.items() if n > 1 or name == "dp_shard"}  # for FSDP2
-    return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+    dims = layout.mesh_dims()
+    return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
 def _abort(backend: Any) -> None:

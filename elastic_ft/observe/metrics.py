@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from elastic_ft.core import events as ev
+from elastic_ft.core.layouts.layout import DIMENSIONS
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
@@ -21,7 +22,6 @@ from elastic_ft.observe.catalogue import COMMON, METRICS, RECOVERY_BUCKETS_S, Me
 from elastic_ft.observe.journal import COUNTED
 
 PHASES = ("starting", "running", "pausing", "forming", "suspended", "ended")
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 NODE_GAUGES = ("keeper_memory", "node_memory_free", "node_disk_free")
 REQUEST_TIMEOUT_S = 10.0
 TARGETS = "prometheus_targets.json"  # in the run folder, for Prometheus' file_sd_configs
@@ -119,8 +119,7 @@ class Metrics:
         layout = assignment.layout
         self._metrics["layout_info"].clear()
         self._of("layout_info", layout=str(layout)).set(1)
-        for dimension in DIMENSIONS:
-            ranks = getattr(layout, dimension)
+        for dimension, ranks in zip(DIMENSIONS, layout.sizes, strict=True):
             self._of("layout_ranks", dimension=dimension).set(ranks)
         self._of("state_copies").set(state_copies(assignment))
         for name in ("pace", "data_wait", "save_wait", "silent"):

@@ -104,7 +104,7 @@ def recorded(world: Simulation, command: RecordStep) -> None:
     if any(not worker.answers() for worker in members):
         return  # a fault is under way: what it took is not the rule's fault
     layout = world.core.assignment.layout if world.core.assignment else Layout()
-    if world.scenario.copies < 2 and len(layout.shards()) > 1:
+    if world.scenario.copies < 2 and layout.is_cut:
         return  # the user wants no second copy
     require(_complete_from(members, step), "I4", f"step {step} is recorded, but nowhere complete")
     nodes = sorted({worker.node.id for worker in members})

@@ -10,8 +10,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.placement import HolderPart, Listing, Place, list_parts, place_parts
+from elastic_ft.core.layouts.layout import Layout, ShardPlace
+from elastic_ft.core.placement import HolderPart, Listing, list_parts, place_parts
 from elastic_ft.core.sharding import Placement
 from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import GroupBroken
@@ -85,12 +85,12 @@ class Told:
         layout, space = self.groups.assignment.layout, _space(self.groups)
         try:
             offering = [
-                HolderPart(str(number), found[digest], space, Layout.place_of(shard))
+                HolderPart(str(number), found[digest], space, ShardPlace.parse(shard))
                 for number, listed in enumerate(self.everyones)
                 for shard, digest in listed.offers
             ]
             needing = {
-                rank: HolderPart(str(rank), found[listed.needs], layout, _place(layout, rank))
+                rank: HolderPart(str(rank), found[listed.needs], layout, layout.place_of(rank))
                 for rank, listed in enumerate(self.everyones)
                 if listed.needs is not None
             }
@@ -110,7 +110,7 @@ def tell(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Tol
     layout, space = groups.assignment.layout, _space(groups)
     own: dict[str, Listing] = {}
 
-    def publish(state: LocalState, of: Layout, place: Place) -> str:
+    def publish(state: LocalState, of: Layout, place: ShardPlace) -> str:
         listing = _listing(state, of, place)
         digest = hashlib.blake2b(pack(listing), digest_size=16).hexdigest()
         if digest not in own:
@@ -119,10 +119,10 @@ def tell(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Tol
         return digest
 
     offered = tuple(
-        (shard, publish(state, space, Layout.place_of(shard)))
+        (shard, publish(state, space, ShardPlace.parse(shard)))
         for shard, state in zip(sorted(groups.assignment.has), offers, strict=True)
     )
-    needed = None if groups.rank is None else publish(needs, layout, _place(layout, groups.rank))
+    needed = None if groups.rank is None else publish(needs, layout, layout.place_of(groups.rank))
     listed = Listed(offered, needed)  # once what is offered was verified, as large as it is
     return Told(groups, own, groups.exchange_values("listed", listed, OTHERS_TIMEOUT_S))
 
@@ -135,7 +135,7 @@ def _fetch(groups: Groups, digest: str) -> Listing:
     return found
 
 
-def _listing(state: LocalState, layout: Layout, place: Place) -> Listing:
+def _listing(state: LocalState, layout: Layout, place: ShardPlace) -> Listing:
     """In the order of a snapshot's schema."""
     parts = (
         (tensor_name(key), tensor.dtype, tensor.local.element_size(), tensor.shape, tensor.box)
@@ -148,8 +148,3 @@ def _space(groups: Groups) -> Layout:
     """How the source is cut."""
     space = groups.assignment.source.space
     return Layout.of_shard_space(space) if space else Layout()
-
-
-def _place(layout: Layout, rank: int) -> Place:
-    pp, _, shard, tp = layout.coordinates(rank)
-    return pp, shard, tp

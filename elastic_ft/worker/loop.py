@@ -150,7 +150,7 @@ class Loop:
         self._step_s = 0.0  # of the step before
         self._spent = Spent()
         self._pace: LayerTimer | None = None
-        if layout.tp == 1:
+        if not layout.waits_within_layers:
             self._pace = LayerTimer(self.engine.blocks, self.engine.device)
         # As all members agreed in the running step:
         self._pausing = self._stopping = self._checkpointing = False
@@ -307,14 +307,10 @@ class Loop:
         if not self.job.audit:
             return []
         batch = self.job.batch
-        consumed = micro_batches if self._counts_samples() else []
-        return places(consumed, batch.global_batch_size, batch.micro_batch_size)
-
-    def _counts_samples(self) -> bool:
-        """Ranks that share one batch (tensor and pipeline peers) count it once."""
         assert self.groups.rank is not None
-        pp, _, _, tp = self.groups.assignment.layout.coordinates(self.groups.rank)
-        return pp == 0 and tp == 0
+        counts = self.groups.assignment.layout.counts_samples(self.groups.rank)
+        consumed = micro_batches if counts else []
+        return places(consumed, batch.global_batch_size, batch.micro_batch_size)
 
     # ---------------------------------------------------------- keeping the state
 

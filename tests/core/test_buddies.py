@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.events import Member
-from elastic_ft.core.layouts.layout import Layout, plan_layout
+from elastic_ft.core.layouts.layout import Layout, LayoutWish, plan_layout
 from elastic_ft.sim.script import member
 
 TWO = Layout(dp_shard=2)
@@ -92,7 +92,7 @@ def test_with_r_copies_any_r_minus_one_losses_leave_every_shard(
     nodes: list[str], racks: list[str], strategy: str, shard_size: int | None, copies: int
 ) -> None:
     members = [replace(m, domain=racks[int(m.node[1:]) - 1]) for m in people(*nodes)]
-    layout, _ = plan_layout(strategy, len(members), shard_size)  # type: ignore[arg-type]
+    layout, _ = plan_layout(LayoutWish(strategy=strategy, shard_size=shard_size), len(members))  # type: ignore[arg-type]
     buddies = choose_buddies(members, layout, copies)
     holds = {rank: {layout.shard_of(rank)} for rank in range(len(members))}
     for owner, who in enumerate(buddies):
@@ -157,5 +157,5 @@ def test_as_if_everybody_were_looked_at_for_every_copy(
     nodes: list[str], racks: list[str], strategy: str, shard_size: int | None, copies: int
 ) -> None:
     members = [replace(m, domain=racks[int(m.node[1:])]) for m in people(*nodes)]
-    layout, _ = plan_layout(strategy, len(members), shard_size)  # type: ignore[arg-type]
+    layout, _ = plan_layout(LayoutWish(strategy=strategy, shard_size=shard_size), len(members))  # type: ignore[arg-type]
     assert choose_buddies(members, layout, copies) == dumb(members, layout, copies)

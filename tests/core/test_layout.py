@@ -10,11 +10,17 @@ from hypothesis import strategies as st
 
 from elastic_ft.core.layouts.layout import (
     Layout,
+    LayoutWish,
     count_stages,
     plan_layout,
     split_layers,
     stages_of,
 )
+
+
+def wished(strategy: str, shard_size: int | None, tp: int = 1, pp: int = 1) -> LayoutWish:
+    return LayoutWish(strategy=strategy, shard_size=shard_size, tp=tp, pp=pp)  # type: ignore[arg-type]
+
 
 layouts = st.builds(Layout, *[st.integers(1, 3) for _ in range(4)])
 
@@ -91,12 +97,12 @@ def test_a_layout_is_found_again_by_its_name(layout: Layout) -> None:
 def test_hsdp_takes_the_largest_number_of_shards_that_fits(
     world_size: int, shard_size: int | None, wanted: str
 ) -> None:
-    assert str(plan_layout("hsdp", world_size, shard_size)[0]) == wanted
+    assert str(plan_layout(wished("hsdp", shard_size), world_size)[0]) == wanted
 
 
 @given(st.sampled_from(["ddp", "fsdp", "hsdp"]), st.integers(1, 64), st.integers(1, 16))
 def test_every_world_gets_a_layout_of_its_size(strategy: str, world: int, shards: int) -> None:
-    layout, why = plan_layout(strategy, world, shards)  # type: ignore[arg-type]
+    layout, why = plan_layout(wished(strategy, shards), world)
     assert layout.world_size == world
     assert why.startswith(strategy)
     if strategy == "ddp":
@@ -119,7 +125,7 @@ def test_every_world_gets_a_layout_of_its_size(strategy: str, world: int, shards
     ],
 )
 def test_degrades_by_rule(strategy: str, world_size: int, tp: int, pp: int, wanted: str) -> None:
-    layout, why = plan_layout(strategy, world_size, 2, tp, pp)  # type: ignore[arg-type]
+    layout, why = plan_layout(wished(strategy, 2, tp, pp), world_size)
     assert str(layout) == wanted
     assert ("does not divide" in why) == ((layout.tp, layout.pp) != (tp, pp))
 
@@ -131,7 +137,7 @@ def test_degrades_by_rule(strategy: str, world_size: int, tp: int, pp: int, want
     st.integers(1, 16),
 )
 def test_no_worker_idles(strategy: str, world: int, tp: int, pp: int) -> None:
-    layout, _ = plan_layout(strategy, world, 2, tp, pp)  # type: ignore[arg-type]
+    layout, _ = plan_layout(wished(strategy, 2, tp, pp), world)
     assert layout.world_size == world
     assert tp % layout.tp == 0
     assert layout.pp <= pp
@@ -165,7 +171,7 @@ def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="outside layout"):
         Layout(dp_shard=2).coordinates(2)
     with pytest.raises(ValueError, match="at least one rank"):
-        plan_layout("ddp", 0, None)
+        plan_layout(LayoutWish(), 0)
     with pytest.raises(ValueError, match="not a layout"):
         Layout.parse("fsdp2-pp2")
     with pytest.raises(ValueError, match="not a shard space"):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.placement import (
     Cut,
     HolderPart,
     Listing,
-    Place,
     find_cut,
     list_parts,
     place_parts,
@@ -38,26 +37,21 @@ def cuts(draw: st.DrawFn) -> dict[str, Cut | None]:
     }
 
 
-def odd_part(shape: tuple[int, ...], layout: Layout, place: Place) -> Box:
+def odd_part(shape: tuple[int, ...], layout: Layout, place: ShardPlace) -> Box:
     """Rows of the first axis, more of them the later the shard."""
     count = layout.dp_shard
     stops = [shape[0] * (i * i) // (count * count) for i in range(count + 1)]
-    start, stop = stops[place[1]], stops[place[1] + 1]
+    start, stop = stops[place.dp_shard], stops[place.dp_shard + 1]
     return Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
 
 
-def place_of(layout: Layout, rank: int) -> Place:
-    pp, _, shard, tp = layout.coordinates(rank)
-    return pp, shard, tp
-
-
 def parts(
-    cut: dict[str, Cut | None], layout: Layout, place: Place
+    cut: dict[str, Cut | None], layout: Layout, place: ShardPlace
 ) -> list[tuple[str, str, int, tuple[int, ...], Box]]:
     """Of the tensors of one stage; the scalar is in all of them."""
     found = []
     for number, (name, shape) in enumerate(SHAPES.items()):
-        if number % layout.pp == place[0] or not shape:
+        if number % layout.pp == place.pp or not shape:
             how = cut[name]
             box = (how.box if how else odd_part)(shape, layout, place)
             found.append((name, "float32", ITEMSIZES[name], shape, box))
@@ -71,7 +65,7 @@ def shares(
     listings: dict[Listing, Listing] = {}
     said, pieces = [], []
     for rank in range(layout.world_size):
-        at = place_of(layout, rank)
+        at = layout.place_of(rank)
         own = parts(cut, layout, at)
         listing = list_parts(own, layout, at)
         said.append(
@@ -90,7 +84,7 @@ def test_everyone_knows_what_everyone_has(cut: dict[str, Cut | None], layout: La
     said, pieces = shares(cut, layout)
     event(f"listings: {len({id(share.listing) for share in said})}")
     for share, rank in zip(said, range(layout.world_size), strict=True):
-        own = parts(cut, layout, place_of(layout, rank))
+        own = parts(cut, layout, layout.place_of(rank))
         boxes = [
             (name, kind.dtype, kind.itemsize, kind.shape, box) for name, kind, box in share.boxes()
         ]
@@ -118,5 +112,5 @@ def test_ranks_that_are_cut_alike_list_the_same() -> None:
 
 def test_a_box_that_no_cut_explains_is_listed_itself() -> None:
     odd = Box((1,), (3,))
-    assert find_cut((8,), odd, Layout(dp_shard=4), (0, 1, 0)) == odd
-    assert find_cut((8,), Box((2,), (2,)), Layout(dp_shard=4), (0, 1, 0)) == Cut(None, 0)
+    assert find_cut((8,), odd, Layout(dp_shard=4), ShardPlace(0, 1, 0)) == odd
+    assert find_cut((8,), Box((2,), (2,)), Layout(dp_shard=4), ShardPlace(0, 1, 0)) == Cut(None, 0)

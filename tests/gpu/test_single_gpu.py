@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from elastic_ft.config import parse_job
 from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.groups.groups import Groups
 from elastic_ft.hosts.local import run_local
@@ -52,7 +52,7 @@ def test_nccl_group_forms_again_after_an_abort() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     member = Member("w0", "n0", "localhost", 0)
     for generation in (1, 2, 3):
-        layout, _ = plan_layout("fsdp", 1, None)
+        layout, _ = plan_layout(LayoutWish(strategy="fsdp"), 1)
         source = Source(0, Tier.INITIAL)
         assignment = Assignment(generation, (member,), (), layout, source, ((),), "test")
         groups = Groups(share_of(assignment, "w0"), member, ("127.0.0.1", store.port))

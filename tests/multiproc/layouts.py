@@ -134,10 +134,7 @@ def attached(
     port: int, generation: int, rank: int, world: int, job: Job
 ) -> Iterator[tuple[Any, Any, Any]]:
     """The job's engine with the state of step 0, its data, and groups."""
-    parallel = job.parallel
-    layout, _ = plan_layout(
-        parallel.data_strategy, world, parallel.shard_size, parallel.tp, parallel.pp
-    )
+    layout, _ = plan_layout(job.parallel.wish, world)
     engine, data = pool.make_engine(job)
     groups = pool.form(port, generation, rank, layout)
     try:

@@ -41,7 +41,7 @@ def live_through(
     """What is alive after each of so many generations, each with a step of training."""
     engine, data = pool.make_engine(job)
     parallel, linear = job.parallel, torch.nn.functional.linear
-    layout, _ = plan_layout(parallel.data_strategy, world, None, parallel.tp, parallel.pp)
+    layout, _ = plan_layout(parallel.wish, world)
     found = []
     for number in range(generations):
         groups = pool.form(port, generation + number, rank, layout)

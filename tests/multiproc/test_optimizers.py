@@ -82,7 +82,7 @@ def train_on(
     steps: range,
 ) -> list[Any]:
     """For ``pool.Pool``. Goes on from the whole tensors of ``state``; returns this rank's part."""
-    layout, _ = plan_layout(job.parallel.data_strategy, world, None)
+    layout, _ = plan_layout(job.parallel.wish, world)
     engine, data = pool.make_engine(job)
     groups = pool.form(port, generation, rank, layout)
     try:

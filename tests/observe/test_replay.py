@@ -82,7 +82,7 @@ def test_a_line_of_another_version_is_refused() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        Policy(1, 4, "fsdp", checkpoint_every_s=30.0),
+        Policy(1, 4, strategy="fsdp", checkpoint_every_s=30.0),
         ev.KeeperReady(1.5, ev.Keeper("n1", ("127.0.0.1", 80))),
         ev.Paused(1.0, "w", 2, (ev.Holding(3, "pp1.s2.tp1", "pp0.s1.tp0", ev.Tier.PEER),)),
         ev.ShardsWritten(1.0, "w", 2, 3, ({"path": "p"},), {"a": ("fp32", (2, 3))}),

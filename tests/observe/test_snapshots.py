@@ -22,7 +22,7 @@ from tests.observe.test_replay import JOURNALS, KEPT
 
 def told(name: str) -> Iterator[tuple[Policy, State, replay.ToldLine]]:
     """Each event of a kept journal, with the state before it."""
-    state, policy = State(), Policy(1, 1, "ddp")
+    state, policy = State(), Policy(1, 1)
     for item in replay.parse_inbox(read_lines(KEPT / name / "inbox.jsonl")):
         if isinstance(item, replay.Begun):
             policy = item.policy

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.core.events import ITS_DEVICE, Assignment, Member, Source, Tier
-from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
@@ -49,7 +49,7 @@ def make_groups(
     backend: str = "auto",
     **sizes: int,
 ) -> Groups:
-    layout, _ = plan_layout(strategy, world, shard_size, **sizes)
+    layout, _ = plan_layout(LayoutWish(strategy=strategy, shard_size=shard_size, **sizes), world)
     members = tuple(Member(f"w{rank}", f"n{rank}", "localhost", 0) for rank in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, ((),) * world, "test")

@@ -29,7 +29,7 @@ from elastic_ft.core.events import (
     Source,
     Tier,
 )
-from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
@@ -225,7 +225,7 @@ def test_bytes_of_a_later_step_are_not_served_as_those_of_an_earlier_one(
 
 def test_a_worker_notices_that_its_keeper_does_not_hear_it(desk: Desk, keeper: Keeper) -> None:
     """Its line is shut down, from whichever end: both live."""
-    layout, _ = plan_layout("ddp", 1, None, 1, 1)
+    layout, _ = plan_layout(LayoutWish(), 1)
     source = Source(0, Tier.INITIAL)
     alone = Assignment(1, (member("w0", "n0"),), (), layout, source, ((),), "a test", (keeper,))
     groups: Any = SimpleNamespace(assignment=share_of(alone, "w0"), rank=0, host=None)

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.forming import World, lacking_bytes, received_bytes, shapes_of
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.placement import Cut, Listing, list_parts
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.typed import decoder
@@ -68,11 +68,11 @@ def test_what_one_sends_another_receives_and_nobody_lacks_anything(
 def test_a_listing_arrives_as_it_was_sent() -> None:
     layout, odd = Layout(dp_shard=4, tp=2), Box((1,), (2,))
     parts = [
-        ("matrix", "float32", 4, (8, 6), Cut(1, 0).box((8, 6), layout, (0, 1, 1))),
+        ("matrix", "float32", 4, (8, 6), Cut(1, 0).box((8, 6), layout, ShardPlace(0, 1, 1))),
         ("odd", "bfloat16", 2, (8,), odd),
         ("scalar", "float32", 4, (), Box((), ())),
     ]
-    listing = list_parts(parts, layout, (0, 1, 1))
+    listing = list_parts(parts, layout, ShardPlace(0, 1, 1))
     assert [kind.cut for kind in listing.kinds] == [Cut(1, 0), odd, Cut(None, None)]
     assert decoder(Listing)(unpack(pack(Packed(listing)))) == listing
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_ft.core.events import Assignment, Holding, Source, Tier
-from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
@@ -23,7 +23,7 @@ from elastic_ft.sim.script import member
 from elastic_ft.state.snapshot import HostShard, Snapshots
 from elastic_ft.state.tensors import LocalState, StateTensor
 
-LAYOUT, _ = plan_layout("fsdp", 2, None, 1, 1)
+LAYOUT, _ = plan_layout(LayoutWish(strategy="fsdp"), 2)
 MEMBERS = (member("a", "n1"), member("b", "n2"))
 SOURCE = Source(59, Tier.INITIAL)
 ASSIGNMENT = Assignment(3, MEMBERS, (), LAYOUT, SOURCE, ((), ()), "a test")
@@ -176,7 +176,7 @@ class Line:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_keeper_that_hears_nothing_is_not_relied_on(strategy: Any) -> None:
     """Where all have all of the state, a step is held by a keeper, or it is not said to be."""
-    layout, _ = plan_layout(strategy, 2, None, 1, 1)
+    layout, _ = plan_layout(LayoutWish(strategy=strategy), 2)
     groups: Any = SimpleNamespace(assignment=replace(SHARE, layout=layout), rank=0, host=None)
     why: list[str] = []
     held: list[int] = []

@@ -18,7 +18,8 @@ PACKAGE = ROOT / "elastic_ft"
 FLOORS = (
     ("errors",),
     ("torch_private",),
-    ("config", "core", "faults"),
+    ("core",),
+    ("config", "faults"),
     ("models", "sim", "storage"),
     ("data", "observe", "transport"),
     ("groups", "keeper"),

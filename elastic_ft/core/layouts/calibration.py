@@ -57,7 +57,7 @@ def calibrate(
         limits.micro_batches[0],
         limits.recompute[0],
         schedule,
-        CHUNKS.get(schedule, 1) if layout.pp > 1 else 1,
+        CHUNKS.get(schedule, 1) if layout.has_stages else 1,
     )
 
     def predicted_s(flops_per_s: float) -> float:

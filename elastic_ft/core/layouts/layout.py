@@ -1,7 +1,7 @@
 """How a model is laid out over ranks. Pure; the mesh itself is built by an engine.
 
-Rank order is row-major over (pp, dp_replicate, dp_shard, tp), torch's order for
-``init_device_mesh`` with those dimension names, so tensor-parallel peers are neighbours.
+Rank order is row-major over ``DIMENSIONS``, torch's order for ``init_device_mesh`` with those
+dimension names, so tensor-parallel peers are neighbours.
 """
 
 from __future__ import annotations
@@ -10,11 +10,63 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
-from math import inf
-from typing import Literal
+from itertools import accumulate, pairwise, product
+from math import inf, prod
+from typing import Literal, NamedTuple
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")  # of a layout, the outermost first
+MODEL_DIMENSIONS = ("tp", "pp")  # those of them that share one sample's work out; wished for
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutWish:
+    """What layouts are made of by rule, see ``plan_layout``."""
+
+    strategy: Strategy = "ddp"  # how data ranks hold the state
+    shard_size: int | None = None  # hsdp: ranks that share one replica
+    tp: int = 1  # ranks that share each layer
+    pp: int = 1  # ranks that share the layers out
+
+    @property
+    def ranks_per_sample(self) -> int:
+        """Ranks that work on one sample together, where all is as wished."""
+        return prod(getattr(self, name) for name in MODEL_DIMENSIONS)
+
+    def sizes_in_words(self, prefix: str = "") -> str:
+        """Such as "tp 2 x pp 4"; ``prefix``: before each dimension's name."""
+        return " x ".join(f"{prefix}{name} {getattr(self, name)}" for name in MODEL_DIMENSIONS)
+
+
+class Coordinates(NamedTuple):
+    """Indices of a rank, by dimension, in the order of ``DIMENSIONS``."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    tp: int
+
+
+class ShardPlace(NamedTuple):
+    """Where a part of the state is, by the dimensions that cut it; or how often each cuts it.
+
+    On disk and on the wire it is a string: a shard's name has indices, a shard space has sizes.
+    """
+
+    pp: int
+    dp_shard: int
+    tp: int
+
+    @staticmethod
+    def parse(name: str) -> ShardPlace:
+        """What ``str`` makes of a place. Raises ValueError."""
+        match = re.fullmatch(r"pp(\d+)\.s(\d+)\.tp(\d+)", name)
+        if match is None:
+            raise ValueError(f"not a shard space, nor a shard: {name!r}")
+        return ShardPlace(*map(int, match.groups()))
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}.s{self.dp_shard}.tp{self.tp}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,39 +79,65 @@ class Layout:
     tp: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.dp_replicate, self.dp_shard, self.pp, self.tp) < 1:
+        if min(self.sizes) < 1:
             raise ValueError(f"every dimension of a layout is at least 1, got {self}")
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """In the order of ``DIMENSIONS``."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+
+    @property
     def world_size(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.pp * self.tp
+        return prod(self.sizes)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
-    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """(pp, dp_replicate, dp_shard, tp) indices of ``rank``."""
+    def coordinates(self, rank: int) -> Coordinates:
+        """Raises ValueError for a rank that the layout has not."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside layout {self} of {self.world_size} ranks")
         rest, tp = divmod(rank, self.tp)
         rest, shard = divmod(rest, self.dp_shard)
         pp, replicate = divmod(rest, self.dp_replicate)
-        return pp, replicate, shard, tp
+        return Coordinates(pp, replicate, shard, tp)
 
     def data_rank(self, rank: int) -> int:
         """Index of ``rank`` among the ranks that read different samples."""
-        _, replicate, shard, _ = self.coordinates(rank)
-        return replicate * self.dp_shard + shard
+        at = self.coordinates(rank)
+        return at.dp_replicate * self.dp_shard + at.dp_shard
+
+    def counts_samples(self, rank: int) -> bool:
+        """Whether ``rank`` counts what its batch has: of those that share one batch, the first."""
+        at = self.coordinates(rank)
+        return not any(getattr(at, name) for name in MODEL_DIMENSIONS)
+
+    def mesh_dims(self) -> dict[str, int]:
+        """Names and sizes of the device mesh's dimensions.
+
+        Those of size 1 are left out. FSDP2 needs a dimension of shards beside model dimensions,
+        whatever its size, and a mesh has one dimension at least.
+        """
+        sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
+        used = {name: size for name, size in sizes.items() if size > 1}
+        if used and not used.keys() & {*MODEL_DIMENSIONS}:
+            return used
+        return {name: n for name, n in sizes.items() if n > 1 or name == "dp_shard"}
+
+    def place_of(self, rank: int) -> ShardPlace:
+        """Where in the shard space ``rank`` is. Equal places hold equal state."""
+        at = self.coordinates(rank)
+        return ShardPlace(at.pp, at.dp_shard, at.tp)
 
     def shard_of(self, rank: int) -> str:
         """Name of the part of the state that ``rank`` holds. Equal names hold equal state.
 
         Comparable only within one layout: see ``shard_space``.
         """
-        pp, _, shard, tp = self.coordinates(rank)
-        return f"pp{pp}.s{shard}.tp{tp}"
+        return str(self.place_of(rank))
 
     def replicas_of(self, rank: int) -> range:
         """The ranks that hold the same shard, ``rank`` among them."""
@@ -69,18 +147,29 @@ class Layout:
         return range(first, first + stage, apart)
 
     @property
+    def has_stages(self) -> bool:
+        """Whether the layers are shared out as pipeline stages."""
+        return self.pp > 1
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that have the same layers, or parts of them."""
+        return self.world_size // self.pp
+
+    @property
+    def waits_within_layers(self) -> bool:
+        """Whether ranks wait for each other inside each layer."""
+        return self.tp > 1
+
+    @property
     def is_cut(self) -> bool:
         """Whether no rank has all of the state."""
-        return self.pp * self.dp_shard * self.tp > 1
+        return max(self.cuts) > 1
 
-    @staticmethod
-    def place_of(shard: str) -> tuple[int, int, int]:
-        """(pp, dp_shard, tp) indices of a shard's name. Raises ValueError."""
-        match = re.fullmatch(r"pp(\d+)\.s(\d+)\.tp(\d+)", shard)
-        if match is None:
-            raise ValueError(f"not a shard: {shard!r}")
-        pp, index, tp = map(int, match.groups())
-        return pp, index, tp
+    @property
+    def cuts(self) -> ShardPlace:
+        """Into how many parts each dimension cuts the state."""
+        return ShardPlace(self.pp, self.dp_shard, self.tp)
 
     def shards(self) -> frozenset[str]:
         """Every shard name; together they are the whole state."""
@@ -89,16 +178,12 @@ class Layout:
     @property
     def shard_space(self) -> str:
         """Names the way the state is cut. Layouts with one shard space have the same shards."""
-        return f"pp{self.pp}.s{self.dp_shard}.tp{self.tp}"
+        return str(self.cuts)
 
     @staticmethod
     def of_shard_space(space: str) -> Layout:
         """The smallest layout whose ``shard_space`` is ``space``."""
-        match = re.fullmatch(r"pp(\d+)\.s(\d+)\.tp(\d+)", space)
-        if match is None:
-            raise ValueError(f"not a shard space: {space!r}")
-        pp, shard, tp = map(int, match.groups())
-        return Layout(pp=pp, dp_shard=shard, tp=tp)
+        return Layout(**ShardPlace.parse(space)._asdict())
 
     @staticmethod
     def parse(name: str) -> Layout:
@@ -128,36 +213,36 @@ def shard_names(layout: Layout) -> tuple[str, ...]:
     """``shard_of`` of every rank, in order: asked for several times while a world of N forms."""
     names: list[str] = []
     for pp in range(layout.pp):
-        stage = [f"pp{pp}.s{s}.tp{tp}" for s in range(layout.dp_shard) for tp in range(layout.tp)]
-        names += stage * layout.dp_replicate
+        places = product((pp,), range(layout.dp_shard), range(layout.tp))
+        names += [str(ShardPlace(*place)) for place in places] * layout.dp_replicate
     return tuple(names)
 
 
-def plan_layout(
-    strategy: Strategy, world_size: int, shard_size: int | None, tp: int = 1, pp: int = 1
-) -> tuple[Layout, str]:
+def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
     """Returns the layout for ``world_size`` ranks, and the reason in words. Uses every rank.
 
-    ``tp`` and ``pp`` are as wanted where their product divides the world. Else tensor parallelism
+    ``tp`` and ``pp`` are as wished where their product divides the world. Else tensor parallelism
     is kept before pipeline stages: the largest divisor of ``tp``, with it the most stages up to
     ``pp``, that do. What is left is data parallel by ``strategy``; ``shard_size`` is HSDP's.
     """
-    if min(world_size, tp, pp) < 1:
-        raise ValueError(f"a layout needs at least one rank, got {world_size} (tp {tp}, pp {pp})")
-    kept_tp, kept_pp = next(
+    if min(world_size, wish.tp, wish.pp) < 1:
+        raise ValueError(
+            f"a layout needs at least one rank, got {world_size} ({wish.sizes_in_words()})"
+        )
+    tp, pp = next(
         (tensor, stages)
-        for tensor in range(tp, 0, -1)
-        for stages in range(pp, 0, -1)
-        if tp % tensor == 0 and world_size % (tensor * stages) == 0
+        for tensor in range(wish.tp, 0, -1)
+        for stages in range(wish.pp, 0, -1)
+        if wish.tp % tensor == 0 and world_size % (tensor * stages) == 0
     )
-    data, why = _plan_data(strategy, world_size // (kept_tp * kept_pp), shard_size)
-    layout = replace(data, tp=kept_tp, pp=kept_pp)
-    if tp == pp == 1:
+    data, why = _plan_data(wish.strategy, world_size // (tp * pp), wish.shard_size)
+    layout = replace(data, tp=tp, pp=pp)
+    if wish.ranks_per_sample == 1:
         return layout, why
-    found = f"pp {kept_pp} x tp {kept_tp} x {why}"
-    if (kept_tp, kept_pp) == (tp, pp):
+    found = f"pp {pp} x tp {tp} x {why}"
+    if (tp, pp) == (wish.tp, wish.pp):
         return layout, found
-    return layout, f"{found}, as pp {pp} x tp {tp} does not divide {world_size} ranks"
+    return layout, (f"{found}, as pp {wish.pp} x tp {wish.tp} does not divide {world_size} ranks")
 
 
 def _plan_data(strategy: Strategy, world_size: int, shard_size: int | None) -> tuple[Layout, str]:

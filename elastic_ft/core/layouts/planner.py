@@ -393,8 +393,8 @@ class _Boxes:
         self.stops = [done / model.layers for done in accumulate(layers, initial=0)]
 
     def cell(self, rank: int) -> tuple[int, int, int]:
-        pp, _, shard, tp = self.layout.coordinates(rank)
-        return pp, tp, shard
+        at = self.layout.coordinates(rank)
+        return at.pp, at.tp, at.dp_shard
 
     def box(self, cell: tuple[int, ...]) -> tuple[Interval, Interval, Interval]:
         pp, tp, shard = cell
@@ -406,7 +406,7 @@ class _Boxes:
         )
 
     def volume(self, rank: int) -> float:
-        pp = self.layout.coordinates(rank)[0]
+        pp = self.layout.coordinates(rank).pp
         depth = self.stops[pp + 1] - self.stops[pp]
         return depth / self.layout.tp / self.layout.dp_shard
 
