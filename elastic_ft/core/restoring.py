@@ -6,7 +6,7 @@ keepers is accounted for here, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -145,7 +145,7 @@ def no_way_on(recorded: int, why: str) -> str:
 
 
 def needed_donors(
-    turn: Turn, members: list[Member], shards: Iterable[tuple[tuple[str, Tier], ...]]
+    turn: Turn, members: Sequence[Member], shards: Iterable[tuple[tuple[str, Tier], ...]]
 ) -> list[Member]:
     """Leaving workers that alone have some shard: they give it before they go."""
     staying = {m.worker for m in members}

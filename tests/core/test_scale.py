@@ -165,7 +165,7 @@ def test_a_scan_of_everybody_for_each_answer_would_be_seen(monkeypatch: pytest.M
     def scans(turn: Turn) -> bool:
         return all(worker in turn.state.paused for worker in reversed(turn.holders()))
 
-    monkeypatch.setattr(membership, "_have_paused", scans)
+    monkeypatch.setattr(membership, "have_paused", scans)
     assert growth(pause, "fsdp", repeats=1) > RATIO_MAX
 
 

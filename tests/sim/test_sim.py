@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.core import blame, buddies, commits, events, membership, restoring, source, state
+from elastic_ft.core import (
+    blame,
+    buddies,
+    commits,
+    events,
+    generations,
+    membership,
+    restoring,
+    source,
+    state,
+)
+from elastic_ft.core import failures as breaks
 from elastic_ft.core.layouts import layout
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
@@ -301,7 +312,7 @@ def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
 ) -> None:
     scenarios = [left_over(seed) for seed in range(240)]
     assert not failures(scenarios)
-    bench = membership.bench
+    bench = generations.bench
 
     def not_told(turn: state.Turn, keep: set[str], step: int) -> dict[str, int]:
         asked = len(turn.commands)
@@ -309,9 +320,9 @@ def test_what_workers_without_a_rank_hold_is_neither_forgotten_nor_mixed(
         del turn.commands[asked:]
         return benched
 
-    monkeypatch.setattr(membership, "bench", lambda turn, keep, step: {})
+    monkeypatch.setattr(generations, "bench", lambda turn, keep, step: {})
     assert failures(scenarios)
-    monkeypatch.setattr(membership, "bench", not_told)  # what they keep then is of no history
+    monkeypatch.setattr(generations, "bench", not_told)  # what they keep then is of no history
     assert not failures(scenarios)
     without_identity(monkeypatch)
     assert failures(scenarios)
@@ -371,7 +382,7 @@ def test_a_joiner_that_nobody_can_reach_is_done_without(monkeypatch: pytest.Monk
         report = simulate(scenario)
         assert report.fired["close_ports"] == report.fired["crash_worker_there"] == 1
         assert report.virtual_s < scenario.heal_at_s and not report.rollbacks
-    monkeypatch.setattr(membership, "blame_joiners", lambda turn: True)
+    monkeypatch.setattr(generations, "blame_joiners", lambda turn: True)
     assert len(failures(scenarios)) == len(scenarios)
 
 
@@ -380,7 +391,7 @@ def test_the_checks_see_old_members_blamed(monkeypatch: pytest.MonkeyPatch) -> N
         turn.set(proven=frozenset(list(turn.state.ranks)[1:]))
         return blame.blame_joiners(turn)
 
-    monkeypatch.setattr(membership, "blame_joiners", by_rank)
+    monkeypatch.setattr(generations, "blame_joiners", by_rank)
     with pytest.raises(SimViolation, match="took part in the last step"):
         for seed in range(30):
             simulate(closed_joiner(seed))
@@ -413,7 +424,7 @@ def every_end_counts(turn: state.Turn, cause: str, why: str, nodes: Any = ()) ->
 def test_losses_on_many_nodes_in_a_row_end_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     scenarios = [spot_losses(seed) for seed in range(12)]
     assert not failures(scenarios)
-    monkeypatch.setattr(membership, "count_end", every_end_counts)
+    monkeypatch.setattr(generations, "count_end", every_end_counts)
     assert failures(scenarios), "the losses are too far apart: nothing is shown"
 
 
@@ -609,14 +620,14 @@ never_published = {**membership.LASTING_TIMERS, commits.PUBLISH: lambda turn, at
     [
         ("fsdp", commits, "is_current", any_generation),
         ("fsdp", restoring, "choose", incomplete),
-        ("fsdp", membership, "_have_paused", lambda turn: True),
+        ("fsdp", membership, "have_paused", lambda turn: True),
         ("ddp", commits, "_set_pending", applied_by_anyone),
-        ("fsdp", membership, "recent_writers", all_uploads_count),
+        ("fsdp", generations, "recent_writers", all_uploads_count),
         ("fsdp", restoring, "_is_publishing", lambda turn, step: False),
-        ("fsdp", membership, "choose_buddies", lambda members, *_: ((),) * len(members)),
-        ("fsdp", membership, "choose_buddies", one_copy_less),
-        ("fsdp", membership, "is_worth_waiting", restoring._is_publishing),
-        ("fsdp", membership, "_refuse_worker", ends_for_a_joiner),
+        ("fsdp", generations, "choose_buddies", lambda members, *_: ((),) * len(members)),
+        ("fsdp", generations, "choose_buddies", one_copy_less),
+        ("fsdp", generations, "is_worth_waiting", restoring._is_publishing),
+        ("fsdp", breaks, "_refuse_worker", ends_for_a_joiner),
         ("fsdp", membership, "LASTING_TIMERS", never_published),
         ("fsdp", restoring, "drop_left", lambda turn, pairs: turn.set(left={})),
     ],
