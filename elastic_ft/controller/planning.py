@@ -1,4 +1,7 @@
-"""What the core needs to plan a job's layouts: its model in numbers, and what the engine can do."""
+"""What the core needs to plan a job's layouts: its model in numbers, and what the engine can do.
+
+It imports torch, for seconds: whoever plans nothing leaves it out.
+"""
 
 from __future__ import annotations
 

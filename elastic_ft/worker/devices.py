@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
-import torch
 
 from elastic_ft.config import Job, ParallelConfig
 from elastic_ft.core.deadlines import form_s

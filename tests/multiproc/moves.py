@@ -19,6 +19,7 @@ import numpy as np
 
 from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
+from elastic_ft.core.events import Command, Journal
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharding import Box, uncovered
 from elastic_ft.faults import PointFault
@@ -104,9 +105,9 @@ class Scripted(Controller):
         self._script, self.formed = script, 0  # generations
         super().__init__(*args, **kwargs)
 
-    def _write(self, event: str, *args: Any) -> dict[str, Any]:
-        self.formed += event == "generation_formed"
-        return super()._write(event, *args)
+    def _execute(self, command: Command) -> None:
+        self.formed += isinstance(command, Journal) and command.event == "generation_formed"
+        super()._execute(command)
 
     @property
     def policy(self) -> Policy:

@@ -52,7 +52,7 @@ class Strangers:
             for size in (1, 4, 44, 76, 4096):
                 self._connect(port, random.Random(size).randbytes(size))
             self._connect(port, pickle.dumps(Exploit(self.mark)))
-        self._write_to_store(controller._tcp_store.port)
+        self._write_to_store(controller._connections.store[1])
 
     def _connect(self, port: int, data: bytes) -> None:
         with contextlib.suppress(ConnectionError):

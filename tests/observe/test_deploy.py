@@ -146,7 +146,7 @@ def test_a_stop_has_the_time_that_it_takes(
     cluster: dict[str, Any], config_map: dict[str, Any]
 ) -> None:
     """The head has the controller: a clean stop is a checkpoint, then the last lines."""
-    from elastic_ft.controller.controller import policy_of
+    from elastic_ft.controller.job_policy import policy_of
 
     job = parse_job(yaml.safe_load(config_map["data"]["job.yaml"]))
     policy = policy_of(job)

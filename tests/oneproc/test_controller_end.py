@@ -11,8 +11,9 @@ from uuid import uuid4
 
 import pytest
 
-from elastic_ft.controller import controller as controller_module
+from elastic_ft.controller import takeover
 from elastic_ft.controller.controller import Controller
+from elastic_ft.controller.watchdog import Watchdog
 from elastic_ft.core import events as ev
 from elastic_ft.errors import JobFailed, StoreFailed, UsageError
 from elastic_ft.hosts.local import LocalHost
@@ -55,7 +56,7 @@ def test_what_was_opened_is_closed_where_the_start_fails(tmp_path: Path) -> None
         controller.run()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(host.served, DEADLINE_S)
-    assert controller._tcp_store is None
+    assert controller._connections._store is None
     for thread in set(threading.enumerate()) - before:
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), thread
@@ -133,11 +134,11 @@ def test_who_answered_while_others_were_heard_was_in_time(
     def handle(message: Any) -> None:
         told.append(message)
         if message == "slow":
-            controller._timers = [(time.monotonic(), 1, ev.TimerFired(0.0, "pause", 1))]
+            controller._timers.start(ev.StartTimer("pause", 1, 0.0))
             controller.post("an answer")
 
     monkeypatch.setattr(controller, "_handle", handle)
-    monkeypatch.setattr(controller, "_watch", lambda: None)
+    monkeypatch.setattr(Watchdog, "look", lambda watchdog: iter(()))
     controller.post("slow")
     controller._turn()
     assert told[:2] == ["slow", "an answer"]
@@ -210,7 +211,7 @@ def with_a_remote_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: int, timeout_s: float
 ) -> Controller:
     """Whose store can't be reached at first."""
-    monkeypatch.setattr(controller_module, "REREAD_MIN_S", 0.01)
+    monkeypatch.setattr(takeover, "REREAD_MIN_S", 0.01)
     elastic = JOB.elastic.model_copy(update={"suspend_timeout_s": timeout_s})
     job = JOB.model_copy(update={"elastic": elastic})
     folder = RunFolder(f"memory://t/{uuid4().hex}")

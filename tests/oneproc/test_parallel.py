@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ft.controller.controller import policy_of
+from elastic_ft.controller.job_policy import policy_of
 from elastic_ft.core.layouts.layout import stages_of
 from elastic_ft.engines.pipeline import check_pipeline, cut, micro_batches_to_run
 from elastic_ft.engines.tensor_parallel import check_tensor_parallel

@@ -17,9 +17,10 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.controller.controller import KEEPERS_BEGIN_S, Controller
+from elastic_ft.controller.controller import Controller
 from elastic_ft.controller.publisher import Errands
 from elastic_ft.controller.rescue import INCOMPLETE
+from elastic_ft.controller.takeover import KEEPERS_BEGIN_S
 from elastic_ft.core.events import (
     CheckpointRef,
     FinishJob,
@@ -159,7 +160,7 @@ def test_killed_while_it_records_the_next_controller_finds_everything(
     killed_before(tmp_path)
     recorded: list[RecordStep] = []
     with starting(tmp_path) as controller:
-        record_step = controller._record_step
+        record_step = controller._observer.step
 
         def record(command: RecordStep) -> None:
             if len(recorded) == at:
@@ -167,7 +168,7 @@ def test_killed_while_it_records_the_next_controller_finds_everything(
             recorded.append(command)
             record_step(command)
 
-        monkeypatch.setattr(controller, "_record_step", record)
+        monkeypatch.setattr(controller._observer, "step", record)
         with pytest.raises(Killed):
             controller._open()
     with (tmp_path / "steps.jsonl").open("a") as file:
@@ -228,17 +229,18 @@ def test_keepers_of_a_controller_that_died_while_it_was_asked_to_hand_over_are_a
 def test_what_no_checkpoint_has_is_saved_however_the_job_ends(tmp_path: Path, status: str) -> None:
     """Of a suspended job nobody is left who could write a checkpoint."""
     with starting(tmp_path) as controller:
-        host = controller.host = OneKeeper(controller.run_id)  # type: ignore[assignment]
+        host: Any = OneKeeper(controller.run_id)
+        controller.host = controller._executor.host = host
         controller._handle(JobStarted(time.time(), controller._open() or (), 0, 0))
         while not controller.state.keepers:
             controller._turn()
         for step in range(1, SAVED + 1):
-            controller._record_step(RecordStep(step, 1, 2, "fsdp2", {"loss": 1 / step}))
+            controller._observer.step(RecordStep(step, 1, 2, "fsdp2", {"loss": 1 / step}))
         controller.state = replace(controller.state, phase="suspended", committed=SAVED)
         if status == "stopped":
             controller._handle(StopRequested(time.time(), "another start takes over"))
         else:
-            controller._finish = FinishJob(status, "as the core has it")
+            controller._executor.finish = FinishJob(status, "as the core has it")
         assert controller._finish is not None and controller._finish.status == status
         controller._close()
         result = controller._result(controller._finish)
@@ -264,7 +266,7 @@ def test_a_store_that_was_away_was_so_for_keepers_too(tmp_path: Path) -> None:
         def emergencies() -> tuple[str, ...]:
             if next(tries):
                 raise StoreFailed("away")
-            assert controller._keepers_begin_s() >= KEEPERS_BEGIN_S
+            assert controller._takeover._keepers_begin_s() >= KEEPERS_BEGIN_S
             return resumable()
 
         controller._publisher.emergencies = emergencies  # type: ignore[method-assign]

@@ -1,0 +1,99 @@
+"""Where workers and keepers reach the controller, and the store through which they form groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from elastic_ft.controller.hearing import Hearing
+from elastic_ft.core import events as ev
+from elastic_ft.transport.control import ControlServer, Welcome
+
+STORE_TIMEOUT_S = 300.0  # torch is imported for it
+
+
+class Connections:
+    """The control server and the TCPStore; both are open from ``open`` to ``close``.
+
+    ``send``, ``send_all``, ``dismiss`` and ``hang_up`` are for any thread, and wait for nobody: who
+    does not take what it is sent is cut off (``transport.control``).
+
+    Attributes:
+        address: this machine's, as workers reach it.
+        ports: to listen on; None: the kernel's choice.
+    """
+
+    def __init__(self, address: str, ports: range | None) -> None:
+        self.address, self.ports = address, ports
+        self._store: Future[Any] | None = None
+        self._server: ControlServer | None = None
+
+    def open(self, welcome: Callable[[ev.Member], Welcome], hearing: Hearing) -> None:
+        """``welcome``: for who has connected; called in the thread that reads it.
+
+        What keeps the store from being served comes into the inbox.
+        """
+        starting = ThreadPoolExecutor(1, thread_name_prefix="tcp-store")
+        self._store = starting.submit(self._serve_store)
+        self._store.add_done_callback(hearing.on_store)
+        starting.shutdown(wait=False)
+        self._server = ControlServer(
+            self.address,
+            welcome,
+            hearing.on_message,
+            hearing.on_connection_end,
+            hearing.on_refused,
+            self.ports,
+        )
+        self._server.start()
+
+    def _serve_store(self) -> Any:
+        """torch takes seconds to import: workers are started meanwhile."""
+        from elastic_ft.groups.store_links import serve_store
+
+        return serve_store(self.address, self.ports)
+
+    @property
+    def was_opened(self) -> bool:
+        return self._server is not None
+
+    @property
+    def server(self) -> ControlServer:
+        assert self._server is not None, "open() comes first"
+        return self._server
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """The TCPStore's address, once it is there."""
+        assert self._store is not None, "open() comes first"
+        return self.address, self._store.result(STORE_TIMEOUT_S).port
+
+    def send(self, worker: ev.WorkerId, message: Any) -> bool:
+        """A worker that can't be reached is lost; the connection's end says so."""
+        return self.server.send(worker, message)
+
+    def hang_up(self, worker: ev.WorkerId) -> None:
+        self.server.hang_up(worker)
+
+    def await_workers_end(self, timeout_s: float, meanwhile: Callable[[], object]) -> None:
+        """Gives released workers a moment to end by themselves. ``meanwhile`` waits a little."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._are_workers_connected() and time.monotonic() < deadline_s:
+            meanwhile()
+
+    def _are_workers_connected(self) -> bool:
+        return any(not name.startswith(ev.KEEPER) for name in self.server.connected())
+
+    def release_keepers(self) -> None:
+        """The job has ended in good order: what they have is of no use any more."""
+        for name in self.server.connected() if self.was_opened else ():
+            if name.startswith(ev.KEEPER):
+                self.send(name, ev.ReleaseWorker(name, "the job has ended"))
+
+    def close(self) -> None:
+        """Idempotent. The store is closed with its last reference."""
+        if self._server is not None:
+            self._server.close()
+        self._store = None

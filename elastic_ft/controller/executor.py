@@ -1,0 +1,139 @@
+"""The executor: does what the core's commands ask for, a function each.
+
+Nothing here waits: what takes long happens elsewhere (the host's threads, the publisher's), and its
+outcome comes back as an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ft.controller.continuity import Continuity, most_common
+from elastic_ft.controller.diagnosis import Inquiries
+from elastic_ft.controller.host import Host
+from elastic_ft.controller.observer import Observer
+from elastic_ft.controller.publisher import Publisher
+from elastic_ft.controller.timers import Timers
+from elastic_ft.core import events as ev
+from elastic_ft.core.state import State
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.transport.control import forms, to_each
+
+
+@dataclass(slots=True)
+class Executor:
+    """Attributes:
+    send: to a worker or keeper. One that can't be reached is lost; its connection's end says so.
+    fired: indices of the faults that have fired.
+    data_read: by workers that are ready: what tells their data from other data.
+    finish: how the job ends, once that is decided.
+    """
+
+    host: Host
+    send: Callable[[ev.WorkerId, Any], bool]
+    observer: Observer
+    run_folder: RunFolder
+    publisher: Publisher
+    continuity: Continuity
+    inquiries: Inquiries
+    timers: Timers
+    fired: Set[int]
+    data_read: dict[ev.WorkerId, dict[str, Any]] = field(default_factory=dict)
+    finish: ev.FinishJob | None = None
+
+    def execute(self, command: ev.Command, state: State) -> None:
+        """``state``: after the event that ``command`` came of."""
+        EXECUTORS[type(command)](self, command, state)
+
+    # --------------------------------------------------------------------- the host
+
+    def _want_workers(self, command: ev.WantWorkers, state: State) -> None:
+        self.host.want_workers(command.total)
+
+    def _avoid_node(self, command: ev.AvoidNode, state: State) -> None:
+        self.host.avoid_node(command.node, command.for_s)
+
+    def _kill_worker(self, command: ev.KillWorker, state: State) -> None:
+        self.inquiries.kill(command.worker)
+
+    # ---------------------------------------------------------- workers and keepers
+
+    def _to_worker(
+        self,
+        command: ev.ReleaseWorker | ev.Bench | ev.UseKeeper | ev.TakeCheckpoint,
+        state: State,
+    ) -> None:
+        self.send(command.worker, command)
+
+    def _drop_kept(self, command: ev.DropKept, state: State) -> None:
+        self.send(ev.KEEPER + command.node, command)
+
+    def _pause(self, command: ev.PauseWorkers, state: State) -> None:
+        fields = {"abort": command.abort}
+        self.observer.decided("pausing", command.generation, command.reason, fields)
+        self._to_workers(command, state)
+
+    def _to_workers(self, command: ev.PauseWorkers | ev.StopAtBoundary, state: State) -> None:
+        message = to_each(command)
+        for worker in command.workers:
+            self.send(worker, message)
+
+    def _form(self, command: ev.FormGeneration, state: State) -> None:
+        assignment = command.assignment
+        read = [self.data_read.get(member.worker, {}) for member in assignment.members]
+        self.continuity.opened(most_common(read), assignment.generation - 1)
+        extras = self.host.prepare(assignment)
+        refs = state.checkpoints
+        checkpointed = refs[0].step if refs else 0
+        for worker, form in forms(assignment, extras, frozenset(self.fired), checkpointed):
+            self.send(worker, form)
+
+    # ---------------------------------------------------------------- what is written
+
+    def _record_step(self, command: ev.RecordStep, state: State) -> None:
+        self.observer.step(command)
+
+    def _roll_back(self, command: ev.RollBack, state: State) -> None:
+        self.run_folder.truncate(command.step)
+
+    def _journal(self, command: ev.Journal, state: State) -> None:
+        self.observer.decided(command.event, command.generation, command.reason, command.fields)
+
+    def _commit_checkpoint(self, command: ev.CommitCheckpoint, state: State) -> None:
+        layout = str(state.assignment.layout) if state.assignment else ""
+        self.publisher.commit(command, layout, self.continuity.terms)
+
+    def _abandon_checkpoint(self, command: ev.AbandonCheckpoint, state: State) -> None:
+        self.publisher.abandon(command)
+
+    # -------------------------------------------------------------------- its own
+
+    def _start_timer(self, command: ev.StartTimer, state: State) -> None:
+        self.timers.start(command)
+
+    def _finish_job(self, command: ev.FinishJob, state: State) -> None:
+        self.finish = command
+
+
+EXECUTORS: dict[type, Callable[[Executor, Any, State], None]] = {
+    ev.WantWorkers: Executor._want_workers,
+    ev.AvoidNode: Executor._avoid_node,
+    ev.KillWorker: Executor._kill_worker,
+    ev.ReleaseWorker: Executor._to_worker,
+    ev.Bench: Executor._to_worker,
+    ev.UseKeeper: Executor._to_worker,
+    ev.TakeCheckpoint: Executor._to_worker,
+    ev.DropKept: Executor._drop_kept,
+    ev.PauseWorkers: Executor._pause,
+    ev.StopAtBoundary: Executor._to_workers,
+    ev.FormGeneration: Executor._form,
+    ev.RecordStep: Executor._record_step,
+    ev.RollBack: Executor._roll_back,
+    ev.Journal: Executor._journal,
+    ev.CommitCheckpoint: Executor._commit_checkpoint,
+    ev.AbandonCheckpoint: Executor._abandon_checkpoint,
+    ev.StartTimer: Executor._start_timer,
+    ev.FinishJob: Executor._finish_job,
+}

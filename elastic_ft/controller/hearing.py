@@ -1,0 +1,204 @@
+"""What lies in the controller's inbox, and what is done about each kind of it.
+
+Core events, which the core is told; what workers and keepers say over their connections; and what
+the controller's own threads have to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+import typing
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from elastic_ft.controller.diagnosis import Inquiries
+from elastic_ft.controller.inbox import Inbox
+from elastic_ft.controller.observer import Observer
+from elastic_ft.core import events as ev
+from elastic_ft.core.hangs import Progress
+from elastic_ft.core.state import State
+from elastic_ft.errors import Superseded
+from elastic_ft.faults import PointFault
+from elastic_ft.transport.control import FaultFired, Heartbeat, NodeHealth, Note, Stood
+from elastic_ft.transport.messages import MessageRefused
+
+# What handling a message may raise for what is in it.
+UNREADABLE = (MessageRefused, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+EVENTS = frozenset(typing.get_args(ev.Event))
+OF_STEPS = frozenset({ev.StepApplied, ev.StepHeld, Heartbeat, NodeHealth})  # flat, and frequent
+JOURNALS_OWN = frozenset({"at_s", "seq", "event", "generation", "reason"})
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What came over a worker's, or a keeper's, connection."""
+
+    member: ev.Member
+    message: Any
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedMessage:
+    """Over such a connection came what could not be read."""
+
+    member: ev.Member
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job can't go on for this."""
+
+    error: BaseException
+
+
+@dataclass(slots=True)
+class Hearing:
+    """The ``on_...`` methods are for the readers of connections, and only fill the inbox; the
+    others are for the controller's thread.
+
+    Attributes:
+        step: tells the core an event, and who said so (None: no member).
+        state: the core's, as it is now.
+        hang_up: ends a member's connection.
+        fired: indices of ``faults`` that have fired.
+        is_steady: steps go by: what workers tell of them can wait a little.
+    """
+
+    inbox: Inbox
+    step: Callable[[ev.Event, ev.Member | None], None]
+    state: Callable[[], State]
+    observer: Observer
+    progress: Progress
+    inquiries: Inquiries
+    hang_up: Callable[[ev.WorkerId], None]
+    faults: Sequence[PointFault]
+    fired: set[int]
+    is_steady: bool = False
+
+    # ------------------------------------------------------------------ any thread
+
+    def on_message(self, member: ev.Member, message: Any) -> None:
+        if self.is_steady and type(message) in OF_STEPS:
+            self.inbox.put_aside(Said(member, message))
+        else:
+            self.inbox.put(Said(member, message))
+
+    def on_refused(self, member: ev.Member, reason: str) -> None:
+        self.inbox.put(RefusedMessage(member, reason))
+
+    def on_connection_end(self, member: ev.Member, silent_s: float) -> None:
+        now, why = time.time(), "its connection ended"
+        if member.worker.startswith(ev.KEEPER):
+            self.inbox.put(ev.KeeperLost(now, member.node))
+        else:
+            self.inbox.put(ev.WorkerLost(now, member.worker, why, round(silent_s, 4)))
+
+    def on_store(self, served: Future[Any]) -> None:
+        """The TCPStore is there, or can't be."""
+        if (error := served.exception()) is not None:
+            self.inbox.put(Failed(error))
+
+    # ------------------------------------------------------- the controller's thread
+
+    def handle(self, item: Any) -> None:
+        """Whatever lay in the inbox."""
+        HANDLERS[type(item)](self, item)
+
+    def _told(self, event: ev.Event) -> None:
+        self.step(event, None)
+
+    def _hear(self, said: Said) -> None:
+        """What is said may be wrong in ways that no type can tell."""
+        member, message = said.member, said.message
+        if type(message) in EVENTS:
+            self.step(message, member)
+            return
+        try:
+            LISTENERS[type(message)](self, message)
+        except UNREADABLE as error:
+            self.refuse(member, f"{type(message).__name__}: {type(error).__name__}: {error}")
+
+    def _refused(self, message: RefusedMessage) -> None:
+        self.refuse(message.member, message.reason)
+
+    def _failed(self, failed: Failed) -> None:
+        raise failed.error
+
+    def _superseded(self, error: Superseded) -> None:
+        raise error
+
+    def hear_late(self, item: Any) -> None:
+        """The end is decided; what is found out of checkpoints is said all the same."""
+        if isinstance(item, ev.CheckpointDamaged):
+            generation, fields = self.state().generation, {"step": item.step, "url": item.url}
+            self.observer.journal("checkpoint_refused", generation, item.reason, fields)
+        elif isinstance(item, Note):
+            self._note(item)
+
+    def hear_late_one(self) -> None:
+        """Waits a moment for one."""
+        with contextlib.suppress(queue.Empty):
+            self.hear_late(self.inbox.get(0.02))
+
+    def refuse(self, member: ev.Member, reason: str) -> None:
+        """Nothing that a worker says may end the job: it is its last word."""
+        fields = {"worker": member.worker}
+        self.observer.journal("message_refused", self.state().generation, reason, fields)
+        self.hang_up(member.worker)
+
+    def _heartbeat(self, beat: Heartbeat) -> None:
+        self.inquiries.reached(beat.worker, beat.point)
+        now = time.monotonic()
+        self.progress.beat(beat.worker, beat.step, beat.place, beat.points, now)
+
+    def _node_health(self, message: NodeHealth) -> None:
+        self.progress.keeper_beat(message.node, time.monotonic())
+        self.observer.health(message)
+
+    def _note(self, note: Note) -> None:
+        if clash := JOURNALS_OWN & note.fields.keys():
+            raise MessageRefused(f"a note with the journal's own fields: {sorted(clash)}")
+        self.observer.journal(note.event, note.generation, note.reason, note.fields)
+
+    def _stood(self, message: Stood) -> None:
+        self.inquiries.answer(message)
+
+    def _fault_fired(self, message: FaultFired) -> None:
+        fault = self.faults[message.index]
+        self.fired.add(message.index)
+        self.observer.journal(
+            "fault_fired",
+            self.state().generation,
+            f"{fault.action} at {fault.point}",
+            {
+                "worker": message.worker,
+                "index": message.index,
+                "at_step": message.step,
+                "fired_at_s": message.at_s,
+                **{k: v for k, v in asdict(fault).items() if v is not None},
+            },
+        )
+
+
+# Of what workers and keepers say, beside events.
+LISTENERS: dict[type, Callable[[Hearing, Any], None]] = {
+    Heartbeat: Hearing._heartbeat,
+    NodeHealth: Hearing._node_health,
+    Note: Hearing._note,
+    Stood: Hearing._stood,
+    FaultFired: Hearing._fault_fired,
+}
+# Of what lies in the inbox.
+HANDLERS: dict[type, Callable[[Hearing, Any], None]] = {
+    **dict.fromkeys(EVENTS, Hearing._told),
+    Said: Hearing._hear,
+    RefusedMessage: Hearing._refused,
+    Note: Hearing._note,
+    Superseded: Hearing._superseded,
+    Failed: Hearing._failed,
+}

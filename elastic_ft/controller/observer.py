@@ -1,0 +1,177 @@
+"""What others see of a job: its run folder's lines, its metrics, where its time went.
+
+It is told everything and decides nothing. All of it happens in the controller's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from elastic_ft.config import Job
+from elastic_ft.core import events as ev
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import Recovery, State
+from elastic_ft.core.typed import fields_of
+from elastic_ft.observe import snapshots
+from elastic_ft.observe.accounts import Accounts
+from elastic_ft.observe.metrics import Metrics
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.startup import Startup
+from elastic_ft.transport.control import NodeHealth
+
+log = logging.getLogger(__name__)
+FLAT = frozenset({ev.StepApplied, ev.StepHeld})  # by the thousand: no deep copy of them
+
+
+class Observer:
+    """Writes down what happens to a job.
+
+    Attributes:
+        started_at_s: unix time of this start of a controller.
+        last_step: the newest line of steps.jsonl; {} if there is none.
+        on_step: called with each such line as it is written.
+    """
+
+    def __init__(self, job: Job, policy: Policy, run_folder: RunFolder) -> None:
+        elastic = job.elastic
+        self._batch = job.batch.global_batch_size
+        self._folder = run_folder
+        self.started_at_s = time.time()
+        self.metrics = Metrics(job.name, policy)
+        self._accounts = Accounts(self.started_at_s, elastic.workers_per_node, elastic.max_workers)
+        self._startup = Startup(self.started_at_s)
+        self._recoveries: dict[int, Recovery] = {}  # by generation; the core keeps the last ones
+        self._unshown = 0  # events that the metrics have not been told of
+        self.last_step: dict[str, Any] = {}
+        self.on_step: Callable[[dict[str, Any]], None] | None = None
+
+    # ------------------------------------------------------------------- each event
+
+    def record(self, event: ev.Event, now_s: float, state: State, policy: Policy) -> None:
+        """First: what the core is about to be told, so that it can be told again
+        (``observe.replay``).
+
+        Steps come by the thousand: without their metrics, which decide nothing.
+        """
+        self._unshown += 1
+        if self._folder.inbox_is_full:
+            self._folder.begin_inbox(now_s, self._policy_line(policy), snapshots.encode(state))
+        fields = fields_of(event) if type(event) in FLAT else asdict(event)
+        line = {"type": type(event).__name__, "told_at_s": now_s, **fields}
+        line.pop("metrics", None)
+        self._folder.record_inbox(line)
+
+    def on(
+        self,
+        now_s: float,
+        event: ev.Event,
+        commands: Sequence[ev.Command],
+        before: State,
+        state: State,
+    ) -> None:
+        """Last: ``event`` has made ``state`` of ``before``, and ``commands`` are under way."""
+        if state.recoveries is not before.recoveries:
+            self._recoveries |= {found.generation: found for found in state.recoveries}
+        self._accounts.on(now_s, event, commands, state)
+        if self._startup.on(now_s, event, state):
+            self.journal("startup", state.generation, self._startup.reason, self._startup.parts)
+        if is_formed(before, state) and state.assignment is not None:
+            self.metrics.formed(state.assignment)
+        if isinstance(event, ev.StepApplied):
+            self.metrics.rank(event, state.ranks.get(event.worker))
+        elif not isinstance(event, ev.StepHeld):
+            self.metrics.nodes(self._accounts.nodes)
+        if isinstance(event, ev.KeeperLost):
+            self.metrics.forget_node(event.node)
+
+    def health(self, message: NodeHealth) -> None:
+        self.metrics.node(message.node, asdict(message))
+
+    # -------------------------------------------------------------------- the lines
+
+    def begin(self, policy: Policy) -> None:
+        """The core's own journal begins with the policy that it follows."""
+        self._folder.record_inbox(self._policy_line(policy))
+
+    def _policy_line(self, policy: Policy) -> dict[str, Any]:
+        return {"type": "Policy", "at_s": self.started_at_s, **asdict(policy)}
+
+    def decided(self, event: str, generation: int, reason: str, fields: dict[str, Any]) -> None:
+        """A line of the journal that the core has asked for."""
+        self._write(event, generation, reason, fields)
+
+    def journal(self, event: str, generation: int, reason: str, fields: dict[str, Any]) -> None:
+        """A line of the journal that the core did not ask for: a replay leaves it out."""
+        line = self._write(event, generation, reason, fields)
+        self._folder.record_inbox({"type": "Noted", "at_s": line["at_s"], "seq": line["seq"]})
+
+    def _write(
+        self, event: str, generation: int, reason: str, fields: dict[str, Any]
+    ) -> dict[str, Any]:
+        line = self._folder.journal(time.time(), event, generation, reason, fields)
+        self.metrics.event(event, line)
+        log.info("g%d %s: %s", generation, event, reason)
+        return line
+
+    def step(self, command: ev.RecordStep) -> None:
+        """A line of steps.jsonl, and of the ledger."""
+        metrics = dict(command.metrics)
+        sample_ids = metrics.pop("sample_ids", None)
+        line = metrics | {
+            "step": command.step,
+            "generation": command.generation,
+            "world_size": command.world_size,
+            "layout": command.layout,
+            "samples": command.step * self._batch,
+            "committed_at_s": round(time.time(), 6),
+        }
+        self._folder.record_step(line, sample_ids)
+        self.last_step = line
+        self.metrics.step(line, self._batch)
+        if self.on_step is not None:
+            self.on_step(line)
+
+    # --------------------------------------------------------------------- now and then
+
+    def show(self, state: State) -> None:
+        """After a batch of events: in the metrics, where the job stands."""
+        if self._unshown:
+            self.metrics.show(state, self._unshown)
+            self._unshown = 0
+
+    def account(self) -> None:
+        self.metrics.goodput(self._accounts.totals(time.time()))
+
+    def result(
+        self, finish: ev.FinishJob, state: State, ended_at_s: float, fired: Collection[int]
+    ) -> dict[str, Any]:
+        """What is in result.json. ``fired``: indices of faults."""
+        self._folder.record_inbox({"type": "Ended", "at_s": ended_at_s})
+        accounts = self._accounts.totals(ended_at_s)
+        return {
+            "status": finish.status,
+            "reason": finish.reason,
+            "steps": state.committed,
+            "samples": state.committed * self._batch,
+            "final_loss": self.last_step.get("loss"),
+            "state_digest": finish.state_digest,
+            "goodput": accounts.goodput,
+            "badput": accounts.badput,
+            "startup": self._startup.parts,
+            "wall_s": accounts.wall_s,
+            "worker_seconds": accounts.as_dict(),
+            "generations": state.generation,
+            "recoveries": [asdict(recovery) for recovery in self._recoveries.values()],
+            "checkpoints": [asdict(ref) for ref in state.checkpoints],
+            "faults_fired": sorted(fired),
+            "ended_at_s": round(ended_at_s, 3),
+        }
+
+
+def is_formed(before: State, state: State) -> bool:
+    """A generation trains since just now."""
+    return state.phase == "running" != before.phase and state.assignment is not None

@@ -1,0 +1,280 @@
+"""What a new controller does first: the job becomes its own, and it finds where to go on from.
+
+Run folder, then checkpoints: from then on nobody else writes in either (``storage.owners``). Then
+what the keepers of a killed controller saved becomes a checkpoint (``controller.rescue``), and the
+record is cut where the newest checkpoint is. Nothing is started before all of this is done; a store
+that is away is waited for, as long as a job may be suspended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from elastic_ft.config import Job
+from elastic_ft.controller.continuity import Continuity, recorded_terms
+from elastic_ft.controller.inbox import Inbox
+from elastic_ft.controller.observer import Observer
+from elastic_ft.controller.publisher import Publisher
+from elastic_ft.controller.rescue import (
+    INCOMPLETE,
+    Gathered,
+    RescueDeadlines,
+    compose,
+    is_known,
+    keepers_named,
+)
+from elastic_ft.core import events as ev
+from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
+from elastic_ft.errors import JobFailed, StoreFailed
+from elastic_ft.observe.alive import Alive, Sign, find
+from elastic_ft.observe.outcome import check_resume_point
+from elastic_ft.observe.run_folder import RunFolder, last_generation
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+FOR_ONE_START = {"checkpoint": {"from_scratch"}}  # of the job: not in job.yaml
+KEEPERS_BEGIN_S = 5.0  # to say so to a slow store, once they know that their controller is gone
+
+
+class Takeover:
+    """Of one start of a controller, in its thread.
+
+    Attributes:
+        recorded: steps in the run folder.
+        finish: how the job ends, if that is known before anything is started.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        run_id: str,
+        folder: RunFolder,
+        publisher: Publisher,
+        continuity: Continuity,
+        inbox: Inbox,
+        observer: Observer,
+    ) -> None:
+        self._job, self._run_id = job, run_id
+        self._folder, self._publisher = folder, publisher
+        self._continuity, self._inbox, self._observer = continuity, inbox, observer
+        self._suspend_timeout_s = job.elastic.suspend_timeout_s
+        self._awaited: set[str] = set()  # runs whose keepers were waited for
+        self._last_sign: Sign | None = None  # of life, of the controller before this one
+        self.recorded = 0
+        self.finish: ev.FinishJob | None = None
+
+    def complete(self, alive: Alive) -> tuple[ev.CheckpointRef, ...] | None:
+        """Returns the checkpoints to go on from; None if it is known by now how the job ends.
+
+        Raises JobFailed, StoreFailed, ConfigError, UsageError.
+        """
+        self._last_sign = find(self._folder.url)  # it may have lived while we waited for it
+        # First: nobody else writes in either place from now on.
+        killed = self._take_over_folder()
+        alive.start()
+        self._folder.forget_result()
+        if not self._when_readable(partial(self._take_over_checkpoints, killed)):
+            return None
+        self._folder.repair()
+        self.recorded = self._folder.last_step()
+        if not self._when_readable(self._rescue_all):
+            return None
+        self.recorded = self._folder.last_step()
+        found = self._when_readable(self.resumable)
+        return None if found is None else self._begin(found, killed)
+
+    def _begin(
+        self, found: tuple[ev.CheckpointRef, ...], killed: tuple[str, ...]
+    ) -> tuple[ev.CheckpointRef, ...]:
+        """Makes the record what the newest of ``found`` is of, and says so."""
+        folder, recorded = self._folder, self.recorded
+        folder.write_job(self._job.model_dump(mode="json", exclude=FOR_ONE_START))
+        before = last_generation(folder.path / "events.jsonl")
+        self._continuity.begin(before, self._publisher.claim.renamed_from)
+        computed_by = folder.computed_by()
+        found = tuple(replace(ref, generation=computed_by.get(ref.step, 0)) for ref in found)
+        step = found[0].step if found else 0
+        if found or self._job.checkpoint.from_scratch:  # else the core says: there is no way on
+            folder.truncate(step)
+        self._observer.last_step = folder.last_line()
+        if killed:
+            reason = f"the one before it did not end, at step {recorded}: from step {step}"
+            fields = {"step": step, "steps_lost": max(0, recorded - step)}
+            self._observer.journal("controller_restarted", 0, reason, fields)
+            folder.forget_ended()
+        if step > recorded > 0:
+            self._tell_unrecorded(recorded, step)
+        return found
+
+    def _take_over_folder(self) -> tuple[str, ...]:
+        """As ``RunFolder.take_over``, which is tried again while the store is away.
+
+        Until it is ours there is no journal to say so in. Raises StoreFailed in the end; JobFailed
+        if someone asks to stop.
+        """
+        until_s, pause_s = time.monotonic() + self._suspend_timeout_s, REREAD_MIN_S
+        while True:
+            try:
+                return self._folder.take_over(
+                    self._run_id, self._job.name, self._continuity.accepts
+                )
+            except StoreFailed as error:
+                if time.monotonic() + pause_s > until_s:
+                    raise
+                log.warning("the run folder can't be taken over, tried again: %s", error)
+                why = error
+            try:
+                self._wait(pause_s)
+            except InterruptedError as asked:
+                raise JobFailed(f"{asked}; {why}") from asked
+            pause_s = min(2 * pause_s, REREAD_MAX_S)
+
+    def _take_over_checkpoints(self, killed: tuple[str, ...]) -> bool:
+        renamed = self._continuity.accepts
+        self._publisher.take_over(self._folder.url, behind=killed, renamed=renamed)
+        return True
+
+    def resumable(self) -> tuple[ev.CheckpointRef, ...]:
+        """Raises StoreFailed; ConfigError where the job would go on under other terms, or is beyond
+        its last step."""
+        found = self._publisher.resumable()
+        for newest in found[:1]:
+            check_resume_point(self._job.steps, newest.step, newest.url)
+        self._continuity.check(*self._publisher.terms_of(found))
+        return found
+
+    def _when_readable(self, read: Callable[[], T]) -> T | None:
+        """What ``read`` returns, once the store can be read; None if the job ends before.
+
+        A store that is away for a while loses nothing: the job waits, as it would while it runs.
+        """
+        began_s, timeout_s = time.monotonic(), self._suspend_timeout_s
+        pause_s = REREAD_MIN_S
+        while True:
+            try:
+                return read()
+            except StoreFailed as error:
+                past_s = time.monotonic() - began_s
+                why = f"the store can't be read: {error}"
+                self._last_sign = None  # nor could keepers say a word there, for however long
+            if past_s >= timeout_s:
+                self.finish = ev.FinishJob("suspended", f"{why}; for {past_s:.0f} s now")
+                return None
+            if pause_s == REREAD_MIN_S:
+                tried = f"tried again for up to {timeout_s:g} s"
+                self._observer.journal("suspended", 0, f"{why}: {tried}", {"workers": 0})
+            try:
+                told = self._inbox.get(min(pause_s, timeout_s - past_s))
+            except queue.Empty:
+                pause_s = min(2 * pause_s, REREAD_MAX_S)
+                continue
+            if isinstance(told, ev.StopRequested):  # nobody else can say anything yet
+                self.finish = ev.FinishJob("stopped", f"{told.reason}; {why}")
+                return None
+
+    def _rescue_all(self) -> bool:
+        """Returns False where someone asked to stop meanwhile."""
+        for run in self._publisher.emergencies():
+            try:
+                self._rescue(run)
+            except InterruptedError as error:
+                self.finish = ev.FinishJob("stopped", str(error))
+                return False
+        return True
+
+    def _wait(self, pause_s: float) -> None:
+        """Before there is anybody to hear of. Raises InterruptedError if someone asks to stop."""
+        with contextlib.suppress(queue.Empty):
+            told = self._inbox.get(pause_s)
+            if isinstance(told, ev.StopRequested):
+                raise InterruptedError(f"{told.reason}, while waiting for keepers to save")
+
+    def _rescue(self, run: str) -> None:
+        """What the keepers of controller ``run`` saved, being killed, becomes a checkpoint.
+
+        Raises StoreFailed: then it is all there for the next start, and nothing is lost by ours.
+        """
+        folder, publisher = self._folder, self._publisher
+        expected = keepers_named(folder.path / "events.jsonl", run)
+        patience = RescueDeadlines(begin_s=self._keepers_begin_s())
+        if expected and run not in self._awaited:
+            self._awaited.add(run)
+            who = ", ".join(sorted(expected))
+            reason = f"waiting up to {patience.whole_s:g} s for what keepers of {who} save"
+            self._observer.journal(
+                "emergency_awaited", 0, reason, {"run": run, "nodes": sorted(expected)}
+            )
+        known = run in folder.unended or is_known(folder.path / "events.jsonl", run)
+        gathered = publisher.gather(run, expected, patience, self._wait, whoever=not known)
+        for refused in gathered.refused:
+            self._observer.journal("checkpoint_warning", 0, refused, {})
+        recorded, computed_by = folder.last_step(), folder.computed_by()
+        found = publisher.resumable()
+        newest = max((ref.step for ref in found), default=0)
+        is_recorded = bool(folder.recorded_job()) or not found
+        terms = recorded_terms(folder) if is_recorded else publisher.terms_of(found)[0]
+        saved = compose(gathered.shards, self._job.name, run, recorded, terms, computed_by, newest)
+        if saved is not None and saved.manifest.step > newest:
+            folder.truncate(recorded)  # no torn line: others come after it
+            if newest > recorded > 0:
+                self._tell_unrecorded(recorded, newest)
+            for unrecorded in saved.record:
+                self._observer.step(unrecorded)
+            folder.make_durable()  # first the record, then what refers to it
+            publisher.publish_saved(saved.manifest)
+            newest = saved.manifest.step
+            reason = f"put together from what the keepers of run {run} saved"
+            fields = {"step": newest, "recorded": recorded}
+            self._observer.journal("emergency_checkpoint", 0, reason, fields)
+        unheard = not known and not gathered.heard
+        if unheard or gathered.missing or any(shard.step > newest for shard in gathered.shards):
+            self._tell_incomplete(run, gathered, newest)
+        else:
+            publisher.forget(run)
+
+    def _tell_unrecorded(self, recorded: int, step: int) -> None:
+        reason = f"steps {recorded + 1} to {step} are in the checkpoint, their lines were lost"
+        fields = {"first_step": recorded + 1, "last_step": step}
+        self._observer.journal("record_incomplete", 0, reason, fields)
+
+    def _keepers_begin_s(self) -> float:
+        """For how long keepers may not know yet that the controller before this one is gone."""
+        begin_s = 1.25 * self._job.elastic.heartbeat_timeout_s + KEEPERS_BEGIN_S
+        sign = self._last_sign
+        if sign is None or not (sign.gone or sign.pid == os.getpid()):
+            return begin_s  # it may be stopped: its keepers learn only now that it has a successor
+        return min(begin_s, max(0.0, begin_s - (time.time() - sign.at_s)))
+
+    def _tell_incomplete(self, run: str, gathered: Gathered, newest: int) -> None:
+        """It stays in the store until a checkpoint is newer."""
+        steps = sorted({shard.step for shard in gathered.shards if shard.step > newest})
+        parts = [f"of steps {', '.join(map(str, steps))} some shards are saved"] if steps else []
+        if gathered.missing:
+            parts.append(f"keepers of {', '.join(gathered.missing)} saved nothing in time")
+        if not parts:
+            parts.append(
+                f"nothing was heard of the keepers of run {run}, which was not in this folder"
+            )
+        fields = {"run": run, "step": newest, "nodes": gathered.missing}
+        self._observer.journal(INCOMPLETE, 0, "; ".join(parts), fields)
+
+    def saved_in_words(self, newest: int) -> str:
+        """What keepers have saved of this run, for the next one. ``newest``: checkpoint's step."""
+        at_once = RescueDeadlines(begin_s=0.0, quiet_s=0.0, whole_s=0.0)
+        try:
+            shards = self._publisher.gather(self._run_id, {}, at_once).shards
+        except StoreFailed as error:
+            return f"; what keepers saved is not known: {error}"
+        recorded, computed_by = self._folder.last_step(), self._folder.computed_by()
+        saved = compose(shards, self._job.name, self._run_id, recorded, None, computed_by, newest)
+        if saved is None or saved.manifest.step <= newest:
+            return "; keepers have saved no newer step"
+        return f"; keepers have saved step {saved.manifest.step}, where the next start begins"
