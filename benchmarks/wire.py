@@ -1,6 +1,6 @@
 """Messages between processes: what the typed, sealed ones cost beside pickles.
 
-    python benchmarks/wire.py
+    python benchmarks/wire.py [--tls]
 
 Two processes of this machine. The first side is what ``multiprocessing.connection`` does (an HMAC
 when it connects, then pickles), which anybody in between could change, and which runs whatever is
@@ -31,8 +31,9 @@ from elastic_ft.transport import wire
 from elastic_ft.transport.control import TO_CONTROLLER, TO_WORKER, Heartbeat, forms
 from elastic_ft.transport.messages import Messages, encode
 from elastic_ft.transport.reception import Reception
+from elastic_ft.transport.tls import JobKey, new_key
 
-KEY = b"k" * 32
+KEYS = {"sealed": JobKey(b"k" * 32)}  # by side
 HELD = ev.StepHeld(1.7e9, "w12", 3, 800)
 BEAT = Heartbeat("w12", 800, 12, 9876, "after_backward")
 APPLIED = ev.StepApplied(
@@ -64,14 +65,16 @@ class Pickles:
 
 
 def echo_pickles(pipe: Any) -> None:
-    with multiprocessing.connection.Listener(("127.0.0.1", 0), authkey=KEY) as listener:
+    with multiprocessing.connection.Listener(
+        ("127.0.0.1", 0), authkey=KEYS["sealed"].secret
+    ) as listener:
         pipe.send(listener.address)
         with listener.accept() as connection:
             echo(Pickles(connection))
 
 
-def echo_sealed(pipe: Any) -> None:
-    reception = Reception("echo", "127.0.0.1", KEY, ALL, echo)
+def echo_sealed(pipe: Any, key: JobKey) -> None:
+    reception = Reception("echo", "127.0.0.1", key, ALL, echo)
     reception.start()
     pipe.send(("127.0.0.1", reception.port))
     pipe.recv()
@@ -107,15 +110,19 @@ def measure(end: Any, message: Any, seconds: float) -> dict[str, float]:
     return found | {"one_way_per_s": count / (time.perf_counter() - began)}
 
 
-def run(target: Callable[[Any], None], seconds: float) -> dict[str, dict[str, float]]:
+def run(side: str, seconds: float) -> dict[str, dict[str, float]]:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs,))
+    key = KEYS.get(side)
+    target, told = (echo_sealed, (theirs, key)) if key else (echo_pickles, (theirs,))
+    process = multiprocessing.get_context("spawn").Process(target=target, args=told)
     process.start()
     address = ours.recv()
-    if target is echo_pickles:
-        end: Any = Pickles(multiprocessing.connection.Client(address, authkey=KEY))
+    end: Any = None
+    if key is None:
+        secret = KEYS["sealed"].secret
+        end = Pickles(multiprocessing.connection.Client(address, authkey=secret))
     else:
-        end = wire.dial(address, KEY, ALL)
+        end = wire.dial(address, key, ALL)
     cases = {
         "StepApplied": APPLIED,
         "StepHeld": HELD,
@@ -123,9 +130,23 @@ def run(target: Callable[[Any], None], seconds: float) -> dict[str, dict[str, fl
         "read of 64 MiB": Content(bytes(64 << 20)),
     }
     found = {name: measure(end, message, seconds) for name, message in cases.items()}
+    if key is not None:
+        found["connection"] = {"per_s": connections_per_s(address, key, seconds)}
     process.kill()
     process.join()
     return found
+
+
+def connections_per_s(address: wire.Address, key: JobKey, seconds: float) -> float:
+    """Made and admitted, one after the other."""
+    count, began = 0, time.perf_counter()
+    while (passed_s := time.perf_counter() - began) < seconds:
+        channel = wire.dial(address, key, ALL)
+        channel.send(BEAT)
+        channel.receive()
+        channel.close()
+        count += 1
+    return count / passed_s
 
 
 def assignment(count: int) -> ev.Assignment:
@@ -170,11 +191,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--members", type=int, default=10_000)
+    parser.add_argument("--tls", action="store_true")
     arguments = parser.parse_args()
+    if arguments.tls:
+        KEYS["tls"] = new_key(tls=True)
     best: dict[str, dict[str, dict[str, float]]] = {}
     for _ in range(arguments.rounds):
-        for side, target in (("pickle", echo_pickles), ("sealed", echo_sealed)):
-            for name, rates in run(target, arguments.seconds).items():
+        for side in ("pickle", *KEYS):
+            for name, rates in run(side, arguments.seconds).items():
                 known = best.setdefault(name, {}).setdefault(side, {})
                 for what, rate in rates.items():
                     known[what] = max(rate, known.get(what, 0.0))

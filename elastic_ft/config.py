@@ -384,6 +384,7 @@ class NetworkConfig(Section):
 
     ports: str | None = Field(None, pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")  # "20000-20099"; none: any
     metrics_address: str = "127.0.0.1"  # of the controller's machine; 0.0.0.0: all it has
+    tls: bool = False  # around our own connections, under a certificate made for this start
 
     @model_validator(mode="after")
     def some_ports(self) -> NetworkConfig:

@@ -26,6 +26,7 @@ from elastic_ft.errors import (
     UsageError,
 )
 from elastic_ft.storage.store import check_access
+from elastic_ft.transport.tls import find_openssl
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,6 +87,8 @@ def check(
         accept_changes: go on from a checkpoint that was trained under other terms, or another name.
     """
     check_workers(job, place)
+    if job.network.tls:
+        find_openssl()
     if place.address is not None:
         check_address(place.address)
     scenario = _load_scenario(job, place, chaos)

@@ -25,15 +25,15 @@ class Connections:
         ports: to listen on; None: the kernel's choice.
     """
 
-    def __init__(self, address: str, ports: range | None) -> None:
-        self.address, self.ports = address, ports
+    def __init__(self, address: str, ports: range | None, *, tls: bool = False) -> None:
+        self.address, self.ports, self._tls = address, ports, tls
         self._store: Future[Any] | None = None
         self._server: ControlServer | None = None
 
     def open(self, welcome: Callable[[ev.Member], Welcome], hearing: Hearing) -> None:
         """``welcome``: for who has connected; called in the thread that reads it.
 
-        What keeps the store from being served comes into the inbox.
+        What keeps the store from being served comes into the inbox. Raises ConfigError.
         """
         starting = ThreadPoolExecutor(1, thread_name_prefix="tcp-store")
         self._store = starting.submit(self._serve_store)
@@ -46,6 +46,7 @@ class Connections:
             hearing.on_connection_end,
             hearing.on_refused,
             self.ports,
+            tls=self._tls,
         )
         self._server.start()
 

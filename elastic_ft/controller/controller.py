@@ -94,7 +94,7 @@ class Controller:
         self.state = State()
         self.run_id = uuid.uuid4().hex[:12]
         self.checkpoint_url = checkpoint_url
-        self._connections = Connections(address, job.network.port_range)
+        self._connections = Connections(address, job.network.port_range, tls=job.network.tls)
         self._faults = tuple(faults)
         self._fired: set[int] = set()
         self._inbox = Inbox()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from elastic_ft.core.events import Assignment, Event, NodeId, WorkerId
+from elastic_ft.transport.tls import JobKey
 
 Inbox = Callable[[Event], None]  # thread-safe; how a host reports
 
@@ -32,7 +33,7 @@ class Host(Protocol):
     method blocks for longer than a few milliseconds.
     """
 
-    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+    def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
         """Called once, before anything else. Workers connect to ``address`` with ``key``."""
 
     def want_workers(self, total: int) -> None:

@@ -35,6 +35,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.faults import PointFault
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import VISIBLE, gpus_of_machine, one_gpu
 
 ENVIRONMENT = WORKER_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
@@ -80,14 +81,14 @@ class LocalHost:
         self._failures = 0  # of workers, before any has
         self._inbox: Inbox | None = None
         self._address: tuple[str, int] = ("", 0)
-        self._key = b""
+        self._key = JobKey(b"")
         # Workers fork from a server that has imported torch and nothing else: 0.3 s, not 5 s.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["elastic_ft.worker.preload"])
 
     # ------------------------------------------------------------------ Host
 
-    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+    def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
         self._inbox, self._address, self._key = inbox, address, key
         with self._lock:
             for node in self._nodes.values():
@@ -334,7 +335,7 @@ def no_main_module() -> Iterator[None]:
 
 def _worker_process(
     address: tuple[str, int],
-    key: bytes,
+    key: JobKey,
     worker: str,
     node: str,
     environment: dict[str, str],
@@ -348,7 +349,7 @@ def _worker_process(
 
 def _keeper_process(
     address: tuple[str, int],
-    key: bytes,
+    key: JobKey,
     name: str,
     node: str,
     environment: dict[str, str],

@@ -38,6 +38,7 @@ from elastic_ft.keeper.protocol import (
 )
 from elastic_ft.transport.control import SEND_TIMEOUT_S
 from elastic_ft.transport.handshake import WrongKey, WrongVersion
+from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Channel, dial
 
 DIAL_TIMEOUT_S = 5.0
@@ -83,7 +84,7 @@ class KeeperClient:
     def __init__(
         self,
         keeper: Keeper,
-        key: bytes,
+        key: JobKey,
         worker: WorkerId,
         patience: KeeperDeadlines = KeeperDeadlines(),
     ) -> None:
@@ -134,7 +135,7 @@ class LeftShard:
     def __init__(
         self,
         keeper: Keeper,
-        key: bytes,
+        key: JobKey,
         worker: WorkerId,
         source: Source,
         shard: str,
@@ -170,7 +171,7 @@ class LeftShard:
             raise StateUnreadable(said, self.holder) from error
 
 
-def _dial(keeper: Keeper, key: bytes, patience: KeeperDeadlines) -> Channel:
+def _dial(keeper: Keeper, key: JobKey, patience: KeeperDeadlines) -> Channel:
     within_s = patience.dial_s
     try:
         channel = dial(keeper.address, key, FROM_KEEPER, within_s)
@@ -182,7 +183,7 @@ def _dial(keeper: Keeper, key: bytes, patience: KeeperDeadlines) -> Channel:
 
 
 @contextlib.contextmanager
-def _dialled(keeper: Keeper, key: bytes, patience: KeeperDeadlines) -> Iterator[Channel]:
+def _dialled(keeper: Keeper, key: JobKey, patience: KeeperDeadlines) -> Iterator[Channel]:
     channel = _dial(keeper, key, patience)
     try:
         yield channel

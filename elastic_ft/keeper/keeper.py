@@ -70,6 +70,7 @@ from elastic_ft.transport.control import Inspect, NodeHealth, connect
 from elastic_ft.transport.messages import MessageRefused
 from elastic_ft.transport.reception import Reception
 from elastic_ft.transport.succession import Succession
+from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Channel
 
 HEALTH_EVERY_S = 5.0  # at most: often enough that silence is told from a pause
@@ -128,7 +129,7 @@ class NodeKeeper:
     host: this node's address, as the other nodes reach it.
     """
 
-    def __init__(self, controller: tuple[str, int], key: bytes, node: NodeId, host: str) -> None:
+    def __init__(self, controller: tuple[str, int], key: JobKey, node: NodeId, host: str) -> None:
         self.node, self._key = node, key
         self._lock = threading.Lock()
         self._owners: dict[WorkerId, BufferOwner] = {}
@@ -384,6 +385,6 @@ def free_memory() -> int:
         return free
 
 
-def run_keeper(controller: tuple[str, int], key: bytes, node: NodeId, host: str) -> None:
+def run_keeper(controller: tuple[str, int], key: JobKey, node: NodeId, host: str) -> None:
     """Keeps the snapshots of ``node`` until the controller is gone. Blocks."""
     NodeKeeper(controller, key, node, host).serve()

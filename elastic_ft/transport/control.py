@@ -6,7 +6,6 @@ first sign of a worker's death, and of a controller's.
 
 from __future__ import annotations
 
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from elastic_ft.faults import PointFault
 from elastic_ft.transport.handshake import HANDSHAKE_S
 from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, Packed
 from elastic_ft.transport.reception import Reception
+from elastic_ft.transport.tls import JobKey, new_key
 from elastic_ft.transport.wire import Channel, dial
 
 CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
@@ -226,7 +226,7 @@ def _odd_metric(metrics: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------- both ends
 
 
-def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Channel, Welcome]:
+def connect(address: tuple[str, int], key: JobKey, member: Member) -> tuple[Channel, Welcome]:
     """Connects a worker. Raises OSError, EOFError, WrongKey or WrongVersion."""
     channel = dial(address, key, TO_WORKER, CONNECT_TIMEOUT_S)
     channel.send(Hello(member))
@@ -242,7 +242,8 @@ def connect(address: tuple[str, int], key: bytes, member: Member) -> tuple[Chann
 class ControlServer:
     """Accepts workers and reads them, a thread each; what they say goes to ``on_message``.
 
-    ``on_refused``: told of a message that can't be read; it was its sender's last.
+    ``on_refused``: told of a message that can't be read; it was its sender's last. ``tls``: as the
+    job file's ``network.tls``. Raises ConfigError where that, or ``ports``, can't be had.
     """
 
     def __init__(
@@ -253,8 +254,10 @@ class ControlServer:
         on_end: Callable[[Member, float], None],
         on_refused: Callable[[Member, str], None] = lambda member, reason: None,
         ports: range | None = None,
+        *,
+        tls: bool = False,
     ) -> None:
-        self.key = secrets.token_bytes(32)
+        self.key = new_key(tls=tls)
         self._reception = Reception("control", host, self.key, TO_CONTROLLER, self._serve, ports)
         self._welcome, self._on_message, self._on_end = welcome, on_message, on_end
         self._on_refused = on_refused

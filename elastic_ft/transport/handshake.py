@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
 import struct
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 from elastic_ft.errors import ElasticError
 
@@ -30,6 +30,14 @@ class WrongVersion(ElasticError):
     """The two ends have no version of the messages in common. One line names both."""
 
 
+class Stream(Protocol):
+    """A connected socket, or TLS over one."""
+
+    def settimeout(self, seconds: float | None, /) -> None: ...
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, size: int, /) -> bytes: ...
+
+
 @dataclass(frozen=True)
 class Session:
     """What both ends have agreed on: the version, and a key for each direction."""
@@ -39,7 +47,7 @@ class Session:
     receives: bytes
 
 
-def greet(sock: socket.socket, key: bytes, deadline_s: float) -> Session:
+def greet(sock: Stream, key: bytes, deadline_s: float) -> Session:
     """The end that connected. Raises OSError, EOFError, WrongKey or WrongVersion."""
     hello = HELLO.pack(MAGIC, VERSION, OLDEST, secrets.token_bytes(32))
     sock.sendall(hello)
@@ -52,7 +60,7 @@ def greet(sock: socket.socket, key: bytes, deadline_s: float) -> Session:
     return Session(version, _mac(key, b"to called", said), _mac(key, b"to caller", said))
 
 
-def admit(sock: socket.socket, key: bytes, deadline_s: float) -> Session:
+def admit(sock: Stream, key: bytes, deadline_s: float) -> Session:
     """The end that listens. Raises as ``greet``."""
     hello = _exactly(sock, HELLO.size, deadline_s)
     if not hello.startswith(MAGIC):
@@ -86,7 +94,7 @@ def _mac(key: bytes, role: bytes, said: bytes) -> bytes:
     return hmac.digest(key, role + b"\0" + said, "sha256")
 
 
-def _exactly(sock: socket.socket, size: int, deadline_s: float) -> bytes:
+def _exactly(sock: Stream, size: int, deadline_s: float) -> bytes:
     """``deadline_s``: on the monotonic clock, for all of it."""
     found = bytearray()
     while len(found) < size:

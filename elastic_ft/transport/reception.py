@@ -12,6 +12,7 @@ from collections.abc import Callable
 from elastic_ft.errors import ConfigError
 from elastic_ft.transport.handshake import HANDSHAKE_S, WrongKey, WrongVersion, admit
 from elastic_ft.transport.messages import Messages
+from elastic_ft.transport.tls import JobKey, answer, server_context
 from elastic_ft.transport.wire import Channel
 
 STRANGERS_MAX = 64
@@ -35,12 +36,13 @@ class Reception:
         self,
         name: str,
         host: str,
-        key: bytes,
+        key: JobKey,
         receives: Messages,
         serve: Callable[[Channel], object],
         ports: range | None = None,
     ) -> None:
         self._name, self._key, self._receives, self._serve = name, key, receives, serve
+        self._tls = server_context(key)
         self._listener = listen(host, ports)
         self._lock = threading.Lock()
         self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
@@ -93,12 +95,14 @@ class Reception:
 
     def _receive(self, sock: socket.socket) -> None:
         try:
-            session = admit(sock, self._key, time.monotonic() + HANDSHAKE_S)
+            deadline_s = time.monotonic() + HANDSHAKE_S
+            line = answer(sock, self._tls, deadline_s)
+            session = admit(line, self._key.secret, deadline_s)
         except (OSError, EOFError, WrongKey, WrongVersion):
             self._forget(sock)
             sock.close()
             return
-        channel = Channel(sock, session, self._receives)
+        channel = Channel(line, session, self._receives)
         with self._lock:
             self._channels.add(channel)
             self._strangers.pop(sock, None)

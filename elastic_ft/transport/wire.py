@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import select
 import socket
 import struct
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 
 from elastic_ft.transport.handshake import HANDSHAKE_S, Session, greet
 from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, encode
+from elastic_ft.transport.tls import JobKey, Line, call, readable
 
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!Q")
@@ -47,7 +47,7 @@ class Channel:
         receives: what this end may be sent.
     """
 
-    def __init__(self, sock: socket.socket, session: Session, receives: Messages) -> None:
+    def __init__(self, sock: Line, session: Session, receives: Messages) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._receives = sock, receives
@@ -147,7 +147,7 @@ class Channel:
         return found
 
     def _await_bytes(self, timeout_s: float | None) -> None:
-        if timeout_s is not None and not _readable(self._socket, timeout_s):
+        if timeout_s is not None and not readable(self._socket, timeout_s):
             raise EOFError(f"nothing heard for {timeout_s:g} s")
 
     def limit(self, send_s: float) -> None:
@@ -208,24 +208,19 @@ def timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
-def _readable(sock: socket.socket, timeout_s: float) -> bool:
-    waiting = select.poll()
-    waiting.register(sock.fileno(), select.POLLIN)
-    return bool(waiting.poll(timeout_s * 1000))
-
-
 def dial(
-    address: Address, key: bytes, receives: Messages, timeout_s: float = HANDSHAKE_S
+    address: Address, key: JobKey, receives: Messages, timeout_s: float = HANDSHAKE_S
 ) -> Channel:
     """Connects, and is admitted, within ``timeout_s``.
 
-    Raises OSError, EOFError, WrongKey or WrongVersion.
+    Raises OSError, EOFError, WrongKey (a WrongCertificate, too) or WrongVersion.
     """
     deadline_s, pause_s = time.monotonic() + timeout_s, PAUSE_S
     while True:
         sock = socket.create_connection(address, max(0.001, deadline_s - time.monotonic()))
         try:
-            return Channel(sock, greet(sock, key, deadline_s), receives)
+            line = call(sock, key, deadline_s)
+            return Channel(line, greet(line, key.secret, deadline_s), receives)
         except (EOFError, ConnectionError):  # dropped: many others want to be admitted
             sock.close()
             if time.monotonic() + pause_s > deadline_s:

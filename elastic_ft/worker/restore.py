@@ -25,6 +25,7 @@ from elastic_ft.state.snapshot import Schema, Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
 from elastic_ft.storage import checkpoints
+from elastic_ft.transport.tls import JobKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def restore(
     live: LocalState,
     reach: Reach,
     forget_live: Callable[[], None],
-    key: bytes,
+    key: JobKey,
     silent_s: float = 60.0,
 ) -> Restored:
     """Lays the engine out over ``groups`` and fills its state; every participant calls it.
@@ -78,7 +79,7 @@ def restore(
     return Restored(placed, _peer_schemas(groups, placed), received)
 
 
-def left_shards(groups: Groups, key: bytes, silent_s: float) -> list[LeftShard | StoredState]:
+def left_shards(groups: Groups, key: JobKey, silent_s: float) -> list[LeftShard | StoredState]:
     """Where the shards of the source are that no living worker has: at keepers, in a checkpoint."""
     source = groups.assignment.source
     keepers = {keeper.name: keeper for keeper in groups.assignment.keepers}

@@ -91,6 +91,7 @@ from elastic_ft.transport.control import (
 from elastic_ft.transport.messages import MessageRefused
 from elastic_ft.transport.stacks import stack_of
 from elastic_ft.transport.succession import Succession
+from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Channel, CutOff
 from elastic_ft.worker import restore
 from elastic_ft.worker.devices import (
@@ -122,7 +123,7 @@ class ControllerLost(GroupBroken):
 
 def run_worker(
     address: tuple[str, int],
-    key: bytes,
+    key: JobKey,
     member: Member,
     *,
     train_loop: Callable[[], Any] | None = None,
@@ -179,7 +180,7 @@ class Worker:
     def __init__(
         self,
         address: tuple[str, int],
-        key: bytes,
+        key: JobKey,
         member: Member,
         on_generation: Callable[[Any], None] | None,
         on_pause: Callable[[], None] | None,
@@ -190,7 +191,7 @@ class Worker:
         self._welcome: Welcome
         self._channel, self._welcome = connect(address, key, member)
         self.job: Job = self._welcome.job
-        store_key = hmac.digest(key, self._welcome.run.encode(), "sha256")
+        store_key = hmac.digest(key.secret, self._welcome.run.encode(), "sha256")
         elastic = self.job.elastic
         meet_timeout_s = deadlines.meet_s(elastic.form_timeout_s, elastic.max_workers)
         self._pause_timeout_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)

@@ -64,10 +64,12 @@ from elastic_ft.transport.messages import (
     pack,
 )
 from elastic_ft.transport.reception import STRANGERS_MAX, Reception, listen
+from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Channel
 from tests.multiproc.harness import make_job
 
-KEY = b"k" * 32
+SECRET = b"k" * 32
+KEY = JobKey(SECRET)
 SOON_S = 10.0
 
 
@@ -84,7 +86,7 @@ PINGS = Messages(Ping)
 class Desk:
     """A reception that keeps what it is sent, and answers each message with the same."""
 
-    def __init__(self, key: bytes = KEY) -> None:
+    def __init__(self, key: JobKey = KEY) -> None:
         self.heard: list[Any] = []
         self.ended: list[str] = []
         self.changed = threading.Condition()
@@ -327,7 +329,7 @@ def test_messages_arrive_in_order_small_and_large(desk: Desk) -> None:
 
 def test_a_wrong_key_is_named_and_lets_nobody_in(desk: Desk) -> None:
     with pytest.raises(WrongKey, match="does not have this job's key"):
-        wire.dial(desk.address, b"x" * 32, PINGS)
+        wire.dial(desk.address, JobKey(b"x" * 32), PINGS)
     assert desk.heard == []
 
 
@@ -350,7 +352,7 @@ def test_versions_that_have_none_in_common_are_refused_by_name(
         with sock:
             hello = _take(sock, HELLO.size)
             theirs = HELLO.pack(MAGIC, 9, 8, bytes(32))
-            sock.sendall(theirs + hmac.digest(KEY, b"called\0" + hello + theirs, "sha256"))
+            sock.sendall(theirs + hmac.digest(SECRET, b"called\0" + hello + theirs, "sha256"))
 
     threading.Thread(target=answer, daemon=True).start()
     with server, pytest.raises(WrongVersion, match="speaks versions 8 to 9 of the messages"):
@@ -435,8 +437,8 @@ def test_what_has_come_is_not_heard_after_an_end_was_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
-    sender = Channel(one, Session(1, KEY, KEY), PINGS)
-    receiver = Channel(other, Session(1, KEY, KEY), PINGS)
+    sender = Channel(one, Session(1, SECRET, SECRET), PINGS)
+    receiver = Channel(other, Session(1, SECRET, SECRET), PINGS)
     for number in range(3):
         sender.send(Ping(number))
     assert receiver.receive(SOON_S) == Ping(0)
@@ -451,7 +453,7 @@ def test_sending_to_who_takes_nothing_ends(desk: Desk) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         stopped, _ = server.accept()
-    channel = Channel(one, Session(1, KEY, KEY), PINGS)
+    channel = Channel(one, Session(1, SECRET, SECRET), PINGS)
     channel.limit(0.2)
     began = time.monotonic()
     assert not channel.send(Ping(0, bytes(32 << 20)))

@@ -15,13 +15,14 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ft.core.events import NodeId
+from elastic_ft.transport.tls import JobKey
 
 
 @ray.remote(num_cpus=0)
 class KeeperActor:
     """Starts keeping as it is created. ``RayHost`` starts another one where it has ended."""
 
-    def __init__(self, controller: tuple[str, int], key: bytes, node: NodeId) -> None:
+    def __init__(self, controller: tuple[str, int], key: JobKey, node: NodeId) -> None:
         from elastic_ft.keeper.keeper import NodeKeeper
 
         keeper = NodeKeeper(controller, key, node, ray.util.get_node_ip_address())
@@ -40,7 +41,7 @@ class KeeperActor:
         threading.Event().wait()
 
 
-def start_keeper(controller: tuple[str, int], key: bytes, node: NodeId) -> ActorHandle[Any]:
+def start_keeper(controller: tuple[str, int], key: JobKey, node: NodeId) -> ActorHandle[Any]:
     """Returns at once; the keeper reports to the controller when it is up."""
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     actor: ActorHandle[Any] = KeeperActor.options(  # type: ignore[attr-defined]

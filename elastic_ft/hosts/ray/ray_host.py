@@ -35,6 +35,7 @@ from elastic_ft.hosts.ray.placement_groups import Placements, node_of
 from elastic_ft.hosts.ray.ray_private import Worker, draining_nodes
 from elastic_ft.hosts.ray.worker_actor import Task, WorkerSeat
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
+from elastic_ft.transport.tls import JobKey
 
 log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.2
@@ -120,13 +121,13 @@ class RayHost:
         self._look = asyncio.Event()
         self._inbox: Inbox = lambda event: None
         self._address: tuple[str, int] = ("", 0)
-        self._key = b""
+        self._key = JobKey(b"")
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="ray-host", daemon=True)
 
     # ------------------------------------------------------------------------ Host
 
-    def start(self, inbox: Inbox, address: tuple[str, int], key: bytes) -> None:
+    def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
         self._inbox, self._address, self._key = inbox, address, key
         self._thread.start()
         self._call(self._watch)

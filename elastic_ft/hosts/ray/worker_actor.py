@@ -33,6 +33,7 @@ from elastic_ft.hosts.ray.ray_private import (
     get_train_context,
     set_train_fn_utils,
 )
+from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import one_gpu
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Task:
     """What a worker is started with. ``train_loop`` travels by value: its node may be gone."""
 
     address: tuple[str, int]
-    key: bytes
+    key: JobKey
     worker: WorkerId
     node: NodeId
     train_loop: Callable[[], Any] | None
