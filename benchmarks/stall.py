@@ -39,6 +39,7 @@ from elastic_ft.state.checkpointer import Checkpointer, owned_by
 from elastic_ft.state.placed import exchange_placed
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.transport.control import ControlServer, Welcome
+from elastic_ft.transport.tls import JobKey
 
 WORLD = 2
 WAYS = ("ours", "async_save", "save")
@@ -208,7 +209,7 @@ class Rank:
 
 
 def one_rank(
-    groups: Groups, preset: str, rounds: int, folder: str, kept: list[Keeper], key: bytes
+    groups: Groups, preset: str, rounds: int, folder: str, kept: list[Keeper], key: JobKey
 ) -> dict[str, Any]:
     job = make_job(preset)
     data = open_dataset(job.data, job.seed)

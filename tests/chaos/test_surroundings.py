@@ -18,6 +18,7 @@ from chaos.surroundings import ENDPOINT, surroundings
 from elastic_ft.errors import ConfigError
 from elastic_ft.transport.control import TO_CONTROLLER, Heartbeat
 from elastic_ft.transport.reception import Reception
+from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import CutOff, dial
 
 
@@ -124,7 +125,7 @@ def test_who_is_cut_off_knows_it_in_time(way: str) -> None:
     over = threading.Event()
     try:
         node = bridge.add()
-        key, ended = b"k" * 32, threading.Event()
+        key, ended = JobKey(b"k" * 32), threading.Event()
         reception = Reception(
             "there",
             bridge.address,

@@ -23,13 +23,14 @@ from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import Note
+from elastic_ft.transport.tls import JobKey
 from tests.oneproc.test_publisher import DEADLINE_S, JOB
 
 
 class Unstartable(LocalHost):
     served = ("", 0)
 
-    def start(self, post: Any, controller: tuple[str, int], key: bytes) -> None:
+    def start(self, post: Any, controller: tuple[str, int], key: JobKey) -> None:
         self.served = controller
         raise ZeroDivisionError("no worker can be\nstarted")
 

@@ -49,6 +49,7 @@ from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import ControlServer, NodeHealth, Welcome
+from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
 
 WHOLE = Box((0, 0), (4, 3))
@@ -311,9 +312,9 @@ def stopped() -> Iterator[Keeper]:
 
 def test_who_dials_a_stopped_keeper_is_told_in_time(stopped: Keeper) -> None:
     with pytest.raises(KeeperGone, match=r"keeper:n0 can't be reached in 0.2 s"):
-        KeeperClient(stopped, b"key", "w0", IMPATIENT)
+        KeeperClient(stopped, JobKey(b"key"), "w0", IMPATIENT)
     with pytest.raises(StateUnreadable, match=r"keeper:n0/w1: .* can't be reached") as caught:
-        LeftShard(stopped, b"key", "w1", of(6), SHARD, patience=IMPATIENT)
+        LeftShard(stopped, JobKey(b"key"), "w1", of(6), SHARD, patience=IMPATIENT)
     assert caught.value.holder == "keeper:n0/w1"
 
 
