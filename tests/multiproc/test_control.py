@@ -11,6 +11,7 @@ import pytest
 from elastic_ft.core.events import Member
 from elastic_ft.transport.control import ControlServer, Welcome, connect
 from elastic_ft.transport.handshake import WrongKey
+from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
 
 MEMBER = Member("w0", "n0", "localhost", 1)
@@ -45,7 +46,7 @@ def test_one_that_says_nothing_keeps_nobody_out() -> None:
 def test_a_stranger_without_the_key_is_refused() -> None:
     with Server() as server:
         with pytest.raises(WrongKey):
-            connect(server.address, b"not the key", MEMBER)
+            connect(server.address, JobKey(b"not the key"), MEMBER)
         assert server.server.connected() == ()
 
 

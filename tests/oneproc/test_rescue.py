@@ -38,6 +38,7 @@ from elastic_ft.observe import alive
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.store import Store, open_store
+from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
 from tests.oneproc.test_emergency import RUN, Failing, Killed, keeper, shard
 from tests.storage.test_owners import signed
@@ -312,7 +313,7 @@ class OneKeeper(NoHost):
     def __init__(self, run: str) -> None:
         self._run, self.ended = run, False
 
-    def start(self, post: Any, controller: tuple[str, int], key: bytes) -> None:
+    def start(self, post: Any, controller: tuple[str, int], key: JobKey) -> None:
         keeper = NodeKeeper(controller, key, "n0", "127.0.0.1")
         self._serving = threading.Thread(target=keeper.serve, daemon=True)
         self._serving.start()
