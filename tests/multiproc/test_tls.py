@@ -34,8 +34,7 @@ class Strangers:
             self._call_all(controller)
 
     def _call_all(self, controller: Controller) -> None:
-        server = controller._server
-        assert server is not None
+        server = controller._connections.server
         other = new_key(tls=True)
         wrong = JobKey(server.key.secret, other.certificate, other.private_key)
         keepers = [keeper.address for keeper in controller.state.keepers.values()]
