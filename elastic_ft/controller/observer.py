@@ -14,7 +14,8 @@ from typing import Any
 from elastic_ft.config import Job
 from elastic_ft.core import events as ev
 from elastic_ft.core.policy import Policy
-from elastic_ft.core.state import Recovery, State
+from elastic_ft.core.records import Recovery
+from elastic_ft.core.state import State
 from elastic_ft.core.typed import fields_of
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from statistics import median
@@ -14,7 +13,6 @@ from elastic_ft.core.events import (
     CheckpointFailed,
     CheckpointRef,
     CommitCheckpoint,
-    DropKept,
     FinishJob,
     RecordStep,
     ReleaseWorker,
@@ -29,16 +27,9 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.intervals import checkpoint_every_s
-from elastic_ft.core.state import (
-    CLOSED_KEPT,
-    CheckpointAttempt,
-    Left,
-    PendingStep,
-    State,
-    Turn,
-    Writers,
-    is_current,
-)
+from elastic_ft.core.keepers import drop_old
+from elastic_ft.core.records import CheckpointAttempt, PendingStep, Writers
+from elastic_ft.core.state import CLOSED_KEPT, State, Turn, is_current
 
 PLANNED = (
     "worker_joined",
@@ -118,29 +109,9 @@ def commit_steps(turn: Turn) -> None:
         turn.set(committed=number, pending=rest, fruitless=0, losses={}, suspects={})
         if made_by := turn.state.writers.get(pending.generation):
             turn.set(proven=made_by.workers)
-    _drop_what_was_left(turn)
+    drop_old(turn)
     _commit_checkpoints(turn)
     finish_if_done(turn)
-
-
-def _drop_what_was_left(turn: Turn) -> None:
-    """A later step is safe: what ended workers left of earlier ones has no use any more, and no
-    word of it is awaited."""
-    left, committed = turn.state.left, turn.state.committed
-    old = [pair for pair, held in left.items() if all(h.step < committed for h in held)]
-    drop_left(turn, old)
-    if awaited := turn.state.awaited:
-        last = {pair: turn.state.lineage.last_before(since) for pair, since in awaited.items()}
-        kept = [pair for pair, step in last.items() if step is None or step >= committed]
-        turn.set(awaited={pair: awaited[pair] for pair in kept})
-
-
-def drop_left(turn: Turn, pairs: Iterable[Left]) -> None:
-    gone = sorted(pairs)
-    for node, worker in gone:
-        turn.do(DropKept(node, worker))
-    if gone:
-        turn.set(left={pair: held for pair, held in turn.state.left.items() if pair not in gone})
 
 
 # --------------------------------------------------------------------------- checkpoints

@@ -11,10 +11,10 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.blame import explain_break, forget_losses
 from elastic_ft.core.commits import abandon_attempts_of, finish
 from elastic_ft.core.generations import escalate, explain, pause, who_is_late
+from elastic_ft.core.keepers import await_report, forget_keeper, reads_from
 from elastic_ft.core.outages import note_unreached, note_unread
 from elastic_ft.core.recoveries import blame_node, note_lost
 from elastic_ft.core.refusals import is_its_own, lose_device, refuse
-from elastic_ft.core.restoring import forget_keeper, reads_from
 from elastic_ft.core.standby import has_ended
 from elastic_ft.core.state import Turn, is_current
 
@@ -77,10 +77,7 @@ def _lose(
     for worker in gone:
         event = "worker_hung" if cause == "worker_hung" else "worker_lost"
         node = before.ready[worker].node
-        if (node, worker) in before.told:
-            turn.set(told=turn.state.told - {(node, worker)})
-        elif node in before.keepers:
-            turn.set(awaited={**turn.state.awaited, (node, worker): out_since[worker]})
+        await_report(turn, node, worker, out_since[worker])
         turn.journal(event, reason, worker=worker, node=node, rank=before.ranks.get(worker))
     abandon_attempts_of(turn, gone)
     why = f"{', '.join(involved)}: {reason}"

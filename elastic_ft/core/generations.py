@@ -12,12 +12,13 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.blame import blame_joiners, count_end, count_losses, explain_break
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import abandon_void_attempts, await_checkpoint, commit_steps, finish
+from elastic_ft.core.keepers import forget_void, look_again
 from elastic_ft.core.outages import suspend_reading, waits_for_store
+from elastic_ft.core.records import Episode
 from elastic_ft.core.recoveries import close_episode
 from elastic_ft.core.restoring import (
     choose_source,
     count_redone,
-    forget_void,
     held_by,
     is_worth_waiting,
     needed_donors,
@@ -27,7 +28,7 @@ from elastic_ft.core.restoring import (
     roll_back,
 )
 from elastic_ft.core.standby import bench, dismiss, idle_in_words, release
-from elastic_ft.core.state import Episode, State, Turn, is_current
+from elastic_ft.core.state import State, Turn, is_current
 from elastic_ft.core.table import Table
 from elastic_ft.core.world import World, choose_world, learn_rate, why_idle
 
@@ -133,7 +134,8 @@ def has_news(before: State, now: State) -> bool:
         or before.closed is not now.closed
         or before.checkpoints is not now.checkpoints
         or (
-            now.lacking is None and (before.lacking is not None or len(before.left) < len(now.left))
+            now.left.lacking is None
+            and (before.left.lacking is not None or len(before.left.shards) < len(now.left.shards))
         )
     )
 
@@ -168,7 +170,7 @@ def form_again(turn: Turn) -> None:
 
 def form(turn: Turn) -> None:
     """Everyone alive is paused: lays out the next world, or waits for more workers."""
-    turn.set(lacking=None)
+    look_again(turn)
     if not blame_joiners(turn):
         return
     learn_rate(turn)

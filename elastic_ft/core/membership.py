@@ -56,10 +56,11 @@ from elastic_ft.core.generations import (
     restoring,
     resumed,
 )
+from elastic_ft.core.keepers import keeper_holds, keeper_ready, stop_awaiting, unkept
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.outages import REREAD, may_read_again
 from elastic_ft.core.policy import Policy
-from elastic_ft.core.restoring import keeper_holds, keeper_ready, no_way_on, stop_awaiting, unkept
+from elastic_ft.core.restoring import no_way_on
 from elastic_ft.core.standby import RELEASE, release, release_overdue
 from elastic_ft.core.state import State, Turn
 from elastic_ft.core.stragglers import judge

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from elastic_ft.core.commits import finish
 from elastic_ft.core.events import Source, SourceRefused, StartTimer, WorkerId
-from elastic_ft.core.state import Outage, Turn, Unreached
+from elastic_ft.core.records import Outage, Unreached
+from elastic_ft.core.state import Turn
 from elastic_ft.core.world import choose_world
 
 REREAD = "reread"  # a timer, of whatever generation

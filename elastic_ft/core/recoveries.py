@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 
 from elastic_ft.core.commits import PLANNED
 from elastic_ft.core.events import Assignment, NodeLost, WorkerId
-from elastic_ft.core.state import RECOVERIES_KEPT, Recovery, Turn
+from elastic_ft.core.records import Recovery
+from elastic_ft.core.state import RECOVERIES_KEPT, Turn
 
 NODE_LOSS_LAG_S = 90.0  # Ray's health checks need up to 63 s by default
 

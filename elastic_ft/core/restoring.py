@@ -1,33 +1,26 @@
 """What the next generation starts from: whose state, of which step, and what that makes void.
 
-Pure, like all of the core; ``membership`` says when. What ended workers left with their nodes'
-keepers is accounted for here, too.
+Pure; ``generations`` says when. What ended workers left is with ``keepers``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from elastic_ft.core.commits import drop_left
 from elastic_ft.core.events import (
     Assignment,
     Holding,
-    KeeperHolds,
-    KeeperReady,
     Member,
-    NodeId,
     RollBack,
     Source,
     Tier,
-    Unkept,
-    UseKeeper,
-    WorkerId,
 )
-from elastic_ft.core.lineage import Lineage
+from elastic_ft.core.keepers import await_keepers, awaited_beyond, of_this_history
+from elastic_ft.core.records import PendingStep, Writers
 from elastic_ft.core.source import choose, missing_of
-from elastic_ft.core.state import Lacking, PendingStep, Turn, Writers
+from elastic_ft.core.state import Turn
 
 Holder = TypeVar("Holder")
 
@@ -40,7 +33,7 @@ def choose_source(turn: Turn) -> tuple[Source, str]:
     """From what the living hold; from what the dead left too where that is better."""
     state, (held, left) = turn.state, _known_holdings(turn)
     found = choose(held, state.checkpoints, state.refused)
-    if not state.left:
+    if not state.left.shards:
         return found
     with_left = choose(held | left, state.checkpoints, state.refused)
     if not _is_better(with_left[0], found[0]):
@@ -58,26 +51,10 @@ def _known_holdings(turn: Turn) -> tuple[Holdings, Holdings]:
     """Of this history: the living's, and what the dead left."""
     state = turn.state
     held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
-    left = {state.keepers[n].left_by(worker): some for (n, worker), some in state.left.items()}
-    return _of_this_history(state.lineage, held), _of_this_history(state.lineage, left)
-
-
-def _of_this_history(
-    lineage: Lineage, holdings: Mapping[Holder, tuple[Holding, ...]]
-) -> dict[Holder, tuple[Holding, ...]]:
-    """Without the steps that were trained again, whoever still has them, and has not heard of it.
-
-    Holders that have nothing else are left out.
-    """
-    states = {(h.step, h.generation) for held in holdings.values() for h in held}
-    good = {state for state in states if lineage.has(*state)}
-    if good == states:
-        return {holder: held for holder, held in holdings.items() if held}
-    kept = {
-        holder: tuple(h for h in held if (h.step, h.generation) in good)
-        for holder, held in holdings.items()
+    left = {
+        state.keepers[n].left_by(worker): some for (n, worker), some in state.left.shards.items()
     }
-    return {holder: held for holder, held in kept.items() if held}
+    return of_this_history(state.lineage, held), of_this_history(state.lineage, left)
 
 
 def _is_better(one: Source, other: Source) -> bool:
@@ -93,44 +70,11 @@ def is_worth_waiting(turn: Turn, step: int) -> bool:
         reason = f"one newer than step {step} is being published, {up_to}"
         turn.journal("awaiting_checkpoint", reason)
         return True
-    if newer := _awaited_beyond(turn, step):
-        held, left = _known_holdings(turn)
-        missing = missing_of(held | left, turn.state.refused, step)
-        least = min(missing.values(), default=1)
-        turn.set(lacking=Lacking(step, frozenset(missing), least))
-        who = ", ".join(sorted(newer))
-        turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
-        turn.timer("keeper", turn.policy.pause_timeout_s)
-        return True
-    return False
-
-
-def _awaited_beyond(turn: Turn, step: int) -> list[WorkerId]:
-    """Whose keepers may yet tell of something newer."""
-    last_of = turn.state.lineage.last_before
-    awaited = ((worker, last_of(since)) for (_, worker), since in turn.state.awaited.items())
-    return [worker for worker, last in awaited if last is None or last > step]
-
-
-def _look_if_decisive(turn: Turn, event: KeeperHolds) -> None:
-    """Ends the wait for keepers, if there is one, where this may: by what it has, or as the last.
-
-    To look what there is takes long in a large world, and as many tell as it had workers.
-    """
-    lacking = turn.state.lacking
-    if lacking is None:
-        return
-    newer = [held for held in event.holdings if held.step > lacking.step]
-    least = lacking.holdings - len(newer)
-    is_known = {(held.step, held.generation, held.space) for held in newer} <= lacking.cuts
-    is_last = not _awaited_beyond(turn, lacking.step)
-    ends = is_last or least <= 0 or not is_known
-    turn.set(lacking=None if ends else replace(lacking, holdings=least))
-
-
-def stop_awaiting(turn: Turn) -> None:
-    """What keepers have not told by now comes too late."""
-    turn.set(awaited={}, lacking=None)
+    if not awaited_beyond(turn, step):
+        return False
+    held, left = _known_holdings(turn)
+    await_keepers(turn, step, missing_of(held | left, turn.state.refused, step))
+    return True
 
 
 def _is_publishing(turn: Turn, step: int) -> bool:
@@ -209,7 +153,7 @@ def _known(turn: Turn, step: int, old: Assignment) -> PendingStep:
     generation = old.generation if computed_by is None else computed_by
     unheard = PendingStep(generation, len(old.members), str(old.layout), {})
     said = state.pending.get(step, unheard)
-    return said if said.metrics else state.heard.get((step, generation), said)
+    return said if said.metrics else state.left.steps.get((step, generation), said)
 
 
 def count_redone(turn: Turn, step: int) -> None:
@@ -234,81 +178,3 @@ def roll_back(turn: Turn, step: int, why: str) -> None:
 
 
 # ---------------------------------------------------------------------- what the dead left
-
-
-def keeper_ready(turn: Turn, event: KeeperReady) -> None:
-    keeper = event.keeper
-    forget_keeper(turn, keeper.node)
-    turn.set(keepers={**turn.state.keepers, keeper.node: keeper})
-    turn.journal("keeper_ready", "snapshots outlive their worker", node=keeper.node)
-    for member in turn.state.ready.values():
-        if member.node == keeper.node:
-            turn.do(UseKeeper(member.worker, keeper))
-
-
-def unkept(turn: Turn, event: Unkept) -> None:
-    """Until a step is held by a keeper again, none waits for this worker's."""
-    state = turn.state
-    if event.worker not in state.ready or event.worker in state.unkept:
-        return
-    others = frozenset(worker for worker in state.unkept if worker in state.ready)
-    turn.set(unkept=others | {event.worker})
-    node = state.ready[event.worker].node
-    turn.journal("snapshots_unkept", event.reason, worker=event.worker, node=node)
-
-
-def reads_from(turn: Turn, node: NodeId) -> bool:
-    """Whether the forming generation gets a shard from the node's keeper, as no worker has it."""
-    state = turn.state
-    keeper = state.keepers.get(node)
-    if state.phase != "forming" or state.assignment is None or keeper is None:
-        return False
-    shards = state.assignment.source.holders.values()
-    left = [who[0][0] for who in shards if who and all(tier is Tier.KEEPER for _, tier in who)]
-    return any(holder.startswith(f"{keeper.name}/") for holder in left)
-
-
-def forget_keeper(turn: Turn, node: NodeId) -> None:
-    state = turn.state
-    turn.set(
-        keepers={n: keeper for n, keeper in state.keepers.items() if n != node},
-        left={pair: held for pair, held in state.left.items() if pair[0] != node},
-        awaited={pair: until for pair, until in state.awaited.items() if pair[0] != node},
-        told=frozenset(pair for pair in state.told if pair[0] != node),
-    )
-
-
-def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
-    """Notes what an ended worker left; repeats are ignored."""
-    _note_left(turn, event)
-    _look_if_decisive(turn, event)
-
-
-def _note_left(turn: Turn, event: KeeperHolds) -> None:
-    state, pair = turn.state, (event.node, event.worker)
-    if event.node not in state.keepers or pair in state.left or pair in state.told:
-        return
-    if event.worker in state.ready:  # the keeper saw it first
-        turn.set(told=state.told | {pair})
-    elif pair not in state.awaited:  # it was released, or the wait has ended
-        drop_left(turn, [pair])
-        return
-    awaited = {p: since for p, since in state.awaited.items() if p != pair}
-    heard = {
-        (line.step, line.generation): PendingStep(
-            line.generation, line.world_size, line.layout, line.metrics
-        )
-        for line in event.record
-    }
-    turn.set(left={**state.left, pair: event.holdings}, awaited=awaited)
-    turn.set(heard=state.heard | heard)
-    if not _of_this_history(state.lineage, {pair: event.holdings}):
-        drop_left(turn, [pair])
-
-
-def forget_void(turn: Turn) -> None:
-    """Frees what the dead left of steps that were trained again, and what is known of old ones."""
-    state = turn.state
-    heard = {known: line for known, line in state.heard.items() if known[0] > state.committed}
-    turn.set(heard=heard)
-    drop_left(turn, state.left.keys() - _of_this_history(state.lineage, state.left).keys())

@@ -101,18 +101,11 @@ def _item(line: Line) -> Item:
     if kind == "Noted":
         return Noted(int(line["seq"]))
     if kind == "Snapshot":
-        return Snapshot(float(line["at_s"]), int(line["seq"]), _state(line["state"]))
+        return Snapshot(float(line["at_s"]), int(line["seq"]), snapshots.decode(line["state"]))
     if kind in EVENTS:
         told_at_s = line["told_at_s"] if "told_at_s" in line else line["at_s"]
         return ToldLine(float(told_at_s), decoder(EVENTS[kind])(line))
     raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
-
-
-def _state(value: Any) -> State:
-    state = snapshots.decode(value)
-    if not isinstance(state, State):
-        raise ConfigError(f"inbox.jsonl: a snapshot of {type(state).__name__}, not of the state")
-    return state
 
 
 # ------------------------------------------------------------------------------ replaying

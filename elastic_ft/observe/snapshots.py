@@ -2,6 +2,7 @@
 
 Each value that JSON does not know by itself comes as ``{"is": its type, "has": its parts}``. Types
 are those of ``elastic_ft.core``: data alone, and nothing else is ever made from what is read.
+A snapshot is of one version's state, part by part: another version refuses it.
 """
 
 from __future__ import annotations
@@ -11,40 +12,55 @@ import importlib
 from enum import Enum
 from typing import Any
 
+from elastic_ft.core.state import State
 from elastic_ft.core.table import Table
 from elastic_ft.errors import ConfigError
 
 CORE = "elastic_ft.core."
+VERSION = 2  # of the form; to be raised where a part of the state gets another meaning
 
 
-def encode(value: Any) -> Any:
+def encode(state: State) -> Any:
     """Raises TypeError where a value is of no type that a state may have."""
+    return {"version": VERSION, "state": _encode(state)}
+
+
+def _encode(value: Any) -> Any:
     if isinstance(value, Enum):
         return {"is": _name(type(value)), "has": value.value}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return [encode(item) for item in value]
+        return [_encode(item) for item in value]
     if isinstance(value, (dict, Table)):
         kind = "table" if isinstance(value, Table) else "dict"
-        return {"is": kind, "has": [[encode(k), encode(v)] for k, v in value.items()]}
+        return {"is": kind, "has": [[_encode(k), _encode(v)] for k, v in value.items()]}
     if type(value) in (tuple, frozenset):
-        return {"is": type(value).__name__, "has": [encode(item) for item in value]}
+        return {"is": type(value).__name__, "has": [_encode(item) for item in value]}
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-        parts = {name: encode(getattr(value, name)) for name in names}
+        parts = {name: _encode(getattr(value, name)) for name in names}
         return {"is": _name(type(value)), "has": parts}
     raise TypeError(f"a state has a {type(value).__name__}, which has no form in JSON")
 
 
-def decode(value: Any) -> Any:
-    """What ``encode`` was given. Fields that this version does not know are left out; those that
-    are missing have their defaults. Raises ConfigError where it was not written by ``encode``."""
+def decode(value: Any) -> State:
+    """The state that ``encode`` was given. Raises ConfigError where it was not written by
+    ``encode``, or by that of a version whose state has other parts: none is half read."""
     try:
-        return _decode(value)
+        found = value.get("version", 1)
+        if found != VERSION:
+            what = f"of form {found!r:.20}, and this version of elastic-ft reads form {VERSION}"
+            raise ConfigError(
+                f"a snapshot of the core's state is {what}: use the one that wrote it"
+            )
+        state = _decode(value["state"])
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"a snapshot of the core's state can't be understood: {why}") from None
+    if not isinstance(state, State):
+        raise ConfigError(f"a snapshot is of {type(state).__name__:.40}, not of the core's state")
+    return state
 
 
 def _decode(value: Any) -> Any:
@@ -65,7 +81,10 @@ def _decode(value: Any) -> Any:
     if issubclass(cls, Enum):
         return cls(parts)
     known = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: _decode(item) for name, item in parts.items() if name in known})
+    if odd := sorted(known ^ parts.keys()):
+        where = "lacks" if odd[0] in known else "has an unknown part,"
+        raise ValueError(f"{kind} {where} {odd[0]!r:.80}")
+    return cls(**{name: _decode(item) for name, item in parts.items()})
 
 
 def _name(cls: type) -> str:

@@ -193,7 +193,7 @@ def test_the_keeper_may_tell_before_the_loss_is_known() -> None:
     script.train(1, 2)
     assert tells(script, "b", "n2", 2) == []
     script.tell(WorkerLost, "b", "killed")
-    assert not script.state.awaited
+    assert not script.state.left.awaited
     assert formed(survivors_pause(script, 2, "a", "c")).source.step == 2
 
 
@@ -244,9 +244,9 @@ def test_what_no_keeper_ever_tells_of_is_not_awaited_for_ever() -> None:
     script.tell(WorkerLost, "b", "killed")
     survivors_pause(script, 2, "a", "c")
     script.resume()
-    assert ("n2", "b") in script.state.awaited
+    assert ("n2", "b") in script.state.left.awaited
     script.train(3)
-    assert not script.state.awaited, "what it had is older than what is committed"
+    assert not script.state.left.awaited, "what it had is older than what is committed"
     commands = script.tell(KeeperHolds, "n2", "b", (kept(2, S1),))
     assert commands == [DropKept("n2", "b")]
 
@@ -282,7 +282,7 @@ def test_the_wait_ends_by_its_deadline_and_what_comes_later_is_dropped() -> None
     assert isinstance(commands[0], RollBack)
     assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
     assert tells(script, "b", "n2", 12) == [DropKept("n2", "b")]
-    assert script.state.left == {}
+    assert script.state.left.shards == {}
 
 
 def test_the_wait_ends_with_the_keeper_or_the_node() -> None:
@@ -333,7 +333,7 @@ def test_a_lost_node_takes_what_its_keeper_had() -> None:
     script.tell(WorkerLost, "b", "killed")
     tells(script, "b", "n2", 11)
     script.tell(NodeLost, "n2", "power")
-    assert script.state.left == {}
+    assert script.state.left.shards == {}
     assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
 
 
@@ -341,7 +341,7 @@ def test_a_node_lost_at_once_leaves_nothing_to_wait_for() -> None:
     script = kept_here(1, REF)
     script.train(11)
     script.tell(NodeLost, "n2", "power")
-    assert not script.state.awaited
+    assert not script.state.left.awaited
     assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
 
 
@@ -395,9 +395,9 @@ def rolled_back_past_a_report() -> Script:
 
 def test_later_steps_than_the_restored_one_are_forgotten() -> None:
     script = rolled_back_past_a_report()
-    assert script.state.left == {}
+    assert script.state.left.shards == {}
     assert tells(script, "b", "n2", 12) == [DropKept("n2", "b")]  # a late repetition
-    assert script.state.left == {}
+    assert script.state.left.shards == {}
 
 
 def test_what_keepers_said_of_a_step_is_not_recorded_once_it_was_trained_again() -> None:
@@ -464,7 +464,7 @@ def test_what_was_left_goes_when_a_later_step_is_committed() -> None:
     assert DropKept("n2", "b") not in script.resume()
     commands = script.train(3)
     assert commands[-1] == DropKept("n2", "b")
-    assert script.state.left == {}
+    assert script.state.left.shards == {}
 
 
 def test_what_a_released_worker_left_is_dropped() -> None:
@@ -647,7 +647,7 @@ def test_what_is_enough_ends_the_wait_whoever_has_yet_to_tell() -> None:
         own, peer = (script.holding(11, r, Tier.KEEPER) for r in (rank, rank + 1))
         script.tell(KeeperHolds, f"n{rank}", f"w{rank}", (own, peer))
     assert script.state.phase == "forming" and script.assignment.source.step == 11
-    assert script.state.awaited
+    assert script.state.left.awaited
 
 
 def test_the_last_that_may_be_newer_ends_the_wait_with_nothing() -> None:

@@ -83,20 +83,47 @@ def test_a_long_run_stays_bounded_and_can_be_replayed(
 @pytest.mark.parametrize(
     "value",
     [
-        {"is": "state.State", "has": {"generation": 3, "unheard_of": 1}},
         {"is": "os.system", "has": {}},
-        {"is": "state.os", "has": {}},
+        {"is": "records.os", "has": {}},
         {"is": "events", "has": {}},
         {"is": "state.Turn", "has": {}},
         {"is": "dict", "has": [[{"is": "dict", "has": []}, 1]]},
-        {"is": "layout.Layout", "has": {"dp_shard": {"is": 3}}},
+        {"is": "layouts.layout.Layout", "has": {"dp_shard": {"is": 3}}},
         {"has": 1},
     ],
     ids=str,
 )
 def test_nothing_but_the_cores_data_is_made_of_a_snapshot(value: Any) -> None:
-    if "unheard_of" in str(value):
-        assert snapshots.decode(value) == State(generation=3)
-        return
     with pytest.raises(ConfigError, match="can't be understood"):
+        snapshots.decode({"version": snapshots.VERSION, "state": value})
+
+
+def test_a_snapshot_of_another_version_is_refused_by_its_number() -> None:
+    """The first form had none."""
+    written = snapshots.encode(State(generation=3))
+    assert snapshots.decode(written) == State(generation=3)
+    for value in (written["state"], {**written, "version": 3}):
+        with pytest.raises(ConfigError, match=r"is of form [13], and this version .* reads form 2"):
+            snapshots.decode(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda parts: parts.pop("left"), r"state\.State lacks 'left'"),
+        (lambda parts: parts.update(unheard_of=1), r"has an unknown part, 'unheard_of'"),
+        (lambda parts: parts["left"]["has"].pop("early"), r"records\.LeftBehind lacks 'early'"),
+    ],
+    ids=["lacks", "unknown", "inside"],
+)
+def test_no_snapshot_is_half_read(change: Any, said: str) -> None:
+    written = snapshots.encode(State(generation=3))
+    change(written["state"]["has"])
+    with pytest.raises(ConfigError, match=said):
+        snapshots.decode(written)
+
+
+def test_a_snapshot_of_something_else_is_refused() -> None:
+    value = {"version": snapshots.VERSION, "state": {"is": "tuple", "has": []}}
+    with pytest.raises(ConfigError, match="a snapshot is of tuple"):
         snapshots.decode(value)

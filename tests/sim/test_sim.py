@@ -23,7 +23,9 @@ from elastic_ft.core import (
     commits,
     events,
     generations,
+    keepers,
     membership,
+    records,
     restoring,
     source,
     state,
@@ -596,13 +598,13 @@ def incomplete(holdings: Mapping[str, Any], checkpoints: Any, refused: Any) -> A
 recent_writers = restoring.recent_writers
 
 
-def all_uploads_count(turn: state.Turn, new: events.Assignment) -> dict[int, state.Writers]:
+def all_uploads_count(turn: state.Turn, new: events.Assignment) -> dict[int, records.Writers]:
     """Even those of steps that were voided and computed again."""
     writers = recent_writers(turn, new)
     return {generation: replace(old, until=None) for generation, old in writers.items()}
 
 
-def applied_by_anyone(turn: state.Turn, step: int, pending: state.PendingStep) -> None:
+def applied_by_anyone(turn: state.Turn, step: int, pending: records.PendingStep) -> None:
     everyone = turn.everyone() if pending.applied else 0
     pending = replace(pending, applied=everyone, held=pending.held)
     turn.set(pending={**turn.state.pending, step: pending})
@@ -629,7 +631,7 @@ never_published = {**membership.LASTING_TIMERS, commits.PUBLISH: lambda turn, at
         ("fsdp", generations, "is_worth_waiting", restoring._is_publishing),
         ("fsdp", breaks, "_refuse_worker", ends_for_a_joiner),
         ("fsdp", membership, "LASTING_TIMERS", never_published),
-        ("fsdp", restoring, "drop_left", lambda turn, pairs: turn.set(left={})),
+        ("fsdp", keepers, "drop_left", lambda turn, pairs: turn.set(left=records.LeftBehind())),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,0 +1,154 @@
+"""The parts of ``State``: data that is replaced, never changed. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ft.core.events import Assignment, Holding, NodeId, WorkerId
+from elastic_ft.core.table import Table
+
+LeftBy = tuple[NodeId, WorkerId]  # an ended worker, and the node whose keeper has what it left
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A change of membership under way."""
+
+    cause: str
+    at_s: float
+    noticed_s: float
+    before: Assignment
+    lost: tuple[WorkerId, ...] = ()
+    steps_lost: int = 0
+    steps_redone: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A finished change of membership, as it stands in result.json (DESIGN section 7)."""
+
+    cause: str
+    noticed_at_s: float  # unix time
+    at_step: int
+    noticed_s: float  # upper bound: from the lost worker's last message to the notice
+    paused_s: float  # from the notice until every member trains on
+    steps_lost: int  # committed steps that must be redone
+    steps_redone: int  # steps applied by all but not yet committed that must be redone
+    source: str
+    bytes_moved: int
+    world_before: int
+    world_after: int
+    layout_before: str
+    layout_after: str
+    survivors_kept_pid: bool
+    generation: int
+    lost_nodes: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    """A step that some members have applied, and that is not committed. Masks are bits by rank."""
+
+    generation: int
+    world_size: int
+    layout: str
+    metrics: dict[str, Any]
+    applied: int = 0
+    held: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointAttempt:
+    """``written``: the manifest entries of those writers that are done, in the order they came."""
+
+    step: int
+    generation: int
+    writers: frozenset[WorkerId]
+    written: Table[WorkerId, tuple[dict[str, Any], ...]] = field(default_factory=Table)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    took_s: float = 0.0  # the slowest writer so far
+    committing: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.written) == len(self.writers)
+
+    def awaits(self, worker: WorkerId) -> bool:
+        return worker in self.writers and worker not in self.written
+
+
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """Who writes the checkpoints that a generation begins."""
+
+    workers: frozenset[WorkerId]
+    until: int | None = None  # its last step that counts: later ones were void, or not everyone's
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """The store can't be read, by whoever tried.
+
+    Attributes:
+        generation: the last one that could not.
+        waiting: nobody tries until the timer.
+        said: the journal has that the job is suspended.
+        blamed: workers that could not while others could, and how many times in a row.
+        left_out: whether some were left out for it.
+    """
+
+    since_s: float
+    why: str
+    generation: int
+    tries: int = 1
+    waiting: bool = True
+    said: bool = False
+    blamed: dict[WorkerId, int] = field(default_factory=dict)
+    left_out: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lacking:
+    """What keepers are waited for.
+
+    Attributes:
+        step: the newest that could be gone on from as it is.
+        cuts: the states known to be newer: (step, generation, shard space).
+        holdings: so many more, at least, make one of those whole.
+    """
+
+    step: int
+    cuts: frozenset[tuple[int, int, str]]
+    holdings: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A keeper's state that nobody could ask for. ``alone``: others could, each time."""
+
+    generation: int  # the last one that could not
+    tries: int
+    alone: frozenset[WorkerId]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What ended workers left with the keepers of their nodes.
+
+    Written by ``keepers`` alone. Read by ``restoring``, for a source, and by ``generations``, for
+    whether to look for one again.
+
+    Attributes:
+        shards: by who left them.
+        awaited: whose keeper has not told yet, and the first generation that each had no part in.
+        early: who was told of before the loss was known here.
+        steps: what keepers know of the ended workers' steps, by (step, generation of the step).
+        lacking: what is waited for, while anything is.
+    """
+
+    shards: dict[LeftBy, tuple[Holding, ...]] = field(default_factory=dict)
+    awaited: dict[LeftBy, int] = field(default_factory=dict)
+    early: frozenset[LeftBy] = frozenset()
+    steps: dict[tuple[int, int], PendingStep] = field(default_factory=dict)
+    lacking: Lacking | None = None
