@@ -27,7 +27,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
 from elastic_ft.hosts.local import ENVIRONMENT, no_main_module, worker_environment
 from elastic_ft.models.build import build_model
-from elastic_ft.worker.worker import engine_class
+from elastic_ft.worker.prepare import engine_class
 
 OPERATION_S = 60.0
 CALL_S = 240.0

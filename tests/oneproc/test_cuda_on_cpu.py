@@ -6,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -27,7 +26,8 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.hosts import local
 from elastic_ft.state import snapshot
 from elastic_ft.state.tensors import StateTensor
-from elastic_ft.worker import worker as worker_module
+from elastic_ft.transport.control import Welcome
+from elastic_ft.worker import prepare, trouble
 
 
 def make_job(**sections: Any) -> Job:
@@ -115,16 +115,13 @@ def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.
         def prepare(self) -> None: ...
 
     data = SimpleNamespace(vocab_size=512, sequence_length=8, train=[], fingerprint="")
-    monkeypatch.setattr(worker_module, "open_dataset", lambda *_: data)
-    monkeypatch.setattr(worker_module, "engine_class", lambda _: Engine)
-    monkeypatch.setattr(worker_module, "Checkpointer", lambda *_: None)
-    monkeypatch.setattr(worker_module, "Prefetcher", lambda *_: None)
-    worker = worker_module.Worker.__new__(worker_module.Worker)
-    worker.job, worker.member = make_job(parallel=parallel), Member("w0", "n0", "localhost", 0)
-    worker._points = SimpleNamespace(corrupt=None)
-    worker._welcome = SimpleNamespace(run="", checkpoint_url="", data={})
-    worker._channel = SimpleNamespace(send=lambda message: None)
-    worker._prepare()
+    monkeypatch.setattr(prepare, "open_dataset", lambda *_: data)
+    monkeypatch.setattr(prepare, "engine_class", lambda _: Engine)
+    monkeypatch.setattr(prepare, "Checkpointer", lambda *_: None)
+    monkeypatch.setattr(prepare, "Prefetcher", lambda *_: None)
+    welcome = Welcome(make_job(parallel=parallel), "", "", ("localhost", 0))
+    points = Points("w0", (), lambda index: None)
+    prepare.prepare("w0", welcome, points, lambda message: None, lambda why: None)
     return given[0]
 
 
@@ -287,18 +284,14 @@ def explained(
         sent.append(code)
         raise Ended
 
-    monkeypatch.setattr(worker_module.os, "_exit", end)
-    monkeypatch.setattr(worker_module, "GRACE_S", 0.01)
-    worker = worker_module.Worker.__new__(worker_module.Worker)
-    worker.member = Member("w0", "n0", "localhost", 0)
-    worker._points, worker._loop = SimpleNamespace(step=7, generation=1), object()
-    worker._tools = SimpleNamespace(engine=SimpleNamespace(device=torch.device(device)))
-    worker._news, worker._channel = threading.Condition(), SimpleNamespace(send=sent.append)
-    worker._is_over = lambda: False
-    worker._out_of_memory_at = None
+    monkeypatch.setattr(trouble.os, "_exit", end)
+    member, points = Member("w0", "n0", "localhost", 0), Points("w0", (), lambda index: None)
+    points.begin(7)
+    told = trouble.Trouble(member, points, sent.append, lambda seconds: False)
+    told.device = torch.device(device)
     for error in errors:
         with contextlib.suppress(Ended):
-            worker._explain(1, error)
+            told.explain(1, error, restored=True)
     return sent
 
 
@@ -327,7 +320,7 @@ def test_a_sick_device_costs_its_worker(
     """The process can use it no more: no retry in it, and no state of it is offered."""
     told, code = explained(monkeypatch, error)
     assert (told.whose, told.usage, told.step, told.node) == (ITS_DEVICE, False, 7, "n0")
-    assert code == worker_module.DEVICE_LOST
+    assert code == trouble.DEVICE_LOST
 
 
 def test_an_error_that_leaves_the_device_sick_is_its_devices(
@@ -341,7 +334,7 @@ def test_an_error_that_leaves_the_device_sick_is_its_devices(
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=query))
     told, code = explained(monkeypatch, ValueError("a label is out of range"))
     assert told.whose == ITS_DEVICE and "ValueError: a label is out of range" in told.error
-    assert code == worker_module.DEVICE_LOST
+    assert code == trouble.DEVICE_LOST
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -373,7 +366,7 @@ def test_memory_that_is_out_is_tried_once_more(
     )
     again, told, code = explained(monkeypatch, error, error)
     assert type(again).__name__ == "CollectiveFailed" and "out of device memory" in again.error
-    assert told.whose == ITS_DEVICE and code == worker_module.DEVICE_LOST
+    assert told.whose == ITS_DEVICE and code == trouble.DEVICE_LOST
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would break the GPU of this process")

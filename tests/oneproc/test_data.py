@@ -30,7 +30,7 @@ from elastic_ft.data.prefetch import Loaded
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.errors import DataError, GroupBroken, ModelError, StorageError
 from elastic_ft.worker.loop import places
-from elastic_ft.worker.worker import check_data_of_run, data_in_words
+from elastic_ft.worker.same_data import check_data_of_run, data_in_words
 
 DOCUMENTS = [
     f"Document {n}: the quick brown fox jumps over {n} lazy dogs.\n" * 8 for n in range(20)

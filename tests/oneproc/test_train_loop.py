@@ -14,7 +14,7 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.errors import UsageError
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import RunFolder, read_lines
-from elastic_ft.worker import worker as worker_module
+from elastic_ft.worker import line as line_module
 from elastic_ft.worker.worker import member_here, run_worker
 from tests.multiproc.harness import make_job
 
@@ -63,7 +63,7 @@ def test_a_train_loop_that_ends_without_a_step_is_told_so(tmp_path: Path) -> Non
 def test_a_train_loop_that_goes_on_without_a_step_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "LOOP_SILENT_S", 0.01)
+    monkeypatch.setattr(line_module, "LOOP_SILENT_S", 0.01)
     told: list[dict[str, Any]] = []
 
     def loop() -> None:

@@ -279,7 +279,7 @@ def current_step() -> int:
     """The step that this worker's train loop was last given."""
     from elastic_ft.worker import worker
 
-    return worker._current._points.step if worker._current is not None else 0
+    return worker.current_step()
 
 
 def find_raylet_pid() -> int | None:

@@ -1,0 +1,242 @@
+"""A worker's line to its controller: what it hears, does at once, and keeps for the safe point.
+
+One thread reads, and breaks off collectives when told to (it is the watchdog); one beats. Neither
+touches the model. What the worker makes of a message is decided by ``core.follower``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ft.core import follower as fo
+from elastic_ft.core.events import (
+    Bench,
+    Member,
+    PauseWorkers,
+    ReleaseWorker,
+    Restoring,
+    StopAtBoundary,
+    TakeCheckpoint,
+    UseKeeper,
+)
+from elastic_ft.errors import GroupBroken
+from elastic_ft.faults import Points
+from elastic_ft.groups.groups import Groups
+from elastic_ft.storage.store import open_store
+from elastic_ft.transport.control import Form, Heartbeat, Inspect, Note, Stood, Welcome
+from elastic_ft.transport.messages import MessageRefused
+from elastic_ft.transport.stacks import stack_of
+from elastic_ft.transport.succession import Succession
+from elastic_ft.transport.wire import Channel, CutOff
+from elastic_ft.worker.loop import Flags
+
+log = logging.getLogger(__name__)
+HEARTBEATS_PER_TIMEOUT = 8
+CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
+BYTES_TOLD_PER_FORMING = 4
+LOOP_SILENT_S = 30.0  # a train loop that takes longer to iterate over train() is named
+RELEASE_TIMEOUT_S = 3600.0  # with nothing heard: the connection's end is the usual way out
+
+
+class ControllerLost(GroupBroken):
+    """The controller is gone: nobody can commit a step or form a generation any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the line asks of its worker, from the thread that reads.
+
+    Attributes:
+        standing: identifier of the thread that trains.
+        use_keeper: returns at once.
+        on_pause: the host's, when collectives are broken off.
+    """
+
+    standing: Callable[[], int]
+    use_keeper: Callable[[UseKeeper], None]
+    on_pause: Callable[[], None]
+
+
+class Line:
+    """Attributes:
+    flags: what the running generation is asked; set here, read by its loop, new for each.
+    cut_off: the controller is there, perhaps, and can't be reached.
+    restoring: groups or their state are still to come: bytes of it are told.
+    iterated: someone has begun to iterate over the worker's steps.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        welcome: Welcome,
+        member: Member,
+        points: Points,
+        hooks: Hooks,
+        pause_timeout_s: float,
+    ) -> None:
+        self.flags, self.cut_off = Flags(), False
+        self.restoring = self.iterated = False
+        self._channel, self._worker = channel, member.worker
+        self._points, self._hooks = points, hooks
+        self._elastic, self._pause_timeout_s = welcome.job.elastic, pause_timeout_s
+        self._news = threading.Condition()  # guards the next two
+        self._follower = fo.Follower()
+        self._groups: Groups | None = None  # that a pause breaks off
+        self._bytes_told = (0, 0)  # of which generation, how many had come
+        self._tell_bytes_at_s = 0.0
+        self._closed = threading.Event()
+        self._succession = Succession(channel, welcome, open_store)
+
+    def start(self) -> None:
+        self._succession.start()
+        for target in (self._read, self._beat):
+            threading.Thread(target=target, name=target.__name__, daemon=True).start()
+
+    def send(self, message: Any) -> bool:
+        return self._channel.send(message)
+
+    def note(self, event: str, reason: str, **fields: Any) -> None:
+        """A line for the journal."""
+        self.send(Note(self._worker, self._points.generation, event, reason, fields))
+
+    def stop(self) -> None:
+        """Its threads end, each when it next looks. What others have to say can still be sent."""
+        self._closed.set()
+        self._succession.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    # -------------------------------------------------------------- what the worker asks
+
+    def rest(self) -> tuple[fo.Action, ...]:
+        """At the safe point: waits until there is something to do there, and returns it.
+
+        Raises ControllerLost.
+        """
+        with self._news:
+            while True:
+                self._follower, actions = fo.rest(self._follower)
+                if fo.Leave(lost=True) in actions:
+                    raise ControllerLost(fo.CONTROLLER_GONE)
+                if self._follower.current:  # with the lock: none of its own is to be missed
+                    self.flags = Flags(stop=self.flags.stop)
+                if actions:
+                    return actions
+                if not self._news.wait(RELEASE_TIMEOUT_S):
+                    raise ControllerLost(f"nothing heard for {RELEASE_TIMEOUT_S:g} s")
+
+    def enter(self, groups: Groups) -> None:
+        """These are formed next: whatever ends their generation breaks them off."""
+        with self._news:
+            self._groups, self.restoring = groups, True
+            if why := self._follower.why_broken_off:
+                groups.abort(why)
+
+    def leave(self) -> None:
+        """No group is left."""
+        with self._news:
+            self._groups = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._follower.is_over
+
+    def await_over(self, timeout_s: float = RELEASE_TIMEOUT_S) -> bool:
+        """Returns whether nothing more is to come of this generation, as soon as that is known."""
+        with self._news:
+            return self._news.wait_for(lambda: self.is_over, timeout_s)
+
+    # ------------------------------------------------------------------- the one that reads
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message = self._channel.receive()
+                self._succession.heard()
+                self._on_message(message)
+        except EOFError as error:
+            self._on_end(error)
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case PauseWorkers():
+                self._on_pause_workers(message)
+            case Form():
+                self._hear(fo.BeginGeneration(message.assignment.generation, message))
+            case Bench() | ReleaseWorker():
+                self._hear(message)
+            case UseKeeper():
+                self._hooks.use_keeper(message)
+            case TakeCheckpoint():
+                self.flags.checkpoint = True
+            case StopAtBoundary():
+                self.flags.stop = True
+            case Inspect():
+                self._tell_where(self._frames())
+
+    def _hear(self, message: fo.Heard) -> None:
+        with self._news:
+            self._follower, actions = fo.hear(self._follower, message)
+            for action in actions:
+                if isinstance(action, fo.PauseAtBoundary):
+                    self.flags.pause = True
+                elif isinstance(action, fo.BreakOff) and self._groups is not None:
+                    self._groups.abort(action.reason)
+            self._news.notify_all()
+
+    def _on_pause_workers(self, message: PauseWorkers) -> None:
+        frames = self._frames() if message.abort else ()
+        self._hear(message)
+        if message.abort:
+            self._hooks.on_pause()
+            self._tell_where(frames)
+
+    def _on_end(self, error: EOFError) -> None:
+        self.cut_off = isinstance(error, CutOff)
+        if isinstance(error, MessageRefused):
+            log.error("what the controller says can't be read: %s", error)
+        self._hear(fo.LineEnded())
+        self._hooks.on_pause()
+        if self.cut_off and not self._closed.wait(self._pause_timeout_s):
+            os._exit(CUT_OFF)  # the training thread waits for what can't be reached either
+
+    def _frames(self) -> tuple[str, ...]:
+        return stack_of(self._hooks.standing())
+
+    def _tell_where(self, frames: tuple[str, ...]) -> None:
+        step, point = self._points.step, self._points.last
+        self.send(Stood(self._worker, "worker", step, point, frames))
+
+    # ------------------------------------------------------------------- the one that beats
+
+    def _beat(self) -> None:
+        every_s = self._elastic.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
+        tell_at_s = time.monotonic() + LOOP_SILENT_S
+        told, points = False, self._points
+        while not self._closed.wait(every_s):
+            self.send(Heartbeat(self._worker, points.step, points.place, points.count, points.last))
+            self._tell_bytes()
+            if not self.iterated and not told and time.monotonic() > tell_at_s:
+                told = True
+                reason = f"{LOOP_SILENT_S:g} s on, the train loop has not begun to iterate over "
+                reason += "elastic_ft.train(): nothing is trained"
+                self.note("loop_without_steps", reason, worker=self._worker)
+
+    def _tell_bytes(self) -> None:
+        """While the state comes, forming is not given up."""
+        groups = self._groups
+        if groups is None or not self.restoring or time.monotonic() < self._tell_bytes_at_s:
+            return
+        known = (groups.generation, groups.bytes_received)
+        if groups.bytes_received and known != self._bytes_told:
+            self._bytes_told = known
+            every_s = self._elastic.form_timeout_s / BYTES_TOLD_PER_FORMING
+            self._tell_bytes_at_s = time.monotonic() + every_s
+            self.send(Restoring(time.time(), self._worker, *known))

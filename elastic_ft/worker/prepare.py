@@ -1,0 +1,85 @@
+"""What a worker does before it is ready: data, device, model. No survivor waits for any of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from elastic_ft.config import Job
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.data.prefetch import Prefetcher
+from elastic_ft.engines.base import Engine
+from elastic_ft.engines.native import NativeEngine
+from elastic_ft.faults import Points
+from elastic_ft.models.build import build_model
+from elastic_ft.state.checkpointer import Checkpointer
+from elastic_ft.state.snapshot import Snapshots
+from elastic_ft.transport.control import Welcome
+from elastic_ft.worker.devices import device_of, set_up
+from elastic_ft.worker.loop import Tools
+from elastic_ft.worker.same_data import check_data_of_run
+
+
+def prepare(
+    worker: str,
+    welcome: Welcome,
+    points: Points,
+    send: Callable[[Any], object],
+    unkept: Callable[[str], None],
+) -> tuple[Tools, dict[str, float]]:
+    """Returns what outlives every generation, and the seconds that data and model took.
+
+    ``unkept``: told why, when snapshots are in memory of this process. Raises UsageError.
+    """
+    job = welcome.job
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    began_s = time.monotonic()
+    data = open_dataset(job.data, job.seed)
+    check_data_of_run(welcome.data, data)
+    opened_s = time.monotonic()
+
+    def factory() -> torch.nn.Module:
+        return build_model(
+            job.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length
+        )
+
+    device = device_of(job.parallel)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        set_up(job)
+    engine = engine_class(job)(job, factory, device, data.sequence_length or 1)
+    engine.prepare()
+    model_s = time.monotonic() - opened_s
+    snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
+    points.corrupt = snapshots.corrupt
+    upload_mb_per_s = job.checkpoint.max_upload_mb_per_s
+    checkpointer = Checkpointer(
+        worker, welcome.run, welcome.checkpoint_url, snapshots, send, points, upload_mb_per_s
+    )
+    gc.collect()
+    gc.freeze()  # imports and caches: no later collection needs to look at them
+    tools = Tools(
+        job=job,
+        worker=worker,
+        engine=engine,
+        data=data,
+        prefetcher=Prefetcher(data.train),
+        snapshots=snapshots,
+        checkpointer=checkpointer,
+        points=points,
+        send=send,
+    )
+    return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
+
+
+def engine_class(job: Job) -> Callable[..., Engine]:
+    if job.parallel.engine == "native":
+        return NativeEngine
+    from elastic_ft.engines.deepspeed import DeepSpeedEngine  # imports for seconds
+
+    return DeepSpeedEngine

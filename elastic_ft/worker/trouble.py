@@ -1,0 +1,144 @@
+"""What broke a generation, as the controller is to hear of it: a peer, the state, the device, user
+code."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from elastic_ft.core.events import (
+    ITS_DEVICE,
+    ITS_OWN,
+    UNREACHABLE,
+    CollectiveFailed,
+    Member,
+    SourceRefused,
+    WorkerRaised,
+)
+from elastic_ft.errors import (
+    DataDiffers,
+    GroupBroken,
+    StateDamaged,
+    StateUnreadable,
+    UsageError,
+    redacted,
+)
+from elastic_ft.faults import Points
+from elastic_ft.worker.devices import is_lost, is_out_of_memory
+from elastic_ft.worker.traces import user_frames
+
+DEVICE_LOST = 76  # exit code of a worker whose GPU is of no use to it any more
+GRACE_S = 1.0  # for the news of a lost peer, when a collective's error could also be the user's
+GROUPS_SAY = ("gloo", "Connection closed by peer", "NCCL")
+
+
+class Trouble:
+    """Tells the controller what went wrong in a worker; ends the process if that was its device.
+
+    Attributes:
+        device: that the worker trains on, once it is known.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        points: Points,
+        send: Callable[[Any], object],
+        is_over_within: Callable[[float], bool],
+    ) -> None:
+        """``is_over_within(seconds)``: waits for the news that the generation is over anyway."""
+        self.device = torch.device("cpu")
+        self._member, self._points, self._send = member, points, send
+        self._is_over_within = is_over_within
+        self._out_of_memory_at: int | None = None  # the step at which the device's last was
+
+    def explain(self, generation: int, error: BaseException, *, restored: bool) -> None:
+        """Tells what broke this generation; ``restored``: its state was there by then."""
+        worker, step = self._member.worker, self._points.step
+        if self._is_devices(generation, error):
+            return
+        if not restored and isinstance(error, (StateDamaged, StateUnreadable)):
+            self._send(_refusal(worker, generation, error))
+        elif isinstance(error, StateDamaged) or self._is_collective(error):
+            text = _one_line(error)
+            self._send(CollectiveFailed(time.time(), worker, generation, step, text))
+        else:
+            self._send(self._raised(generation, error))
+
+    def user_raised(self, error: BaseException) -> None:
+        """Tells of an exception that the user's train loop let through."""
+        if is_lost(self.device, error):
+            self._leave_device(error)
+        self._send(self._raised(self._points.generation, error))
+
+    def _is_devices(self, generation: int, error: BaseException) -> bool:
+        """Whether ``error`` is that the device's memory was out, for the first time at this step.
+
+        Ends this process if its device is of no more use: a GPU needs another process then.
+        """
+        step = self._points.step
+        if self.device.type != "cuda":
+            return False
+        if is_out_of_memory(error) and self._out_of_memory_at != step:
+            self._out_of_memory_at = step
+            text = f"out of device memory, once more with an empty cache: {_one_line(error)}"
+            worker = self._member.worker
+            self._send(CollectiveFailed(time.time(), worker, generation, step, text))
+            return True
+        if is_out_of_memory(error) or is_lost(self.device, error):
+            self._leave_device(error)
+        return False
+
+    def _leave_device(self, error: BaseException) -> NoReturn:
+        """Nothing of this process's state can be read: who has copies goes on, the last word is
+        that it was the device."""
+        event = self._raised(self._points.generation, error)
+        self._send(replace(event, usage=False, whose=ITS_DEVICE))
+        os._exit(DEVICE_LOST)
+
+    def _is_collective(self, error: BaseException) -> bool:
+        """Whether ``error`` comes from a broken group rather than from user code."""
+        if isinstance(error, (GroupBroken, dist.DistError)):
+            return True
+        if not isinstance(error, RuntimeError):
+            return False
+        if any(mark in str(error) for mark in GROUPS_SAY):
+            return True
+        return self._is_over_within(GRACE_S)  # a plain RuntimeError: a peer's loss may explain it
+
+    def _raised(self, generation: int, error: BaseException) -> WorkerRaised:
+        usage = isinstance(error, UsageError)
+        said = redacted(" ".join(str(error).split()))[:500]
+        said = said.encode(errors="backslashreplace").decode()  # a file's name may be no text
+        return WorkerRaised(
+            time.time(),
+            self._member.worker,
+            generation,
+            self._points.step,
+            f"{type(error).__name__}: {said}",
+            usage,
+            frames=() if usage else user_frames(error),
+            node=self._member.node,
+            whose=ITS_OWN if isinstance(error, DataDiffers) else "",
+        )
+
+
+def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable) -> SourceRefused:
+    """Of the source that this generation was to be restored from."""
+    now_s, reason = time.time(), str(error)
+    if isinstance(error, StateDamaged):
+        return SourceRefused(now_s, worker, generation, error.holder, reason, error.shard)
+    unread_by = error.unread_by
+    return SourceRefused(
+        now_s, worker, generation, error.holder, reason, kind=UNREACHABLE, unread_by=unread_by
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"
