@@ -79,10 +79,12 @@ def translated(scenario: Scenario) -> sim.SimScenario:
         faults.append(_fault(fault, step))
     return sim.SimScenario(
         seed=scenario.seed,
-        strategy=parallel.get("strategy", "fsdp"),
-        shard_size=parallel.get("shard_size"),
-        min_workers=elastic.get("min_workers", 1),
-        max_workers=elastic.get("max_workers", workers),
+        policy=sim.sim_policy(
+            elastic.get("min_workers", 1),
+            elastic.get("max_workers", workers),
+            strategy=parallel.get("strategy", "fsdp"),
+            shard_size=parallel.get("shard_size"),
+        ),
         nodes=cluster.nodes,
         workers_per_node=cluster.workers_per_node,
         steps=step + STEPS_AFTER,

@@ -13,18 +13,21 @@ from elastic_ft.sim.scenario import (
     CHANGES,
     KINDS,
     OUTAGES,
+    PLANNING,
     SUCCESSIONS,
     SimFault,
     SimScenario,
     bearable,
     large,
     make_scenario,
+    sim_policy,
 )
 
 __all__ = [
     "CHANGES",
     "KINDS",
     "OUTAGES",
+    "PLANNING",
     "SUCCESSIONS",
     "Report",
     "SimFault",
@@ -33,5 +36,6 @@ __all__ = [
     "bearable",
     "large",
     "make_scenario",
+    "sim_policy",
     "simulate",
 ]

@@ -104,11 +104,11 @@ def recorded(world: Simulation, command: RecordStep) -> None:
     if any(not worker.answers() for worker in members):
         return  # a fault is under way: what it took is not the rule's fault
     layout = world.core.assignment.layout if world.core.assignment else Layout()
-    if world.scenario.copies < 2 and layout.is_cut:
+    if world.policy.copies < 2 and layout.is_cut:
         return  # the user wants no second copy
     require(_complete_from(members, step), "I4", f"step {step} is recorded, but nowhere complete")
     nodes = sorted({worker.node.id for worker in members})
-    for lost in combinations(nodes, min(max(world.scenario.copies, 2), len(nodes)) - 1):
+    for lost in combinations(nodes, min(max(world.policy.copies, 2), len(nodes)) - 1):
         rest = [worker for worker in members if worker.node.id not in lost]
         what = f"step {step} is recorded, but all copies of a shard are on {', '.join(lost)}"
         require(_complete_from(rest, step), "I4", what)
@@ -118,7 +118,7 @@ def rolled_back(world: Simulation, command: RollBack) -> None:
     """I4: committed steps are given up only when no whole copy of any of them is left."""
     require(command.step < len(world.recorded), "I4", f"rolls back to {command.step}, no older")
     require(
-        command.step > 0 or world.scenario.from_scratch,
+        command.step > 0 or world.policy.from_scratch,
         "I4",
         "rolls back to the seed, and nobody has allowed that",
     )
@@ -299,7 +299,7 @@ def finished(world: Simulation, status: str, reason: str) -> None:
     """The job is done, and every member ends with the state that the record describes."""
     if world.stop_requested and status == "stopped":
         return
-    if status == "failed" and "--from-scratch" in reason and not world.scenario.from_scratch:
+    if status == "failed" and "--from-scratch" in reason and not world.policy.from_scratch:
         nothing_newer(world, 0, "ends for want of any state")
         return
     if status == "suspended" and world.silenced and "may yet be published" in reason:

@@ -56,7 +56,7 @@ def simulate(
     try:
         _run(world)
     except AssertionError as error:
-        seed = f"{error} (seed {scenario.seed}, at {world.now_s:.3f} s, {scenario.strategy})"
+        seed = f"{error} (seed {scenario.seed}, at {world.now_s:.3f} s, {scenario.policy.strategy})"
         if world.trace is not None:
             seed = "\n".join([*world.trace, seed])
         raise checks.SimViolation(seed) from error

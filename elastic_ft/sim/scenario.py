@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elastic_ft.core.layouts.costs import Devices, ModelShape, Work
 from elastic_ft.core.layouts.layout import Strategy
@@ -65,6 +66,29 @@ PLANNING = Planning(
 )
 
 
+POLICY = Policy(  # of all scenarios, where they don't say otherwise: time is dear here
+    1,
+    1,
+    straggler_window_steps=2,
+    regrow_delay_max_s=20.0,
+    from_scratch=True,  # where nothing is left to go on from; else the job ends
+    gather_s=2.0,
+    suspend_timeout_s=10_000.0,
+    publish_timeout_s=40.0,
+    avoid_node_s=15.0,
+    pause_timeout_s=4.0,
+    form_timeout_s=8.0,
+    boundary_timeout_s=9.0,
+    max_generations_without_progress=200,
+    max_user_failures=50,
+)
+
+
+def sim_policy(min_workers: int, max_workers: int, **more: Any) -> Policy:
+    """``POLICY`` for so many workers, and with ``more`` of its fields changed."""
+    return replace(POLICY, min_workers=min_workers, max_workers=max_workers, **more)
+
+
 @dataclass(frozen=True, slots=True)
 class SimFault:
     """Fires once ``at_step`` is committed and the core is in ``phase``, ``after_s`` later."""
@@ -80,24 +104,14 @@ class SimFault:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimScenario:
     seed: int
-    strategy: Strategy
-    min_workers: int
-    max_workers: int
+    policy: Policy  # its limits need not be multiples
     nodes: int
     workers_per_node: int
     steps: int
-    shard_size: int | None = None
-    copies: int = 2
     keepers: bool = True
     snapshot_every: int = 1
     copy_s: float = 0.3  # that copying a snapshot takes at most
     checkpoint_every: int = 5
-    multiple_of: int = 1
-    spares: int = 0
-    evict_stragglers: bool = False
-    planned: bool = False  # the planner lays out
-    from_scratch: bool = True  # where nothing is left to go on from; else the job ends
-    generations_max: int = 200  # without progress
     faults: tuple[SimFault, ...] = ()
     latency_s: float = 0.02
     duplicates: float = 0.0  # share of messages that arrive twice
@@ -105,32 +119,6 @@ class SimScenario:
     heal_at_s: float = 150.0  # from then on nothing fails any more, and all nodes are back
     finish_within_s: float = 500.0  # after that
     events_max: int = 20_000
-
-    def policy(self) -> Policy:
-        each = self.multiple_of
-        return Policy(
-            min_workers=-(-self.min_workers // each) * each,
-            max_workers=self.max_workers // each * each,
-            multiple_of=each,
-            spares=self.spares,
-            planning=PLANNING if self.planned else None,
-            evict_stragglers=self.evict_stragglers,
-            straggler_window_steps=2,
-            regrow_delay_max_s=20.0,
-            strategy=self.strategy,
-            shard_size=self.shard_size,
-            copies=self.copies,
-            from_scratch=self.from_scratch,
-            gather_s=2.0,
-            suspend_timeout_s=10_000.0,
-            publish_timeout_s=40.0,
-            avoid_node_s=15.0,
-            pause_timeout_s=4.0,
-            form_timeout_s=8.0,
-            boundary_timeout_s=9.0,
-            max_generations_without_progress=self.generations_max,
-            max_user_failures=50,
-        )
 
 
 def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
@@ -144,14 +132,16 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
     drawn = rng.choice(strategies)
     scenario = SimScenario(
         seed=seed,
-        strategy=strategy or drawn,
-        min_workers=rng.randint(1, workers),
-        max_workers=workers,
+        policy=sim_policy(
+            rng.randint(1, workers),
+            workers,
+            strategy=strategy or drawn,
+            shard_size=rng.choice((None, 2, 3)),
+            copies=rng.choice((1, 2, 2, 3)),
+        ),
         nodes=nodes,
         workers_per_node=per_node,
         steps=steps,
-        shard_size=rng.choice((None, 2, 3)),
-        copies=rng.choice((1, 2, 2, 3)),
         keepers=rng.random() < 0.8,
         snapshot_every=rng.choice((1, 1, 2, 3)),
         checkpoint_every=rng.choice((0, 2, 3, 5)),
@@ -164,7 +154,13 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
     scenario = _with_policy(scenario, random.Random(f"policy {seed}"))
     scenario = _with_outages(scenario, random.Random(f"outages {seed}"))
     scenario = _with_successions(scenario, random.Random(f"successions {seed}"))
-    return replace(scenario, from_scratch=random.Random(f"scratch {seed}").random() < 0.7)
+    from_scratch = random.Random(f"scratch {seed}").random() < 0.7
+    return _under(scenario, from_scratch=from_scratch)
+
+
+def _under(scenario: SimScenario, **policy: Any) -> SimScenario:
+    """The scenario with some of its policy changed."""
+    return replace(scenario, policy=replace(scenario.policy, **policy))
 
 
 def _with_network(scenario: SimScenario, rng: random.Random) -> SimScenario:
@@ -182,13 +178,17 @@ def _with_policy(scenario: SimScenario, rng: random.Random) -> SimScenario:
     each = rng.choice((1, 1, 2))
     spares = rng.choice((0, 0, 1, 2))
     changes = [_fault(rng, scenario.steps, rng.choice(CHANGES)) for _ in range(rng.randint(0, 2))]
-    return replace(
-        scenario,
-        min_workers=min(scenario.min_workers, scenario.max_workers // each * each),
+    policy = replace(
+        scenario.policy,
+        min_workers=min(scenario.policy.min_workers, scenario.policy.max_workers // each * each),
         multiple_of=each,
         spares=spares,
-        nodes=scenario.nodes + -(-spares // scenario.workers_per_node),
         evict_stragglers=rng.random() < 0.5,
+    )
+    return replace(
+        scenario,
+        policy=policy,
+        nodes=scenario.nodes + -(-spares // scenario.workers_per_node),
         faults=(*scenario.faults, *changes),
     )
 
@@ -249,14 +249,12 @@ def bearable(seed: int, strategy: Strategy, copies: int) -> SimScenario:
     fault = SimFault(kind, at_step, "running", after_s, rng.randrange(12), 6.0)
     return SimScenario(
         seed=seed,
-        strategy=strategy,
-        min_workers=1,
-        max_workers=workers,
+        policy=sim_policy(
+            1, workers, strategy=strategy, shard_size=rng.choice((None, 2, 3)), copies=copies
+        ),
         nodes=nodes,
         workers_per_node=per_node,
         steps=steps,
-        shard_size=rng.choice((None, 2, 3)),
-        copies=copies,
         snapshot_every=rng.choice((1, 2)),
         faults=(fault,) * max(1, copies - 1),  # the second takes another node: the first is gone
         spread_s=rng.choice((0.0, 0.3, 1.0)),
@@ -265,13 +263,6 @@ def bearable(seed: int, strategy: Strategy, copies: int) -> SimScenario:
 
 def large(seed: int, strategy: Strategy | None = None) -> SimScenario:
     """The faults of ``seed`` in a world of 64 workers: many are lost and paused at a time."""
-    return replace(
-        make_scenario(seed, strategy),
-        min_workers=16,
-        max_workers=64,
-        multiple_of=1,
-        nodes=17,
-        workers_per_node=4,
-        steps=8,
-        copies=2,
-    )
+    scenario = make_scenario(seed, strategy)
+    scenario = _under(scenario, min_workers=16, max_workers=64, multiple_of=1, copies=2)
+    return replace(scenario, nodes=17, workers_per_node=4, steps=8)

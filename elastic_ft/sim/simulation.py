@@ -74,7 +74,7 @@ class Simulation:
     ) -> None:
         self.scenario, self.decide = scenario, decide
         self.retain_live, self.hold_late = retain_live, hold_late
-        self.policy = scenario.policy()
+        self.policy = scenario.policy.in_multiples()
         self.rng = random.Random(f"world {scenario.seed}")
         self.now_s = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []

@@ -132,7 +132,7 @@ class Ledger:
 
 def simulate(scenario: SimScenario) -> tuple[Totals, Ledger, float]:
     """Returns the accounts, what the ledger saw, and the virtual time of the job's end."""
-    ledger = Ledger(scenario.max_workers, scenario.workers_per_node)
+    ledger = Ledger(scenario.policy.max_workers, scenario.workers_per_node)
 
     def decide(state: State, event: Event, policy: Policy) -> tuple[State, tuple[Command, ...]]:
         after, commands = core_step(state, event, policy)

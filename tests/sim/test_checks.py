@@ -18,7 +18,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.membership import step as core_step
-from elastic_ft.sim import SimScenario, SimViolation, checks
+from elastic_ft.sim import SimScenario, SimViolation, checks, sim_policy
 from elastic_ft.sim.nodes import SimCheckpoint, SimSavedShard
 from elastic_ft.sim.runs import Chaos
 from elastic_ft.sim.sim_worker import Live, SimCopy
@@ -30,9 +30,7 @@ def world() -> Simulation:
     """Three workers that train, two steps recorded."""
     scenario = SimScenario(
         seed=1,
-        strategy="fsdp",
-        min_workers=2,
-        max_workers=3,
+        policy=sim_policy(2, 3, strategy="fsdp"),
         nodes=3,
         workers_per_node=1,
         steps=12,
@@ -139,7 +137,7 @@ def test_steps_given_up_that_somebody_has(world: Simulation) -> None:
 
 
 def test_a_seed_taken_for_a_source_unasked(world: Simulation) -> None:
-    world.scenario = replace(world.scenario, from_scratch=False)
+    world.policy = replace(world.policy, from_scratch=False)
     sees("I4", checks.rolled_back, world, RollBack(0, "all lost"))
 
 

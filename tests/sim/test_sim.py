@@ -38,6 +38,7 @@ from elastic_ft.sim import (
     CHANGES,
     KINDS,
     OUTAGES,
+    PLANNING,
     SUCCESSIONS,
     SimFault,
     SimScenario,
@@ -46,6 +47,7 @@ from elastic_ft.sim import (
     large,
     make_scenario,
     sim_emergency,
+    sim_policy,
     simulate,
 )
 from elastic_ft.sim.nodes import Key, ObjectStore
@@ -78,9 +80,10 @@ def history_of(scenario: SimScenario) -> str:
         simulate(scenario, trace=True)
     except SimViolation as error:
         lines = str(error).splitlines()
+        policy = scenario.policy
         again = (
             f"ELASTIC_FT_SIM_SEED={scenario.seed} ELASTIC_FT_SIM_COUNT=1 "
-            f"pytest tests/sim -k schedules-{'auto' if scenario.planned else scenario.strategy}"
+            f"pytest tests/sim -k schedules-{'auto' if policy.planning else policy.strategy}"
         )
         return "\n".join([str(scenario), *lines[-TAIL:], f"repeat with: {again}"])
     return "it did not fail again: the simulation is not deterministic"
@@ -95,7 +98,8 @@ def test_every_schedule_is_safe_and_completes(strategy: str) -> None:
     fired: Counter[str] = Counter()
     for seed in seeds:
         scenario = make_scenario(seed, None if strategy == "auto" else strategy)  # type: ignore[arg-type]
-        scenario = replace(scenario, planned=strategy == "auto")
+        if strategy == "auto":
+            scenario = replace(scenario, policy=replace(scenario.policy, planning=PLANNING))
         try:
             fired += simulate(scenario).fired
         except SimViolation:
@@ -137,9 +141,7 @@ def grown(seed: int) -> SimScenario:
     second = SimFault("crash_worker", 4, "forming", seed % 50 / 33, 1, 1.0)
     return SimScenario(
         seed=seed,
-        strategy="fsdp",
-        min_workers=1,
-        max_workers=2,
+        policy=sim_policy(1, 2, strategy="fsdp"),
         nodes=3,
         workers_per_node=1,
         steps=12,
@@ -163,13 +165,10 @@ def trained_again(seed: int) -> SimScenario:
     trained again one more worker goes; its keeper, and the first one's, have the same step."""
     return SimScenario(
         seed=seed,
-        strategy="fsdp",
-        min_workers=3,
-        max_workers=3,
+        policy=sim_policy(3, 3, strategy="fsdp", copies=1),
         nodes=3,
         workers_per_node=1,
         steps=12,
-        copies=1,
         checkpoint_every=4,
         faults=(
             SimFault("crash_worker", 6, "running", 0.0, 1, 1.0),
@@ -213,9 +212,7 @@ def deaf_keeper(seed: int) -> SimScenario:
     lines = tuple(SimFault("lose_keeper_line", 2 + n, "running", 0.3 * n, n, 1.0) for n in range(2))
     return SimScenario(
         seed=seed,
-        strategy=STRATEGIES[seed // 3 % 3],
-        min_workers=1,
-        max_workers=3,
+        policy=sim_policy(1, 3, strategy=STRATEGIES[seed // 3 % 3]),
         nodes=3,
         workers_per_node=1,
         steps=12,
@@ -240,13 +237,10 @@ def hushed_keepers(seed: int) -> SimScenario:
     crash = SimFault("crash_every_worker", 4 + seed % 3, "running", seed % 10 / 10, 0, 1.0)
     return SimScenario(
         seed=seed,
-        strategy=STRATEGIES[1 + seed % 2],
-        min_workers=3,
-        max_workers=3,
+        policy=sim_policy(3, 3, strategy=STRATEGIES[1 + seed % 2], copies=1),
         nodes=3,
         workers_per_node=1,
         steps=12,
-        copies=1,
         checkpoint_every=0,
         faults=(crash, replace(crash, kind="hush_keeper", target=seed % 3, lasts_s=6.0)),
     )
@@ -266,9 +260,7 @@ def slow_copies(seed: int) -> SimScenario:
     third = SimFault("crash_node", 1, "forming", 2.0 + seed % 40 / 2, seed % 5, 60.0)
     return SimScenario(
         seed=seed,
-        strategy=STRATEGIES[1 + seed % 2],
-        min_workers=1,
-        max_workers=5,
+        policy=sim_policy(1, 5, strategy=STRATEGIES[1 + seed % 2]),
         nodes=5,
         workers_per_node=1,
         steps=12,
@@ -293,15 +285,12 @@ def left_over(seed: int) -> SimScenario:
     two = (SimFault("crash_worker", 5, phase, 0.0, 0, 1.0),) * 2
     return SimScenario(
         seed=seed,
-        strategy=STRATEGIES[seed % 3],
-        min_workers=2,
-        max_workers=4,
-        multiple_of=2,
+        policy=sim_policy(
+            2, 4, strategy=STRATEGIES[seed % 3], multiple_of=2, shard_size=2, copies=2 + seed % 2
+        ),
         nodes=4,
         workers_per_node=1,
         steps=14,
-        shard_size=2,
-        copies=2 + seed % 2,
         keepers=seed // 2 % 2 == 1,
         checkpoint_every=4,
         faults=(SimFault("crash_node", 3, "running", seed % 7 / 7, seed % 4, 25.0), *two),
@@ -337,9 +326,7 @@ def taken_over(seed: int) -> SimScenario:
     crashed = SimFault("crash_controller", 6, "running", 12.0 + seed % 7, 0, 1.0)
     return SimScenario(
         seed=seed,
-        strategy="ddp",
-        min_workers=2,
-        max_workers=2,
+        policy=sim_policy(2, 2, strategy="ddp"),
         nodes=2,
         workers_per_node=1,
         steps=40,
@@ -365,14 +352,11 @@ def closed_joiner(seed: int) -> SimScenario:
     closed = SimFault("close_ports", 3, "running", 0.0, 2, 1000.0)
     return SimScenario(
         seed=seed,
-        strategy=strategy,
-        min_workers=1 + seed % 2,
-        max_workers=3,
+        policy=sim_policy(1 + seed % 2, 3, strategy=strategy, max_generations_without_progress=10),
         nodes=3,
         workers_per_node=1,
         steps=40,
         keepers=keepers,
-        generations_max=10,
         faults=(closed, replace(closed, kind="crash_worker_there", after_s=0.5)),
         heal_at_s=600.0,
     )
@@ -406,15 +390,13 @@ def spot_losses(seed: int) -> SimScenario:
     rest = tuple(replace(lost, after_s=0.15 * n, target=n) for n in range(9))
     return SimScenario(
         seed=seed,
-        strategy=STRATEGIES[seed % 3],
-        min_workers=1,
-        max_workers=12,
+        policy=sim_policy(
+            1, 12, strategy=STRATEGIES[seed % 3], copies=3, max_generations_without_progress=3
+        ),
         nodes=12,
         workers_per_node=1,
         steps=12,
-        copies=3,
         checkpoint_every=2,
-        generations_max=3,
         faults=(first, *rest),
     )
 
@@ -433,10 +415,11 @@ def test_losses_on_many_nodes_in_a_row_end_no_job(monkeypatch: pytest.MonkeyPatc
 def test_a_node_whose_workers_crash_again_and_again_ends_a_job_that_needs_them() -> None:
     bad = SimFault("make_deadly", 3, "running", 0.0, 1, 1.0)
     for seed in range(6):
+        scenario = closed_joiner(seed)
+        policy = replace(scenario.policy, min_workers=3, max_generations_without_progress=3)
         scenario = replace(
-            closed_joiner(seed),
-            min_workers=3,
-            generations_max=3,
+            scenario,
+            policy=policy,
             faults=(bad, replace(bad, kind="crash_worker_there", after_s=0.5)),
         )
         line = r"ends failed: 4 generations .* have ended with a loss on n1, the last one: w\d+: "
@@ -454,9 +437,7 @@ def orphaned(seed: int) -> SimScenario:
     again = replace(first, at_step=9, after_s=seed % 7 / 4)
     return SimScenario(
         seed=seed,
-        strategy=STRATEGIES[seed % 3],
-        min_workers=1,
-        max_workers=4,
+        policy=sim_policy(1, 4, strategy=STRATEGIES[seed % 3]),
         nodes=2,
         workers_per_node=2,
         steps=14,
