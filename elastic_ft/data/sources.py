@@ -133,11 +133,7 @@ def _stdlib_source(url: str, data_format: str) -> DataSource:
     if data_format not in ("auto", "text"):
         raise DataError(f"data.format: {url} is text, found {data_format!r}")
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = [
-        path
-        for path in root.rglob("*.py")
-        if not _STDLIB_SKIPPED.intersection(path.relative_to(root).parts) and path.is_file()
-    ]
+    paths = _python_files(root)
     version = platform.python_version()
     files = [
         SourceFile(str(path), path.relative_to(root).as_posix(), path.stat().st_size, version)
@@ -147,6 +143,15 @@ def _stdlib_source(url: str, data_format: str) -> DataSource:
         raise DataError(f"data.url: {url}: this Python has no library sources in {root}")
     ordered = tuple(sorted(files, key=lambda file: file.name))
     return DataSource(url, LocalFileSystem(), ordered, "text")
+
+
+def _python_files(root: Path) -> list[Path]:
+    """Without looking into what is skipped: site-packages has tens of thousands of files."""
+    found = []
+    for folder, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in _STDLIB_SKIPPED]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return [path for path in found if path.is_file()]
 
 
 @contextmanager
