@@ -362,8 +362,6 @@ class Controller:
             self._progress.applied(event.worker, event.step, time.monotonic())
             if self.state.ranks.get(event.worker) == 0:
                 self._progress.measured(event.took_s, len(self.state.ranks))
-        elif isinstance(event, ev.WorkerLost) and event.worker in self.state.ready:
-            self.host.kill_worker(event.worker)  # cut off, perhaps alive: it must not return (I1)
         elif isinstance(event, ev.WorkerReady):
             self._executor.data_read[event.member.worker] = event.data
 

@@ -102,7 +102,4 @@ class Watchdog:
             yield ev.WorkerHung(time.time(), worker, hung.reason, silent_s)
         if judgement.stuck and state.assignment is not None:
             self.progress.forget()
-            first, generation = min(state.ranks), state.assignment.generation
-            yield ev.CollectiveFailed(
-                time.time(), first, generation, state.committed, judgement.stuck
-            )
+            yield ev.NobodyMoves(time.time(), state.assignment.generation, judgement.stuck)

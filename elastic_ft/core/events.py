@@ -274,6 +274,15 @@ class CollectiveFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class NobodyMoves:
+    """All members of a generation stand still at one place: none can be told from the others."""
+
+    at_s: float
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerRaised:
     """User code, or ours, raised in a worker. The process lives."""
 
@@ -456,6 +465,7 @@ Event = (
     | KeeperHolds
     | Unkept
     | CollectiveFailed
+    | NobodyMoves
     | WorkerRaised
     | Paused
     | Resumed

@@ -23,6 +23,8 @@ from elastic_ft.core.state import Turn, is_current
 
 def worker_lost(turn: Turn, event: ev.WorkerLost) -> None:
     has_ended(turn, event.worker)
+    if event.worker in turn.state.ready:  # cut off, perhaps alive: it must not come back (I1)
+        turn.do(ev.KillWorker(event.worker, f"it is lost: {event.cause}"))
     _lose(turn, [event.worker], "worker_lost", event.cause, event.silent_s)
 
 

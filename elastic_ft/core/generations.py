@@ -91,13 +91,22 @@ def explain(turn: Turn, why: str, nodes: Iterable[ev.NodeId]) -> None:
 
 
 def collective_failed(turn: Turn, event: ev.CollectiveFailed) -> None:
-    if not is_current(turn, event.worker, event.generation):
-        return
+    if is_current(turn, event.worker, event.generation):
+        _give_up_group(turn, f"{event.worker} saw its group break: {event.error}")
+
+
+def nobody_moves(turn: Turn, event: ev.NobodyMoves) -> None:
+    """Whoever then fails to reach its safe point is the one."""
+    assignment = turn.state.assignment
+    if assignment is not None and event.generation == assignment.generation:
+        _give_up_group(turn, event.reason)
+
+
+def _give_up_group(turn: Turn, reason: str) -> None:
     if turn.state.phase in ("running", "forming"):
-        reason = f"{event.worker} saw its group break: {event.error}"
         pause(turn, "collective_failed", reason, abort=True)
     elif turn.state.phase == "pausing" and not turn.state.abort:
-        _break_off(turn, "collective_failed", f"{event.worker} saw its group break: {event.error}")
+        _break_off(turn, "collective_failed", reason)
 
 
 def who_is_late(turn: Turn) -> list[ev.WorkerId]:

@@ -23,7 +23,6 @@ from elastic_ft.core.events import (
     FormGeneration,
     Holding,
     JobStarted,
-    KillWorker,
     Member,
     Paused,
     PauseWorkers,
@@ -254,8 +253,8 @@ class _Fleet:
                     self._pause(command)
                 case FormGeneration():
                     self._form(command)
-                case KillWorker() | ReleaseWorker():
-                    raise AssertionError(f"{command}: nobody hangs or leaves here")
+                case ReleaseWorker():
+                    raise AssertionError(f"{command}: nobody leaves here")
                 case FinishJob():
                     raise AssertionError(f"the core gave up: {command.reason}")
                 case _:

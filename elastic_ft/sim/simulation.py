@@ -14,7 +14,6 @@ from elastic_ft.core.events import (
     CheckpointCommitted,
     CheckpointFailed,
     CheckpointRef,
-    CollectiveFailed,
     Command,
     CommitCheckpoint,
     DropKept,
@@ -24,6 +23,7 @@ from elastic_ft.core.events import (
     JobStarted,
     Journal,
     KillWorker,
+    NobodyMoves,
     NodeLost,
     PauseWorkers,
     RecordStep,
@@ -316,8 +316,7 @@ class Simulation:
 
         def look() -> None:
             if self.core.phase == "running" and self.core.generation == group.generation:
-                first, step = min(self.core.ranks), self.core.committed
-                event = CollectiveFailed(self.now_s, first, group.generation, step, "nobody moves")
+                event = NobodyMoves(self.now_s, group.generation, "nobody moves")
                 self.tell(event, self.controller)
                 self.after(STALL_TIMEOUT_S, look)
 
@@ -433,6 +432,9 @@ class Simulation:
                     checks.formed(self, self.groups[command.generation])
 
     def _kill_from_afar(self, worker: SimWorker) -> None:
+        if not worker.alive:
+            return
+
         def act() -> None:
             if worker.node.cut:
                 self.after(1.0, act)

@@ -14,6 +14,7 @@ from elastic_ft.core.events import (
     CollectiveFailed,
     Command,
     FormGeneration,
+    KillWorker,
     NodeDraining,
     NodeLost,
     PauseWorkers,
@@ -133,7 +134,7 @@ def test_a_worker_left_over_gives_its_shard_first_and_then_idles() -> None:
     commands = script.resume()
     assert of(Bench, commands) == [Bench("c", 2, 1)]
     assert of(ReleaseWorker, commands) == []
-    assert script.tell(WorkerLost, "c", "killed") == []  # nobody waits for it
+    assert script.tell(WorkerLost, "c", "killed") == [KillWorker("c", "it is lost: killed")]
 
 
 def test_tensor_parallel_groups_share_a_node_where_they_can() -> None:

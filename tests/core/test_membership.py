@@ -17,6 +17,7 @@ from elastic_ft.core.events import (
     Holding,
     JobStarted,
     KillWorker,
+    NobodyMoves,
     NodeDraining,
     NodeLost,
     Paused,
@@ -120,6 +121,7 @@ def test_a_killed_worker_pauses_the_others_and_the_rest_go_on_from_their_live_st
     script = ddp().run(a="n1", b="n2", c="n3")
     script.train(1, 2)
     assert script.tell(WorkerLost, "b", "killed", silent_s=0.01) == [
+        KillWorker("b", "it is lost: killed"),  # cut off, perhaps alive
         PauseWorkers(2, ("a", "c"), True, "b: killed"),
         StartTimer("pause", 2, 10),
     ]
@@ -140,6 +142,20 @@ def test_the_same_loss_seen_by_another_observer_is_no_news() -> None:
     script.tell(WorkerLost, "b", "its connection ended")
     assert script.tell(WorkerLost, "b", "its actor died") == []
     assert len(script.journalled("worker_lost")) == 1
+
+
+def test_where_nobody_moves_all_break_off_and_nobody_is_accused() -> None:
+    script = ddp().run(a="n1", b="n2")
+    assert script.tell(NobodyMoves, 0, "nobody moved for 20 s") == []  # of a generation before
+    assert script.tell(NobodyMoves, 1, "nobody moved for 20 s") == [
+        PauseWorkers(2, ("a", "b"), True, "nobody moved for 20 s"),
+        StartTimer("pause", 2, 10),
+    ]
+    assert script.tell(NobodyMoves, 1, "nobody moved for 20 s") == []
+    script.paused("a")
+    script.paused("b")
+    script.resume()
+    assert script.state.recoveries[0].cause == "collective_failed"
 
 
 def test_a_broken_collective_pauses_at_once_and_the_loss_behind_it_gets_the_blame() -> None:
@@ -193,6 +209,7 @@ def test_a_second_failure_while_forming_opens_the_next_generation() -> None:
     script.paused("c")
     assert script.state.phase == "forming"
     assert script.tell(WorkerLost, "c", "killed, too") == [
+        KillWorker("c", "it is lost: killed, too"),
         PauseWorkers(3, ("a",), True, "c: killed, too"),
         StartTimer("pause", 3, 10),
     ]
@@ -491,7 +508,7 @@ def test_the_last_joiner_that_fits_is_not_waited_for() -> None:
 def test_a_joiner_lost_before_the_batch_closes_disturbs_nobody() -> None:
     script = ddp().run(a="n1")
     script.ready("b", "n2")
-    assert script.tell(WorkerLost, "b", "killed") == []
+    assert script.tell(WorkerLost, "b", "killed") == [KillWorker("b", "it is lost: killed")]
     assert script.fire("join") == []
 
 
@@ -511,6 +528,7 @@ def test_a_loss_on_the_way_to_a_boundary_breaks_off() -> None:
     script = ddp().run(a="n1", b="n2")
     script.ready("c", "n3")
     assert script.tell(WorkerLost, "b", "killed") == [
+        KillWorker("b", "it is lost: killed"),
         PauseWorkers(2, ("a",), True, "b: killed"),
         StartTimer("pause", 2, 10),
     ]
