@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from chaos.check import FinishedRun
 from chaos.outcome import FAILED, PASSED, ScenarioOutcome
 from chaos.scenario import SCENARIOS, TIERS, Scenario, TestTier, load_scenario
 from elastic_ft.core.terms import SAMPLES
@@ -100,29 +100,22 @@ def run_all(
 
 @app.command("check")
 def check(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     beside: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="The same job undisturbed: for I3.")
+        str | None, typer.Option(metavar="RUN", help="The same job undisturbed: for I3.")
     ] = None,
 ) -> int:
     """Check what invariants I1-I8 leave in the folder of any finished run."""
-    from chaos.expect import same_losses
-    from elastic_ft.config import load_job
-    from elastic_ft.core.invariants import CHECKS, Expected, check_run
+    from chaos.check import expected_of, losses_of, same_losses
+    from elastic_ft.core.invariants import CHECKS
+    from elastic_ft.observe.run_reader import RunReader
 
-    if not (run_folder / "events.jsonl").is_file() or not (run_folder / "job.yaml").is_file():
-        raise ConfigError(f"{run_folder}: not a run folder: no events.jsonl or no job.yaml")
-    job = load_job(run_folder / "job.yaml")
-    found = FinishedRun.of(run_folder)
-    first = found.steps[0]["step"] if found.steps else 1
-    expected = Expected(
-        seed=job.seed,
-        dataset_size=_samples(found),
-        global_batch_size=job.batch.global_batch_size,
-        steps=job.steps,
-        first_step=first,
-    )
-    violations = check_run(found.events, found.steps, found.ledger, found.result, expected)
+    run = RunReader(run_folder)
+    run.content("events.jsonl")
+    steps, opened = run.steps(), [e for e in run.events() if e["event"] == "data_opened"]
+    samples = opened[-1]["data"].get(SAMPLES) if opened else None
+    first = steps[0]["step"] if steps else 1
+    violations = run.violations(replace(expected_of(run.job(), samples), first_step=first))
     by_invariant: dict[str, list[str]] = {invariant: [] for invariant in CHECKS}
     for violation in violations:
         by_invariant.setdefault(violation.invariant, []).append(violation.message)
@@ -133,16 +126,9 @@ def check(
             console.print(f"      {message}", markup=False)
     if beside is None:
         return FAILED if violations else PASSED
-    reference = {line["step"]: line["loss"] for line in FinishedRun.of(beside).steps}
-    verdict = same_losses(found, reference)
+    verdict = same_losses(run, losses_of(RunReader(beside)))
     console.print(f"{'PASS' if verdict.passed else 'FAIL'}  I3  {verdict.claim}: {verdict.found}")
     return PASSED if verdict.passed and not violations else FAILED
-
-
-def _samples(found: FinishedRun) -> int | None:
-    """Of the training data at the end of the run; None if its journal does not tell."""
-    opened = [line for line in found.events if line["event"] == "data_opened"]
-    return opened[-1]["data"].get(SAMPLES) if opened else None
 
 
 @app.command("soak")

@@ -11,8 +11,8 @@ from chaos.clusters import Cluster, RayNodes
 from chaos.runner import Runner
 from chaos.scenario import Armed, Scenario
 from chaos.surroundings import Surroundings, surroundings
-from elastic_ft.observe.follow import local_path
-from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.lines import local_path
+from elastic_ft.observe.run_reader import RunReader
 
 
 class Disturbance:
@@ -76,5 +76,4 @@ def disturbed(
 
 def fired_inside(folder: Path) -> set[int]:
     """Indices of the faults at points that a run folder's journal has."""
-    lines = read_lines(folder / "events.jsonl")
-    return {line["index"] for line in lines if line["event"] == "fault_fired"}
+    return {line["index"] for line in RunReader(folder).events() if line["event"] == "fault_fired"}

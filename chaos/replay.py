@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from rich.console import Console
 from chaos.outcome import FAILED, PASSED
 from chaos.scenario import Scenario, TestTier
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.run_reader import RunReader
 
 TRACES = Path(__file__).parent / "traces"
 HOUR_S = 3600.0
@@ -181,9 +181,8 @@ def replay_trace(
     for verdict in outcome.verdicts:
         word = "PASS" if verdict.passed else "FAIL"
         console.print(f"      {word}  {verdict.claim}: {verdict.found}", markup=False)
-    result = out / f"{Path(name).stem}-{tier}" / "run" / "result.json"
-    if result.exists():
-        print_costs(json.loads(result.read_text()), console)
+    if result := RunReader(out / f"{Path(name).stem}-{tier}" / "run").result():
+        print_costs(result, console)
     return PASSED if outcome.passed else FAILED
 
 

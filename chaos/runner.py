@@ -36,8 +36,8 @@ from chaos.scenario import (
     Strangers,
 )
 from chaos.surroundings import Surroundings
-from elastic_ft.observe.follow import Line, Watch, local_path
-from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.lines import Line, local_path
+from elastic_ft.observe.run_reader import RunReader, read_lines
 
 POLL_S = 0.02
 LOG = "chaos.jsonl"
@@ -85,7 +85,7 @@ class Runner:
         if not resumed and self._log is not None:
             self._log.unlink(missing_ok=True)
         self._pending = [Pending(i, fault) for i, fault in enumerate(faults) if i not in before]
-        self._watch = Watch(url)
+        self._watch = RunReader(url).follow()
         self._cluster, self._around = cluster, around or Surroundings()
         self.fired: list[Line] = []
         self._underway: list[Underway] = []
@@ -401,6 +401,4 @@ class Never(External):
 
 def fired_in(log: Path | None) -> set[int]:
     """Indices of the external faults that a run folder's log says have fired."""
-    if log is None or not log.exists():
-        return set()
-    return {line["index"] for line in read_lines(log) if "index" in line}
+    return {line["index"] for line in read_lines(log) if "index" in line} if log else set()

@@ -353,6 +353,8 @@ class Expect(FaultPart):
     world_min: int | None = Field(None, ge=1)  # no step by fewer
     world_end: int | None = Field(None, ge=1)  # the last steps are by so many
     cut_off_ends_s: float | None = Field(None, gt=0)  # workers behind a cut, each of them
+    survivors: int | None = Field(None, ge=1)  # so many keep their processes all the time
+    samples_once: bool = False  # of a job that completes, within an epoch, with audit
     same_losses: bool = True  # as the same job undisturbed
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from chaos.scenario import Scenario, StoreNeeds
 from elastic_ft.errors import ConfigError
-from elastic_ft.observe.follow import local_path
+from elastic_ft.observe.lines import local_path
 
 ENDPOINT = "AWS_ENDPOINT_URL"
 DISK_MAX_BYTES = 1 << 30  # a larger one is never filled: it is not a scenario's own

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import yaml
 
-from chaos.check import Verdict
+from chaos.check import Verdict, losses_of
 from chaos.disturbance import fired_inside
 from chaos.expect import is_cut, judge
 from chaos.jobs import JOB, Paced, merged, undisturbed
@@ -31,8 +31,7 @@ from chaos.scenario import Scenario, TestTier
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import OOM_CGROUP, oom_cgroup
-from elastic_ft.observe.follow import Watch
-from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.run_reader import RunReader, read_lines
 from elastic_ft.worker.devices import gpus_of_machine
 
 POLL_S = 0.1
@@ -88,10 +87,10 @@ class Stage:
             (folder / "job.yaml").write_text(yaml.safe_dump(calm, sort_keys=False))
             command = RunCommand(folder, ["run", "job.yaml", "--out", "run", "--processes"], {})
             command.wait(REFERENCE_TIMEOUT_S * self.patience)
-            lines = read_lines(folder / "run" / "steps.jsonl")
-            if not (folder / "run" / "result.json").exists():
+            run = RunReader(folder / "run")
+            if not run.result():
                 raise RuntimeError(f"the undisturbed run failed: see {folder}/log.txt")
-            self._references[key] = {line["step"]: line["loss"] for line in lines}
+            self._references[key] = losses_of(run)
         return self._references[key]
 
 
@@ -167,7 +166,7 @@ def _really(name: str, scenario: Scenario, tier: TestTier, stage: Stage) -> Scen
         trial = Trial(scenario, tier, folder, environment, scenario.timeout_s * stage.patience)
         trouble = trial.run()
     samples = len(Paced(0)) if values["data"].get("path") == JOB["data"]["path"] else None
-    steps = max((line["step"] for line in read_lines(run / "steps.jsonl")), default=0)
+    steps = max(losses_of(RunReader(run)), default=0)
     reference = stage.reference(values, steps) if scenario.expect.same_losses else {}
     outcome.verdicts = judge(scenario, run, job, samples, reference)
     if trouble:
@@ -202,7 +201,7 @@ class Trial:
         nodes = ["--local-nodes", str(scenario.cluster.nodes)]
         where = ["--processes"] if tier == "processes" else nodes
         self._arguments = [*where, "--chaos", "scenario.yaml"]
-        self._watch = Watch(str(self._run_folder))
+        self._watch = RunReader(self._run_folder).follow()
         self._standing: RunCommand | None = None  # a controller that was stopped
         self._stood_at_s = 0.0
         self._settled_from = 0  # the step from which nothing has happened
@@ -298,7 +297,7 @@ class Trial:
 
     def _is_over(self, fault: Any, fired_at_s: float) -> bool:
         ending = getattr(fault, "until_event", None)
-        journal = read_lines(self._run_folder / "events.jsonl") if ending else []
+        journal = RunReader(self._run_folder).events() if ending else []
         if any(line["event"] == ending and line["at_s"] > fired_at_s for line in journal):
             return True
         return fired_at_s + duration_s(fault) < time.time()
@@ -398,7 +397,7 @@ class RunCommand:
 
 def summary(run: Path) -> str:
     """One line on what the faults cost."""
-    found = [line for line in read_lines(run / "events.jsonl") if line["event"] == "recovered"]
+    found = [line for line in RunReader(run).events() if line["event"] == "recovered"]
     if not found:
         return "no recovery"
     worst = max(line["paused_s"] for line in found)

@@ -18,7 +18,7 @@ import yaml
 
 from benchmarks.peers.analysis import Line
 from benchmarks.peers.settings import CHECKPOINT_EVERY_STEPS, TUNED, WORKERS, WORKERS_MIN, make_job
-from elastic_ft.observe.follow import Tail
+from elastic_ft.observe.run_reader import Tail
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

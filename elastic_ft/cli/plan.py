@@ -22,6 +22,7 @@ from elastic_ft.core.layouts.costs import Devices, Work
 from elastic_ft.core.layouts.layout import DIMENSIONS, Layout
 from elastic_ft.core.layouts.planner import LayoutPlan, Limits, NoLayout, Previous, best, gb, plans
 from elastic_ft.errors import ConfigError
+from elastic_ft.observe.run_reader import RunReader
 
 LOST = (1, 2, 8)
 UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12}
@@ -108,8 +109,11 @@ def _describe(job: Job) -> Work:
 
 def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:
     """What the last generation of a run says of its devices. Raises ConfigError."""
-    formed = [line for line in _lines(run, "events.jsonl") if line["event"] == "generation_formed"]
-    steps = _lines(run, "steps.jsonl")
+    reader = RunReader(run)
+    formed = [line for line in reader.events() if line["event"] == "generation_formed"]
+    steps = reader.steps()
+    if not formed or not steps:
+        raise ConfigError(f"--run: {run}: not a run folder, or no step of it is committed")
     counts: Counter[str] = Counter()
     steps_s: list[float] = []
     for line in reversed(formed):  # the last one that has trained for a while
@@ -128,16 +132,6 @@ def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:
     layout = Layout.parse(line["layout"])
     found = calibrate(work, devices, limits, layout, steps_s)
     assert found is not None
-    return found
-
-
-def _lines(run: str, name: str) -> list[dict[str, Any]]:
-    """Of a file of a run folder. Raises ConfigError."""
-    from elastic_ft.observe.follow import Tail
-
-    found = Tail(run, name).read()
-    if not found:
-        raise ConfigError(f"--run: {run}: not a run folder: no {name}, or nothing in it")
     return found
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-import fsspec
 import typer
 
-from elastic_ft.config import Job, parse_text
+from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe.alive import Vigil
-from elastic_ft.observe.follow import Tail
 from elastic_ft.observe.resize_request import Resize, ask
+from elastic_ft.observe.run_reader import RunReader
 
 POLL_S = 0.2
 
@@ -29,7 +28,7 @@ def resize(
     ] = 300.0,
 ) -> int:
     """Ask a running job for another number of workers, and wait until it trains with them."""
-    _check(_job_of(run_folder), workers)
+    _check(RunReader(run_folder).job(), workers)
     journal = ResizeJournal(run_folder)
     journal.look()
     if journal.ended:
@@ -50,16 +49,6 @@ def resize(
         journal.look()
     print(f"{workers} workers, generation {journal.generation}")
     return 0
-
-
-def _job_of(run_folder: str) -> Job:
-    try:
-        with fsspec.open(f"{run_folder.rstrip('/')}/job.yaml", "rb") as file:
-            content = bytes(file.read())
-    except Exception as error:  # any filesystem may raise anything
-        kind = type(error).__name__
-        raise ConfigError(f"{run_folder}: not a run folder: no job.yaml ({kind})") from None
-    return parse_text(content, f"{run_folder}/job.yaml")
 
 
 def _check(job: Job, workers: int) -> None:
@@ -86,7 +75,7 @@ class ResizeJournal:
     """
 
     def __init__(self, run_folder: str) -> None:
-        self._tail = Tail(run_folder, "events.jsonl")
+        self._tail = RunReader(run_folder).tail("events.jsonl")
         self.ended = ""
         self.world = self.generation = 0
         self._formed: dict[str, Any] = {}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.alive import Vigil, seems_dead
-from elastic_ft.observe.outcome import read_result
+from elastic_ft.observe.run_reader import RunReader
 
 FOLLOW_EVERY_S = 0.2
 RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
@@ -27,10 +26,10 @@ def events(
 ) -> int:
     """Tell the story of a run: what happened, who stood where, what it cost."""
     from elastic_ft.observe import journal_text
-    from elastic_ft.observe.follow import Tail
 
-    read(run_folder, "events.jsonl")
-    tail, first_s, ended, dead = Tail(run_folder, "events.jsonl"), 0.0, False, ""
+    run = RunReader(run_folder)
+    run.content("events.jsonl")
+    tail, first_s, ended, dead = run.tail("events.jsonl"), 0.0, False, ""
     vigil = Vigil(run_folder)
     while True:
         for line in tail.read():
@@ -57,29 +56,28 @@ def events(
         time.sleep(FOLLOW_EVERY_S)
     if not ended and not dead and (dead := seems_dead(run_folder)):
         print(dead)
-    result = read_result(run_folder)
+    result = run.result()
     if result and not raw:
         print()
         print("\n".join(journal_text.summary(result)))
     if goodput:
         print()
-        print("\n".join(journal_text.goodput(_worker_seconds(run_folder, result))))
+        print("\n".join(journal_text.goodput(_worker_seconds(run, result))))
     return 0
 
 
 def replay(
     journal: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run, or its events.jsonl.")
+        str, typer.Argument(metavar="RUN", help="The folder of a run, or its events.jsonl.")
     ],
 ) -> int:
     """Tell the core again what a run's controller told it: it must decide the same."""
     from elastic_ft.observe.replay import check
 
-    folder = journal.parent if journal.name == "events.jsonl" else journal
+    run = RunReader(journal.removesuffix("events.jsonl") or ".")
     for name in ("events.jsonl", "inbox.jsonl"):
-        if not (folder / name).is_file():
-            raise ConfigError(f"{folder}: not a run folder: no {name}")
-    verdict = check(folder)
+        run.content(name)
+    verdict = check(run.url)
     if verdict.difference:
         print(
             f"elastic-ft: after {verdict.decisions} equal decisions: {verdict.difference}",
@@ -90,29 +88,12 @@ def replay(
     return 0
 
 
-def read(run_folder: str, name: str) -> str:
-    """Returns the text of a file of a run folder. Raises ConfigError if there is none."""
-    import fsspec
-
-    try:
-        with fsspec.open(f"{run_folder.rstrip('/')}/{name}", "r") as file:
-            return str(file.read())
-    except Exception as error:  # any filesystem may raise anything
-        kind = type(error).__name__
-        raise ConfigError(f"{run_folder}: not a run folder: no {name} ({kind})") from None
-
-
-def _worker_seconds(run_folder: str, result: dict[str, Any]) -> dict[str, Any]:
+def _worker_seconds(run: RunReader, result: dict[str, Any]) -> dict[str, Any]:
     """As the run itself has found; of one that goes on, or broke off, from its inbox.jsonl."""
     if "worker_seconds" in result:
         found: dict[str, Any] = result["worker_seconds"]
         return found
-    from elastic_ft.config import parse_text
-    from elastic_ft.observe.follow import local_path
     from elastic_ft.observe.replay import account
 
-    folder = local_path(run_folder)
-    if folder is None:
-        raise ConfigError("--goodput of a run that has not ended needs its local folder")
-    elastic = parse_text(read(run_folder, "job.yaml").encode(), "job.yaml").elastic
-    return account(folder, elastic.workers_per_node, elastic.max_workers).as_dict()
+    elastic = run.job().elastic
+    return account(run.url, elastic.workers_per_node, elastic.max_workers).as_dict()

@@ -42,8 +42,9 @@ from elastic_ft.faults import PointFault
 from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.metrics import Metrics, write_targets
-from elastic_ft.observe.outcome import complete, read_result
+from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_folder import RunFolder, last_generation
+from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.transport.control import Welcome
 
 log = logging.getLogger(__name__)
@@ -204,7 +205,7 @@ class Controller:
 
     def _complete(self) -> dict[str, Any]:
         """The result of the job that is complete; {} if it is not."""
-        ended = read_result(self.run_folder.url)
+        ended = RunReader(self.run_folder.url).result()
         if self.policy.from_scratch or not complete(ended, self.job.steps):
             return {}
         self.run_folder.close()

@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 import psutil
 
-from elastic_ft.observe.follow import local_path
+from elastic_ft.observe.lines import local_path
 
 NAME = "alive.json"
 EVERY_S = 1.0

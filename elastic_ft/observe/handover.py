@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from elastic_ft.observe import alive
-from elastic_ft.observe.follow import local_path
+from elastic_ft.observe.lines import local_path
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import Store, open_store
 

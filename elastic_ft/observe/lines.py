@@ -1,7 +1,4 @@
-"""The .jsonl files of a run folder: whole lines, or an error that names the line.
-
-Imports nothing heavy: the command line reads them, too.
-"""
+"""The .jsonl files of a run folder: whole lines, or an error that names the line."""
 
 from __future__ import annotations
 
@@ -23,20 +20,11 @@ COUNTS = ("step", "seq", "generation")
 SEGMENTS = "segments"  # the folder of a remote run folder's closed segments (observe.segments)
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The complete lines of a .jsonl file; a torn last line is left out. Raises ConfigError."""
-    if not path.exists():
-        return []
-    return parse_lines(_content(path), str(path), path.name)
-
-
-def _content(path: Path) -> bytes:
-    """A copy of a remote folder has its files in segments, as that has."""
-    if (path.parent / SEGMENTS / path.name).is_dir():
-        from elastic_ft.observe.segments import read_copy
-
-        return read_copy(path)
-    return path.read_bytes()
+def local_path(url: str) -> Path | None:
+    """Returns the folder of a path or file:// URL, None for any other URL."""
+    if "://" in url and not url.startswith("file://"):
+        return None
+    return Path(url.removeprefix("file://")).absolute()
 
 
 def parse_lines(content: bytes, where: str, name: str = "") -> list[Line]:
@@ -60,11 +48,6 @@ def _parse(text: bytes, where: str, needed: Iterable[str]) -> Line:
         why = " ".join(str(error).split())[:120]
         raise ConfigError(f"{where} is not a line that a run has written: {why}") from None
     return line
-
-
-def last_generation(path: Path) -> int:
-    """The newest generation that a journal knows of."""
-    return max((line["generation"] for line in read_lines(path)), default=0)
 
 
 def count_lines(path: Path) -> int:

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from datetime import UTC, datetime
 from typing import Any
 
-from elastic_ft.errors import ConfigError, ElasticError
-
-READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
-
-
-def read_result(url: str) -> dict[str, Any]:
-    """What is in the run folder's result.json; {} if there is none, or it can't be read."""
-    from elastic_ft.storage.store import open_store  # imports numpy: not for each command
-
-    try:
-        found = json.loads(open_store(url, deadline_s=READ_DEADLINE_S).get("result.json"))
-    except (ElasticError, OSError, ValueError, RecursionError):  # who writes there says what it is
-        return {}
-    return found if isinstance(found, dict) else {}
+from elastic_ft.errors import ConfigError
 
 
 def complete(result: dict[str, Any], steps: int) -> str:

@@ -21,7 +21,7 @@ from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts, Totals
-from elastic_ft.observe.lines import read_lines
+from elastic_ft.observe.run_reader import RunReader
 
 Line = dict[str, Any]
 EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
@@ -187,13 +187,14 @@ class ReplayVerdict:
     difference: str = ""
 
 
-def check(folder: Path, *, exact: bool = True) -> ReplayVerdict:
+def check(url: str | Path, *, exact: bool = True) -> ReplayVerdict:
     """Replays a run and compares what is decided with its events.jsonl.
 
     Not ``exact``: another wording of a reason, and fields that are new, are no difference.
     """
-    done = replay(parse_inbox(read_lines(folder / "inbox.jsonl")))
-    lines = read_lines(folder / "events.jsonl")
+    run = RunReader(url)
+    done = replay(parse_inbox(run.inbox()))
+    lines = run.events()
     if odd := [line for line in lines if not isinstance(line.get("seq"), int)]:
         raise ConfigError(f"events.jsonl: a line has no seq: {str(odd[0])[:120]}")
     recorded = [line for line in lines if line["seq"] >= done.since]
@@ -228,9 +229,9 @@ def _shown(line: Line) -> str:
     return f"g{line['generation']} {line['event']}: {line.get('reason')}"
 
 
-def account(folder: Path, workers_per_node: int, max_workers: int) -> Totals:
+def account(url: str | Path, workers_per_node: int, max_workers: int) -> Totals:
     """The goodput of a run, from its inbox.jsonl, as of the last thing the core was told."""
-    inbox = list(parse_inbox(read_lines(folder / "inbox.jsonl")))
+    inbox = list(parse_inbox(RunReader(url).inbox()))
     started_s = next((item.at_s for item in inbox if not isinstance(item, Noted)), 0.0)
     accounts = Accounts(started_s, workers_per_node, max_workers)
     return accounts.totals(replay(inbox, accounts).until_s)

@@ -15,7 +15,7 @@ import fsspec
 
 from elastic_ft.config import WORKERS_MAX
 from elastic_ft.errors import ConfigError
-from elastic_ft.observe.follow import local_path
+from elastic_ft.observe.lines import local_path
 
 NAME = "resize.json"
 

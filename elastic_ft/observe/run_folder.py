@@ -22,8 +22,8 @@ from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, Superseded, redacted
 from elastic_ft.observe import handover, resize_request, scratch, segments
 from elastic_ft.observe.alive import NAME as ALIVE
-from elastic_ft.observe.follow import local_path
-from elastic_ft.observe.lines import count_lines, last_generation, read_lines
+from elastic_ft.observe.lines import count_lines, local_path
+from elastic_ft.observe.run_reader import last_generation, read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import StoreError, open_store

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from elastic_ft.errors import StoreFailed
 from elastic_ft.observe.lines import SEGMENTS
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
@@ -107,20 +106,13 @@ def read_whole(store: Store, name: str) -> bytes:
     return content
 
 
-def read_copy(path: Path) -> bytes:
-    """Of a file that was copied from a remote folder, with its segments. Raises OSError."""
-    try:
-        return read_whole(open_store(str(path.parent)), path.name)
-    except StoreFailed as error:
-        raise OSError(str(error)) from error
-
-
 def join_copies(folder: Path, replace: Callable[[Path, bytes], None]) -> None:
     """A local folder that was copied from a remote one has its files in one piece from now on."""
     for name in NUMBERS:
         path = folder / name
         if (folder / SEGMENTS / name).is_dir() and path.exists():
-            replace(path, read_copy(path))  # it begins before every segment: none counts any more
+            # It begins before every segment: none counts any more.
+            replace(path, read_whole(open_store(str(folder)), name))
             shutil.rmtree(folder / SEGMENTS / name)
 
 

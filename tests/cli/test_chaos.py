@@ -13,7 +13,7 @@ import pytest
 from chaos.clusters import Cluster
 from chaos.runner import Runner
 from chaos.scenario import SCENARIOS, arm, load_scenario
-from elastic_ft.observe.follow import Tail, Watch
+from elastic_ft.observe.run_reader import Tail, Watch
 
 DEADLINE_S = 20.0
 

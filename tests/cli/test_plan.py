@@ -116,7 +116,7 @@ def test_a_runs_steps_say_what_its_devices_reach(
     members = [{"worker": f"w{i}", "node": f"n{i // 2}"} for i in range(4)]
     formed = {"event": "generation_formed", "generation": 1, "layout": "ddp4", "members": members}
     (run / "events.jsonl").write_text(json.dumps(formed) + "\n")
-    step = {"generation": 1, "step_time_s": 1.5}
+    step = {"step": 1, "generation": 1, "step_time_s": 1.5}
     (run / "steps.jsonl").write_text((json.dumps(step) + "\n") * 8)
     asked = ["plan", job, "--devices", "2x2:16GB", "--run", str(run)]
     assert run_command(asked) == COMPLETED

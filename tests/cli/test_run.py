@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from chaos.check import FinishedRun
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, run_command
 from elastic_ft.config import load_job
-from elastic_ft.core.invariants import Expected, check_run
+from elastic_ft.core.invariants import Expected
+from elastic_ft.observe.run_reader import RunReader
 
 Start = Callable[..., Any]
 WriteJob = Callable[..., str]
@@ -32,18 +32,16 @@ RECOVERY_KEYS = {
 }
 
 
-def check(path: Path, *, starts: int = 1, **expected: Any) -> FinishedRun:
+def check(path: Path, *, starts: int = 1, **expected: Any) -> RunReader:
     """The run folder, which contradicts no invariant.
 
     Worker ids begin anew with every start, so I1 and I6 say nothing of a folder of several.
     """
-    found = FinishedRun.of(path)
-    violations = check_run(
-        found.events, found.steps, found.ledger, found.result, Expected(**expected)
-    )
+    run = RunReader(path)
+    violations = run.violations(Expected(**expected))
     silent = () if starts == 1 else ("I1", "I6")
     assert [str(found) for found in violations if found.invariant not in silent] == []
-    return found
+    return run
 
 
 def test_a_run_completes_and_its_folder_tells(
@@ -54,19 +52,18 @@ def test_a_run_completes_and_its_folder_tells(
     assert (code, err) == (COMPLETED, "")
     assert out.splitlines()[-1].startswith("completed: 12 steps")
     run = check(folder / "runs/tiny", seed=0, global_batch_size=4, steps=12, status="completed")
-    assert run.result is not None
-    assert run.result.keys() >= RESULT_KEYS
-    assert all(line.keys() >= STEP_KEYS for line in run.steps)
-    assert [line["step"] for line in run.steps] == list(range(1, 13))
-    assert run.ledger is not None
+    assert run.result().keys() >= RESULT_KEYS
+    assert all(line.keys() >= STEP_KEYS for line in run.steps())
+    assert [line["step"] for line in run.steps()] == list(range(1, 13))
+    assert run.ledger() is not None
     assert load_job(folder / "runs/tiny/job.yaml").name == "tiny"
-    formed = next(line for line in run.events if line["event"] == "generation_formed")
+    formed = next(line for line in run.events() if line["event"] == "generation_formed")
     assert formed.keys() >= {"step", "layout", "members"}
     assert all(
         member.keys() >= {"worker", "rank", "pid", "node", "host", "raylet_pid"}
         for member in formed["members"]
     )
-    committed = [line for line in run.events if line["event"] == "checkpoint_committed"]
+    committed = [line for line in run.events() if line["event"] == "checkpoint_committed"]
     assert committed[-1].keys() >= {"step", "url", "bytes", "seconds"}
 
     contents = {path: path.read_bytes() for path in (folder / "runs/tiny").glob("*.*")}
@@ -88,7 +85,8 @@ def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     assert out.splitlines()[-1].startswith("stopped: interrupted; last good checkpoint: step")
     stopped = check(folder / "runs/tiny", seed=0, global_batch_size=4, status="stopped")
     manifest = max((folder / "runs/tiny/checkpoints/manifests").iterdir())
-    last = stopped.steps[-1]["step"]
+    before = stopped.steps()
+    last = before[-1]["step"]
     assert int(manifest.name.split("-")[0]) == last
 
     fewer = write_job({"steps": last - 1})
@@ -102,13 +100,13 @@ def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     assert (code, err) == (COMPLETED, "")
     assert "resuming from checkpoint" in out
     resumed = check(folder / "runs/tiny", starts=2, seed=0, global_batch_size=4, steps=last + 4)
-    assert resumed.steps[: len(stopped.steps)] == stopped.steps
+    assert resumed.steps()[: len(before)] == before
 
     assert run_command(["replay", "runs/tiny"]) == COMPLETED
     assert "each as recorded" in capfd.readouterr().out
     assert run_command(["events", "runs/tiny", "--raw"]) == COMPLETED
     journal = capfd.readouterr().out
-    assert len(journal.splitlines()) == len(resumed.events)
+    assert len(journal.splitlines()) == len(resumed.events())
     assert "finished: all" in journal
 
 
@@ -148,7 +146,7 @@ def test_a_failing_job_ends_with_one_line(start: Start, write_job: WriteJob, fol
     assert "sample is rotten" in err
     where = f"{folder}/broken.py:4 in __getitem__: def __getitem__(self, i): raise RuntimeError"
     assert where in out, "the console says where"
-    events = FinishedRun.of(folder / "runs/tiny").events
+    events = RunReader(folder / "runs/tiny").events()
     (raised,) = [line for line in events if line["event"] == "worker_raised"][:1]
     assert raised["frames"][-1].startswith(where)
     assert "Traceback" not in err
@@ -173,11 +171,10 @@ def test_a_scenario_strikes_from_outside_and_inside(
     code, out, err = start("run", job, "--processes", "--chaos", "faults.yaml").finish()
     assert (code, err) == (COMPLETED, ""), out
     run = check(folder / "runs/tiny", seed=0, global_batch_size=4, steps=400, status="completed")
-    assert run.result is not None
-    assert run.result["recoveries"][0].keys() >= RECOVERY_KEYS
+    assert run.result()["recoveries"][0].keys() >= RECOVERY_KEYS
     assert run.recovery("node_lost")["steps_lost"] == 0
     assert run.recovery("worker_joined") != {}
-    assert run.result["faults_fired"] == [0]
+    assert run.result()["faults_fired"] == [0]
     fired = [json.loads(line) for line in (folder / "runs/tiny/chaos.jsonl").open()]
     assert [line["fault"] for line in fired] == [
         "kill node of rank 1 at step 20",
@@ -212,5 +209,5 @@ def test_a_run_on_local_nodes(start: Start, write_job: WriteJob, folder: Path) -
     code, out, err = start("run", write_job(), "--local-nodes", "2", "--out", "there").finish()
     assert (code, err) == (COMPLETED, ""), out
     run = check(folder / "there", seed=0, global_batch_size=4, steps=12, status="completed")
-    formed = next(line for line in run.events if line["event"] == "generation_formed")
+    formed = next(line for line in run.events() if line["event"] == "generation_formed")
     assert len({member["raylet_pid"] for member in formed["members"]}) == 2

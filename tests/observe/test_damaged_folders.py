@@ -14,8 +14,9 @@ import pytest
 from elastic_ft.cli.app import run_command
 from elastic_ft.errors import ConfigError, ElasticError, Superseded
 from elastic_ft.observe import run_folder
-from elastic_ft.observe.lines import last_generation, parse_lines
+from elastic_ft.observe.lines import parse_lines
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.run_reader import last_generation
 from elastic_ft.storage.store import open_store
 from tests.observe.test_replay import KEPT
 

@@ -15,10 +15,10 @@ import pytest
 
 from elastic_ft.cli.app import run_command
 from elastic_ft.errors import StoreFailed, Superseded
-from elastic_ft.observe import follow, run_folder
-from elastic_ft.observe.follow import Tail
-from elastic_ft.observe.lines import SEGMENTS, Line, parse_lines, read_lines
+from elastic_ft.observe import run_folder, run_reader
+from elastic_ft.observe.lines import SEGMENTS, Line, parse_lines
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.run_reader import Tail, read_lines
 from elastic_ft.observe.segments import NUMBERS, listed, read_whole
 from elastic_ft.storage.store import Store, open_store
 from tests.observe.test_replay import KEPT
@@ -80,7 +80,7 @@ class Watched:
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mirror looks when a test says so, readers as often as they like."""
     monkeypatch.setattr(run_folder, "MIRROR_EVERY_S", 3600.0)
-    monkeypatch.setattr(follow, "REMOTE_EVERY_S", 0.0)
+    monkeypatch.setattr(run_reader, "REMOTE_EVERY_S", 0.0)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import replay, run_folder, snapshots
-from elastic_ft.observe.lines import read_lines
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.run_reader import read_lines
 from tests.observe.test_replay import JOURNALS, KEPT
 
 

@@ -17,8 +17,9 @@ from elastic_ft.controller.watchdog import Watchdog
 from elastic_ft.core import events as ev
 from elastic_ft.errors import JobFailed, StoreFailed, UsageError
 from elastic_ft.hosts.local import LocalHost
-from elastic_ft.observe.lines import parse_lines, read_lines
+from elastic_ft.observe.lines import parse_lines
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.run_reader import read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import open_store

@@ -218,7 +218,6 @@ def test_no_file_has_the_name_of_another() -> None:
 
 # Whole circles of files, each with the reason. None at run time, or Python would not import them.
 MAY_CIRCLE: tuple[frozenset[str], ...] = (
-    frozenset({"elastic_ft.observe.lines", "elastic_ft.observe.segments"}),
     frozenset(
         f"elastic_ft.sim.{name}"
         for name in [

@@ -43,7 +43,8 @@ from elastic_ft.hosts.ray.ray_private import (
     WorkingDirectorySetupCallback,
     get_env_vars_to_propagate,
 )
-from elastic_ft.observe.outcome import complete, read_result
+from elastic_ft.observe.outcome import complete
+from elastic_ft.observe.run_reader import RunReader
 
 log = logging.getLogger(__name__)
 CONTROLLER_STARTS = 4
@@ -174,7 +175,7 @@ class ElasticTrainer(DataParallelTrainer):
 
     def _complete(self) -> ElasticResult | None:
         """The result of a job that an earlier run has completed: nothing is started for it."""
-        ended = read_result(self.run_url)
+        ended = RunReader(self.run_url).result()
         if not complete(ended, self.job.steps) or self.job.checkpoint.from_scratch:
             return None
         return ElasticResult(

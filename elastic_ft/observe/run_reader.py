@@ -1,27 +1,121 @@
-"""A run folder, read from outside while the run goes on."""
+"""A run folder, read from outside: at any time, local or remote, while the run goes on.
+
+What is heavy (numpy, by way of the store) is imported for remote folders alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from elastic_ft.errors import StoreFailed
-from elastic_ft.observe.lines import SEGMENTS, Line, parse_lines
+from elastic_ft.config import Job, parse_text
+from elastic_ft.core.invariants import Expected, Violation, check_run
+from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
+from elastic_ft.observe.lines import SEGMENTS, Line, local_path, parse_lines
 
 if TYPE_CHECKING:
     from elastic_ft.storage.store import Store
 
+READ_DEADLINE_S = 10.0  # a store that is away is waited for by others
 REMOTE_EVERY_S = 2.0  # a remote folder is a mirror, some seconds behind
 REMOTE_WITHIN_S = 15.0  # each of a look's calls; the next look sees more
 
 
-def local_path(url: str) -> Path | None:
-    """The folder of a path or file:// URL, None for any other URL."""
-    if "://" in url and not url.startswith("file://"):
+class RunReader:
+    """The files of a run, by the path or URL that was its ``--out``; each as it is at the call."""
+
+    def __init__(self, url: str | Path) -> None:
+        self.url = str(url).rstrip("/") or "/"
+
+    def job(self) -> Job:
+        """Raises ConfigError where this is no run folder, or the job is not valid."""
+        return parse_text(self.content("job.yaml"), f"{self.url}/job.yaml")
+
+    def events(self) -> list[Line]:
+        """The complete lines, of this and the next three; none without the file. A torn last line
+        is left out. Raises ConfigError where a line is none that a run writes."""
+        return self._lines("events.jsonl")
+
+    def steps(self) -> list[Line]:
+        return self._lines("steps.jsonl")
+
+    def inbox(self) -> list[Line]:
+        return self._lines("inbox.jsonl")
+
+    def ledger(self) -> list[Line] | None:
+        """None without ``audit``."""
+        return self._lines("ledger.jsonl") if self._find("ledger.jsonl") is not None else None
+
+    def result(self) -> dict[str, Any]:
+        """What is in result.json; {} if there is none, or it can't be read."""
+        try:
+            found = json.loads(self._find("result.json") or b"{}")
+        except (ConfigError, ValueError, RecursionError):  # who writes there says what it is
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def tail(self, name: str) -> Tail:
+        return Tail(self.url, name)
+
+    def follow(self) -> Watch:
+        return Watch(self.url)
+
+    def violations(self, expected: Expected) -> list[Violation]:
+        """What contradicts I1 to I8 in a finished run (``core.invariants``)."""
+        result = self.result() or None
+        return check_run(self.events(), self.steps(), self.ledger(), result, expected)
+
+    def content(self, name: str) -> bytes:
+        """Raises ConfigError where there is no such file."""
+        found = self._find(name)
+        if found is None:
+            raise ConfigError(f"{self.url}: not a run folder: no {name}")
+        return found
+
+    def _lines(self, name: str) -> list[Line]:
+        return parse_lines(self._find(name) or b"", f"{self.url}/{name}", name)
+
+    def _find(self, name: str) -> bytes | None:
+        """A file, its segments included; None if there is none. Raises ConfigError where that
+        can't be said."""
+        try:
+            return _read(self.url, name)
+        except (OSError, ElasticError) as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            raise ConfigError(f"{self.url}/{name} can't be read: {why}") from None
+
+
+def _read(url: str, name: str) -> bytes | None:
+    """Raises OSError, ElasticError."""
+    folder = local_path(url)
+    if folder is not None and not (folder / SEGMENTS / name).is_dir():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return (folder / name).read_bytes()
         return None
-    return Path(url.removeprefix("file://")).absolute()
+    from elastic_ft.observe.segments import read_whole
+    from elastic_ft.storage.kinds import FailureKind
+    from elastic_ft.storage.store import StoreError, open_store
+
+    try:
+        return read_whole(open_store(url, deadline_s=READ_DEADLINE_S), name)
+    except StoreError as error:
+        if error.kind is FailureKind.MISSING:
+            return None
+        raise
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The complete lines of a .jsonl file; none without it. Raises ConfigError, OSError."""
+    return parse_lines(_read(str(path.parent), path.name) or b"", str(path), path.name)
+
+
+def last_generation(path: Path) -> int:
+    """The newest generation that a journal knows of."""
+    return max((line["generation"] for line in read_lines(path)), default=0)
 
 
 class Tail:

@@ -1,0 +1,95 @@
+"""What a person who waits for a run sees of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from rich.console import Console
+
+from elastic_ft.config import Job
+from elastic_ft.observe.journal_text import brief
+from elastic_ft.observe.run_reader import RunReader
+
+STEP_LINE_EVERY_S = 5.0  # where there is no terminal
+WATCH_EVERY_S = 0.2
+RATE_STEPS, RATE_S = 500, 5.0  # tokens/s and ETA: over the last seconds, at most so many steps
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    console.print(text, markup=False)
+
+
+class ProgressDisplay:
+    """Says what a run does, from its folder: lines, and on a terminal a status below them."""
+
+    def __init__(self, job: Job, out: str) -> None:
+        self._job = job
+        self._watch = RunReader(out).follow()
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RATE_STEPS)
+        self._began_s = time.monotonic()
+        self._next_line_s = 0.0
+        self._over = threading.Event()
+        self._status = console.status("starting") if console.is_terminal else None
+        self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._status is not None:
+            self._status.start()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(10)
+        if self._status is not None:
+            self._status.stop()
+
+    def _follow(self) -> None:
+        last = False
+        while not last:
+            last = self._over.wait(WATCH_EVERY_S)
+            news, steps = self._watch.poll()
+            for line in news:
+                if told := brief(line):
+                    self._say(told)
+            self._recent.extend(steps)
+            if steps:
+                self._show_step(steps[-1], last)
+
+    def _say(self, text: str) -> None:
+        say(f"{time.monotonic() - self._began_s:7.1f} s  {text}")
+
+    def _show_step(self, line: dict[str, Any], last: bool) -> None:
+        text = self._describe(line)
+        if self._status is not None:
+            self._status.update(text)
+            return
+        now = time.monotonic()
+        if now >= self._next_line_s or last or line["step"] == self._job.steps:
+            self._next_line_s = now + STEP_LINE_EVERY_S
+            self._say(text)
+
+    def _describe(self, line: dict[str, Any]) -> str:
+        recent = list(self._recent)
+        long_ago = line["committed_at_s"] - RATE_S  # several steps may be committed at once
+        start = max((i for i, s in enumerate(recent) if s["committed_at_s"] <= long_ago), default=0)
+        first, after = recent[start], recent[start + 1 :]
+        text = f"step {line['step']}/{self._job.steps}  loss {line['loss']:.4f}"
+        spent_s = line["committed_at_s"] - first["committed_at_s"]
+        if after and spent_s > 1:
+            tokens = sum(step["tokens"] for step in after)
+            left_s = (self._job.steps - line["step"]) * spent_s / len(after)
+            text += f"  {tokens / spent_s:,.0f} tokens/s  ETA {_clock(left_s)}"
+        workers = line["world_size"]
+        return f"{text}  {workers} worker{'s' * (workers != 1)}  generation {line['generation']}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, left = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

@@ -1,0 +1,255 @@
+"""A job, run: where, on plain processes or Ray, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from elastic_ft.cli import extensions
+from elastic_ft.cli.progress import ProgressDisplay, say
+from elastic_ft.config import Job
+from elastic_ft.errors import ConfigError, ElasticError
+from elastic_ft.observe.lines import local_path
+from elastic_ft.observe.outcome import complete
+from elastic_ft.observe.run_reader import RunReader
+
+if TYPE_CHECKING:
+    from elastic_ft.cli.preflight import Checked, Place
+
+COMPLETED, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+def complain(message: object, code: int) -> int:
+    print(f"elastic-ft: {' '.join(str(message).split())}", file=sys.stderr)
+    return code
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """One of: a Ray cluster at ``address``, one of ``nodes`` made here, plain processes."""
+
+    address: str | None = None
+    nodes: int = 0
+    processes: bool = False
+    cpus_per_node: int = 1
+
+    def place(self) -> Place:
+        from elastic_ft.cli.preflight import Place
+
+        slots = self.nodes * self.cpus_per_node
+        if self.address is not None:
+            name = f"the Ray cluster at {self.address}"
+            return Place(name, address=self.address, can_add=False)
+        if self.processes:
+            return Place("this machine (--processes)", slots)
+        return Place(f"a local cluster of {self.nodes} nodes", slots, has_raylets=True)
+
+
+def where_to_run(job: Job, address: str | None, local_nodes: int | None, processes: bool) -> Where:
+    given = {"--address": address, "--local-nodes": local_nodes, "--processes": processes or None}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)}: expected at most one of them")
+    elastic = job.elastic
+    needed = -(-elastic.workers_wanted // elastic.workers_per_node)
+    if processes:
+        return Where(nodes=needed, processes=True, cpus_per_node=elastic.workers_per_node)
+    if not named:
+        address = os.environ.get("RAY_ADDRESS") or None
+    if address is not None:
+        return Where(address=address)
+    return Where(nodes=local_nodes or needed, cpus_per_node=elastic.workers_per_node)
+
+
+# ------------------------------------------------------------------------------ running
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What a start was asked for beside the job."""
+
+    chaos: str | None = None  # a scenario
+    resumed: bool = False
+    accept_changes: bool = False
+
+
+def train(job: Job, out: str, where: Where, how: How) -> int:
+    """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
+    from elastic_ft.observe.handover import await_handover
+
+    if _is_complete(job, out):
+        return COMPLETED
+    checked = check_start(job, out, where, how)
+    await_handover(out, say)
+    if _is_complete(job, out):  # by the one that was asked
+        return COMPLETED
+    return conclude(run(job, out, where, checked, how), out)
+
+
+def _is_complete(job: Job, out: str) -> bool:
+    ended = complete(RunReader(out).result(), job.steps)
+    if not ended or job.checkpoint.from_scratch:
+        return False
+    say(f"{job.name} {ended}: nothing was started; run folder: {out}")
+    return True
+
+
+def check_start(job: Job, out: str, where: Where, how: How) -> Checked:
+    from elastic_ft.cli.preflight import check
+
+    checked = check(job, out, where.place(), how.chaos, how.accept_changes)
+    say(f"{job.name}: {checked.parameters:,} parameters; {checked.data}")
+    for warning in checked.warnings:
+        say(f"warning: {warning}")
+    return checked
+
+
+@dataclass(slots=True)
+class EndOfRun:
+    """How a run ended. ``result``: what is in result.json; {} if it did not come so far."""
+
+    result: dict[str, Any]
+    error: str = ""
+    unfired: list[str] = field(default_factory=list)
+
+
+def run(job: Job, out: str, where: Where, checked: Checked, how: How) -> EndOfRun:
+    _forget_result(out)
+    url = checked.checkpoint_url
+    with (
+        ProgressDisplay(job, out),
+        extensions.faults().disturbed(checked.faults, out, url, how.resumed) as by,
+    ):
+        if where.processes:
+            return _run_on_processes(job, out, where, url, by, how)
+        return _run_on_ray(job, out, where, checked, by, how)
+
+
+def conclude(ended: EndOfRun, out: str) -> int:
+    result = ended.result
+    status, reason = result.get("status", "failed"), result.get("reason") or ended.error
+    if status == "stopped":
+        say(f"stopped: {reason}; run folder: {out}")
+        return INTERRUPTED
+    if status != "completed":
+        return complain(f"{status}: {reason}; run folder: {out}", FAILED)
+    loss, goodput = result["final_loss"], result["goodput"]
+    last = f"loss {loss:.4f}, " if loss is not None else ""
+    say(f"completed: {result['steps']} steps, {last}goodput {goodput:.0%}; run folder: {out}")
+    if ended.unfired:
+        return complain(f"faults that never fired: {'; '.join(ended.unfired)}", FAILED)
+    return COMPLETED
+
+
+def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: How) -> EndOfRun:
+    """As ``hosts.local.run_local``, with a controller that signals can stop."""
+    from elastic_ft.controller.controller import Controller
+    from elastic_ft.hosts.local import LocalHost
+    from elastic_ft.observe.run_folder import RunFolder
+
+    slots = where.cpus_per_node
+    host = LocalHost({f"n{i}": slots for i in range(where.nodes)})
+    with by.injected(extensions.faults().ProcessNodes(host, slots)):
+        folder = RunFolder(out)
+        controller = Controller(
+            job, host, folder, url, faults=by.inside, accept_changes=how.accept_changes
+        )
+        with _stopping(lambda: controller.stop("interrupted")):
+            result = controller.run()
+    return EndOfRun(result, unfired=by.unfired(result))
+
+
+def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how: How) -> EndOfRun:
+    with contextlib.ExitStack() as stack:
+        cluster = None
+        if where.address is not None:
+            stack.enter_context(_connected(where.address))
+        else:
+            say(f"starting a Ray cluster of {where.nodes} nodes on this machine")
+            cluster = stack.enter_context(by.local_cluster(where.nodes, where.cpus_per_node))
+            cluster.connect()
+        _quieten_ray()
+        stack.enter_context(by.injected(cluster))
+        error = _fit(job, out, checked, how)
+        result = RunReader(out).result()
+        return EndOfRun(result, error, by.unfired(result))
+
+
+def _fit(job: Job, out: str, checked: Checked, how: How) -> str:
+    """Returns the error, one line; empty if there is none. result.json has the details."""
+    from ray.train import RunConfig, TrainingFailedError
+
+    from elastic_ft.hosts.ray.trainer import ElasticTrainer
+
+    folder = local_path(out)
+    url = out.rstrip("/") if folder is None else str(folder)
+    parent, _, name = url.rpartition("/")
+    trainer = ElasticTrainer(
+        job,
+        run_config=RunConfig(name=name, storage_path=parent or "/"),
+        faults=checked.faults.inside if checked.faults else (),
+        accept_changes=how.accept_changes,
+    )
+    # Ray has a handler of its own for SIGTERM; the trainer's, for SIGINT, stops cleanly.
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+    try:
+        trainer.fit()
+    except (TrainingFailedError, ElasticError) as error:
+        return " ".join(str(error).split())
+    return ""
+
+
+@contextlib.contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """Raises ConfigError if there is no cluster at the address."""
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        line = " ".join(str(error).split())
+        raise ConfigError(f"--address: no Ray cluster at {address}: {line[:200]}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _quieten_ray() -> None:
+    """What Ray Train logs about the run, Progress says from the journal."""
+    for name in ("ray", "ray.train", "ray.data"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@contextlib.contextmanager
+def _stopping(stop: Callable[[], object]) -> Iterator[None]:
+    """The first two interrupts ask the controller, who obeys the second at once."""
+    count = 0
+
+    def on_interrupt(signum: int, frame: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > 2:
+            raise KeyboardInterrupt
+        stop()
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _forget_result(out: str) -> None:
+    """An earlier run's result must not be taken for this one's."""
+    import fsspec
+
+    fs, path = fsspec.core.url_to_fs(f"{out.rstrip('/')}/result.json", use_listings_cache=False)
+    with contextlib.suppress(OSError):
+        fs.rm(path)
