@@ -19,7 +19,7 @@ from elastic_ft.observe.catalogue import METRICS
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "docs" / "journal.md"
 WRITERS = {  # what writes a line -> which argument is the event's name
-    **dict.fromkeys(("journal", "_journal", "decided", "_write", "_note"), 0),
+    **dict.fromkeys(("journal", "_journal", "decided", "_write", "note"), 0),
     **{"Journal": 0, "Note": 2},
 }
 
