@@ -26,8 +26,8 @@ from elastic_ft.core.sharding import Box, plan_moves
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import DIGEST_BYTES, schema_bytes
 from elastic_ft.models.decoder import PRESETS, Decoder
+from elastic_ft.state.host_shards import Buffer, HostShard, make_schema
 from elastic_ft.state.placed import Placed, exchange_placed
-from elastic_ft.state.snapshot import Buffer, HostShard, make_schema
 from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.state.transfer import move
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.state.tensors import LocalState
@@ -48,6 +49,9 @@ class Engine(Protocol):
 
     def prepare(self) -> None:
         """Whatever can be done before there is a group: imports, the model on meta."""
+
+    def keeps(self, layout: Layout) -> bool:
+        """Whether ``attach`` to such a layout would find the state of before in place."""
 
     def attach(self, groups: Groups) -> bool:
         """Lays the model out over ``groups``.

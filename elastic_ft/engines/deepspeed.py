@@ -22,6 +22,7 @@ from torch import nn
 
 from elastic_ft import torch_private
 from elastic_ft.config import Job
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box, boxes_of_range
 from elastic_ft.engines import deepspeed_private
 from elastic_ft.engines.base import MicroBatch, Update
@@ -97,6 +98,9 @@ class DeepSpeedEngine:
         check_parameters(module)
         self._computed = computed_buffers(self._factory)
         warm_optimizer(self.job.optimizer)
+
+    def keeps(self, layout: Layout) -> bool:
+        return False
 
     def attach(self, groups: Groups) -> bool:
         """Everything is made anew: the partitions depend on the number of ranks."""

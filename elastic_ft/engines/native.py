@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
 from elastic_ft.config import Job
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
 from elastic_ft.engines.base import MicroBatch, Update
@@ -93,12 +94,18 @@ class NativeEngine:
         self._computed = computed_buffers(self._factory)
         warm_optimizer(self.job.optimizer)
 
+    def keeps(self, layout: Layout) -> bool:
+        return self._is_whole(layout) and self._replicated and self._laid_out is not None
+
+    def _is_whole(self, layout: Layout) -> bool:
+        """On every rank."""
+        is_alone = laid_out.is_cut_alone(self.job, layout, self.device)
+        return not layout.is_cut and not is_alone
+
     def attach(self, groups: Groups) -> bool:
         layout = groups.assignment.layout
         self._groups = groups
-        is_alone = laid_out.is_cut_alone(self.job, layout, self.device)
-        replicated = not layout.is_cut and not is_alone
-        kept = replicated and self._replicated and self._laid_out is not None
+        replicated, kept = self._is_whole(layout), self.keeps(layout)
         if replicated:
             if not kept:
                 self._lay_out(None)

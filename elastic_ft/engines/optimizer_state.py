@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from elastic_ft.engines.modules import local_part
 from elastic_ft.errors import ConfigError
 
 Make = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+MATERIALISED_BYTES = 64 << 20  # of parameters whose state is made at a time
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 # They take matrices as a whole, in bfloat16: sums over the shards of one are rounded otherwise.
 WHOLE_MATRICES = ("Muon",)
@@ -233,17 +234,38 @@ class OptimizerState:
 def materialise(optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer create its state now, so that it can be listed and filled in.
 
-    A step with zero gradients and a rate of zero leaves the parameters as they are.
+    Steps with zero gradients and a rate of zero leave the parameters as they are. Some parameters
+    at a time: on a device that the state fills, there is no room for all their gradients as well.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
+    groups = optimizer.param_groups
+    before = [(group["lr"], group["params"]) for group in groups]
+    for some in _by_bytes([(n, p) for n, (_, members) in enumerate(before) for p in members]):
+        for number, group in enumerate(groups):
+            group["lr"], group["params"] = 0.0, [p for n, p in some if n == number]
+        for _, parameter in some:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        optimizer.step()
+        for _, parameter in some:
+            parameter.grad = None
+    for group, (rate, members) in zip(groups, before, strict=True):
+        group["lr"], group["params"] = rate, members
+
+
+def _by_bytes(
+    numbered: Sequence[tuple[int, torch.Tensor]],
+) -> Iterator[list[tuple[int, torch.Tensor]]]:
+    """In order, together as long as they are MATERIALISED_BYTES at most; at least one list."""
+    some: list[tuple[int, torch.Tensor]] = []
+    nbytes = 0
+    for number, parameter in numbered:
+        local = local_part(parameter)
+        more = local.numel() * local.element_size()
+        if some and nbytes + more > MATERIALISED_BYTES:
+            yield some
+            some, nbytes = [], 0
+        some.append((number, parameter))
+        nbytes += more
+    yield some
 
 
 def is_cut(tensor: torch.Tensor) -> bool:

@@ -19,8 +19,9 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import cut
 from elastic_ft.keeper.client import KeeperGone
 from elastic_ft.keeper.protocol import Upload
+from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.placed import Placed
-from elastic_ft.state.snapshot import HostShard, Snapshots
+from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S

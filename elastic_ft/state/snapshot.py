@@ -15,113 +15,25 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from elastic_ft.core.events import Holding, RecordStep, Source, Tier
-from elastic_ft.errors import GroupBroken, StateDamaged
+from elastic_ft.errors import GroupBroken
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
-from elastic_ft.keeper.buffer import (
-    DIGEST_BYTES,
-    Bytes,
-    Schema,
-    Slot,
-    is_whole,
-    label,
-    lay_out,
-    schema_bytes,
-    seal,
-)
-from elastic_ft.keeper.client import KeeperClient, KeeperGone, KeeperRefused
+from elastic_ft.keeper.buffer import DIGEST_BYTES, Schema, schema_bytes
+from elastic_ft.keeper.client import KeeperClient
 from elastic_ft.keeper.keeper import RECORD_STEPS
-from elastic_ft.keeper.protocol import Free, Sealed, Unseal
-from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
-from elastic_ft.torch_private import pin, unpin
+from elastic_ft.keeper.protocol import Sealed, Unseal
+from elastic_ft.state.host_memory import HostMemory
+from elastic_ft.state.host_shards import Buffer, HostShard, KeptShard, make_schema
+from elastic_ft.state.tensors import LocalState
 
-FREE_BUFFERS_MAX = 4
 TIERS = (Tier.HOST, Tier.PEER)  # own before peer's
-
-
-def make_schema(state: LocalState) -> Schema:
-    return lay_out(
-        (tensor_name(key), tensor.dtype, tensor.shape, tensor.box, tensor.local.element_size())
-        for key, tensor in sorted(state.items())
-    )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Buffer:
-    """Host memory for one shard, its digest included."""
-
-    memory: torch.Tensor  # uint8 [schema_bytes + DIGEST_BYTES]
-    keeper: KeeperClient | None = None  # whose memory it is; None: this process's own
-    path: str = ""  # under which the keeper knows it
-
-    @property
-    def bytes(self) -> Bytes:
-        return self.memory.numpy()
-
-
-@dataclass(eq=False, slots=True)
-class HostShard:
-    """One shard of the state after one step, in host memory: empty until it is filled."""
-
-    of: Holding
-    run: str  # of the controller: sealed with it
-    users: int = 0  # uploads that still read it
-    recycled: bool = False  # its buffer is another's
-    ready: Future[None] = field(default_factory=Future)
-    schema: Schema = ()
-    buffer: Buffer = field(default_factory=lambda: Buffer(torch.empty(0, dtype=torch.uint8)))
-
-    def fill(self, schema: Schema, buffer: Buffer) -> HostShard:
-        self.schema, self.buffer = schema, buffer
-        return self
-
-    def verify(self, holder: str) -> None:
-        """Raises StateDamaged when the bytes are not those that were sealed."""
-        if not is_whole(self.buffer.bytes, self.label()):
-            of = self.of
-            raise StateDamaged(
-                f"{of.tier} copy of shard {of.shard} at step {of.step} in {holder}: digest differs",
-                holder,
-                of.shard,
-            )
-
-    def seal(self) -> None:
-        """It is complete."""
-        seal(self.buffer.bytes, self.label())
-
-    def label(self) -> bytes:
-        return label(self.run, self.of, self.schema)
-
-    def state(self) -> LocalState:
-        """The tensors, aliasing the buffer."""
-        return keyed((slot.name, self._tensor(slot)) for slot in self.schema)
-
-    def _tensor(self, slot: Slot) -> StateTensor:
-        raw = self.buffer.memory[slot.offset : slot.offset + slot.nbytes]
-        local = raw.view(getattr(torch, slot.dtype)).view(slot.box.sizes)
-        return StateTensor(slot.shape, slot.box, local)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class KeptShard:
-    """The live shard of a generation that is over, as it was: no copy, no digest."""
-
-    of: Holding
-    tensors: LocalState
-    users: int = 0
-
-    def verify(self, holder: str) -> None:
-        """Live memory has no digest."""
-
-    def state(self) -> LocalState:
-        return self.tensors
 
 
 class Snapshots:
@@ -140,18 +52,14 @@ class Snapshots:
         run: str = "",
     ) -> None:
         self.worker, self._unkept, self._run = worker, unkept, run
-        self._pinned = pinned
+        self._memory = HostMemory(pinned, unkept)
         self._held: list[HostShard | KeptShard] = []
         self._record: deque[RecordStep] = deque(maxlen=RECORD_STEPS)
-        self._free: list[Buffer] = []
-        self._keeper: KeeperClient | None = None
-        self._why = "it has no keeper"  # that its snapshots are its own
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._running: Future[None] | None = None
         self._late: Future[None] | None = None  # a copy of an epoch before that has not ended
         self._epoch = 0  # a copy of an epoch before is of no use, however it ends
-        self.bytes_allocated = 0
         self._cost_s = 0.0
 
     # ------------------------------------------------------------------ taking
@@ -193,7 +101,10 @@ class Snapshots:
         def run() -> None:
             cpu_began = time.thread_time()
             try:
-                copy()
+                try:
+                    copy()
+                finally:
+                    source.state = {}  # frames of an error would keep the live memory
                 kept = self._keep_if_due([] if partial else [shard], epoch)
             except BaseException as error:
                 self._recycle([shard])
@@ -206,8 +117,8 @@ class Snapshots:
                 if kept or groups.assignment.is_cut:
                     on_held(step)
                 else:
-                    self._unkept(self._why)
-            if not self._pinned:  # it takes processor time from training, not only bandwidth
+                    self._unkept(self._memory.why)
+            if not self._memory.pinned:  # it takes processor time from training, not only bandwidth
                 self._cost_s += time.thread_time() - cpu_began
 
         self._running = self._thread.submit(run)
@@ -232,7 +143,7 @@ class Snapshots:
             self._keep_if_due([shard for _, shard in incoming], epoch)
         except BaseException:
             # A transfer may still write: they are not used again, and freed once it lets go.
-            self._let_go(shard.buffer for _, shard in incoming)
+            self._memory.let_go(shard.buffer for _, shard in incoming)
             raise
 
     def _keep_if_due(self, shards: list[HostShard], epoch: int) -> bool:
@@ -247,32 +158,11 @@ class Snapshots:
             holding = replace(shard.of, tier=Tier.KEEPER)
             record = self._take_record(holding.step) if shard.buffer.keeper else ()
             sealed = Sealed(shard.buffer.path, holding, shard.schema, record)
-            kept = self._tell(shard.buffer, sealed) and kept
+            kept = self._memory.tell(shard.buffer, sealed) and kept
         with self._lock:
             self._check(epoch)
             self._held += shards
         return kept
-
-    def _tell(self, buffer: Buffer, message: Unseal | Sealed | Free) -> bool:
-        """Whether the keeper whose memory it is has heard it. One that can't gives no more."""
-        if buffer.keeper is None:
-            return False
-        try:
-            buffer.keeper.tell(message)
-        except KeeperGone as error:
-            self._leave(buffer.keeper, error)
-            return False
-        return True
-
-    def _leave(self, keeper: KeeperClient, error: Exception) -> None:
-        with self._lock:
-            if self._keeper is not keeper:
-                return  # it was left before
-            self._keeper = None
-        if isinstance(error, KeeperGone):  # half a message may be on its way: nothing comes after
-            keeper.close()
-        self._why = str(error)
-        self._unkept(self._why)
 
     def _check(self, epoch: int) -> None:
         if epoch != self._epoch:
@@ -324,6 +214,25 @@ class Snapshots:
         with self._lock:
             self._held.append(kept)
 
+    def move_out(self, holding: Holding, state: LocalState) -> None:
+        """Makes sure that the live shard is in host memory, where it stays as ``keep`` keeps it:
+        its device is needed for another layout.
+
+        Not copied where the snapshot of just this state is held, and whole.
+        """
+        of = replace(holding, tier=Tier.HOST)
+        with self._lock:
+            found = [s for s in self._held if isinstance(s, HostShard) and s.of == of]
+        if any(shard.is_whole() for shard in found):
+            return
+        for shard in found:
+            self.discard(shard)
+        moved, schema = HostShard(of, self._run, moved_out=True), make_schema(state)
+        source = _Source(state)
+        source.copy_to(moved.fill(schema, self._buffer(schema)))
+        with self._lock:
+            self._held.append(moved)
+
     def note_step(self, line: RecordStep) -> None:
         """It was applied. The keeper is told with the next snapshot, as the controller may die."""
         with self._lock:
@@ -339,6 +248,13 @@ class Snapshots:
         """Frees every snapshot older than ``step`` that nobody reads."""
         with self._lock:
             gone = [s for s in self._held if s.of.step < step and not s.users]
+            self._held = [s for s in self._held if s not in gone]
+        self._recycle(gone)
+
+    def drop_moved_out(self) -> None:
+        """What has left a device is in everybody's new layout, and no snapshot will follow."""
+        with self._lock:
+            gone = [s for s in self._held if isinstance(s, HostShard) and s.moved_out]
             self._held = [s for s in self._held if s not in gone]
         self._recycle(gone)
 
@@ -385,81 +301,40 @@ class Snapshots:
         """Flips a byte of each own snapshot, or of each copy kept for a peer: an injected fault."""
         with self._lock:
             for shard in self._held:
-                if isinstance(shard, HostShard) and (shard.of.tier is Tier.HOST) == own:
+                if not isinstance(shard, HostShard) or shard.moved_out:
+                    continue  # of live memory there is no digest
+                if (shard.of.tier is Tier.HOST) == own:
                     shard.buffer.memory[0] ^= 1
 
     # ------------------------------------------------------------------ memory
 
     def use(self, keeper: KeeperClient) -> None:
         """Buffers are the keeper's from now on: what is in them outlives this process."""
-        with self._lock:
-            before, self._keeper = self._keeper, keeper
-            useless, self._free = self._free, []
-        if before is not None:  # lost, perhaps stopped: nobody waits for it any more
-            before.close()
-        self._let_go(useless)
+        self._memory.use(keeper)
+
+    @property
+    def bytes_allocated(self) -> int:
+        return self._memory.bytes_allocated
 
     def _buffer(self, schema: Schema) -> Buffer:
-        size = schema_bytes(schema) + DIGEST_BYTES
-        with self._lock:
-            for index, buffer in enumerate(self._free):
-                if buffer.memory.numel() == size:
-                    return self._free.pop(index)
-            useless, self._free = self._free, []  # another layout's sizes
-        self._let_go(useless)
-        self.bytes_allocated += size
-        return self._kept_buffer(size) or self._own_buffer(size)
-
-    def _kept_buffer(self, size: int) -> Buffer | None:
-        """One that the node's keeper owns, or None if there is no keeper, or it has no room."""
-        keeper = self._keeper
-        if keeper is None:
-            return None
-        try:
-            path, memory = keeper.allocate(size)
-        except (KeeperGone, KeeperRefused, OSError) as error:
-            self._leave(keeper, error)
-            return None
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        if self._pinned:
-            pin(tensor)
-        return Buffer(tensor, keeper, path)
-
-    def _own_buffer(self, size: int) -> Buffer:
-        tensor = torch.zeros(size, dtype=torch.uint8)
-        return Buffer(tensor.pin_memory() if self._pinned else tensor)
+        return self._memory.take(schema_bytes(schema) + DIGEST_BYTES)
 
     def _recycle(self, shards: Iterable[HostShard | KeptShard]) -> None:
         """They are no source any more; what no upload reads is used again."""
         gone = [s for s in shards if isinstance(s, HostShard)]
         for shard in gone:
-            self._tell(shard.buffer, Unseal(shard.buffer.path))
+            self._memory.tell(shard.buffer, Unseal(shard.buffer.path))
         with self._lock:
             unread = [s for s in gone if not s.users and not s.recycled]
             for shard in unread:  # once: two snapshots in one buffer would be none
                 shard.recycled = True
             buffers = [s.buffer for s in unread]
             sizes = {s.buffer.memory.numel() for s in self._held if isinstance(s, HostShard)}
-            free, self._free = [*self._free, *buffers], []
-            for buffer in free:
-                fits = not sizes or buffer.memory.numel() in sizes
-                if fits and buffer.keeper is self._keeper and len(self._free) < FREE_BUFFERS_MAX:
-                    self._free.append(buffer)
-            useless = [b for b in free if b not in self._free]
-        self._let_go(useless)
-
-    def _let_go(self, buffers: Iterable[Buffer]) -> None:
-        for buffer in buffers:
-            self.bytes_allocated -= buffer.memory.numel()
-            if buffer.keeper is not None:
-                if self._pinned:
-                    unpin(buffer.memory)
-                self._tell(buffer, Free(buffer.path))
+        self._memory.give_back(buffers, sizes)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        if self._keeper is not None:
-            self._keeper.close()
+        self._memory.close()
 
 
 def _is_own_copy(shard: HostShard | KeptShard) -> bool:

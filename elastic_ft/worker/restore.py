@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 import torch
 
-from elastic_ft.core.events import CheckpointRef, Source, Tier
+from elastic_ft.core.events import CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.sharding import find_owners
 from elastic_ft.engines.base import Engine
 from elastic_ft.errors import (
@@ -17,11 +18,12 @@ from elastic_ft.errors import (
 )
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
+from elastic_ft.keeper.buffer import Schema
 from elastic_ft.keeper.client import LeftShard
 from elastic_ft.state.checkpoint_source import StoredState, reading, store_of
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed, exchange_placed
-from elastic_ft.state.snapshot import Schema, Snapshots
+from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
 from elastic_ft.storage import checkpoints
@@ -33,6 +35,34 @@ class Restored:
     placed: Placed  # what everyone holds now
     peer_schemas: dict[int, Schema]  # of the ranks whose copies this one keeps
     bytes_received: int
+
+
+def make_room(
+    engine: Engine,
+    groups: Groups,
+    snapshots: Snapshots,
+    live: Callable[[], tuple[Holding, LocalState] | None],
+    forget_live: Callable[[], None],
+) -> None:
+    """The old shard leaves its GPU before a new one is laid out there: both may be too much.
+
+    It is in host memory then, so that nothing is lost where forming breaks again. Where every
+    rank has all, it stays in place.
+    """
+    found = live()
+    if found is None or groups.rank is None or not is_on_gpu(found[1]):
+        return
+    if engine.keeps(groups.assignment.layout):
+        return
+    snapshots.move_out(*found)
+    del found
+    forget_live()
+    gc.collect()  # modules of before are in cycles
+    torch.cuda.empty_cache()
+
+
+def is_on_gpu(state: LocalState) -> bool:
+    return any(tensor.local.is_cuda for tensor in state.values())
 
 
 def restore(
@@ -76,6 +106,8 @@ def restore(
         engine.restored()
         engine.intact = True
     groups.barrier("restored", OTHERS_TIMEOUT_S)
+    if not groups.assignment.holds:
+        snapshots.drop_moved_out()
     return Restored(placed, _peer_schemas(groups, placed), received)
 
 
@@ -110,14 +142,15 @@ def _offers(
     """The shards of the chosen step that this worker holds, each from its nearest tier."""
     offers: list[LocalState] = []
     for shard, tier in sorted(groups.assignment.has.items()):
-        if tier is Tier.LIVE:
+        if tier is Tier.LIVE and (live or kept is not None):
             offers.append(live if kept is None else kept)
             continue
         held = snapshots.find(source, shard)
         if held is None:
             raise GroupBroken(f"shard {shard} of step {source.step} is not held here any more")
         try:
-            held.verify(groups.worker)
+            if tier is not Tier.LIVE:  # else it was, when the live shard left its device
+                held.verify(groups.worker)
         except StateDamaged:
             snapshots.discard(held)
             raise

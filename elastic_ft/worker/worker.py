@@ -259,6 +259,8 @@ class Worker:
         return self._groups
 
     def _restore(self, tools: Tools, groups: Groups) -> restore.Restored:
+        engine, snapshots = tools.engine, tools.snapshots
+        restore.make_room(engine, groups, snapshots, lambda: self._live, self._forget_live)
         return restore.restore(
             tools.engine,
             groups,

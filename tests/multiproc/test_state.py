@@ -15,7 +15,7 @@ import pytest
 from elastic_ft.controller.controller import Controller
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
-from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
+from tests.multiproc.harness import CORPUS, PATIENT, Gate, Run, make_job, run_job
 
 WORLD, STEPS = 4, 14
 CHAIN_DEADLINE_S = 160.0  # of a node lost at every point, one after the other
@@ -77,6 +77,26 @@ def both(*watches: Watch) -> Watch:
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     job = make_job("fsdp", steps=STEPS, elastic=PATIENT)
     return run_job(job, tmp_path_factory.mktemp("plain") / "run").check()
+
+
+# ------------------------------------------------------------------ shards that leave their GPU
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_a_loss_while_shards_have_left_their_devices_costs_no_committed_step(
+    tmp_path: Path, undisturbed: Run, strategy: str
+) -> None:
+    """A first loss changes the layout; the next comes when the old shards are in host memory."""
+    data = {"path": "tests.multiproc.tiny:as_on_a_gpu", "kwargs": CORPUS}
+    job = make_job(strategy, steps=STEPS, elastic=PATIENT, data=data)
+    faults = [
+        PointFault("backward", "kill", rank=1, step=6),
+        PointFault("resharding", "kill", rank=2, world=3, after=0),
+    ]
+    run = run_job(job, tmp_path, faults=faults).check()
+    run.same_losses_as(undisturbed)
+    assert not run.all("rolled_back"), run.story()
+    assert run.recoveries[0]["steps_lost"] == 0, run.story()
 
 
 # -------------------------------------------------------------------------- r copies, r-1 nodes

@@ -19,6 +19,7 @@ from elastic_ft.config import DataConfig
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.errors import DataError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
+from elastic_ft.worker import restore
 
 GATE_DEADLINE_S = 60.0
 
@@ -48,6 +49,15 @@ def gated(seed: int, gate: str, **corpus: Any) -> Any:
     """The samples of a corpus, behind a gate with which a test holds training back."""
     bundle = open_dataset(DataConfig(**corpus), seed)
     samples = Gated(bundle.train, Path(gate))
+    samples.vocab_size, samples.sequence_length = bundle.vocab_size, bundle.sequence_length  # type: ignore[attr-defined]
+    return samples
+
+
+def as_on_a_gpu(seed: int, **corpus: Any) -> Any:
+    """The samples of a corpus, for workers whose live shard leaves its device before the next."""
+    restore.is_on_gpu = lambda state: True
+    bundle = open_dataset(DataConfig(**corpus), seed)
+    samples = bundle.train
     samples.vocab_size, samples.sequence_length = bundle.vocab_size, bundle.sequence_length  # type: ignore[attr-defined]
     return samples
 

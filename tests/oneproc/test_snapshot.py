@@ -20,7 +20,8 @@ from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
 from elastic_ft.keeper.client import KeeperGone
 from elastic_ft.sim.script import member
-from elastic_ft.state.snapshot import HostShard, Snapshots
+from elastic_ft.state.host_shards import HostShard
+from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, StateTensor
 
 LAYOUT, _ = plan_layout(LayoutWish(strategy="fsdp"), 2)

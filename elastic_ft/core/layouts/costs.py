@@ -225,7 +225,10 @@ def memory(work: Work, choice: Choice, fused: bool = True) -> Memory:
 
 
 def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> Memory:
-    """Returns the peak of a rank of a pipeline stage: the worst of four moments of a step."""
+    """Returns the peak of a rank of a pipeline stage: the worst of four moments of a step.
+
+    A change of layout has less on a device: the state alone, as the old shard leaves it first.
+    """
     model, layout = work.model, choice.layout
     layers = stage_layers(model, layout.pp)[stage]
     last = stage == choice.output_rank

@@ -1,0 +1,129 @@
+"""Buffers of host memory for shards: the node keeper's, whose content outlives this process.
+
+Where there is no keeper, or it has no room, they are this process's own. On a machine with a GPU
+they are page-locked, which takes longer than any copy: what fits is used again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+import torch
+
+from elastic_ft.keeper.client import KeeperClient, KeeperGone, KeeperRefused
+from elastic_ft.keeper.protocol import Free, Sealed, Unseal
+from elastic_ft.state.host_shards import Buffer
+from elastic_ft.torch_private import pin, unpin
+
+FREE_BUFFERS_MAX = 4
+
+
+class HostMemory:
+    """Thread-safe.
+
+    Args:
+        pinned: they are to be page-locked.
+        unkept: is told that no keeper has this worker's snapshots, and why.
+
+    Attributes:
+        why: its buffers are this process's own.
+    """
+
+    def __init__(self, pinned: bool, unkept: Callable[[str], object]) -> None:
+        self.pinned, self._unkept = pinned, unkept
+        self.bytes_allocated = 0
+        self.why = "it has no keeper"
+        self._keeper: KeeperClient | None = None
+        self._free: list[Buffer] = []
+        self._lock = threading.Lock()
+
+    def use(self, keeper: KeeperClient) -> None:
+        """Buffers are the keeper's from now on."""
+        with self._lock:
+            before, self._keeper = self._keeper, keeper
+            useless, self._free = self._free, []
+        if before is not None:  # lost, perhaps stopped: nobody waits for it any more
+            before.close()
+        self.let_go(useless)
+
+    def take(self, size: int) -> Buffer:
+        """A buffer of ``size`` bytes."""
+        with self._lock:
+            for index, buffer in enumerate(self._free):
+                if buffer.memory.numel() == size:
+                    return self._free.pop(index)
+            useless, self._free = self._free, []  # another layout's sizes
+        self.let_go(useless)
+        return self._new(size)
+
+    def _new(self, size: int) -> Buffer:
+        buffer = self._kept(size) or self._own(size)
+        with self._lock:
+            self.bytes_allocated += size
+        return buffer
+
+    def _kept(self, size: int) -> Buffer | None:
+        """One that the node's keeper owns, or None if there is no keeper, or it has no room."""
+        keeper = self._keeper
+        if keeper is None:
+            return None
+        try:
+            path, memory = keeper.allocate(size)
+        except (KeeperGone, KeeperRefused, OSError) as error:
+            self._leave(keeper, error)
+            return None
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        if self.pinned:
+            pin(tensor)
+        return Buffer(tensor, keeper, path)
+
+    def _own(self, size: int) -> Buffer:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        return Buffer(tensor.pin_memory() if self.pinned else tensor)
+
+    def give_back(self, buffers: Iterable[Buffer], sizes: set[int]) -> None:
+        """They may be taken again. ``sizes``: in use; others are freed, if there are any."""
+        with self._lock:
+            free, self._free = [*self._free, *buffers], []
+            for buffer in free:
+                fits = not sizes or buffer.memory.numel() in sizes
+                if fits and buffer.keeper is self._keeper and len(self._free) < FREE_BUFFERS_MAX:
+                    self._free.append(buffer)
+            useless = [b for b in free if b not in self._free]
+        self.let_go(useless)
+
+    def let_go(self, buffers: Iterable[Buffer]) -> None:
+        """They are freed once nothing reads or writes them."""
+        for buffer in buffers:
+            with self._lock:
+                self.bytes_allocated -= buffer.memory.numel()
+            if buffer.keeper is not None:
+                if self.pinned:
+                    unpin(buffer.memory)
+                self.tell(buffer, Free(buffer.path))
+
+    def tell(self, buffer: Buffer, message: Unseal | Sealed | Free) -> bool:
+        """Whether the keeper whose memory it is has heard it. One that can't gives no more."""
+        if buffer.keeper is None:
+            return False
+        try:
+            buffer.keeper.tell(message)
+        except KeeperGone as error:
+            self._leave(buffer.keeper, error)
+            return False
+        return True
+
+    def _leave(self, keeper: KeeperClient, error: Exception) -> None:
+        with self._lock:
+            if self._keeper is not keeper:
+                return  # it was left before
+            self._keeper = None
+        if isinstance(error, KeeperGone):  # half a message may be on its way: nothing comes after
+            keeper.close()
+        self.why = str(error)
+        self._unkept(self.why)
+
+    def close(self) -> None:
+        if self._keeper is not None:
+            self._keeper.close()

@@ -1,0 +1,99 @@
+"""One shard of the training state in host memory, and what a buffer for it is."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+
+from elastic_ft.core.events import Holding
+from elastic_ft.errors import StateDamaged
+from elastic_ft.keeper.buffer import Bytes, Schema, Slot, is_whole, label, lay_out, seal
+from elastic_ft.keeper.client import KeeperClient
+from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
+
+
+def make_schema(state: LocalState) -> Schema:
+    return lay_out(
+        (tensor_name(key), tensor.dtype, tensor.shape, tensor.box, tensor.local.element_size())
+        for key, tensor in sorted(state.items())
+    )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Buffer:
+    """Host memory for one shard, its digest included."""
+
+    memory: torch.Tensor  # uint8 [schema_bytes + DIGEST_BYTES]
+    keeper: KeeperClient | None = None  # whose memory it is; None: this process's own
+    path: str = ""  # under which the keeper knows it
+
+    @property
+    def bytes(self) -> Bytes:
+        return self.memory.numpy()
+
+
+@dataclass(eq=False, slots=True)
+class HostShard:
+    """One shard of the state after one step, in host memory: empty until it is filled.
+
+    ``moved_out``: it was the live shard, which has left its device. As that it has no digest.
+    """
+
+    of: Holding
+    run: str  # of the controller: sealed with it
+    moved_out: bool = False
+    users: int = 0  # uploads that still read it
+    recycled: bool = False  # its buffer is another's
+    ready: Future[None] = field(default_factory=Future)
+    schema: Schema = ()
+    buffer: Buffer = field(default_factory=lambda: Buffer(torch.empty(0, dtype=torch.uint8)))
+
+    def fill(self, schema: Schema, buffer: Buffer) -> HostShard:
+        self.schema, self.buffer = schema, buffer
+        return self
+
+    def verify(self, holder: str) -> None:
+        """Raises StateDamaged when the bytes are not those that were sealed."""
+        if not self.is_whole():
+            of = self.of
+            raise StateDamaged(
+                f"{of.tier} copy of shard {of.shard} at step {of.step} in {holder}: digest differs",
+                holder,
+                of.shard,
+            )
+
+    def is_whole(self) -> bool:
+        return self.moved_out or is_whole(self.buffer.bytes, self.label())
+
+    def seal(self) -> None:
+        """It is complete."""
+        seal(self.buffer.bytes, self.label())
+
+    def label(self) -> bytes:
+        return label(self.run, self.of, self.schema)
+
+    def state(self) -> LocalState:
+        """The tensors, aliasing the buffer."""
+        return keyed((slot.name, self._tensor(slot)) for slot in self.schema)
+
+    def _tensor(self, slot: Slot) -> StateTensor:
+        raw = self.buffer.memory[slot.offset : slot.offset + slot.nbytes]
+        local = raw.view(getattr(torch, slot.dtype)).view(slot.box.sizes)
+        return StateTensor(slot.shape, slot.box, local)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class KeptShard:
+    """The live shard of a generation that is over, as it was: no copy, no digest."""
+
+    of: Holding
+    tensors: LocalState
+    users: int = 0
+
+    def verify(self, holder: str) -> None:
+        """Live memory has no digest."""
+
+    def state(self) -> LocalState:
+        return self.tensors

@@ -1,0 +1,216 @@
+"""What a change of layout takes of a device's memory, counted on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from elastic_ft import torch_private
+from elastic_ft.core.events import Assignment, Holding, Member, Source, Tier
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.shares import share_of
+from elastic_ft.engines import optimizer_state
+from elastic_ft.engines.native import NativeEngine
+from elastic_ft.groups.groups import Groups
+from elastic_ft.groups.store_links import StoreLinks
+from elastic_ft.models.build import build_model
+from elastic_ft.state.snapshot import Snapshots
+from elastic_ft.state.tensors import LocalState
+from elastic_ft.worker import restore
+from tests.oneproc.alone import CPU, TIMEOUT_S, job_of, reach, run_step
+
+MEMBER, LAYOUT = Member("w0", "n0", "127.0.0.1", 0), Layout()
+JOB = job_of(
+    model={"preset": "decoder-1m", "kwargs": {"vocab_size": 512}},
+    parallel={"strategy": "fsdp"},
+    precision={"dtype": "bf16"},  # FSDP2 in a world of one too
+)
+
+
+class Device(torch_private.TorchDispatchMode):
+    """Counts the bytes of every tensor that is made meanwhile, but for those of host memory."""
+
+    def __init__(self, state: LocalState) -> None:
+        super().__init__()
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._host = set[int]()  # storages
+        self.peak = 0
+        self._add([tensor.local for tensor in state.values()])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # they become operations of their parts first
+        made = func(*args, **(kwargs or {}))
+        self._add([one for one in tree_leaves(made) if isinstance(one, torch.Tensor)])
+        return made
+
+    def _add(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.dtype == torch.uint8:  # a buffer of host memory is bytes
+                self._host.add(storage._cdata)
+            if storage.device == CPU and storage._cdata not in self._host:
+                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._alive = {key: one for key, one in self._alive.items() if not one[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+
+
+class Generations:
+    """One worker's, alone, from one to the next as ``Worker`` goes."""
+
+    def __init__(self) -> None:
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.engine = NativeEngine(JOB, self._model, CPU, 8)
+        self.engine.prepare()
+        self.snapshots = Snapshots("w0", False, lambda why: None, "run")
+        self.live: tuple[Holding, LocalState] | None = None
+        self.number = 0
+
+    def _model(self) -> torch.nn.Module:
+        return build_model(JOB.model, vocab_size=512, sequence_length=8)
+
+    @contextmanager
+    def next(self, source: Source) -> Iterator[Groups]:
+        self.number += 1
+        assignment = Assignment(self.number, (MEMBER,), (), LAYOUT, source, ((),), "a test")
+        links = StoreLinks(("127.0.0.1", self.store.port), TIMEOUT_S)
+        groups = Groups(share_of(assignment, "w0"), MEMBER, links)
+        groups.form(CPU, TIMEOUT_S)
+        try:
+            yield groups
+        finally:
+            groups.abort("the end")
+            self.engine.detach()
+            groups.teardown()
+
+    def forget(self) -> None:
+        self.live = None
+
+    def restored(self, groups: Groups) -> None:
+        restore.make_room(self.engine, groups, self.snapshots, lambda: self.live, self.forget)
+        live = self.live[1] if self.live else {}
+        restore.restore(self.engine, groups, self.snapshots, live, reach, self.forget, b"key")
+
+
+@pytest.fixture
+def generations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Generations]:
+    """After a first one of two steps."""
+    monkeypatch.setattr(restore, "is_on_gpu", lambda state: True)
+    monkeypatch.setattr(optimizer_state, "MATERIALISED_BYTES", 0)  # the model is small
+    made = Generations()
+
+    with made.next(Source(0, Tier.INITIAL)) as groups:
+        made.restored(groups)
+        for step in (1, 2):
+            run_step(made.engine, step, [{"tokens": torch.arange(9)[None] + step}] * 4)
+        holding = groups.assignment.holding_of(0, 2, Tier.LIVE)
+        made.live = holding, made.engine.detach()
+    yield made
+    made.snapshots.close()
+
+
+def copied(state: LocalState) -> dict[str, torch.Tensor]:
+    return {name: tensor.local.clone() for name, tensor in state.items()}
+
+
+def source_of(holding: Holding, tier: Tier) -> Source:
+    holders = {holding.shard: (("w0", tier),)}
+    return Source(holding.step, tier, holding.space, holders, generation=holding.generation)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def snapshot_of_the_live_state(generations: Generations) -> None:
+    """Held, as it is where the last one was complete when its generation broke."""
+    assert generations.live is not None
+    holding, state = generations.live
+    generations.snapshots.move_out(holding, state)
+    (shard,) = generations.snapshots._held
+    shard.moved_out = False
+    shard.seal()
+
+
+def nothing(_: Generations) -> None:
+    """No snapshot of the live state is held: the newest one is older."""
+
+
+@pytest.mark.parametrize("before", [nothing, snapshot_of_the_live_state])
+def test_the_old_shard_leaves_the_device_before_the_new_one_is_laid_out(
+    generations: Generations, before: Callable[[Generations], None]
+) -> None:
+    assert generations.live is not None
+    before(generations)
+    allocated = generations.snapshots.bytes_allocated
+    holding, state = generations.live
+    expected, nbytes = copied(state), sum(t.local.nbytes for t in state.values())
+    largest = max(t.local.nbytes for t in state.values())
+    device = Device(state)
+    del state
+    with generations.next(source_of(holding, Tier.LIVE)) as groups:
+        with device:
+            generations.restored(groups)
+        assert same(copied(generations.engine.state()), expected)
+    assert nbytes <= device.peak <= nbytes + 5 * largest  # of one, its gradient and temporaries
+    added = generations.snapshots.bytes_allocated - allocated
+    assert added == 0 if before is snapshot_of_the_live_state else added >= nbytes
+
+
+def test_what_breaks_after_that_loses_nothing(
+    generations: Generations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert generations.live is not None
+    holding, state = generations.live
+    expected = copied(state)
+    del state
+
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("a second loss")
+
+    with (
+        generations.next(source_of(holding, Tier.LIVE)) as groups,
+        monkeypatch.context() as patched,
+        pytest.raises(RuntimeError, match="a second loss"),
+    ):
+        patched.setattr(restore, "exchange_placed", breaks)
+        generations.restored(groups)
+    assert generations.live is None
+    held = replace(holding, tier=Tier.HOST)
+    assert generations.snapshots.holdings() == (held,)
+    with generations.next(source_of(held, Tier.HOST)) as groups:
+        generations.restored(groups)
+        assert same(copied(generations.engine.state()), expected)
+
+
+def test_a_damaged_snapshot_does_not_stand_in_for_the_live_shard(generations: Generations) -> None:
+    snapshot_of_the_live_state(generations)
+    generations.snapshots.corrupt(own=True)
+    assert generations.live is not None
+    holding, state = generations.live
+    expected = copied(state)
+    with generations.next(source_of(holding, Tier.LIVE)) as groups:
+        generations.restored(groups)
+        assert same(copied(generations.engine.state()), expected)
+
+
+def test_on_the_cpu_the_live_shard_is_handed_over_as_it_is(
+    generations: Generations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    assert generations.live is not None
+    holding, state = generations.live
+    expected = copied(state)
+    with generations.next(source_of(holding, Tier.LIVE)) as groups:
+        generations.restored(groups)
+        assert same(copied(generations.engine.state()), expected)
+    assert generations.snapshots.holdings() == ()
