@@ -369,7 +369,7 @@ class CheckpointConfig(Section):
     every_s: Seconds | Literal["auto"] | None = "auto"  # auto: Young/Daly
     final: bool = True
     keep_last: Count = Policy.keep_last
-    # Each is read back once, by the controller and one object at a time, before an older one is
+    # Each is read back once, by the controller and a few objects at a time, before an older one is
     # deleted for it. Without, their lengths are all that is known of shards before someone reads.
     read_back: bool = True
     keep_for_h: float | None = Field(None, gt=0)  # and whatever is younger than that

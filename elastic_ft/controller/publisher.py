@@ -278,14 +278,14 @@ class Publisher:
     def _reads_back(self, newest: Manifest, ref: ev.CheckpointRef) -> bool:
         """Whether it is all there, as it was written. Its shards were published by their lengths.
 
-        Takes its time, one object after the other: where others are published meanwhile, only the
-        newest of them is read after it, and none is deleted before.
+        Takes its time, at the rate at which its workers together may write: where others are
+        published meanwhile, only the newest of them is read after it, and none is deleted before.
         """
         keep = self._job.checkpoint
         if not keep.read_back:
             return True
-        rate = keep.max_upload_mb_per_s
-        pace = checkpoints.RateLimit(rate * 1e6) if rate else None
+        cap = keep.max_upload_mb_per_s  # one worker's
+        pace = checkpoints.RateLimit(cap * 1e6 * checkpoints.writers(newest)) if cap else None
         try:
             flaw = checkpoints.first_flaw(self._reading, newest, pace)
         except StoreFailed as error:

@@ -40,6 +40,7 @@ from elastic_ft.storage.shards import (
     prefix_of,
     verify,
     write_shards,
+    writers,
 )
 from elastic_ft.storage.store import Store, StoreError, open_store
 
@@ -64,6 +65,7 @@ __all__ = [
     "sweep_abandoned",
     "verify",
     "write_shards",
+    "writers",
 ]
 
 LOOKUP_THREADS = 16

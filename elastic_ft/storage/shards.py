@@ -249,19 +249,27 @@ def verify(store: Store, manifest: Manifest) -> list[str]:
 
 
 def first_flaw(store: Store, manifest: Manifest, pace: RateLimit | None = None) -> str:
-    """Reads every byte of a checkpoint, one object after the other, until something is wrong with
+    """Reads every byte of a checkpoint, THREADS objects at a time, until something is wrong with
     it: what. "" if nothing is. Raises StoreFailed where that can't be told."""
     prefix = prefix_of(manifest)
-    for run in _runs(manifest.entries):
+    url = store.url_of(prefix)
+
+    def check(run: _Run) -> None:
         if pace is not None:
             pace.wait(run.end - run.start)
-        try:
-            _, flaws = _read_run(store, prefix, run, store.url_of(prefix))
-        except StateDamaged as error:
-            return str(error)
-        if flaws:
-            return f"{store.url_of(prefix)}: {flaws[0]}"
+        if flaws := _read_run(store, prefix, run, url)[1]:
+            raise StateDamaged(f"{url}: {flaws[0]}", url)
+
+    try:
+        parallel(check, _runs(manifest.entries), THREADS)
+    except StateDamaged as error:
+        return str(error)
     return ""
+
+
+def writers(manifest: Manifest) -> int:
+    """How many ranks have written shards of it."""
+    return len({entry.file.partition("-")[0] for entry in manifest.entries})
 
 
 def _runs(entries: Iterable[ShardEntry]) -> list[_Run]:

@@ -191,6 +191,32 @@ def test_what_can_not_be_read_back_is_neither_damaged_nor_a_reason_to_delete(
     assert publishing.steps() == [2, 1]
 
 
+def test_what_many_have_written_is_read_back_as_fast_as_they_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else retention waits for hours: the cap is one worker's, the checkpoint is all of theirs."""
+    rates: list[float] = []
+
+    class Noted(checkpoints.RateLimit):
+        def __init__(self, bytes_per_s: float) -> None:
+            rates.append(bytes_per_s)
+            super().__init__(bytes_per_s)
+
+    monkeypatch.setattr(checkpoints, "RateLimit", Noted)
+    keep = JOB.checkpoint.model_copy(update={"max_upload_mb_per_s": 50.0})
+    one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
+    prefix, entries = checkpoints.attempt_prefix("run1", 1, 2), []
+    for rank in range(4):
+        piece = ("w", Box((rank,), (1,)), "float32", memoryview(bytes(4)))
+        entries += checkpoints.write_shards(one.store, prefix, rank, [piece])
+    command = ev.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
+    one.publisher.commit(command, "ddp4", TERMS)
+    assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
+    one.settle()
+    one.publisher.close()
+    assert rates == [4 * 50e6]
+
+
 def test_reading_back_may_be_left_out(tmp_path: Path) -> None:
     keep = JOB.checkpoint.model_copy(update={"read_back": False})
     one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
