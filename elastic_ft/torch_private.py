@@ -30,6 +30,7 @@ __all__ = [
     "checkpoint_wrapper",
     "fail_an_assert",
     "forget_meshes",
+    "gloo_made_by",
     "import_lazy_parts",
     "is_owed",
     "is_reduced",
@@ -153,6 +154,31 @@ def buffer_sync(wanted: bool) -> dict[str, bool]:
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: wanted}
+
+
+@contextmanager
+def gloo_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Each Gloo group that torch makes inside is what ``make`` returns, told how to make it.
+
+    Before that there is nothing to undo: torch knows of a group once it is connected.
+    """
+    real = c10d.ProcessGroupGloo
+
+    class Kind(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return make(lambda: real(*args, **kwargs))
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, real)
+
+    class Made(metaclass=Kind):
+        """In the place of ``ProcessGroupGloo``, also for who asks what a group is."""
+
+    c10d.ProcessGroupGloo = Made  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = real  # type: ignore[misc]
 
 
 def import_lazy_parts() -> None:

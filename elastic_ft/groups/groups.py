@@ -192,16 +192,17 @@ class Groups:
         reach("connecting")
         if self.rank is None:
             return
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo",
-            # NCCL's own threads ask the store, where they must not wait for Python.
-            store=dist.PrefixStore("world", self._bare_store if self.uses_nccl else self.store),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-            device_id=device if self.uses_nccl else None,
-        )
-        self.mesh = _make_mesh(self.assignment.layout, device)
+        with torch_private.gloo_made_by(self._connected):
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo",
+                # NCCL's own threads ask the store, where they must not wait for Python.
+                store=dist.PrefixStore("world", self._bare_store if self.uses_nccl else self.store),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timeout,
+                device_id=device if self.uses_nccl else None,
+            )
+            self.mesh = _make_mesh(self.assignment.layout, device)
 
     def _connected(self, connect: Callable[[], T]) -> T:
         """What ``connect`` returns. Raises GroupBroken once these groups are aborted.

@@ -163,3 +163,51 @@ def test_what_gloo_puts_into_the_store_is_sealed() -> None:
         with pytest.raises(ValueError, match="not put there by this job"):
             sealed.get(name.removeprefix("/"))
     groups.abort("the end")
+
+
+def test_a_world_whose_making_is_ended_leaves_nothing_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer is stopped after the first group is there: torch waits for it within its own making
+    of the world, which must not come to its end in another generation."""
+    waits, let_go, late = threading.Event(), threading.Event(), dist.ProcessGroupGloo
+
+    def connect(*told: object, **more: object) -> object:
+        waits.set()
+        let_go.wait(60)
+        return late(*told, **more)  # the peer goes on
+
+    member = Member("w0", "n0", "localhost", 1)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    links = StoreLinks(("127.0.0.1", store.port), 10.0, KEY)
+
+    def of(generation: int) -> Groups:
+        source = Source(0, Tier.INITIAL)
+        made = Assignment(generation, (member,), (), Layout(), source, ((),), "a test")
+        return Groups(share_of(made, "w0"), member, links)
+
+    groups = of(1)
+    with ThreadPoolExecutor(1) as thread:
+        with monkeypatch.context() as patched:
+            patched.setattr(dist.distributed_c10d, "ProcessGroupGloo", connect)
+            forming = thread.submit(groups.form, torch.device("cpu"), 10.0)
+            assert waits.wait(20)
+            groups.abort("w1 is lost")
+            ended = futures.wait([forming], 10).done
+            if not ended:
+                let_go.set()
+                futures.wait([forming], 10)
+        assert ended
+        with pytest.raises(GroupBroken, match="w1 is lost"):
+            forming.result()
+        groups.teardown()
+        following = of(2)
+        thread.submit(following.form, torch.device("cpu"), 10.0).result(20)
+        world = dist.group.WORLD
+        let_go.set()
+        for left in [thread for thread in threading.enumerate() if thread.name == "connect"]:
+            left.join(20)
+            assert not left.is_alive()
+        assert dist.group.WORLD is world and dist.get_world_size() == 1
+        following.teardown()
+    assert dist.distributed_c10d.ProcessGroupGloo is late
