@@ -146,9 +146,9 @@ def soak(
     return run_rounds(minutes, seed, rounds, local, out, patience, console)
 
 
-@app.command("replay")
-def replay(
-    trace: Annotated[
+@app.command("trace")
+def trace(
+    name: Annotated[
         str, typer.Argument(metavar="TRACE", help="A CSV file, bamboo-aws-p3, or a generated one.")
     ] = "bamboo-aws-p3",
     minutes: Annotated[float, typer.Option(min=0.1, help="The whole trace takes so long.")] = 5,
@@ -156,12 +156,12 @@ def replay(
     seed: Annotated[int, typer.Option(min=0, help="Of a generated trace.")] = 0,
     local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
     patience: Patience = 1,
-    out: Out = Path("runs/replay"),
+    out: Out = Path("runs/trace"),
 ) -> int:
-    """Replay a trace of nodes that come and go, in compressed time; print the goodput.
+    """Run beside a trace of nodes that come and go, in compressed time; print the goodput.
 
     Generated: poisson, racks (correlated loss), llama3 (its published rates).
     """
-    from chaos.replay import replay_trace
+    from chaos.trace import run_trace
 
-    return replay_trace(trace, minutes, workers, seed, local, out, patience, console)
+    return run_trace(name, minutes, workers, seed, local, out, patience, console)

@@ -259,12 +259,15 @@ class Runner:
         self._underway.append(Underway(time.monotonic() + after_s, until_event, end))
 
     def _kill(self, fault: Kill, member: Line) -> None:
+        cluster, node = self._cluster, member["node"]
         if fault.kill == "worker":
-            self._cluster.signal_worker(member["pid"], fault.signal)
+            cluster.signal_worker(member["pid"], fault.signal)
         elif fault.kill == "keeper":
-            os.kill(self._cluster.keeper_of(member["node"]), signal.SIGKILL)
+            os.kill(cluster.keeper_of(node), signal.SIGKILL)
+        elif fault.kill == "raylet":
+            cluster.kill_raylet(node)
         else:
-            getattr(self._cluster, f"kill_{fault.kill}")(member["node"])
+            cluster.kill_node(node)
 
     def _kill_head(self, fault: KillHead, member: Line) -> None:
         if fault.kill == "controller":

@@ -151,52 +151,7 @@ class Points:
         fault = self._faults[index]
         self._spent.add(index)
         self._fired(index)  # told before it happens: a dead worker tells nothing
-        act = getattr(self, f"_{fault.action}", None)
-        if act is not None:
-            act(fault)
-            return
-        error = InjectedUsageError if fault.action == "raise_usage" else InjectedFault
-        raise error(f"injected at {fault.point} of step {self.step}")
-
-    def _kill(self, fault: PointFault) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def _abort(self, fault: PointFault) -> None:
-        os.abort()
-
-    def _oom(self, fault: PointFault) -> None:
-        run_out_of_memory()
-
-    def _stop(self, fault: PointFault) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.2)  # it takes a moment to reach this thread; then this goes on if let
-
-    def _hang(self, fault: PointFault) -> None:
-        while True:
-            time.sleep(3600)
-
-    def _slow(self, fault: PointFault) -> None:
-        time.sleep(fault.lasts_s)
-
-    def _nan(self, fault: PointFault) -> None:
-        from elastic_ft.torch_private import spoil_next_output
-
-        spoil_next_output(float("nan"))
-
-    def _corrupt(self, fault: PointFault) -> None:
-        self.corrupt(False)
-
-    def _corrupt_own(self, fault: PointFault) -> None:
-        self.corrupt(True)
-
-    def _gpu_assert(self, fault: PointFault) -> None:
-        _gpu().fail_an_assert()
-
-    def _gpu_oom(self, fault: PointFault) -> None:
-        _gpu().run_out_of_device_memory()
-
-    def _gpu_hang(self, fault: PointFault) -> None:
-        _gpu().queue_a_kernel_without_end()
+        ACTS[fault.action](self, fault)
 
     @property
     def interrupt_operations(self) -> Interrupt | None:
@@ -212,6 +167,30 @@ class Points:
             yield
 
 
+# ----------------------------------------------------------------------- what each does
+
+
+def _raise(points: Points, fault: PointFault) -> None:
+    error = InjectedUsageError if fault.action == "raise_usage" else InjectedFault
+    raise error(f"injected at {fault.point} of step {points.step}")
+
+
+def _stop(points: Points, fault: PointFault) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2)  # it takes a moment to reach this thread; then this goes on if let
+
+
+def _hang(points: Points, fault: PointFault) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _nan(points: Points, fault: PointFault) -> None:
+    from elastic_ft.torch_private import spoil_next_output
+
+    spoil_next_output(float("nan"))
+
+
 def _gpu() -> Any:
     """What breaks one. Raises InjectedUsageError where there is none."""
     from elastic_ft import torch_private  # a keeper does without torch
@@ -219,6 +198,24 @@ def _gpu() -> Any:
     if not torch_private.sees_gpu():
         raise InjectedUsageError("a fault of a GPU needs a GPU, and this worker sees none")
     return torch_private
+
+
+ACTS: dict[Action, Callable[[Points, PointFault], object]] = {
+    "kill": lambda points, fault: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": lambda points, fault: os.abort(),
+    "oom": lambda points, fault: run_out_of_memory(),
+    "stop": _stop,
+    "hang": _hang,
+    "slow": lambda points, fault: time.sleep(fault.lasts_s),
+    "raise": _raise,
+    "raise_usage": _raise,
+    "nan": _nan,
+    "corrupt": lambda points, fault: points.corrupt(False),
+    "corrupt_own": lambda points, fault: points.corrupt(True),
+    "gpu_assert": lambda points, fault: _gpu().fail_an_assert(),
+    "gpu_oom": lambda points, fault: _gpu().run_out_of_device_memory(),
+    "gpu_hang": lambda points, fault: _gpu().queue_a_kernel_without_end(),
+}
 
 
 # ------------------------------------------------------------------------ out of memory

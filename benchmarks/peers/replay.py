@@ -3,7 +3,7 @@
 From ``bamboo-aws-p3.csv`` (uclasystem/bamboo, MIT licence, copyright (c) 2022 UCLASystem). A slice
 for every system: the number of nodes over three hours, scaled from its largest to ``WORKERS`` and
 rounded, the hours to seconds; ``python benchmarks/peers/replay.py TRACE`` prints what stands here.
-And the whole trace in minutes, as ``elastic-ft chaos replay`` has it.
+And the whole trace in minutes, as ``elastic-ft chaos trace`` has it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.peers.settings import WORKERS, WORKERS_MIN
-from chaos.replay import TraceChange, compressed, load_trace
+from chaos.trace import TraceChange, compressed, load_trace
 
 LENGTH_S = 45.0
 WHOLE, WHOLE_S = "bamboo-aws-p3", 300.0

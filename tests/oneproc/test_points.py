@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
+from elastic_ft import faults
 from elastic_ft.faults import Action, PointFault, Points
 
 QUIET: Action = "corrupt"  # does nothing here
@@ -20,3 +23,7 @@ def test_a_fault_after_another_waits_for_the_next_generation() -> None:
     points("forward")
     points("forward", 3)
     assert fired == [0, 1]
+
+
+def test_each_action_is_done_by_something() -> None:
+    assert faults.ACTS.keys() == set(get_args(faults.Action))

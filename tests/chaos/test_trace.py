@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.replay import (
+from chaos.trace import (
     GENERATED,
     TraceChange,
     compressed,

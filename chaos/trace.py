@@ -153,7 +153,7 @@ def scenario_of(
     )
 
 
-def replay_trace(
+def run_trace(
     name: str,
     minutes: float,
     workers: int,
