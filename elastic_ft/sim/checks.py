@@ -3,9 +3,9 @@ never at what the core believes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastic_ft.core.events import (
     Assignment,
@@ -16,13 +16,35 @@ from elastic_ft.core.events import (
     WorkerId,
 )
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.policy import Policy
 from elastic_ft.core.source import Refused
-from elastic_ft.sim.nodes import Key, Lineage, SimSavedShard
+from elastic_ft.core.state import State
+from elastic_ft.sim.group import Group
+from elastic_ft.sim.nodes import Key, Lineage, ObjectStore, SimSavedShard
+from elastic_ft.sim.scenario import SimScenario
+from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
+from elastic_ft.sim.sim_worker import SimWorker
 
-if TYPE_CHECKING:
-    from elastic_ft.sim.group import Group
-    from elastic_ft.sim.sim_worker import SimWorker
-    from elastic_ft.sim.simulation import Simulation
+
+class Truth(Protocol):
+    """What the checks look at."""
+
+    scenario: SimScenario
+    policy: Policy
+    core: State
+    store: ObjectStore
+    recorded: list[tuple[int, int]]
+    formed: int
+    stop_requested: bool
+    nodes: list[SimNode]
+
+    @property
+    def silenced(self) -> Sequence[CommitCheckpoint]: ...
+    @property
+    def groups(self) -> Mapping[int, Group]: ...
+    @property
+    def workers(self) -> Mapping[WorkerId, SimWorker]: ...
+    def keeper_of(self, holder: str) -> tuple[SimKeeper | None, WorkerId]: ...
 
 
 class SimViolation(AssertionError):
@@ -34,7 +56,7 @@ def require(truth: bool, invariant: str, what: str) -> None:
         raise SimViolation(f"{invariant}: {what}")
 
 
-def world_is_allowed(world: Simulation, assignment: Assignment) -> None:
+def world_is_allowed(world: Truth, assignment: Assignment) -> None:
     """Policy: as many workers as may be and are there, no more than were asked for."""
     core, policy = world.core, world.policy
     count, most = len(assignment.members), core.target or policy.max_workers
@@ -51,7 +73,7 @@ def world_is_allowed(world: Simulation, assignment: Assignment) -> None:
     require(idle <= named, "I8", f"{where}: {sorted(idle - named)} idle without a reason")
 
 
-def applied(world: Simulation, worker: SimWorker, group: Group, step: int) -> None:
+def applied(world: Truth, worker: SimWorker, group: Group, step: int) -> None:
     """I1: who can hear the controller never trains in a generation older than one that formed.
 
     A node cut off with a whole world of its own trains on until the cut heals and it is killed:
@@ -66,13 +88,13 @@ def applied(world: Simulation, worker: SimWorker, group: Group, step: int) -> No
     require(worker.live.step == step - 1, "I4", f"{worker.id} applies {step} on {worker.live.step}")
 
 
-def formed(world: Simulation, group: Group) -> None:
+def formed(world: Truth, group: Group) -> None:
     """I1: a generation is taken for formed once each of its members has said so, in this one."""
     missing = sorted({worker.id for worker in group.members} - group.resumed)
     require(not missing, "I1", f"generation {group.generation} is formed without {missing}")
 
 
-def left_out(world: Simulation, worker: WorkerId, reason: str) -> None:
+def left_out(world: Truth, worker: WorkerId, reason: str) -> None:
     """Fairness: where groups break, nobody is blamed who took part in the last recorded step."""
     if "broke" not in reason or not world.recorded:
         return
@@ -81,7 +103,7 @@ def left_out(world: Simulation, worker: WorkerId, reason: str) -> None:
     require(worker not in able, "policy", f"{worker} is left out, and took part in the last step")
 
 
-def same_history(world: Simulation, lineage: Lineage, what: str) -> None:
+def same_history(world: Truth, lineage: Lineage, what: str) -> None:
     """I4: state never contradicts the record: the same generations computed the same steps.
 
     The generations stand for the samples, too: one entry per step, so one batch per step.
@@ -95,7 +117,7 @@ def same_history(world: Simulation, lineage: Lineage, what: str) -> None:
     )
 
 
-def recorded(world: Simulation, command: RecordStep) -> None:
+def recorded(world: Truth, command: RecordStep) -> None:
     """I2, I4: every step once and in order; its state is there, and survives any one node."""
     step = command.step
     require(step == len(world.recorded) + 1, "I2", f"{step} recorded after {len(world.recorded)}")
@@ -114,7 +136,7 @@ def recorded(world: Simulation, command: RecordStep) -> None:
         require(_complete_from(rest, step), "I4", what)
 
 
-def rolled_back(world: Simulation, command: RollBack) -> None:
+def rolled_back(world: Truth, command: RollBack) -> None:
     """I4: committed steps are given up only when no whole copy of any of them is left."""
     require(command.step < len(world.recorded), "I4", f"rolls back to {command.step}, no older")
     require(
@@ -125,7 +147,7 @@ def rolled_back(world: Simulation, command: RollBack) -> None:
     nothing_newer(world, command.step, f"rolls back to {command.step}")
 
 
-def nothing_newer(world: Simulation, step: int, what: str) -> None:
+def nothing_newer(world: Truth, step: int, what: str) -> None:
     """Nothing that is whole and good is newer than ``step``, in any memory or in the store."""
     core = world.core
     alive = [w for w in world.workers.values() if w.answers() and w.id in core.ready]
@@ -140,7 +162,7 @@ def nothing_newer(world: Simulation, step: int, what: str) -> None:
     require(not newer, "I4", f"{what}, but checkpoints are newer: {newer}")
 
 
-def _left(world: Simulation, refused: Refused) -> list[tuple[Key, Lineage]]:
+def _left(world: Truth, refused: Refused) -> list[tuple[Key, Lineage]]:
     """What keepers have of the dead that is of use: told of, or yet to be told in time."""
     found = []
     for node in world.nodes:
@@ -158,7 +180,7 @@ def _left(world: Simulation, refused: Refused) -> list[tuple[Key, Lineage]]:
     return found
 
 
-def _agrees(world: Simulation, lineage: Lineage) -> bool:
+def _agrees(world: Truth, lineage: Lineage) -> bool:
     record = tuple(generation for _, generation in world.recorded)
     return all(a == b for a, b in zip(record, lineage, strict=False))
 
@@ -186,7 +208,7 @@ def _complete_from(
     )
 
 
-def source(world: Simulation, group: Group) -> Lineage:
+def source(world: Truth, group: Group) -> Lineage:
     """What the listed holders really have: all of one history. Returns it."""
     chosen = group.assignment.source
     where = f"generation {group.generation}: step {chosen.step}"
@@ -228,7 +250,7 @@ def source(world: Simulation, group: Group) -> Lineage:
     return lineage
 
 
-def _lineage_at(world: Simulation, group: Group, name: str, key: Key, tier: Tier) -> Lineage | None:
+def _lineage_at(world: Truth, group: Group, name: str, key: Key, tier: Tier) -> Lineage | None:
     """What a holder has. None: it was with a keeper that died meanwhile, and is refused."""
     if tier is Tier.KEEPER:
         keeper, worker = world.keeper_of(name)
@@ -241,7 +263,7 @@ def _lineage_at(world: Simulation, group: Group, name: str, key: Key, tier: Tier
 
 
 def rescued(
-    world: Simulation, step: int, shards: Iterable[SimSavedShard], since: Iterable[RecordStep]
+    world: Truth, step: int, shards: Iterable[SimSavedShard], since: Iterable[RecordStep]
 ) -> Lineage:
     """I4, I2: what keepers had saved is of one history, the record's, and leaves no hole in that.
 
@@ -261,7 +283,7 @@ def rescued(
     return lineage
 
 
-def nothing_saved_is_newer(world: Simulation, saved: Iterable[SimSavedShard], chosen: int) -> None:
+def nothing_saved_is_newer(world: Truth, saved: Iterable[SimSavedShard], chosen: int) -> None:
     """I4: no later state than ``chosen`` is whole, of this history, and known up to there."""
     shards: dict[tuple[int, str, Lineage], set[str]] = {}
     known = {number for number, _ in world.recorded}
@@ -279,7 +301,7 @@ def nothing_saved_is_newer(world: Simulation, saved: Iterable[SimSavedShard], ch
     require(not passed_over, "I4", what)
 
 
-def published(world: Simulation, command: CommitCheckpoint) -> Lineage:
+def published(world: Truth, command: CommitCheckpoint) -> Lineage:
     """I5: whole, of one state, and not ahead of the record. Returns its history."""
     what = f"the checkpoint of step {command.step}"
     require(command.step <= len(world.recorded), "I5", f"{what} is ahead of {len(world.recorded)}")
@@ -295,7 +317,7 @@ def published(world: Simulation, command: CommitCheckpoint) -> Lineage:
     return lineage
 
 
-def finished(world: Simulation, status: str, reason: str) -> None:
+def finished(world: Truth, status: str, reason: str) -> None:
     """The job is done, and every member ends with the state that the record describes."""
     if world.stop_requested and status == "stopped":
         return

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from elastic_ft.core.events import (
     UNREACHABLE,
@@ -16,18 +16,32 @@ from elastic_ft.core.events import (
     Tier,
     WorkerId,
 )
-from elastic_ft.sim import checks
+from elastic_ft.core.state import State
 from elastic_ft.sim.nodes import Lineage
-from elastic_ft.sim.sim_worker import Live, SimWorker
+from elastic_ft.sim.scenario import SimScenario
+from elastic_ft.sim.sim_keeper import SimKeeper
+from elastic_ft.sim.sim_worker import Live, SimWorker, WorkerWorld
 
-if TYPE_CHECKING:
-    from elastic_ft.sim.simulation import Simulation
+
+class GroupWorld(WorkerWorld, Protocol):
+    scenario: SimScenario
+    core: State
+    formed: int
+    retain_live: bool
+    hold_late: bool
+
+    @property
+    def workers(self) -> Mapping[WorkerId, SimWorker]: ...
+    def keeper_of(self, holder: str) -> tuple[SimKeeper | None, WorkerId]: ...
+    def watch_stall(self, group: Group) -> None: ...
+    def true_source(self, group: Group) -> Lineage: ...
+    def look_at_applied(self, worker: SimWorker, group: Group, step: int) -> None: ...
 
 
 class Group:
     """All events of one generation's collectives. ``failed``: nothing collective works any more."""
 
-    def __init__(self, world: Simulation, assignment: Assignment) -> None:
+    def __init__(self, world: GroupWorld, assignment: Assignment) -> None:
         self.world, self.assignment = world, assignment
         self.generation = assignment.generation
         self.members = [world.workers[m.worker] for m in assignment.members]
@@ -95,7 +109,7 @@ class Group:
             self.fail("a port can't be reached")
         if self.failed or not self.connected():
             return
-        lineage = checks.source(self.world, self)
+        lineage = self.world.true_source(self)
         if unread := self._unread():
             after_s = self.world.rng.uniform(0.1, 3.0)  # what the client's own retries take
             url = self.assignment.source.url
@@ -279,7 +293,7 @@ class Group:
         if not worker.works() or worker.group is not self:
             return
         world, scenario = self.world, self.world.scenario
-        checks.applied(world, worker, self, step)
+        world.look_at_applied(worker, self, step)
         live = worker.live
         assert live is not None
         lineage = (*live.lineage, self.generation)

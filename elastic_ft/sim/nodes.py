@@ -1,15 +1,11 @@
-"""What outlives a worker: nodes and the object store."""
+"""What outlives workers and nodes: the object store; how a state is known."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from elastic_ft.core.events import Holding, RecordStep, Tier
-
-if TYPE_CHECKING:
-    from elastic_ft.sim.sim_keeper import SimKeeper
 
 HANG_TIMEOUT_S = 5.0  # of silence, of a worker or a keeper
 Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
@@ -19,22 +15,6 @@ Key = tuple[int, int, str, str]  # step, generation that computed it, space, sha
 def holding(key: Key, tier: Tier) -> Holding:
     step, generation, space, shard = key
     return Holding(step, space, shard, tier, generation)
-
-
-@dataclass(slots=True)
-class SimNode:
-    id: str
-    slots: int
-    up: bool = True
-    draining: bool = False
-    cut: bool = False  # partitioned from everything else
-    lost: bool = False  # the controller has been told so
-    spoiled: bool = False  # who starts there as a joiner finds no data
-    closed: bool = False  # the data network does not reach who starts there
-    deadly: bool = False  # who starts there dies as soon as it forms a group
-    avoided_until_s: float = 0.0
-    held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
-    keeper: SimKeeper | None = None  # its present life, or the last one
 
 
 @dataclass(slots=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from elastic_ft.core.events import NodeDraining, StopRequested, Tier, WorkerRaised
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import checks
-from elastic_ft.sim.nodes import HANG_TIMEOUT_S, SimNode
+from elastic_ft.sim.nodes import HANG_TIMEOUT_S
 from elastic_ft.sim.scenario import SimFault, SimScenario
+from elastic_ft.sim.sim_keeper import SimNode
 from elastic_ft.sim.simulation import Decide, Simulation
 
 UNNOTICED_S = 0.05  # before the controller can know

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastic_ft.core.events import RecordStep
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.rescuing import Cut, candidates
 from elastic_ft.sim import checks
-from elastic_ft.sim.nodes import SimCheckpoint, SimNode, SimSavedShard
-
-if TYPE_CHECKING:
-    from elastic_ft.sim.simulation import Simulation
+from elastic_ft.sim.kernel import Clock
+from elastic_ft.sim.nodes import SimCheckpoint, SimSavedShard
+from elastic_ft.sim.sim_keeper import SimNode
 
 POLL_S = 0.5
 SAVED_WITHIN_S = 4.0  # by a keeper; some take longer than anybody waits
 PATIENCE_S = 5.0
 
 
+class BetweenControllers(Clock, checks.Truth, Protocol):
+    controller: int
+    rescued: list[int]
+
+    def take_over(self) -> None: ...
+    def start_controller(self) -> None: ...
+    def note(self, what: str) -> None: ...
+
+
 class Emergency:
     """Between two controllers. The protocol of ``keeper.emergency`` is left out: a keeper's
     shards are there all at once, late, or never; what is made of them is the real rule."""
 
-    def __init__(self, world: Simulation) -> None:
+    def __init__(self, world: BetweenControllers) -> None:
         self.world = world
         self._writing: set[str] = set()
         self._saved: list[SimSavedShard] = []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from elastic_ft.core.events import (
     Event,
@@ -16,11 +16,16 @@ from elastic_ft.core.events import (
     Tier,
     WorkerId,
 )
-from elastic_ft.sim.nodes import HANG_TIMEOUT_S, Key, Lineage, SimNode, SimSavedShard, holding
+from elastic_ft.sim.kernel import Clock
+from elastic_ft.sim.nodes import HANG_TIMEOUT_S, Key, Lineage, SimSavedShard, holding
 
-if TYPE_CHECKING:
-    from elastic_ft.sim.sim_worker import SimCopy, SimWorker
-    from elastic_ft.sim.simulation import Simulation
+
+@dataclass(slots=True)
+class SimCopy:
+    tier: Tier
+    lineage: Lineage
+    keeper: SimKeeper | None  # in whose memory it is
+    damaged: bool = False
 
 
 @dataclass(slots=True)
@@ -39,6 +44,34 @@ class LeftCopies:
     void: bool = False
 
 
+@dataclass(slots=True)
+class SimNode:
+    id: str
+    slots: int
+    up: bool = True
+    draining: bool = False
+    cut: bool = False  # partitioned from everything else
+    lost: bool = False  # the controller has been told so
+    spoiled: bool = False  # who starts there as a joiner finds no data
+    closed: bool = False  # the data network does not reach who starts there
+    deadly: bool = False  # who starts there dies as soon as it forms a group
+    avoided_until_s: float = 0.0
+    held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
+    keeper: SimKeeper | None = None  # its present life, or the last one
+
+
+class KeeperWorld(Clock, Protocol):
+    controller: int
+    duplicates: float
+
+    def at(self, at_s: float, act: Callable[[], None]) -> None: ...
+    def latency(self) -> float: ...
+    def twice_after_s(self) -> float: ...
+    def count_keeper(self) -> int: ...
+    def kill_keeper(self, node: SimNode) -> None: ...
+    def tell(self, event: Event, controller: int) -> None: ...
+
+
 class SimKeeper:
     """One life of a keeper: one that starts again is another, and empty.
 
@@ -46,7 +79,7 @@ class SimKeeper:
     the controller hears it.
     """
 
-    def __init__(self, world: Simulation, node: SimNode) -> None:
+    def __init__(self, world: KeeperWorld, node: SimNode) -> None:
         self.world, self.node, self.alive = world, node, True
         self.hung = self.hushed = False
         self._unsaid: list[Callable[[], None]] = []
@@ -55,14 +88,16 @@ class SimKeeper:
         self._up_at_s = 0.0
         self._tell(KeeperReady(world.now_s, self.keeper))
 
-    def inherit(self, worker: SimWorker) -> None:
+    def inherit(
+        self, worker: WorkerId, copies: Mapping[Key, SimCopy], applied: Mapping[int, RecordStep]
+    ) -> None:
         """The worker is gone: what it sealed here stays."""
-        kept = {key: copy for key, copy in worker.copies.items() if copy.keeper is self}
-        left = self.left[worker.id] = LeftCopies(kept, dict(worker.record))
+        kept = {key: copy for key, copy in copies.items() if copy.keeper is self}
+        left = self.left[worker] = LeftCopies(kept, dict(applied))
         held = tuple(holding(key, Tier.KEEPER) for key in kept)
         newest = max((one.step for one in held), default=0)
-        record = tuple(line for step, line in worker.record.items() if step <= newest)
-        self._tell(KeeperHolds(self.world.now_s, self.node.id, worker.id, held, record), left)
+        record = tuple(line for step, line in applied.items() if step <= newest)
+        self._tell(KeeperHolds(self.world.now_s, self.node.id, worker, held, record), left)
 
     def answers(self) -> bool:
         """Who asks it."""

@@ -5,12 +5,13 @@ It follows its controller as the real one does, by ``core.follower``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from elastic_ft.core import follower as fo
 from elastic_ft.core.events import (
+    Assignment,
     Bench,
     CollectiveFailed,
     Event,
@@ -28,13 +29,11 @@ from elastic_ft.core.events import (
     Unkept,
     UseKeeper,
     WorkerDone,
+    WorkerId,
 )
-from elastic_ft.sim.nodes import Key, Lineage, SimNode, holding
-
-if TYPE_CHECKING:
-    from elastic_ft.sim.group import Group
-    from elastic_ft.sim.sim_keeper import SimKeeper
-    from elastic_ft.sim.simulation import Simulation
+from elastic_ft.sim.kernel import Clock
+from elastic_ft.sim.nodes import Key, Lineage, ObjectStore, holding
+from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper, SimNode
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +49,27 @@ class Live:
         return self.step, self.generation, self.space, self.shard
 
 
-@dataclass(slots=True)
-class SimCopy:
-    tier: Tier
-    lineage: Lineage
-    keeper: SimKeeper | None  # in whose memory it is
-    damaged: bool = False
+class Collectives(Protocol):
+    """What a worker knows of its group."""
+
+    generation: int
+    assignment: Assignment
+    all: dict[WorkerId, SimWorker]
+    checkpointed: int
+
+    def connected(self) -> bool: ...
+    def fail(self, why: str) -> None: ...
+    def trains(self, worker: SimWorker) -> bool: ...
+    def join(self, worker: SimWorker) -> None: ...
+
+
+class WorkerWorld(Clock, Protocol):
+    store: ObjectStore
+
+    @property
+    def groups(self) -> Mapping[int, Collectives]: ...
+    def send_up(self, worker: SimWorker, event: Event) -> None: ...
+    def kill(self, worker: SimWorker, why: str) -> None: ...
 
 
 class SimWorker:
@@ -66,7 +80,7 @@ class SimWorker:
     record: of the steps applied here.
     """
 
-    def __init__(self, world: Simulation, name: str, node: SimNode) -> None:
+    def __init__(self, world: WorkerWorld, name: str, node: SimNode) -> None:
         self.world, self.id, self.node = world, name, node
         self.member = Member(name, node.id, node.id, int(name[1:]))
         self.alive, self.hung = True, False
@@ -75,7 +89,7 @@ class SimWorker:
         self.follower = fo.Follower()
         self.pause_flag = self.stop_flag = self.finishing = False
         self.unapplied: int | None = None
-        self.group: Group | None = None
+        self.group: Collectives | None = None
         self.live: Live | None = None
         self.copies: dict[Key, SimCopy] = {}
         self.record: dict[int, RecordStep] = {}
@@ -128,7 +142,7 @@ class SimWorker:
     def lose_keeper_line(self) -> None:
         """The keeper takes it for gone, and it lives: what it holds from now on is its own."""
         if self.keeper is not None and self.keeper.alive:
-            self.keeper.inherit(self)
+            self.keeper.inherit(self.id, self.copies, self.record)
         self.keeper = None
         for copy in self.copies.values():
             copy.keeper = None
@@ -198,7 +212,7 @@ class SimWorker:
             elif isinstance(action, fo.BeginGeneration):
                 self._begin(action.form)
 
-    def _begin(self, group: Group) -> None:
+    def _begin(self, group: Collectives) -> None:
         self.finishing = False
         self.group = group
         self.checkpointed = group.checkpointed
@@ -214,7 +228,7 @@ class SimWorker:
 
     # ------------------------------------------------------------------ what it does
 
-    def broken(self, group: Group) -> None:
+    def broken(self, group: Collectives) -> None:
         """Its collective failed."""
         if self.group is not group or not self.works() or self.unapplied is not None:
             return
@@ -251,7 +265,7 @@ class SimWorker:
 
         self.world.after(took_s, written)
 
-    def finish(self, group: Group) -> None:
+    def finish(self, group: Collectives) -> None:
         """The last step, or a stop: everything durable, then WorkerDone."""
         if self.group is not group or not self.works():
             return

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import heapq
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -45,22 +42,22 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.sim import checks
 from elastic_ft.sim.group import Group
-from elastic_ft.sim.nodes import ObjectStore, SimCheckpoint, SimNode
+from elastic_ft.sim.kernel import Kernel
+from elastic_ft.sim.nodes import Lineage, ObjectStore, SimCheckpoint
 from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_emergency import Emergency
-from elastic_ft.sim.sim_keeper import SimKeeper
+from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
 from elastic_ft.sim.sim_worker import SimWorker
 
 STALL_TIMEOUT_S = 6.0
 START_TIMEOUT_S = 20.0
 KEPT_CHECKPOINTS = 2
-DUPLICATE_LATE_MAX_S = 30.0
 TAKEN_OVER_S = 5.0  # a controller is followed by the next within so long
 
 Decide = Callable[[State, Event, Policy], tuple[State, tuple[Command, ...]]]
 
 
-class Simulation:
+class Simulation(Kernel):
     """Attributes:
     core: the state of the core, as of the last event.
     recorded: (step, generation that computed it), the lines of steps.jsonl.
@@ -72,18 +69,11 @@ class Simulation:
     def __init__(
         self, scenario: SimScenario, decide: Decide, retain_live: bool, hold_late: bool = False
     ) -> None:
-        self.scenario, self.decide = scenario, decide
+        super().__init__(scenario)
+        self.decide = decide
         self.retain_live, self.hold_late = retain_live, hold_late
         self.policy = scenario.policy.in_multiples()
-        self.rng = random.Random(f"world {scenario.seed}")
-        self.now_s = 0.0
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         self.events = 0
-        self._digest = hashlib.blake2b(digest_size=16)
-        self.trace: list[str] | None = None  # set to collect the history in words
-        self.latency_s = scenario.latency_s
-        self.duplicates = scenario.duplicates
         self.nodes = [SimNode(f"n{i}", scenario.workers_per_node) for i in range(scenario.nodes)]
         self.node_count = len(self.nodes)
         self._keepers = 0
@@ -106,41 +96,7 @@ class Simulation:
         self.finish: FinishJob | None = None
         self.on_turn: Callable[[], None] = lambda: None
 
-    # ------------------------------------------------------------------------- clock
-
-    def after(self, after_s: float, act: Callable[[], None]) -> None:
-        self.at(self.now_s + after_s, act)
-
-    def at(self, at_s: float, act: Callable[[], None]) -> None:
-        self._count += 1
-        heapq.heappush(self._queue, (at_s, self._count, act))
-
-    def turn(self) -> bool:
-        """Lets the next thing happen. Returns False if nothing ever will."""
-        if not self._queue:
-            return False
-        self.now_s, _, act = heapq.heappop(self._queue)
-        act()
-        return True
-
-    def digest(self) -> str:
-        return self._digest.hexdigest()
-
-    def note(self, what: str) -> None:
-        """Into the trace, whose hash tells one history from another."""
-        line = f"{self.now_s:.4f} {what}"
-        self._digest.update(line.encode())
-        if self.trace is not None:
-            self.trace.append(line)
-
     # ----------------------------------------------------------------------- network
-
-    def latency(self) -> float:
-        return self.rng.uniform(0.001, self.latency_s)
-
-    def twice_after_s(self) -> float:
-        """A message that arrives again is late by a generation, sometimes by several."""
-        return self.rng.uniform(0, self.rng.choice((3.0, DUPLICATE_LATE_MAX_S)))
 
     def send_up(self, worker: SimWorker, event: Event) -> None:
         """First in, first out per worker, except for what arrives twice."""
@@ -263,7 +219,7 @@ class Simulation:
             return
         worker.alive = False
         if worker.keeper is not None and worker.keeper.alive:
-            worker.keeper.inherit(worker)
+            worker.keeper.inherit(worker.id, worker.copies, worker.record)
         lost = WorkerLost(self.now_s, worker.id, why)
         controller = self.controller
         slow_s = 3.0 if with_node else 0.1
@@ -458,6 +414,14 @@ class Simulation:
         for node in self.nodes:
             for left in node.keeper.left.values() if node.keeper else ():
                 left.void = left.void or not left.told
+
+    # -------------------------------------------------------- what a group has looked at
+
+    def true_source(self, group: Group) -> Lineage:
+        return checks.source(self, group)
+
+    def look_at_applied(self, worker: SimWorker, group: Group, step: int) -> None:
+        checks.applied(self, worker, group, step)
 
     # ------------------------------------------------------------------------- store
 

@@ -21,7 +21,8 @@ from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import SimScenario, SimViolation, checks, sim_policy
 from elastic_ft.sim.nodes import SimCheckpoint, SimSavedShard
 from elastic_ft.sim.runs import Chaos
-from elastic_ft.sim.sim_worker import Live, SimCopy
+from elastic_ft.sim.sim_keeper import SimCopy
+from elastic_ft.sim.sim_worker import Live
 from elastic_ft.sim.simulation import Simulation
 
 

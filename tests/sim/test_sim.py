@@ -51,8 +51,7 @@ from elastic_ft.sim import (
     simulate,
 )
 from elastic_ft.sim.nodes import Key, ObjectStore
-from elastic_ft.sim.sim_keeper import SimKeeper
-from elastic_ft.sim.sim_worker import SimCopy
+from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "500"))
