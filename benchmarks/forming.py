@@ -28,10 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from elastic_ft.core.box_owners import find_owners
 from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.placement import Cut
-from elastic_ft.core.sharding import Box, ReshardPlan, find_owners, plan_moves
+from elastic_ft.core.sharding import Box, ReshardPlan, plan_moves
 from elastic_ft.core.shares import Share, shares
 from elastic_ft.groups.groups import Groups, Peer
 from elastic_ft.groups.store_links import SealedStore

@@ -20,7 +20,8 @@ from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
 from elastic_ft.core.layouts.costs import Devices, Work
 from elastic_ft.core.layouts.layout import DIMENSIONS, Layout
-from elastic_ft.core.layouts.planner import LayoutPlan, Limits, NoLayout, Previous, best, gb, plans
+from elastic_ft.core.layouts.moved import Previous
+from elastic_ft.core.layouts.planner import LayoutPlan, Limits, NoLayout, best, gb, plans
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
 

@@ -269,14 +269,14 @@ def plan_moves(
     """
     local: list[Copy] = []
     flows: dict[tuple[Holders, Holders, int], list[Sized]] = defaultdict(list)
-    for tensors in _alike(held, wanted):
+    for tensors in cut_alike(held, wanted):
         first = tensors[0]
         for cell in _cells_near(me, first, held.get(first, {}), wanted[first]):
             if cell.is_mine:
                 local += [Copy(tensor, me, me, cell.box) for tensor in tensors]
             if cell.targets:
                 flow = flows[cell.candidates, cell.targets, cell.turn]
-                flow += _sized(tensors, cell.box, itemsize or {})
+                flow += sized(tensors, cell.box, itemsize or {})
     moved = [
         copy
         for (candidates, targets, turn), cells in flows.items()
@@ -299,12 +299,12 @@ def bytes_moved(copies: Iterable[Copy], itemsize: Mapping[str, int] | None = Non
     return sum(c.box.numel * sizes.get(c.tensor, 1) for c in copies if not c.is_local)
 
 
-def _sized(tensors: Iterable[str], box: Box, itemsize: Mapping[str, int]) -> list[Sized]:
+def sized(tensors: Iterable[str], box: Box, itemsize: Mapping[str, int]) -> list[Sized]:
     numel = box.numel
     return [(numel * itemsize.get(tensor, 1), tensor, box) for tensor in tensors]
 
 
-def _alike(*sides: Placement) -> list[list[str]]:
+def cut_alike(*sides: Placement) -> list[list[str]]:
     """The tensors of the last, sorted; those together that are cut alike in all ``sides``."""
     found: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for tensor in sorted(sides[-1]):
@@ -398,7 +398,7 @@ def _share_out(
 ) -> Iterator[Copy]:
     """Of ``cells``, which each of ``targets`` gets from one of ``candidates``, those from or to
     ``me``. The next target begins with the sender after the last one's."""
-    cells.sort(key=_largest_first)
+    cells.sort(key=largest_first)
     dealt: dict[int, list[list[Sized]]] = {}
     for number, target in enumerate(targets, turn):
         if me not in candidates and target != me:
@@ -407,7 +407,7 @@ def _share_out(
         count = len(senders)
         hands = dealt.get(count)
         if hands is None:
-            hands = dealt[count] = _deal(cells, [0] * count)
+            hands = dealt[count] = deal(cells, [0] * count)
         first = number * (len(cells) % count or 1)
         for sender in (me,) if target != me else senders:
             if sender in senders:
@@ -415,7 +415,7 @@ def _share_out(
                 yield from (Copy(tensor, sender, target, box) for _, tensor, box in hand)
 
 
-def _largest_first(cell: Sized) -> tuple[int, str, Box]:
+def largest_first(cell: Sized) -> tuple[int, str, Box]:
     return -cell[0], cell[1], cell[2]
 
 
@@ -429,7 +429,7 @@ def _cheapest(
     return [c for c, each in zip(candidates, costs, strict=True) if each == least]
 
 
-def _deal(cells: Iterable[Sized], loads: Sequence[int]) -> list[list[Sized]]:
+def deal(cells: Iterable[Sized], loads: Sequence[int]) -> list[list[Sized]]:
     """``cells``, the largest first, each to who has least: as many hands as ``loads``."""
     hands: list[list[Sized]] = [[] for _ in loads]
     heap = [(load, hand) for hand, load in enumerate(loads)]
@@ -439,50 +439,3 @@ def _deal(cells: Iterable[Sized], loads: Sequence[int]) -> list[list[Sized]]:
         hands[hand].append(cell)
         heapreplace(heap, (load + cell[0], hand))
     return hands
-
-
-# ------------------------------------------------------------------------- checkpoint owners
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """A box that several may have: ``owner``, one of ``holders``, writes or reads it for all."""
-
-    tensor: str
-    box: Box
-    owner: str
-    holders: Holders
-
-
-def find_owners(
-    me: str, placed: Placement, itemsize: Mapping[str, int] | None = None
-) -> tuple[Owned, ...]:
-    """Of each box that ``me`` has, who writes it: each box once, bytes spread evenly.
-
-    Identical boxes are replicas; other boxes of one tensor are disjoint, which is asserted: every
-    layout here cuts that way. What one holder alone has is counted first, then what the same
-    holders share goes, largest first, to whoever writes least. Empty boxes are written by no one.
-    """
-    sizes = itemsize or {}
-    loads: dict[str, int] = defaultdict(int)
-    owned: list[Owned] = []
-    shared: dict[Holders, list[Sized]] = defaultdict(list)
-    for tensors in _alike(placed):
-        replicas = placed[tensors[0]]
-        pair = overlapping(replicas)
-        assert pair is None, f"{tensors[0]}: {pair[0]} and {pair[1]} overlap, and are no replicas"
-        together = sum(sizes.get(tensor, 1) for tensor in tensors)
-        for box, holders in replicas.items():
-            if len(holders) == 1:
-                loads[holders[0]] += box.numel * together
-            if me not in holders:
-                continue
-            if len(holders) == 1:
-                owned += [Owned(tensor, box, me, holders) for tensor in tensors]
-            else:
-                shared[holders] += _sized(tensors, box, sizes)
-    for holders, cells in shared.items():
-        hands = _deal(sorted(cells, key=_largest_first), [loads[holder] for holder in holders])
-        for owner, hand in zip(holders, hands, strict=True):
-            owned += [Owned(tensor, box, owner, holders) for _, tensor, box in hand]
-    return tuple(sorted(owned, key=attrgetter("tensor", "box")))

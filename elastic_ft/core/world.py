@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from elastic_ft.core.events import Member, NodeId, ResizeRequested, StepApplied
 from elastic_ft.core.layouts.calibration import STEPS_MAX, calibrate
 from elastic_ft.core.layouts.layout import Layout, plan_layout
-from elastic_ft.core.layouts.planner import Limits, NoLayout, Planning, Previous, best
+from elastic_ft.core.layouts.moved import Previous
+from elastic_ft.core.layouts.planner import Limits, NoLayout, Planning, best
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import Turn, is_current
 

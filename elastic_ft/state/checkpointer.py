@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from elastic_ft.core.box_owners import find_owners
 from elastic_ft.core.events import ShardsFailed, ShardsWritten
-from elastic_ft.core.sharding import Box, find_owners
+from elastic_ft.core.sharding import Box
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import cut

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from elastic_ft.core.box_owners import Owned
 from elastic_ft.core.sharding import (
     Box,
     Copy,
-    Owned,
     Piece,
     ReshardPlan,
     StateMissing,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_ft.core.box_owners import find_owners
 from elastic_ft.core.events import CheckpointRef, Holding, Source, Tier
-from elastic_ft.core.sharding import find_owners
 from elastic_ft.engines.base import Engine
 from elastic_ft.errors import (
     CheckpointMismatch,

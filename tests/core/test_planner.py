@@ -22,14 +22,13 @@ from elastic_ft.core.layouts.costs import (
     step_time,
 )
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.moved import Previous, bytes_moved
 from elastic_ft.core.layouts.planner import (
     CHUNKS,
     LayoutPlan,
     Limits,
     NoLayout,
-    Previous,
     best,
-    bytes_moved,
     divisors,
     fill,
     plans,
@@ -310,7 +309,7 @@ def test_among_equals_the_one_that_moves_least_is_taken() -> None:
     free = best(work, there)
     assert plan.bytes_moved is not None
     assert plan.time.total <= 1.03 * free.time.total
-    moved = bytes_moved(work, free, Previous(old, tuple(range(8))))
+    moved = bytes_moved(work, free.layout, free.devices, Previous(old, tuple(range(8))))
     assert plan.bytes_moved <= moved
 
 
@@ -323,7 +322,7 @@ def test_bytes_moved_of_known_moves() -> None:
         used = (new.world_size,)
         time = step_time(work, choice, Interconnect.of(there, used))
         plan = LayoutPlan(choice, memory(work, choice), time, used, there.nodes)
-        return bytes_moved(work, plan, Previous(old, ranks)) / whole
+        return bytes_moved(work, plan.layout, plan.devices, Previous(old, ranks)) / whole
 
     assert moved(Layout(dp_shard=4), Layout(dp_shard=4), (0, 1, 2, 3)) == 0
     assert moved(Layout(dp_replicate=4), Layout(dp_replicate=4), (0, 1, 2, None)) == 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
-from elastic_ft.core.sharding import Copy, Piece, Placement, find_owners, place, plan_moves
+from elastic_ft.core.box_owners import find_owners
+from elastic_ft.core.sharding import Copy, Piece, Placement, place, plan_moves
 
 
 def plan_reshard(

@@ -7,7 +7,7 @@ numbers of stages, shards and replicas that can matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -23,10 +23,10 @@ from elastic_ft.core.layouts.costs import (
     StepTime,
     Work,
     memory,
-    stage_layers,
     step_time,
 )
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.moved import Previous, bytes_moved
 
 NEAR = 1.03  # times the fastest: as good as it
 EXACT_DEVICES = 64  # up to here every number of stages and replicas is tried
@@ -66,14 +66,6 @@ class Planning:
     devices: Devices
     limits: Limits
     memory_bytes: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Previous:
-    """Where the state is now. ``ranks[d]``: the rank that device d had, None for a newcomer."""
-
-    layout: Layout
-    ranks: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +134,9 @@ def plans(
     fastest = ordered[0]
     near = [plan for plan in ordered if plan.time.total <= NEAR * fastest.time.total][:NEAR_MAX]
     if previous is not None:
-        near = [replace(p, bytes_moved=bytes_moved(work, p, previous)) for p in near]
+        near = [
+            replace(p, bytes_moved=bytes_moved(work, p.layout, p.devices, previous)) for p in near
+        ]
     near.sort(key=_preference)
     ranked = (near + ordered[len(near) :])[:top]
     fastest = next(plan for plan in near if plan.choice == fastest.choice)
@@ -354,68 +348,6 @@ def _counts(most: int, micro_batches: int, exact: bool) -> tuple[int, ...]:
     rounds = ceil(micro_batches / most)
     counts |= {ceil(micro_batches / r) for r in range(rounds, rounds + 4)}
     return tuple(sorted((n for n in counts if 1 <= n <= most), reverse=True))
-
-
-# --------------------------------------------------------------------------- bytes moved
-
-
-def bytes_moved(work: Work, plan: LayoutPlan, previous: Previous) -> int:
-    """Estimates what devices lack of their new state: parameters and optimizer.
-
-    The state is taken as a unit cube of (depth, tensor-parallel cut, shard), of which each rank
-    has a box; what a device had itself is not moved. The box planner counts exactly.
-    """
-    model, total = work.model, 0.0
-    before = _Boxes(model, previous.layout)
-    after = _Boxes(model, plan.layout)
-    overlaps: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-    for rank, device in enumerate(plan.devices):
-        old = previous.ranks[device]
-        total += after.volume(rank)
-        if old is None:
-            continue
-        pair = after.cell(rank), before.cell(old)
-        if pair not in overlaps:
-            overlaps[pair] = _overlap(after.box(pair[0]), before.box(pair[1]))
-        total -= overlaps[pair]
-    return round(total * work.state_bytes)
-
-
-Interval = tuple[float, float]
-
-
-class _Boxes:
-    """Which part of the unit cube each rank of a layout holds."""
-
-    def __init__(self, model: ModelShape, layout: Layout) -> None:
-        self.layout = layout
-        layers = stage_layers(model, layout.pp)
-        self.stops = [done / model.layers for done in accumulate(layers, initial=0)]
-
-    def cell(self, rank: int) -> tuple[int, int, int]:
-        at = self.layout.coordinates(rank)
-        return at.pp, at.tp, at.dp_shard
-
-    def box(self, cell: tuple[int, ...]) -> tuple[Interval, Interval, Interval]:
-        pp, tp, shard = cell
-        tps, shards = self.layout.tp, self.layout.dp_shard
-        return (
-            (self.stops[pp], self.stops[pp + 1]),
-            (tp / tps, (tp + 1) / tps),
-            (shard / shards, (shard + 1) / shards),
-        )
-
-    def volume(self, rank: int) -> float:
-        pp = self.layout.coordinates(rank).pp
-        depth = self.stops[pp + 1] - self.stops[pp]
-        return depth / self.layout.tp / self.layout.dp_shard
-
-
-def _overlap(a: Iterable[Interval], b: Iterable[Interval]) -> float:
-    volume = 1.0
-    for (a_start, a_stop), (b_start, b_stop) in zip(a, b, strict=True):
-        volume *= max(0.0, min(a_stop, b_stop) - max(a_start, b_start))
-    return volume
 
 
 # ---------------------------------------------------------------------------------- words
