@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
 
 import yaml
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, Superseded, redacted
-from elastic_ft.observe import handover, resize_request, scratch, segments
+from elastic_ft.observe import files, handover, resize_request, scratch, segments
 from elastic_ft.observe.alive import NAME as ALIVE
 from elastic_ft.observe.lines import count_lines, local_path
 from elastic_ft.observe.run_reader import last_generation, read_lines
@@ -33,25 +31,10 @@ __all__ = ["RunFolder", "count_lines", "last_generation", "read_lines"]
 MIRROR_EVERY_S = 5.0
 MIRROR_BYTES_PER_S = 4 << 20  # at most, on average
 INBOX_BYTES = 16 << 20  # then inbox.jsonl begins anew, with a snapshot of the core's state
-PRIVATE = ("job.yaml", "inbox.jsonl")
-ASIDE_MAX = 4  # older versions of a file whose steps were voided
 RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
 # Files that go up together are of one moment.
 UPLOADS = (("job.yaml",), ("events.jsonl",), ("inbox.jsonl",), RECORD, ("result.json",))
 FILES = (*(name for names in UPLOADS for name in names), ALIVE)
-
-
-class Stamp(NamedTuple):
-    """What tells a file from what it was before."""
-
-    changed_ns: int
-    size: int
-    inode: int
-    replaced: int  # how often its beginning was
-
-
-def stamp_of(status: os.stat_result, replaced: int = 0) -> Stamp:
-    return Stamp(status.st_mtime_ns, status.st_size, status.st_ino, replaced)
 
 
 class RunFolder:
@@ -75,13 +58,13 @@ class RunFolder:
         self._lock, self._uploading = threading.Lock(), threading.Lock()
         self._sequence = self._inbox_bytes = self._sent_bytes = 0
         self._stop_mirror = threading.Event()
-        self._mirrored: dict[str, Stamp] = {}
+        self._mirrored: dict[str, files.Stamp] = {}
         self._replaced = dict.fromkeys(segments.NUMBERS, 0)  # how often
         self._mirrors = {
             name: segments.Mirror(self._store, name, self._check_claim, segment_bytes)
             for name in segments.NUMBERS
         }
-        self._request_seen: Stamp | None = None
+        self._request_seen: files.Stamp | None = None
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
         self._has_result = False
@@ -99,8 +82,8 @@ class RunFolder:
             return
         for name in RECORD:
             if (self.path / name).exists():
-                _sync(self.path / name)
-        _sync(self.path)
+                files.sync(self.path / name)
+        files.sync(self.path)
 
     def take_over(self, run: str, job: str, renamed: bool = False) -> tuple[str, ...]:
         """This is controller ``run``'s now. Returns the runs here that did not end.
@@ -116,11 +99,12 @@ class RunFolder:
             )
         if self._remote:
             self._fetch()
-            for work in (self._mirror_always, self._attend_always):
-                self._threads.append(threading.Thread(target=work, daemon=True))
-                self._threads[-1].start()
+            works = (self._mirror_always, self._attend_always)
+            self._threads = [threading.Thread(target=work, daemon=True) for work in works]
+            for thread in self._threads:
+                thread.start()
         else:
-            segments.join_copies(self.path, _replace)
+            segments.join_copies(self.path, files.replace)
         self._sequence = count_lines(self.path / "events.jsonl")
         inbox = self.path / "inbox.jsonl"
         self._inbox_bytes = inbox.stat().st_size if inbox.exists() else 0
@@ -130,7 +114,7 @@ class RunFolder:
 
     def write_job(self, job: dict[str, Any]) -> None:
         """Readable for its owner alone: kwargs and data URLs may be private."""
-        _replace(self.path / "job.yaml", yaml.safe_dump(job, sort_keys=False).encode())
+        files.replace(self.path / "job.yaml", yaml.safe_dump(job, sort_keys=False).encode())
 
     def recorded_job(self) -> dict[str, Any]:
         """The job of the run before this one; {} if there was none, or it can't be read."""
@@ -145,14 +129,8 @@ class RunFolder:
     ) -> dict[str, Any]:
         """Appends one line to events.jsonl and returns it (I8)."""
         with self._lock:
-            line = {
-                "at_s": round(at_s, 6),
-                "seq": self._sequence,
-                "generation": generation,
-                "event": event,
-                "reason": redacted(reason),
-                **fields,
-            }
+            line = {"at_s": round(at_s, 6), "seq": self._sequence, "generation": generation}
+            line |= {"event": event, "reason": redacted(reason), **fields}
             self._sequence += 1
             self._append("events.jsonl", line)
         return line
@@ -172,21 +150,15 @@ class RunFolder:
             self._close_file("inbox.jsonl")
             begun = {"type": "Snapshot", "at_s": at_s, "seq": self._sequence, "state": state}
             lines = "".join(json.dumps(line) + "\n" for line in (policy, begun))
-            _replace(self.path / "inbox.jsonl", lines.encode())
+            files.replace(self.path / "inbox.jsonl", lines.encode())
             self._inbox_bytes = 0
 
     def record_step(self, line: dict[str, Any], sample_ids: list[int] | None) -> None:
         """Appends a committed step, after its ledger line: a step line has its samples."""
         with self._lock:
             if sample_ids is not None:
-                self._append(
-                    "ledger.jsonl",
-                    {
-                        "step": line["step"],
-                        "generation": line["generation"],
-                        "samples": sample_ids,
-                    },
-                )
+                audit = {key: line[key] for key in ("step", "generation")}
+                self._append("ledger.jsonl", {**audit, "samples": sample_ids})
             self._append("steps.jsonl", line)
 
     @property
@@ -226,13 +198,11 @@ class RunFolder:
 
     def last_line(self) -> dict[str, Any]:
         """Of steps.jsonl; {} if it has none."""
-        lines = read_lines(self.path / "steps.jsonl")
-        return lines[-1] if lines else {}
+        return next(reversed(read_lines(self.path / "steps.jsonl")), {})
 
     def computed_by(self) -> dict[int, int]:
         """Of the steps recorded, the generation that computed each."""
-        lines = read_lines(self.path / "steps.jsonl")
-        return {line["step"]: line["generation"] for line in lines}
+        return {e["step"]: e["generation"] for e in read_lines(self.path / "steps.jsonl")}
 
     def truncate(self, step: int) -> None:
         """Voids the lines of steps after ``step``, and torn last lines.
@@ -242,30 +212,22 @@ class RunFolder:
         with self._lock:
             for name in ("steps.jsonl", "ledger.jsonl"):
                 self._close_file(name)
-                path = self.path / name
-                if path.exists():
-                    lines = read_lines(path)
-                    kept = [line for line in lines if line["step"] <= step]
-                    if len(kept) < len(lines):
-                        _set_aside(path)
-                    _replace(path, "".join(line_of(line) for line in kept).encode())
+                if (self.path / name).exists():
+                    files.void_after(self.path / name, step)
                     self._replaced[name] += 1
 
     def repair(self) -> None:
         """Drops a torn last line of the journals, left by a controller that died writing."""
         with self._lock:
             for name in ("events.jsonl", "inbox.jsonl"):
-                path = self.path / name
-                if path.exists() and not path.read_bytes().endswith(b"\n"):
-                    text = path.read_bytes()
-                    _replace(path, text[: text.rfind(b"\n") + 1])
-                    if name in self._replaced:
-                        self._replaced[name] += 1
+                if files.drop_torn_line(self.path / name) and name in self._replaced:
+                    self._replaced[name] += 1
         self._sequence = count_lines(self.path / "events.jsonl")
 
     def write_result(self, result: dict[str, Any]) -> None:
         self.check_owner()
-        _replace(self.path / "result.json", (json.dumps(_finite(result), indent=2) + "\n").encode())
+        text = json.dumps(files.finite(result), indent=2) + "\n"
+        files.replace(self.path / "result.json", text.encode())
         self._has_result = True
 
     @contextlib.contextmanager
@@ -306,9 +268,7 @@ class RunFolder:
         """What a full disk does not take, be it half a line, is written the next time."""
         file = self._files.get(name)
         if file is None:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-            descriptor = _opener(name)(str(self.path / name), flags)
-            file = self._files[name] = os.fdopen(descriptor, "ab", buffering=0)
+            file = self._files[name] = files.open_to_append(self.path / name)
         rest = "".join(self._unwritten.pop(name)).encode()
         try:
             while rest:
@@ -319,7 +279,7 @@ class RunFolder:
 
     def _append(self, name: str, line: dict[str, Any]) -> int:
         """Returns the bytes to be written."""
-        written = line_of(line)
+        written = files.line_of(line)
         self._unwritten.setdefault(name, []).append(written)
         if not self._is_patient:
             self._flush()
@@ -352,7 +312,7 @@ class RunFolder:
         """What was asked for since the last look. Raises ValueError if it makes no sense."""
         path = self.path / resize_request.NAME
         try:
-            stamp = stamp_of(path.stat())
+            stamp = files.stamp_of(path.stat())
             if stamp == self._request_seen:
                 return None
             self._request_seen = stamp
@@ -387,11 +347,11 @@ class RunFolder:
             self.mirror_error = str(error)
 
     def _fetch_request(self) -> None:
-        """From a remote folder: there is nothing to be told by."""
+        """From a remote folder: nobody tells this one of it."""
         for name in (resize_request.NAME, handover.NAME):
             path, content = self.path / name, self._get(name)
             if content is not None and (not path.exists() or path.read_bytes() != content):
-                _replace(path, content)
+                files.replace(path, content)
 
     # --------------------------------------------------------------- mirroring
 
@@ -460,15 +420,15 @@ class RunFolder:
                 if file is not None:
                     self._upload_one(name, *file)
 
-    def _open(self, name: str, opened: contextlib.ExitStack) -> tuple[BinaryIO, Stamp] | None:
+    def _open(self, name: str, opened: contextlib.ExitStack) -> tuple[BinaryIO, files.Stamp] | None:
         """None where there is no such file."""
         try:
             file = opened.enter_context((self.path / name).open("rb"))
         except FileNotFoundError:
             return None
-        return file, stamp_of(os.fstat(file.fileno()), self._replaced.get(name, 0))
+        return file, files.stamp_of(os.fstat(file.fileno()), self._replaced.get(name, 0))
 
-    def _upload_one(self, name: str, file: BinaryIO, stamp: Stamp) -> None:
+    def _upload_one(self, name: str, file: BinaryIO, stamp: files.Stamp) -> None:
         before = self._mirrored.get(name)
         if before == stamp:
             return
@@ -485,60 +445,3 @@ class RunFolder:
     def _check_claim(self) -> None:
         if self._claim is not None:
             self._claim.check()
-
-
-def _set_aside(path: Path) -> None:
-    """Copies a file to ``name.<n>.jsonl`` beside it, n counting up, and drops old copies."""
-    numbered = {
-        int(old.suffixes[-2][1:]): old
-        for old in path.parent.glob(f"{path.stem}.*{path.suffix}")
-        if old.suffixes[-2][1:].isdecimal()
-    }
-    number = max(numbered, default=0) + 1
-    shutil.copyfile(path, path.with_suffix(f".{number}{path.suffix}"))
-    for old in sorted(numbered)[: max(0, len(numbered) + 1 - ASIDE_MAX)]:
-        numbered[old].unlink()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Whole or not at all, also where the power fails."""
-    swap = path.with_suffix(".tmp")
-    swap.unlink(missing_ok=True)
-    with open(swap, "wb", opener=_opener(path.name)) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    swap.replace(path)
-
-
-def _opener(name: str) -> Callable[[str, int], int]:
-    """What is nobody else's business is readable by the owner alone."""
-    mode = 0o600 if name in PRIVATE else 0o666
-    return lambda path, flags: os.open(path, flags, mode)
-
-
-def _sync(path: Path) -> None:
-    """The file's content, or the folder's entries, are on the disk from now on."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def line_of(values: dict[str, Any]) -> str:
-    """One line of JSON, which has no NaN and no infinities: they are null."""
-    try:
-        return json.dumps(values, allow_nan=False) + "\n"
-    except ValueError:
-        return json.dumps(_finite(values), allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -18,7 +18,8 @@ import pytest
 
 from elastic_ft.errors import StoreFailed, Superseded
 from elastic_ft.observe import alive, handover, run_folder
-from elastic_ft.observe.run_folder import ASIDE_MAX, RunFolder, read_lines
+from elastic_ft.observe.files import ASIDE_MAX
+from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend, Bytes
 from elastic_ft.storage.store import open_store
