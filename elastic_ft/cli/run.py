@@ -152,7 +152,9 @@ def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: 
     from elastic_ft.controller.controller import Controller
     from elastic_ft.hosts.local import LocalHost
     from elastic_ft.observe.run_folder import RunFolder
+    from elastic_ft.transport.title import set_title
 
+    set_title("ef-controller")
     slots = where.cpus_per_node
     host = LocalHost({f"n{i}": slots for i in range(where.nodes)})
     with by.injected(extensions.faults().ProcessNodes(host, slots)):

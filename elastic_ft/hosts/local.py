@@ -35,6 +35,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.faults import PointFault
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.transport.title import set_title
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import VISIBLE, gpus_of_machine, one_gpu
 
@@ -342,6 +343,7 @@ def _worker_process(
     parent: int,
 ) -> None:
     _follow(parent, environment)
+    set_title(f"ef-worker {worker}")
     from elastic_ft.worker.worker import member_here, run_worker
 
     run_worker(address, key, member_here(worker, node, os.uname().nodename))
@@ -356,6 +358,7 @@ def _keeper_process(
     parent: int,
 ) -> None:
     _follow(parent, environment, to_death=False)  # it saves what it has first, and ends
+    set_title(f"ef-keeper {node}")
     from elastic_ft.keeper.keeper import run_keeper
 
     with contextlib.suppress(EOFError, OSError):  # the controller was gone before it was reached

@@ -3,7 +3,7 @@
     data -> forward, backward -> [snapshot of the last step complete] -> agree -> optimizer
          -> report -> start this step's snapshot -> boundary
 
-``agree`` is one small all-reduce in host memory: loss, tokens, the gradients' norm, and whether
+``agree`` is one small collective in host memory: loss, tokens, the gradients' norm, and whether
 anyone was asked to pause or stop, so that all members stop after the same step. It is the step's
 last collective. Once it has passed, nothing between it and the boundary can keep a healthy member
 from applying the step; who fails before it has not applied it (I4).
@@ -17,16 +17,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.events import RecordStep, StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.data.prefetch import Prefetcher
-from elastic_ft.engines.base import Engine, MicroBatch
+from elastic_ft.engines.base import Engine, MicroBatch, Update
 from elastic_ft.engines.learning_rates import learning_rate
 from elastic_ft.errors import GroupBroken
 from elastic_ft.faults import Points
@@ -35,6 +32,7 @@ from elastic_ft.state.checkpointer import Checkpointer, Owned
 from elastic_ft.state.digest import state_digest
 from elastic_ft.state.snapshot import Schema, Snapshots
 from elastic_ft.transport.control import Note
+from elastic_ft.worker.agreement import Agreed, places, sum_over_members
 from elastic_ft.worker.layer_timer import LayerTimer
 
 UPLOAD_POLL_S = 0.1
@@ -97,16 +95,6 @@ class Tools:
     checkpointed_step: int = 0  # the newest step with a checkpoint, committed or begun here
 
 
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """Of one step, over all members."""
-
-    loss: float  # mean per token
-    tokens: int
-    squares: float  # of the gradients' norm
-    sample_ids: list[int]  # that were consumed; none are known without ``audit``
-
-
 class Spent:
     """What the training thread waited for since the last step was reported, in seconds."""
 
@@ -141,6 +129,7 @@ class Loop:
         self.order = DataOrder(self.job.seed, len(tools.data.train))
         layout = self.groups.assignment.layout
         assert self.groups.rank is not None
+        self._layout = str(layout)
         self.data_rank = layout.data_rank(self.groups.rank)
         self.dealt = deal(self.job.batch.micro_batches, layout.data_parallel_size)
         self.holds = self.groups.assignment.holds
@@ -181,7 +170,34 @@ class Loop:
 
     def _one_step(self) -> Step:
         began = time.perf_counter()
-        number, points, spent = self.step + 1, self.tools.points, self._spent
+        number, points = self.step + 1, self.tools.points
+        agreed = self._compute(number)
+        update = self.engine.apply(number, agreed.tokens, agreed.squares, points)
+        self.step = number  # from here on the live state is that of this step
+        points("after_optimizer")
+        metrics = self._report(agreed, update, began)
+        with self._spent.on("save_s"):
+            checkpointed = self._keep(number)
+        eval_loss = self._evaluate_if_due(number)
+        self._step_s = time.perf_counter() - began
+        return Step(
+            number=number,
+            loss=agreed.loss,
+            learning_rate=metrics["lr"],
+            grad_norm=update.grad_norm,
+            tokens=agreed.tokens,
+            step_time_s=metrics["step_time_s"],
+            generation=self._generation,
+            world_size=self.groups.world_size,
+            rank=self.groups.rank or 0,
+            eval_loss=eval_loss,
+            checkpointed=checkpointed,
+            last=number == self.job.steps,
+        )
+
+    def _compute(self, number: int) -> Agreed:
+        """Up to the agreement, the step's last collective: the gradients are here."""
+        points, spent, snapshots = self.tools.points, self._spent, self.tools.snapshots
         points.begin(number)
         if self._pace is not None:
             self._pace.begin()
@@ -191,62 +207,45 @@ class Loop:
         loss, tokens = self.engine.run_batch(number, micro_batches, points)
         squares = self.engine.square_norm()
         with spent.on("save_s"):
-            self.tools.snapshots.wait(self.groups.deadline())
-        cost_s = self.tools.snapshots.take_cost_s()
+            snapshots.wait(self.groups.deadline())
+        cost_s = snapshots.take_cost_s()
         consumed = self._consumed(micro_batches)
         agreed = self._agree(loss, tokens, squares, cost_s, consumed)
-        loss, tokens, sample_ids = agreed.loss, agreed.tokens, agreed.sample_ids
-        self.tools.snapshots.drop_before(self.tools.snapshots.newest())
-        update = self.engine.apply(number, tokens, agreed.squares, points)
-        self.step = number  # from here on the live state is that of this step
-        points("after_optimizer")
-        applied_at_s = time.time()
-        rate = learning_rate(self.job.optimizer, self.job.steps, number)
+        snapshots.drop_before(snapshots.newest())
+        return agreed
+
+    def _report(self, agreed: Agreed, update: Update, began: float) -> dict[str, Any]:
+        """Tells of the step that has just been applied. Returns its metrics."""
+        number, at_s = self.step, time.time()
         metrics: dict[str, Any] = {
-            "loss": loss,
-            "lr": rate,
+            "loss": agreed.loss,
+            "lr": learning_rate(self.job.optimizer, self.job.steps, number),
             "grad_norm": update.grad_norm,
-            "tokens": tokens,
+            "tokens": agreed.tokens,
             "step_time_s": round(time.perf_counter() - began, 6),
-            "applied_at_s": round(applied_at_s, 6),
+            "applied_at_s": round(at_s, 6),
         }
         if update.skipped:
             metrics["skipped"] = True
             self._note_skip(number, update.note)
-        if sample_ids:
-            metrics["sample_ids"] = sample_ids
-        world, layout = self.groups.world_size, str(self.groups.assignment.layout)
-        self.tools.snapshots.note_step(RecordStep(number, self._generation, world, layout, metrics))
+        if agreed.sample_ids:
+            metrics["sample_ids"] = agreed.sample_ids
+        world = self.groups.world_size
+        line = RecordStep(number, self._generation, world, self._layout, metrics)
+        self.tools.snapshots.note_step(line)
         self._send(
             StepApplied(
-                applied_at_s,
+                at_s,
                 self.tools.worker,
                 self._generation,
                 number,
                 metrics,
                 pace_s=self._pace.take() if self._pace is not None else 0.0,
                 took_s=metrics["step_time_s"],
-                spent=spent.take(),
+                spent=self._spent.take(),
             )
         )
-        with spent.on("save_s"):
-            checkpointed = self._keep(number)
-        eval_loss = self._evaluate_if_due(number)
-        self._step_s = time.perf_counter() - began
-        return Step(
-            number=number,
-            loss=loss,
-            learning_rate=rate,
-            grad_norm=update.grad_norm,
-            tokens=tokens,
-            step_time_s=metrics["step_time_s"],
-            generation=self._generation,
-            world_size=self.groups.world_size,
-            rank=self.groups.rank or 0,
-            eval_loss=eval_loss,
-            checkpointed=checkpointed,
-            last=number == self.job.steps,
-        )
+        return metrics
 
     @property
     def _generation(self) -> int:
@@ -289,10 +288,9 @@ class Loop:
         asked, self.flags.checkpoint = self.flags.checkpoint, False
         wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
         values = [loss, float(tokens), squares, *wishes, cost_s, self._step_s, *consumed]
-        packed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(packed)
-        total, count, squares, pause, stop, checkpoint, cost, step, *samples = packed.tolist()
         world, holding = self.groups.world_size, self.groups.assignment.holding
+        summed = sum_over_members(values, world)
+        total, count, squares, pause, stop, checkpoint, cost, step, *samples = summed
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
             self._note_cadence()
@@ -370,11 +368,10 @@ class Loop:
             return None
         self.tools.points("data")
         loss, tokens = self.engine.evaluate(self._eval_batches(number, held_out))
-        packed = torch.tensor([loss, float(tokens)], dtype=torch.float64)
-        dist.all_reduce(packed)
-        mean = float(packed[0] / packed[1].clamp(min=1))
+        total, count = sum_over_members([loss, float(tokens)], self.groups.world_size)
+        mean = total / max(count, 1.0)
         if self.groups.rank == 0:
-            fields = {"step": number, "loss": mean, "tokens": int(packed[1])}
+            fields = {"step": number, "loss": mean, "tokens": int(count)}
             reason = f"held-out loss after step {number}"
             self._send(Note(self.tools.worker, self._generation, "evaluated", reason, fields))
         return mean
@@ -433,17 +430,3 @@ class Loop:
             if self.flags.pause:
                 return False
         return True
-
-
-def places(
-    micro_batches: list[MicroBatch], global_batch_size: int, micro_batch_size: int
-) -> list[int]:
-    """For each place in the global batch: 1 + the id of the sample that these micro-batches
-    brought to it, as the loader read it, or 0. The sum over all members says which it was (I2)."""
-    consumed = [0] * global_batch_size
-    for micro_batch in micro_batches:
-        if micro_batch.weight:
-            first = micro_batch.number * micro_batch_size
-            ids = [1 + sample for sample in micro_batch.ids]
-            consumed[first : first + len(ids)] = ids
-    return consumed

@@ -8,7 +8,7 @@ import hmac
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -51,12 +51,13 @@ from elastic_ft.worker.same_data import check_same_data, data_in_words
 from elastic_ft.worker.training_thread import TrainingThread
 from elastic_ft.worker.trouble import Trouble
 
+Steps = Generator[Step, None, None]
 STUCK = 70  # exit code of a worker whose snapshots never end (EX_SOFTWARE)
 READS_PER_FORMING = 3  # a silent store is found out before forming is given up
 
 
 class Worker:
-    """One rank's process, from its start to its release: ``steps`` is its life.
+    """One rank's process, from its start to its release: ``steps`` (or ``run``) is its life.
 
     Five threads and who writes what:
         the caller's, which iterates over ``steps``: answers pauses, tells what broke. It writes
@@ -115,12 +116,21 @@ class Worker:
 
         Raises ControllerLost, and UsageError of what can't be prepared.
         """
+        yield from self._live_through(lambda steps: steps)
+
+    def run(self) -> None:
+        """The same, where nobody looks at the steps: no thread is woken for each of them."""
+        for _ in self._live_through(_unseen):
+            pass
+
+    def _live_through(self, shown: Callable[[Steps], Steps]) -> Iterator[Step]:
         self._line.iterated = True
         tools = self._prepare()
         while (form := self._next_form()) is not None:
             error: BaseException | None = None
             try:
-                yield from self._training.run(self._generation(tools, form), self._broken_for_good)
+                generation = shown(self._generation(tools, form))
+                yield from self._training.run(generation, self._broken_for_good)
                 self._line.await_over()
             except GeneratorExit:
                 raise
@@ -130,8 +140,8 @@ class Worker:
                 if isinstance(error, ControllerLost):
                     raise error
                 if error is not None:
-                    generation, restored = form.assignment.generation, self._loop is not None
-                    self._trouble.explain(generation, error, restored=restored)
+                    number, restored = form.assignment.generation, self._loop is not None
+                    self._trouble.explain(number, error, restored=restored)
             finally:
                 self._training.call(partial(self._retreat, tools))
             del error
@@ -167,7 +177,7 @@ class Worker:
                     case Leave():
                         return None
 
-    def _generation(self, tools: Tools, form: Form) -> Iterator[Step]:
+    def _generation(self, tools: Tools, form: Form) -> Steps:
         """Forms, restores and trains. Raises whatever breaks it."""
         began, assignment, points = time.perf_counter(), form.assignment, self._points
         tools.checkpointed_step = form.checkpointed_step
@@ -378,8 +388,7 @@ def run_worker(
     _current = worker
     try:
         if train_loop is None:
-            for _ in worker.steps():
-                pass
+            worker.run()
         else:
             train_loop()
             worker.check_iterated()
@@ -414,6 +423,12 @@ def current_step() -> int:
 
 def member_here(worker: str, node: str, host: str, raylet_pid: int | None = None) -> Member:
     return Member(worker, node, host, os.getpid(), raylet_pid)
+
+
+def _unseen(steps: Steps) -> Steps:
+    for _ in steps:
+        pass
+    yield from ()
 
 
 def _nothing() -> None:

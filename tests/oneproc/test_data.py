@@ -29,7 +29,7 @@ from elastic_ft.data.dataset import DataBundle, Dataset, Prefetcher, open_datase
 from elastic_ft.data.prefetch import Loaded
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.errors import DataError, GroupBroken, ModelError, StorageError
-from elastic_ft.worker.loop import places
+from elastic_ft.worker.agreement import places
 from elastic_ft.worker.same_data import check_data_of_run, data_in_words
 
 DOCUMENTS = [
