@@ -9,6 +9,7 @@ from elastic_ft.core.events import (
     UNREACHABLE,
     Assignment,
     RecordStep,
+    Restoring,
     Resumed,
     SourceRefused,
     StepApplied,
@@ -21,6 +22,8 @@ from elastic_ft.sim.nodes import Lineage
 from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_keeper import SimKeeper
 from elastic_ft.sim.sim_worker import Live, SimWorker, WorkerWorld
+
+RESTORING_EVERY_S = 3.0  # a worker says that bytes of its state come
 
 
 class GroupWorld(WorkerWorld, Protocol):
@@ -125,10 +128,22 @@ class Group:
             return
         for rank, worker in enumerate(self.members):
             self._overwrite_in_place(rank, worker)
-        self.world.after(
-            self.world.rng.choice((0.05, self.world.rng.uniform(0.1, 3.0))),
-            lambda: self._moved(lineage),
-        )
+        after_s = self.world.rng.choice((0.05, self.world.rng.uniform(0.1, RESTORING_EVERY_S)))
+        self._receive_bytes(max(after_s, self.world.scenario.restore_s), lineage)
+
+    def _receive_bytes(self, left_s: float, lineage: Lineage) -> None:
+        """Where it takes long, each member tells again and again that bytes come."""
+        if left_s <= RESTORING_EVERY_S:
+            self.world.after(left_s, lambda: self._moved(lineage))
+            return
+
+        def tell() -> None:
+            for worker in self.all.values():
+                if self._works(worker):
+                    worker.send(Restoring(self.world.now_s, worker.id, self.generation, 1))
+            self._receive_bytes(left_s - RESTORING_EVERY_S, lineage)
+
+        self.world.after(RESTORING_EVERY_S, tell)
 
     def _unread(self) -> list[WorkerId]:
         """Who can't read the store, of those who are to."""

@@ -111,6 +111,7 @@ class SimScenario:
     keepers: bool = True
     snapshot_every: int = 1
     copy_s: float = 0.3  # that copying a snapshot takes at most
+    restore_s: float = 0.0  # that getting the state takes at least; its bytes come all the while
     checkpoint_every: int = 5
     faults: tuple[SimFault, ...] = ()
     latency_s: float = 0.02

@@ -51,6 +51,7 @@ from elastic_ft.sim import (
     simulate,
 )
 from elastic_ft.sim.nodes import Key, ObjectStore
+from elastic_ft.sim.scenario import POLICY
 from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
@@ -229,6 +230,33 @@ def test_a_keeper_line_that_ends_is_no_keepers_copy_and_holds_up_nothing(
         assert simulate(scenario).fired["lose_keeper_line"] == 2
     monkeypatch.setitem(membership.handlers, events.Unkept, lambda turn, event: None)
     assert failures(scenarios)  # nobody tells: what is not held is awaited for ever
+
+
+def slow_restore(seed: int) -> SimScenario:
+    """Getting the state takes several times as long as forming may; somebody dies, perhaps then."""
+    faults = (
+        SimFault("crash_worker", 3, "running", seed % 10 / 10, seed, 1.0),
+        SimFault("crash_node", 3, "forming", 11.0, seed % 2, 9.0),
+    )
+    return SimScenario(
+        seed=seed,
+        policy=sim_policy(1, 4, strategy=STRATEGIES[seed % 3], max_generations_without_progress=8),
+        nodes=4,
+        workers_per_node=1,
+        steps=8,
+        restore_s=3 * POLICY.form_timeout_s,
+        faults=faults,
+    )
+
+
+def test_who_restores_for_long_is_waited_for_while_bytes_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenarios = [slow_restore(seed) for seed in range(30)]
+    assert not failures(scenarios)
+    assert simulate(scenarios[0]).fired["crash_worker"] == 1
+    monkeypatch.setitem(membership.handlers, events.Restoring, lambda turn, event: None)
+    assert len(failures(scenarios)) == len(scenarios)  # no generation ever forms
 
 
 def hushed_keepers(seed: int) -> SimScenario:
