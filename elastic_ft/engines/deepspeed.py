@@ -32,6 +32,7 @@ from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import (
     DTYPES,
     FirstGradients,
+    Terms,
     checkpoint_activations,
     inside,
     plain_name,
@@ -272,7 +273,7 @@ class DeepSpeedEngine:
         factor *= self._loss_scale.factor
         if self.stage:
             engine.optimizer.override_loss_scale(1.0)
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), Terms()
         self._first_gradients.watch(reach, self._blocks)
         for index, micro_batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
@@ -285,8 +286,8 @@ class DeepSpeedEngine:
                 engine.backward(loss * (factor * micro_batch.weight), scale_wrt_gas=False)
             if micro_batch.weight:
                 total += loss.detach().double()
-                tokens += int(count)
-        return float(total), tokens
+                tokens.add(count)
+        return float(total), tokens.total()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._compute_dtype is not torch.float32:
@@ -360,7 +361,7 @@ class DeepSpeedEngine:
         return norm
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, Terms()
         self._engine.eval()
         try:
             with torch.no_grad(), self._autocast():
@@ -369,10 +370,10 @@ class DeepSpeedEngine:
                     loss, count = loss_sum(self._engine, data)
                     if micro_batch.weight:
                         total += float(loss)
-                        tokens += int(count)
+                        tokens.add(count)
         finally:
             self._engine.train()
-        return total, tokens
+        return total, tokens.total()
 
 
 # ------------------------------------------------------------------------------- helpers

@@ -77,7 +77,8 @@ def lay_out(
         named[name].copy_(value)
     persistent = {plain_name(name) for part in parts for name in part.state_dict()}
     parameters, staged = _parameters(parts), groups is not None and _layout(groups).pp > 1
-    kept = OptimizerState(partial(make_optimizer, job.optimizer), parameters, staged=staged)
+    make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
+    kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
     laid_out = LaidOut(parts, blocks, parameters, buffers, kept)
     if groups is not None and staged:

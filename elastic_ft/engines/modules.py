@@ -102,6 +102,26 @@ class FirstGradients:
             self._handles.pop().remove()
 
 
+class Terms:
+    """How many terms losses had: what is on the device is added up there, and asked for once."""
+
+    def __init__(self) -> None:
+        self._here = 0
+        self._there: torch.Tensor | None = None
+
+    def add(self, count: torch.Tensor | int) -> None:
+        if not isinstance(count, torch.Tensor):
+            self._here += count
+        elif self._there is None:
+            self._there = count
+        else:
+            self._there = self._there + count
+
+    def total(self) -> int:
+        """Waits for the device if it counted."""
+        return self._here + (0 if self._there is None else int(self._there))
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's, of a DTensor; of any other, all."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -29,7 +29,7 @@ from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
 from elastic_ft.engines.loss_scale import LossScale
-from elastic_ft.engines.modules import DTYPES, FirstGradients, inside, seed_for, to_device
+from elastic_ft.engines.modules import DTYPES, FirstGradients, Terms, inside, seed_for, to_device
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import Pipeline, micro_batches_to_run
 from elastic_ft.faults import Reach
@@ -234,7 +234,7 @@ class NativeEngine:
         # Gradients are averaged over ranks: the factor makes their sum the mean over tokens.
         ranks = self._groups.assignment.layout.data_parallel_size
         factor = ranks / self._nominal_tokens * self._loss_scale.factor
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), Terms()
         self._watch_first_gradients(reach)
         model = self._model
         if model.pipeline is not None:
@@ -253,8 +253,8 @@ class NativeEngine:
                 buffer.copy_(before)
             if micro_batch.weight:
                 total += loss.detach().double()
-                tokens += int(count)
-        return self._counted(float(total), tokens)
+                tokens.add(count)
+        return self._counted(float(total), tokens.total())
 
     def _run_pipeline(
         self,
@@ -362,7 +362,7 @@ class NativeEngine:
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         parts, pipeline = self._model.parts, self._model.pipeline
-        total, tokens = 0.0, 0
+        total, tokens = 0.0, Terms()
         for part in parts:
             part.eval()
         try:
@@ -373,11 +373,11 @@ class NativeEngine:
                     loss, count = loss_sum(parts[0], to_device(micro_batch.data, self.device))
                     if micro_batch.weight:
                         total += float(loss)
-                        tokens += int(count)
+                        tokens.add(count)
         finally:
             for part in parts:
                 part.train()
-        return self._counted(total, tokens)
+        return self._counted(total, tokens.total())
 
 
 # ------------------------------------------------------------------------------- helpers

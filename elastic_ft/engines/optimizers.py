@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,15 +14,21 @@ from elastic_ft.engines.learning_rates import grouped
 from elastic_ft.engines.optimizer_state import materialise
 from elastic_ft.errors import ConfigError
 
+WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}  # of torch's Adam
 LOCAL_OPTIMIZERS = ("adamw", "adam", "sgd")  # their steps have no collective
 
 
 def make_optimizer(
-    config: OptimizerConfig, parameters: dict[str, nn.Parameter]
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Returns the optimizer of ``parameters``, which have their names in the whole model."""
+    """Returns the optimizer of ``parameters``, which have their names in the whole model.
+
+    ``fused``: Adam and AdamW in one kernel, unless the job says how they are to step.
+    """
     groups = grouped(config, parameters)
     adam = {"lr": config.lr, "betas": config.betas, "eps": config.eps, **config.kwargs}
+    if fused and not WAYS_TO_STEP & config.kwargs.keys():
+        adam["fused"] = True
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **adam)
     if config.name == "adam":

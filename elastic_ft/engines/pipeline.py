@@ -249,10 +249,21 @@ class Pipeline:
         return x if self.has_last else None
 
 
+def check_batch(batch: Any) -> None:
+    """Raises ConfigError for a micro-batch that stages can't take: masks and positions would have
+    to go from each to the next."""
+    if not isinstance(batch, dict) or "tokens" not in batch:
+        found = f"a {type(batch).__name__}" if not isinstance(batch, dict) else f"{sorted(batch)}"
+        raise ConfigError(f"parallel.pp: stages take batches with tokens, found {found}")
+    if odd := batch.keys() - {"tokens", "labels"}:
+        raise ConfigError(
+            f"parallel.pp: stages take tokens and labels, found {min(odd)} in a batch"
+        )
+
+
 def tokens_and_targets(micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [B, T] each; of padding, every target is one to ignore. Raises TypeError."""
-    if odd := micro_batch.data.keys() - {"tokens", "labels"}:
-        raise TypeError(f"parallel.pp: stages take tokens and labels, found {min(odd)} in a batch")
+    """int64 [B, T] each; of padding, every target is one to ignore. Raises ConfigError."""
+    check_batch(micro_batch.data)
     tokens = micro_batch.data["tokens"].to(device, non_blocking=True)
     targets = micro_batch.data.get("labels", micro_batch.data["tokens"]).to(device)[:, 1:]
     if not micro_batch.weight:

@@ -33,6 +33,7 @@ from elastic_ft.models.imports import import_object
 POSITIONS, VOCABULARY, WHOLE = Shard(1), Shard(-1), Replicate()
 
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Plan = Mapping[str, str | ParallelStyle]  # by patterns of module names, ``*`` for any part
 Cut = Callable[[nn.Module, DeviceMesh], object]  # or a function that does it all, in place
 
@@ -80,10 +81,26 @@ def check_tensor_parallel(
     if tp == 1:
         return
     plan = plan_for(model, tp_plan)
+    _check_no_dropout(model)
     if plan is None:
         _check_decoder(model, tp, sequence_length)
     elif isinstance(plan, Mapping):
         _check_plan(plan, model, tp)
+
+
+def _check_no_dropout(model: nn.Module) -> None:
+    """All ranks draw the same numbers: right where they have the same activations, but where each
+    has heads or columns of its own it would drop the same of all (I3)."""
+    for name, module in model.named_modules():
+        rates = {f"{name}.p": module.p} if isinstance(module, DROPOUTS) else {}
+        for key in ("attention_dropout", "dropout", "dropout_p"):
+            rates[f"{name}.{key}"] = getattr(module, key, 0.0)
+        for key, rate in rates.items():
+            if isinstance(rate, float) and rate > 0:
+                raise ConfigError(
+                    f"parallel.tp: {key.lstrip('.')} is {rate:g}, and tensor-parallel ranks would "
+                    "drop the same of different heads and columns; train without dropout, or tp: 1"
+                )
 
 
 def _check_decoder(model: nn.Module, tp: int, sequence_length: int | None) -> None:

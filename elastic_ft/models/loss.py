@@ -14,8 +14,10 @@ IGNORED_LABEL = -100
 TOKEN_KEYS = {"tokens", "labels", "attention_mask", "position_ids"}
 
 
-def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
     """Returns (float32 scalar sum of the losses, number of terms in it).
+
+    What is counted on the device stays there: to ask for it would be to wait for all before it.
 
     ``model`` is always called, never one of its methods, so that hooks of DDP and FSDP run.
 
@@ -49,7 +51,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 def _next_token_loss(
     model: nn.Module, tokens: Tensor, labels: Tensor | None = None, **more: Tensor
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, Tensor | int]:
     output = model(tokens[:, :-1], **{key: value[:, :-1] for key, value in more.items()})
     if labels is None and "attention_mask" in more:
         labels = tokens.masked_fill(more["attention_mask"] == 0, IGNORED_LABEL)
@@ -61,7 +63,7 @@ def _next_token_loss(
         )
     targets = (tokens if labels is None else labels)[:, 1:]
     total = cross_entropy_sum(logits, targets)
-    count = targets.numel() if labels is None else int((targets != IGNORED_LABEL).sum())
+    count = targets.numel() if labels is None else (targets != IGNORED_LABEL).sum()
     router = router_loss(model, output)
     return (total, count) if router is None else (total + router * count, count)
 
@@ -138,7 +140,7 @@ class _VocabularyParallel(torch.autograd.Function):
         return (softmax_NV * gradients[0]).to(ctx.dtype), None, None, None
 
 
-def _checked_pair(output: Any) -> tuple[Tensor, int]:
+def _checked_pair(output: Any) -> tuple[Tensor, Tensor | int]:
     if not (isinstance(output, tuple | list) and len(output) == 2):
         raise TypeError(
             f"the model returned {type(output).__name__}; expected a pair "
@@ -147,4 +149,4 @@ def _checked_pair(output: Any) -> tuple[Tensor, int]:
     total, count = output
     if not (isinstance(total, Tensor) and total.ndim == 0):
         raise TypeError(f"expected a scalar tensor as the sum of losses, found {total!r}")
-    return total.float(), int(count)
+    return total.float(), count.detach() if isinstance(count, Tensor) else int(count)

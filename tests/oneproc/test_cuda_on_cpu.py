@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,6 +20,9 @@ from elastic_ft.core.events import ITS_DEVICE, Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
+from elastic_ft.engines import laid_out
+from elastic_ft.engines.optimizer_state import OptimizerState
+from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.faults import ON_GPU, PointFault, Points
 from elastic_ft.groups import groups as groups_module
@@ -375,6 +379,49 @@ def test_a_fault_of_a_gpu_needs_one(action: str) -> None:
     points = Points("w0", (PointFault("forward", action),), lambda index: None)
     with pytest.raises(UsageError, match="needs a GPU, and this worker sees none"):
         points("forward")
+
+
+# ------------------------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "device", "fused"),
+    [
+        ({}, "cuda", True),
+        ({"name": "adam"}, "cuda", True),
+        ({}, "cpu", None),
+        ({"kwargs": {"foreach": True}}, "cuda", None),  # the job says how
+        ({"kwargs": {"fused": False}}, "cuda", False),
+    ],
+)
+def test_adam_steps_in_one_kernel_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, optimizer: dict[str, Any], device: str, fused: bool | None
+) -> None:
+    made: list[torch.optim.Optimizer] = []
+
+    def keep(make: Any, parameters: Any, *, staged: bool) -> Any:
+        made.append(make(parameters))
+        return SimpleNamespace(optimizer=made[-1])
+
+    monkeypatch.setattr(laid_out, "OptimizerState", keep)
+    monkeypatch.setattr(laid_out, "to_empty", lambda *_: None)
+    job = make_job(optimizer=optimizer)
+    factory = partial(torch.nn.Linear, 2, 2)
+    laid_out.lay_out(job, factory, {}, torch.device(device), None)
+    (optimizer_made,) = made
+    assert optimizer_made.param_groups[0]["fused"] is fused
+
+
+def test_a_fused_state_is_listed_as_any_other() -> None:
+    """torch has the same kernel on the CPU."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    kinds = []
+    for fused in (False, True):
+        make = partial(make_optimizer, make_job().optimizer, fused=fused)
+        state = OptimizerState(make, {"w": weight})
+        assert state.optimizer.param_groups[0]["fused"] is (True if fused else None)
+        kinds.append([(key, value.dtype, value.shape) for key, value in state.of("w")])
+    assert kinds[0] == kinds[1]
 
 
 # ------------------------------------------------------------------------------- snapshots

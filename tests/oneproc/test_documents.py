@@ -120,7 +120,7 @@ def test_a_model_of_ones_own_gets_its_keywords_as_before() -> None:
 
 
 def test_pipelines_refuse_what_they_would_leave_out(packed: dict[str, Tensor]) -> None:
-    with pytest.raises(TypeError, match="stages take tokens and labels, found position_ids"):
+    with pytest.raises(ConfigError, match="stages take tokens and labels, found position_ids"):
         tokens_and_targets(MicroBatch(0, packed), torch.device("cpu"))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from elastic_ft.controller.job_policy import policy_of
 from elastic_ft.core.layouts.layout import stages_of
-from elastic_ft.engines.pipeline import check_pipeline, cut, micro_batches_to_run
+from elastic_ft.engines.pipeline import check_batch, check_pipeline, cut, micro_batches_to_run
 from elastic_ft.engines.tensor_parallel import check_tensor_parallel
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
@@ -84,6 +84,52 @@ def test_plans_that_do_not_fit_are_refused(
         check_tensor_parallel(model, 2, 8, f"{__name__}:GIVEN")
     with pytest.raises(ConfigError, match=r"parallel.tp_plan: .* is int; expected a mapping"):
         check_tensor_parallel(model, 2, 8, f"{__name__}:NO_PLAN")
+
+
+class Dropping(nn.Module):
+    """As transformers has it: a rate by which attention drops."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.attention_dropout, self.line = rate, nn.Linear(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.1)), r"1\.p is 0\.1"),
+        (nn.Sequential(Dropping(0.5)), r"0\.attention_dropout is 0\.5"),
+    ],
+)
+def test_dropout_over_shared_activations_is_refused(
+    model: nn.Module, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks draw the same numbers, for heads that are not the same."""
+    monkeypatch.setattr(f"{__name__}.GIVEN", {"0": "colwise", "0.line": "colwise"})
+    with pytest.raises(ConfigError, match=f"parallel.tp: {named}"):
+        check_tensor_parallel(model, 2, 8, f"{__name__}:GIVEN")
+    check_tensor_parallel(model, 1, 8, f"{__name__}:GIVEN")
+
+
+def test_what_drops_nothing_is_no_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.GIVEN", {"0.line": "colwise"})
+    model = nn.Sequential(Dropping(0.0), nn.Dropout(0.0))
+    check_tensor_parallel(model, 2, 8, f"{__name__}:GIVEN")
+
+
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        ({"tokens": [], "attention_mask": []}, "found attention_mask in a batch"),
+        ({"tokens": [], "position_ids": []}, "found position_ids in a batch"),
+        ({"input_ids": []}, r"found \['input_ids'\]"),
+        (([], []), "found a tuple"),
+    ],
+)
+def test_what_stages_do_not_hand_on_is_refused(batch: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.pp: .*{found}"):
+        check_batch(batch)
+    check_batch({"tokens": [], "labels": []})
 
 
 def test_pipelines_refuse() -> None:
