@@ -178,7 +178,7 @@ class WorkerReady:
     member: Member
     started_at_s: float = 0.0  # unix time of its process's start, 0 if that is not known
     data: dict[str, Any] = field(default_factory=dict)  # what it reads: core.terms.data_terms
-    spent: dict[str, float] = field(default_factory=dict)  # data_s, model_s: to prepare them
+    spent: dict[str, float] = field(default_factory=dict)  # by part of its start
 
 
 @dataclass(frozen=True, slots=True)

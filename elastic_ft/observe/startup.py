@@ -9,50 +9,77 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.state import State
 
 PARTS = {
+    "asked_s": "until workers were asked for",
     "process_s": "until its process was there",
-    "imports_s": "to import and reach the controller",
+    "imports_s": "to import",
+    "connect_s": "to reach the controller",
     "data_s": "to open the data",
     "model_s": "to prepare the model",
     "forming_s": "until all trained",
+    "first_step_s": "for the first step",
 }
+TOLD = ("connect_s", "data_s", "model_s")  # by the worker, as it is ready; and imports_s
 
 
 class Startup:
-    """Told every event after the core, until the first generation trains.
+    """Told every event after the core, until the first step is committed.
 
     Attributes:
         parts: seconds by PARTS, and ``worker``, whom they are of; {} before that. Together the
-            seconds are the time from the controller's start: what came before, a cluster's start or
-            the checks of the command line, is in none of them.
+            seconds are the time from the controller's start to that commit: what came before, a
+            cluster's start or the checks of the command line, is in none of them. A process is
+            "there" as its own code begins: what the host does until then (Ray: to place the actor,
+            to start Python and Ray in it) is ``process_s``. What a fork server had imported before
+            workers were asked for is in none of them either.
     """
 
     def __init__(self, started_at_s: float) -> None:
         self._started_at_s = started_at_s
+        self._asked_at_s: float | None = None
         self._ready: dict[ev.WorkerId, tuple[float, ev.WorkerReady]] = {}
+        self._formed_at_s: float | None = None
         self.parts: dict[str, Any] = {}
 
     def on(self, now_s: float, event: ev.Event, state: State) -> bool:
         """Returns whether ``parts`` are known just now."""
         if self.parts:
             return False
+        if self._asked_at_s is None:  # the first event begins the job, and asks for them
+            self._asked_at_s = now_s
         if isinstance(event, ev.WorkerReady):
             self._ready.setdefault(event.member.worker, (now_s, event))
         if state.phase != "running" or state.assignment is None:
+            self._formed_at_s = None  # it broke before its first step
+            return False
+        if self._formed_at_s is None:
+            self._formed_at_s = now_s
+        if state.committed <= state.assignment.source.step:
             return False
         members = {member.worker for member in state.assignment.members}
         ready = [self._ready[worker] for worker in members if worker in self._ready]
         if not ready:
             return False
         ready_s, last = max(ready, key=lambda pair: pair[0])
-        prepared = {name: last.spent.get(name, 0.0) for name in ("data_s", "model_s")}
-        process_s = max(0.0, (last.started_at_s or ready_s) - self._started_at_s)
-        whole_s = max(0.0, ready_s - self._started_at_s)
-        imports_s = max(0.0, whole_s - process_s - sum(prepared.values()))
-        found = {"process_s": process_s, "imports_s": imports_s, **prepared}
-        found["forming_s"] = max(0.0, now_s - ready_s)
+        found = self._until_ready(ready_s, last, self._asked_at_s)
+        found["forming_s"] = max(0.0, self._formed_at_s - ready_s)
+        found["first_step_s"] = max(0.0, now_s - self._formed_at_s)
         rounded = {name: round(seconds, 3) for name, seconds in found.items()}
         self.parts = {"worker": last.member.worker, **rounded}
         return True
+
+    def _until_ready(
+        self, ready_s: float, last: ev.WorkerReady, asked_at_s: float
+    ) -> dict[str, float]:
+        """By the worker's own stopwatch, backwards: its clock may be another."""
+        told = {name: last.spent.get(name, 0.0) for name in TOLD}
+        imported_s = max(0.0, ready_s - asked_at_s - sum(told.values()))
+        imports_s = min(last.spent.get("imports_s", 0.0), imported_s)
+        return {
+            "asked_s": max(0.0, asked_at_s - self._started_at_s),
+            "process_s": imported_s - imports_s,
+            "imports_s": imports_s,
+            **told,
+        }
 
     @property
     def reason(self) -> str:

@@ -1,9 +1,10 @@
 """Imported once by the fork server of ``local``: what every worker needs, no threads, no CUDA."""
 
+from elastic_ft.worker import birth  # isort: skip  # it tells when this began
 from elastic_ft import torch_private
 from elastic_ft.worker import worker
 
 torch_private.forget_meshes()
 torch_private.import_lazy_parts()
 
-__all__ = ["worker"]
+__all__ = ["birth", "worker"]

@@ -42,7 +42,7 @@ from elastic_ft.state.checkpointer import owned_by
 from elastic_ft.state.tensors import LocalState
 from elastic_ft.transport.control import FaultFired, Form, connect
 from elastic_ft.transport.tls import JobKey
-from elastic_ft.worker import restore
+from elastic_ft.worker import birth, restore
 from elastic_ft.worker.devices import device_memory_bytes
 from elastic_ft.worker.line import CUT_OFF, ControllerLost, Hooks, Line
 from elastic_ft.worker.loop import Formed, Loop, Step, Tools
@@ -85,7 +85,9 @@ class Worker:
         on_pause: Callable[[], None] | None,
     ) -> None:
         self.member, self._key, self._on_generation = member, key, on_generation
+        birth.passed("imports_s")
         channel, self._welcome = connect(address, key, member)
+        birth.passed("connect_s")
         self.job: Job = self._welcome.job
         elastic = self.job.elastic
         meet_timeout_s = deadlines.meet_s(elastic.form_timeout_s, elastic.max_workers)
@@ -157,6 +159,7 @@ class Worker:
         member = replace(self.member, memory_bytes=memory_bytes)
         data = data_terms(len(tools.data.train), tools.data.fingerprint)
         started_at_s = round(psutil.Process().create_time(), 3)
+        spent = birth.spent() | spent
         send(WorkerReady(time.time(), member, started_at_s, data, spent))
         return tools
 

@@ -18,6 +18,8 @@ from elastic_ft.core.state import State
 from elastic_ft.faults import PointFault
 from elastic_ft.observe import replay
 from elastic_ft.observe.accounts import CLASSES, PRODUCTIVE, Accounts, Totals
+from elastic_ft.observe.run_folder import read_lines
+from elastic_ft.observe.startup import PARTS
 from elastic_ft.sim import SimScenario, make_scenario
 from elastic_ft.sim.runs import Chaos
 from elastic_ft.sim.simulation import Simulation
@@ -92,6 +94,20 @@ def test_the_wall_clock_is_whole(disturbed: tuple[Run, Lifetimes]) -> None:
     badput_s = sum(result["badput"].values())
     whole_s = result["goodput"] * result["wall_s"] + badput_s
     assert whole_s == pytest.approx(result["wall_s"], rel=TOLERANCE)
+
+
+def test_the_parts_of_the_start_are_whole(disturbed: tuple[Run, Lifetimes]) -> None:
+    run, _ = disturbed
+    startup = dict(run.result["startup"])
+    inbox = read_lines(run.folder / "inbox.jsonl")
+    ready = {line["member"]["worker"]: line for line in inbox if line["type"] == "WorkerReady"}
+    last = ready[startup.pop("worker")]
+    assert startup.keys() == PARTS.keys()
+    began_s, first = inbox[0]["at_s"], read_lines(run.folder / "steps.jsonl")[0]
+    assert sum(startup.values()) == pytest.approx(first["committed_at_s"] - began_s, abs=0.2)
+    for name in ("connect_s", "data_s", "model_s"):
+        assert startup[name] == pytest.approx(last["spent"][name], abs=1e-3)
+    assert 0 < startup["connect_s"] < last["told_at_s"] - last["started_at_s"]
 
 
 def test_goodput_is_computed_again_from_the_run_folder(disturbed: tuple[Run, Lifetimes]) -> None:

@@ -2,35 +2,73 @@
 
 from __future__ import annotations
 
-from elastic_ft.core.events import WorkerReady
+from dataclasses import replace
+
+import pytest
+
+from elastic_ft.core.events import Event, JobStarted, WorkerReady
 from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
 from elastic_ft.observe.startup import PARTS, Startup
 from elastic_ft.sim.script import Script, member
 
+BEGUN = JobStarted(101.0, (), 0, 0)
+SPENT = {"imports_s": 5.0, "connect_s": 1.0, "data_s": 4.0, "model_s": 2.0}
+
+
+def told_of(*ready: tuple[float, WorkerReady]) -> tuple[Startup, State, Event]:
+    """Up to the moment at which all train."""
+    script, told = Script(Policy(1, len(ready))), Startup(100.0)
+    assert not told.on(101.0, BEGUN, script.state)
+    for now_s, event in ready:
+        script.tell(WorkerReady, event.member, started_at_s=event.started_at_s)
+        assert not told.on(now_s, event, script.state)
+    script.resume()
+    return told, script.state, ready[-1][1]
+
 
 def test_the_parts_are_of_the_last_one_ready_and_make_up_the_whole() -> None:
-    script, told = Script(Policy(1, 2)), Startup(100.0)
-    script.tell(WorkerReady, member("a", "n1"), started_at_s=104.0)
     early = WorkerReady(112.0, member("a", "n1"), 104.0, spent={"data_s": 0.5, "model_s": 0.1})
-    late = WorkerReady(121.0, member("b", "n2"), 109.0, spent={"data_s": 4.0, "model_s": 2.0})
-    assert not told.on(112.0, early, script.state)
-    script.tell(WorkerReady, member("b", "n2"))
-    assert not told.on(121.0, late, script.state)
-    script.resume()
-    assert told.on(127.0, late, script.state), "all train"
-    expected = {"process_s": 9.0, "imports_s": 6.0, "data_s": 4.0, "model_s": 2.0, "forming_s": 6.0}
+    late = WorkerReady(121.0, member("b", "n2"), 90.0, spent=SPENT)
+    told, state, event = told_of((112.0, early), (121.0, late))
+    assert not told.on(127.0, event, state), "all train, and no step is done"
+    assert told.on(130.0, event, replace(state, committed=1))
+    expected = {
+        "asked_s": 1.0,
+        "process_s": 8.0,  # though the process was there before the job was: Ray had one in store
+        "imports_s": 5.0,
+        "connect_s": 1.0,
+        "data_s": 4.0,
+        "model_s": 2.0,
+        "forming_s": 6.0,
+        "first_step_s": 3.0,
+    }
     assert told.parts == {"worker": "b", **expected}
-    assert sum(expected.values()) == 127.0 - 100.0
-    assert told.reason.startswith("the last one ready, b: 9.0 s until its process was there, 6.0 s")
+    assert sum(expected.values()) == 130.0 - 100.0
+    assert told.reason.startswith("the last one ready, b: 1.0 s until workers were asked for, 8.0")
     assert expected.keys() == PARTS.keys()
-    assert not told.on(130.0, late, script.state), "once"
+    assert not told.on(131.0, event, state), "once"
+
+
+def test_what_a_fork_server_imported_before_it_was_asked_took_no_time() -> None:
+    told, state, event = told_of((110.0, WorkerReady(0.0, member("a", "n1"), spent=SPENT)))
+    assert not told.on(111.0, event, state)
+    assert told.on(112.0, event, replace(state, committed=1))
+    assert (told.parts["process_s"], told.parts["imports_s"]) == (0.0, 2.0)
+    assert sum(told.parts[name] for name in PARTS) == pytest.approx(112.0 - 100.0)
+
+
+def test_a_generation_that_breaks_before_its_first_step_is_part_of_forming() -> None:
+    told, state, event = told_of((110.0, WorkerReady(0.0, member("a", "n1"), spent=SPENT)))
+    assert not told.on(111.0, event, state)
+    assert not told.on(112.0, event, replace(state, phase="pausing"))
+    assert not told.on(115.0, event, state)
+    assert told.on(116.0, event, replace(state, committed=1))
+    assert (told.parts["forming_s"], told.parts["first_step_s"]) == (5.0, 1.0)
 
 
 def test_a_journal_of_a_version_without_the_parts_still_tells_the_whole() -> None:
-    script, told = Script(Policy(1, 1)), Startup(100.0)
-    old = WorkerReady(110.0, member("a", "n1"))
-    script.tell(WorkerReady, member("a", "n1"))
-    told.on(110.0, old, script.state)
-    script.resume()
-    assert told.on(111.0, old, script.state)
-    assert told.parts["process_s"] == 10.0
+    told, state, event = told_of((110.0, WorkerReady(110.0, member("a", "n1"))))
+    assert not told.on(111.0, event, state)
+    assert told.on(111.0, event, replace(state, committed=1))
+    assert told.parts["process_s"] == 9.0

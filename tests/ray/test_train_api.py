@@ -160,6 +160,21 @@ def test_a_job_without_enough_workers_fails(start: Start) -> None:
     assert "min_workers is 4" in str(trial.error)
 
 
+def check_startup(startup: dict[str, Any], trial: Trial) -> None:
+    """What Python and Ray need to be there, before any of our code, is no part of ``imports_s``."""
+    worker, inbox = startup.pop("worker"), trial.lines("inbox.jsonl")
+    (ready,) = [
+        line
+        for line in inbox
+        if line["type"] == "WorkerReady" and line["member"]["worker"] == worker
+    ]
+    lived_s = ready["told_at_s"] - ready["started_at_s"]
+    assert 0 < sum(ready["spent"].values()) < lived_s - 0.1, (startup, ready)
+    assert startup["process_s"] > 0.1, startup
+    began_s, first = inbox[0]["at_s"], trial.lines("steps.jsonl")[0]
+    assert sum(startup.values()) == pytest.approx(first["committed_at_s"] - began_s, abs=0.5)
+
+
 def test_a_completed_job(start: Start) -> None:
     trial = start(job("short", steps=6, elastic=TWO))
     result = trial.join(START_S)
@@ -167,7 +182,9 @@ def test_a_completed_job(start: Start) -> None:
     assert (result.status, result.reason) == ("completed", "all 6 steps are committed")
     assert result.metrics is not None
     assert result.metrics["step"] == 6
-    assert json.loads((trial.folder / "result.json").read_text())["status"] == "completed"
+    ended = json.loads((trial.folder / "result.json").read_text())
+    assert ended["status"] == "completed"
+    check_startup(ended["startup"], trial)
     trial.check()
     before = (trial.folder / "result.json").read_bytes()
     again = start(job("short", steps=6, elastic=TWO)).join(SOON_S)

@@ -6,6 +6,8 @@ Ray Train (rank, world size, report barrier) changes only at its safe point, in 
 
 from __future__ import annotations
 
+from elastic_ft.worker import birth  # noqa: F401 isort: skip  # it tells when this began
+
 import functools
 import logging
 import os

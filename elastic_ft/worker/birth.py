@@ -1,0 +1,23 @@
+"""How long the parts of this process's start took (``observe.startup`` adds them up).
+
+Of what is ours a host imports this first: the time from here on is spent on importing the rest. A
+fork server imports for all that it forks, and they have its beginning.
+"""
+
+import time
+
+_since_s = time.monotonic()
+_spent: dict[str, float] = {}
+
+
+def passed(part: str) -> None:
+    """``part`` is over, which began when the one before it was."""
+    global _since_s
+    now_s = time.monotonic()
+    _spent[part] = round(now_s - _since_s, 3)
+    _since_s = now_s
+
+
+def spent() -> dict[str, float]:
+    """Seconds by part: ``imports_s``, ``connect_s``."""
+    return dict(_spent)
