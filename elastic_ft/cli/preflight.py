@@ -9,6 +9,7 @@ import os
 import posixpath
 import socket
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,12 @@ class Checked:
 
 
 def check(
-    job: Job, out: str, place: Place, chaos: str | None = None, accept_changes: bool = False
+    job: Job,
+    out: str,
+    place: Place,
+    chaos: str | None = None,
+    accept_changes: bool = False,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> Checked:
     """Raises UsageError, one line that names the key and says why. Changes nothing.
 
@@ -85,6 +91,7 @@ def check(
         out: the run folder, any fsspec URL.
         chaos: a fault scenario; without one, the job's own.
         accept_changes: go on from a checkpoint that was trained under other terms, or another name.
+        meanwhile: called once the cheap checks are done, before torch is imported.
     """
     check_workers(job, place)
     if job.network.tls:
@@ -100,6 +107,7 @@ def check(
         check_apart(out, url)
     if not accept_changes:
         check_owner(job, out, url)
+    meanwhile()
     bundle, tensors, parameters, remarks = _check_model_and_data(job)
     warnings += remarks
     terms = terms_of(job.model_dump(mode="json"))

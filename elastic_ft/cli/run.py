@@ -103,11 +103,23 @@ def _is_complete(job: Job, out: str) -> bool:
 def check_start(job: Job, out: str, where: Where, how: How) -> Checked:
     from elastic_ft.cli.preflight import check
 
-    checked = check(job, out, where.place(), how.chaos, how.accept_changes)
+    meanwhile = _start_fork_server if where.processes else _nothing
+    checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile)
     say(f"{job.name}: {checked.parameters:,} parameters; {checked.data}")
     for warning in checked.warnings:
         say(f"warning: {warning}")
     return checked
+
+
+def _start_fork_server() -> None:
+    """For workers: both import torch, and neither has to wait for the other."""
+    from elastic_ft.hosts.local import start_fork_server
+
+    start_fork_server()
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(slots=True)

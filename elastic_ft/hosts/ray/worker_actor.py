@@ -117,6 +117,8 @@ class ElasticWorker(RayTrainWorker):
         self._made = MadeReports()
         self._carried: deque[WorkerRefused] = deque()
         self._answer = Polled(running=True)
+        # It takes seconds: Ray Train's calls, that come before the training thread, need not wait.
+        threading.Thread(target=_import_worker, name="import", daemon=True).start()
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         super().init_train_context(*args, **kwargs)
@@ -203,6 +205,10 @@ class ElasticWorker(RayTrainWorker):
         finally:
             self._ended.set()
         return returned[0] if returned else None
+
+
+def _import_worker() -> None:
+    from elastic_ft.worker import worker  # noqa: F401
 
 
 def _own_gpu(worker: WorkerId) -> dict[str, str]:
