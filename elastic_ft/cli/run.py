@@ -103,23 +103,26 @@ def _is_complete(job: Job, out: str) -> bool:
 def check_start(job: Job, out: str, where: Where, how: How) -> Checked:
     from elastic_ft.cli.preflight import check
 
-    meanwhile = _start_fork_server if where.processes else _nothing
-    checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile)
+    with contextlib.ExitStack() as if_refused:
+
+        def meanwhile() -> None:
+            if where.processes:
+                _start_fork_server(if_refused)
+
+        checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile)
+        if_refused.pop_all()
     say(f"{job.name}: {checked.parameters:,} parameters; {checked.data}")
     for warning in checked.warnings:
         say(f"warning: {warning}")
     return checked
 
 
-def _start_fork_server() -> None:
-    """For workers: both import torch, and neither has to wait for the other."""
-    from elastic_ft.hosts.local import start_fork_server
+def _start_fork_server(if_refused: contextlib.ExitStack) -> None:
+    """For workers: it imports torch, as the checks do, and neither has to wait for the other."""
+    from elastic_ft.hosts.local import kill_fork_server, start_fork_server
 
-    start_fork_server()
-
-
-def _nothing() -> None:
-    return None
+    if start_fork_server():
+        if_refused.callback(kill_fork_server)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait as wait_any
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -291,15 +291,26 @@ class LocalHost:
             self._fill()
 
 
-def start_fork_server(environment: dict[str, str] = ENVIRONMENT) -> None:
-    """Returns at once, and does nothing where one runs; workers wait for what it imports.
+def start_fork_server(environment: dict[str, str] = ENVIRONMENT) -> bool:
+    """Returns at once, whether one was started; does nothing where one runs already.
 
     They fork from a server that has imported torch and nothing else: 0.3 s, not 5 s. Who knows
     early that there will be workers has it import meanwhile.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["elastic_ft.worker.preload"])
+    before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     with _STARTING, worker_environment(environment), no_main_module():
         forkserver.ensure_running()
+    return bool(forkserver._forkserver._forkserver_pid != before)  # type: ignore[attr-defined]
+
+
+def kill_fork_server() -> None:
+    """At once, whatever it imports, and what multiprocessing started with it."""
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
+        resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
 def _kill(process: BaseProcess) -> None:
