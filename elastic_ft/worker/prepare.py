@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from elastic_ft.config import Job
-from elastic_ft.data.dataset import open_dataset
+from elastic_ft.data.dataset import DataBundle, open_dataset
 from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.engines.base import Engine
 from elastic_ft.engines.native import NativeEngine
@@ -43,18 +43,10 @@ def prepare(
     check_data_of_run(welcome.data, data)
     opened_s = time.monotonic()
 
-    def factory() -> torch.nn.Module:
-        return build_model(
-            job.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length
-        )
-
-    device = device_of(job.parallel)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        set_up(job)
-    engine = engine_class(job)(job, factory, device, data.sequence_length or 1)
+    engine = _engine(job, data)
     engine.prepare()
     model_s = time.monotonic() - opened_s
+    on_gpu = engine.device.type == "cuda"
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
     points.corrupt = snapshots.corrupt
     upload_mb_per_s = job.checkpoint.max_upload_mb_per_s
@@ -75,6 +67,18 @@ def prepare(
         send=send,
     )
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
+
+
+def _engine(job: Job, data: DataBundle) -> Engine:
+    def factory() -> torch.nn.Module:
+        return build_model(
+            job.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length
+        )
+
+    device = device_of(job.parallel)
+    if device.type == "cuda":
+        set_up(job)
+    return engine_class(job)(job, factory, device, data.sequence_length or 1)
 
 
 def engine_class(job: Job) -> Callable[..., Engine]:

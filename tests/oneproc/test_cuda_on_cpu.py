@@ -114,6 +114,7 @@ def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.
 
     class Engine:
         def __init__(self, job: Job, factory: Any, device: torch.device, tokens: int) -> None:
+            self.device = device
             given.append(device)
 
         def prepare(self) -> None: ...
