@@ -5,12 +5,16 @@ It imports torch, for seconds: whoever plans nothing leaves it out.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.costs import Devices
-from elastic_ft.core.layouts.planner import Limits, Planning, divisors
+from elastic_ft.core.layouts.layout import LayoutWish
+from elastic_ft.core.layouts.planner import Planning, allowed
+from elastic_ft.core.typed import fields_of
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
@@ -30,13 +34,11 @@ def planning_of(job: Job) -> Planning:
         model = build_model(
             job.model, vocab_size=job.data.vocab_size, sequence_length=job.data.sequence_length
         )
-    most = job.elastic.max_workers
-    limits = Limits(
+    limits = replace(
+        allowed(work.model, job.elastic.max_workers, lambda wish: _can(job, model, wish)),
         micro_batches=(job.batch.micro_batch_size,),
         recompute=(job.parallel.activation_checkpointing,),
         schedules=(job.parallel.schedule,),
-        tp_sizes=tuple(tp for tp in divisors(work.model.heads) if _can(job, model, tp=tp)),
-        pp_max=max(pp for pp in range(1, most + 1) if _can(job, model, pp=pp)),
     )
     memory_bytes = None if device.memory_gb is None else device.memory_gb * 1e9
     devices = Devices(
@@ -50,11 +52,11 @@ def planning_of(job: Job) -> Planning:
     return Planning(work, devices, limits, memory_bytes)
 
 
-def _can(job: Job, model: nn.Module, *, tp: int = 1, pp: int = 1) -> bool:
+def _can(job: Job, model: nn.Module, wish: LayoutWish) -> bool:
     """Whether the engine lays this model out so."""
     from elastic_ft.engines.laid_out import check_parallel  # imports for seconds
 
-    parallel = job.parallel.model_copy(update={"strategy": "fsdp", "tp": tp, "pp": pp})
+    parallel = job.parallel.model_copy(update=fields_of(replace(wish, strategy="fsdp")))
     try:
         check_parallel(
             job.model_copy(update={"parallel": parallel}), model, job.data.sequence_length

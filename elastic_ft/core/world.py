@@ -44,18 +44,18 @@ def choose_world(turn: Turn) -> World | str:
 
 def _by_rule(policy: Policy, usable: Sequence[Member], count: int) -> World:
     layout, why = plan_layout(policy, count)
-    ordered = _inside_nodes(usable, layout.tp)
+    ordered = _inside_nodes(usable, layout.ranks_per_layer)
     why_idle = f"worlds are multiples of {policy.multiple_of}" * (count < len(usable))
     return World(ordered[:count], layout, why, ordered[count:], why_idle)
 
 
-def _inside_nodes(members: Sequence[Member], tp: int) -> tuple[Member, ...]:
-    """In rank order where each works alone; else tensor-parallel groups share a node if any can."""
-    if tp == 1:
+def _inside_nodes(members: Sequence[Member], together: int) -> tuple[Member, ...]:
+    """In rank order where each works alone; else those who work together share one if any can."""
+    if together == 1:
         return tuple(members)
     grouped: list[Member] = []
     for on_node in by_node(members).values():
-        grouped += on_node[: len(on_node) // tp * tp]
+        grouped += on_node[: len(on_node) // together * together]
     taken = {member.worker for member in grouped}
     return (*grouped, *(member for member in members if member.worker not in taken))
 

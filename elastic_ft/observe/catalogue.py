@@ -113,7 +113,7 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge(
             "rank_pace_seconds",
             "seconds",
-            "Mean forward of one layer in its last step: a wait for nobody. Not where tp > 1.",
+            "Mean forward of one layer in its last step; not where it waits for other ranks.",
             *RANK,
         ),
         _gauge("rank_data_wait_seconds", "seconds", "Its wait for data in its last step.", *RANK),

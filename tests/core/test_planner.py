@@ -21,7 +21,7 @@ from elastic_ft.core.layouts.costs import (
     stage_layers,
     step_time,
 )
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import Layout, divisors
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
 from elastic_ft.core.layouts.planner import (
     CHUNKS,
@@ -29,7 +29,6 @@ from elastic_ft.core.layouts.planner import (
     Limits,
     NoLayout,
     best,
-    divisors,
     fill,
     plans,
     seats_on_nodes,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
-from math import inf, prod
+from math import inf, isqrt, prod
 from typing import Literal, NamedTuple
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
@@ -157,9 +157,14 @@ class Layout:
         return self.world_size // self.pp
 
     @property
+    def ranks_per_layer(self) -> int:
+        """Ranks that talk within each layer: they should share a node."""
+        return self.tp
+
+    @property
     def waits_within_layers(self) -> bool:
         """Whether ranks wait for each other inside each layer."""
-        return self.tp > 1
+        return self.ranks_per_layer > 1
 
     @property
     def is_cut(self) -> bool:
@@ -216,6 +221,13 @@ def shard_names(layout: Layout) -> tuple[str, ...]:
         places = product((pp,), range(layout.dp_shard), range(layout.tp))
         names += [str(ShardPlace(*place)) for place in places] * layout.dp_replicate
     return tuple(names)
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """In ascending order."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:

@@ -50,7 +50,7 @@ class _Boxes:
 
     def __init__(self, model: ModelShape, layout: Layout) -> None:
         self.layout = layout
-        layers = stage_layers(model, layout.cuts.pp)
+        layers = stage_layers(model, layout.cuts[0])
         self.stops = [done / model.layers for done in accumulate(layers, initial=0)]
 
     def cell(self, rank: int) -> ShardPlace:

@@ -7,11 +7,11 @@ numbers of stages, shards and replicas that can matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import ceil, gcd, isqrt
+from math import ceil, gcd
 
 from elastic_ft.core.layouts.costs import (
     Choice,
@@ -25,7 +25,7 @@ from elastic_ft.core.layouts.costs import (
     memory,
     step_time,
 )
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
 
 NEAR = 1.03  # times the fastest: as good as it
@@ -295,6 +295,14 @@ class _Search:
         )
 
 
+def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> Limits:
+    """What the engine can do on up to ``most`` ranks. ``can``: whether it lays the model out so."""
+    return Limits(
+        tp_sizes=tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
+        pp_max=max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp))),
+    )
+
+
 def tensor_sizes(model: ModelShape, devices: Devices, limits: Limits) -> list[int]:
     """Those that divide heads, key-value heads and the feed-forward width, and have devices."""
     common = gcd(model.heads, model.kv_heads, model.ffn_dim)
@@ -317,13 +325,6 @@ def fill(seats: tuple[int, ...], world: int) -> tuple[int, ...]:
     """``world`` ranks on nodes in order, each full before the next."""
     before = accumulate(seats, initial=0)
     return tuple(max(0, min(n, world - b)) for n, b in zip(seats, before, strict=False))
-
-
-@lru_cache(maxsize=1024)
-def divisors(number: int) -> tuple[int, ...]:
-    """In ascending order."""
-    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 @lru_cache(maxsize=256)
