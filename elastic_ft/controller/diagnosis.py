@@ -197,7 +197,7 @@ def in_words(entries: list[dict[str, Any]]) -> str:
             places.setdefault(_place(entry), []).append(str(entry["rank"]))
     for place, ranks in places.items():
         parts.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} {place}")
-    return "; ".join(parts) or "nobody stood anywhere"
+    return "; ".join(parts) or "no worker has told where it stood"
 
 
 def _of_suspect(entry: dict[str, Any]) -> str:

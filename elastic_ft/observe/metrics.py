@@ -181,7 +181,7 @@ class Metrics:
                 self._of_rank("silent", rank).set(seconds)
 
     def _of_rank(self, name: str, rank: int) -> Any:
-        """Kept for the generation: labels are dear where ranks are many."""
+        """Kept for the generation: to look labels up takes long where ranks are many."""
         series = self._rank_series.get((name, rank))
         if series is None:
             number, worker, node = self._ranks[rank]

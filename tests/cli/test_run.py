@@ -172,8 +172,9 @@ def test_a_scenario_strikes_from_outside_and_inside(
     assert (code, err) == (COMPLETED, ""), out
     run = check(folder / "runs/tiny", seed=0, global_batch_size=4, steps=400, status="completed")
     assert run.result()["recoveries"][0].keys() >= RECOVERY_KEYS
-    assert run.recovery("node_lost")["steps_lost"] == 0
-    assert run.recovery("worker_joined") != {}
+    causes = {recovery["cause"]: recovery for recovery in run.result()["recoveries"]}
+    assert causes["node_lost"]["steps_lost"] == 0
+    assert "worker_joined" in causes
     assert run.result()["faults_fired"] == [0]
     fired = [json.loads(line) for line in (folder / "runs/tiny/chaos.jsonl").open()]
     assert [line["fault"] for line in fired] == [
