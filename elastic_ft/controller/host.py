@@ -29,8 +29,14 @@ class Host(Protocol):
     on the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
     a process's end (the connection's end reports too: first come, first served), ``NodeLost`` and
     ``NodeDraining``. On each node that hosts workers it keeps a ``keeper.keeper.run_keeper``
-    running, in a process of its own, and starts another, a few times, where one has ended. No
-    method blocks for longer than a few milliseconds.
+    running, in a process of its own, and starts another, a few times, where one has ended.
+
+    Who calls: the controller, each method in its one thread, on which everybody waits; after
+    ``start``, which is first, until ``close``, which is last. So no method blocks for longer than a
+    few milliseconds, ``start`` (a fork server may have to come up) and ``close`` excepted: starting
+    a process, asking a cluster, killing happen in threads of the host's own. Those call the inbox
+    that ``start`` is given: it may be called from any thread and never blocks. Failing to start a
+    worker is no exception but ``WorkerLost``, or patience: capacity may come.
     """
 
     def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:

@@ -99,11 +99,11 @@ def test_the_wall_clock_is_whole(disturbed: tuple[Run, Lifetimes]) -> None:
 def test_the_parts_of_the_start_are_whole(disturbed: tuple[Run, Lifetimes]) -> None:
     run, _ = disturbed
     startup = dict(run.result["startup"])
-    inbox = read_lines(run.folder / "inbox.jsonl")
+    inbox = read_lines(run.path / "inbox.jsonl")
     ready = {line["member"]["worker"]: line for line in inbox if line["type"] == "WorkerReady"}
     last = ready[startup.pop("worker")]
     assert startup.keys() == PARTS.keys()
-    began_s, first = inbox[0]["at_s"], read_lines(run.folder / "steps.jsonl")[0]
+    began_s, first = inbox[0]["at_s"], read_lines(run.path / "steps.jsonl")[0]
     assert sum(startup.values()) == pytest.approx(first["committed_at_s"] - began_s, abs=0.2)
     for name in ("connect_s", "data_s", "model_s"):
         assert startup[name] == pytest.approx(last["spent"][name], abs=1e-3)

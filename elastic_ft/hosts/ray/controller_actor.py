@@ -167,6 +167,23 @@ class Hosting:
 
 
 class ElasticController(TrainController):
+    """The actor in which a job is run: Ray Train's controller, which follows elastic_ft's.
+
+    Threads: the actor's event loop runs Ray Train's loop (``_step``, the polls, its callbacks) and
+    answers workers and drivers (``broadcast_from_rank_zero``, ``stop``). ``ControllerThread`` runs
+    elastic_ft's controller. ``RayHost`` has an event loop in a third. Nothing here decides about
+    the membership: this loop waits for generation 1, mirrors each later one into the worker group
+    (``adopt``, ``lose``, ``ended`` come into the loop with ``call_soon_threadsafe``), delivers
+    reports, and ends with the other's result. It may block on Ray Train's callbacks, a user's among
+    them: neither of the other two waits for it.
+
+    Its life: ``_execute_resize_decision``, called once, starts host and thread; ``_poll_workers``
+    goes on until the thread has ended, fetches the last reports, and returns or raises how the job
+    ended; ``_shutdown_worker_group`` asks the thread to stop if it still runs, and frees all.
+    An actor that dies is followed by another one (``ElasticTrainer``), which continues the run
+    folder.
+    """
+
     worker_group_cls = ElasticWorkerGroup
 
     def __init__(self, *, run: FollowedRun, **kwargs: Any) -> None:

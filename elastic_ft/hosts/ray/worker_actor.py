@@ -108,6 +108,19 @@ class Polled(WorkerStatus):
 
 
 class ElasticWorker(RayTrainWorker):
+    """The actor of one worker: one process, one life, in as many generations as it lives to see.
+
+    Threads: the actor's own answer Ray Train's calls (``init_train_context``, ``start_training``,
+    ``poll_status``), one after the other, and must not block: a report is fetched or not there.
+    One more, of concurrency group END, holds the sentinel ``await_end`` to the last. The training
+    thread runs ``worker.run_worker`` and in it the user's train loop; it alone calls ``take_seat``,
+    at its safe point, so that what ``ray.train`` tells the user of rank and world changes between
+    two steps. What it reports lies in Ray Train's queue, of one place, until it is polled.
+
+    The process ends with the actor: killed by the host, with its node, or when it is retired after
+    its last report was fetched.
+    """
+
     def __init__(self) -> None:
         super().__init__()
         self._ended = threading.Event()
