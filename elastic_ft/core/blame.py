@@ -97,7 +97,7 @@ def _leave_out(turn: Turn, bad: list[WorkerId], times: int, why: str) -> bool:
     holding = [worker for worker in nodes if state.paused.get(worker)]
     reason = (
         f"{times} generations in a row broke that it had joined, with all of their members alive, "
-        f"the last one: {why}; none is started on its node for {for_s:g} s"
+        f"the last one: {why}; no worker is started on its node for {for_s:g} s"
     )
     turn.set(leaving={**state.leaving, **dict.fromkeys(holding, reason)})
     if holding and isinstance(choose_world(turn), str):  # without their state there is no way on

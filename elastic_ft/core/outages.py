@@ -46,7 +46,7 @@ def note_unread(turn: Turn, event: SourceRefused) -> bool:
         return True
     left_s = turn.policy.suspend_timeout_s - past_s
     if left_s <= 0:
-        reason = f"the store can't be read, for {past_s:.0f} s now: {event.reason}"
+        reason = f"the store has been unreadable for {past_s:.0f} s: {event.reason}"
         finish(turn, "suspended", f"{reason}; {turn.last_good()}")
         return True
     again_s = min(REREAD_MIN_S * 2 ** min(old.tries, 10), REREAD_MAX_S, left_s)

@@ -73,7 +73,7 @@ def _avoid_if_due(turn: Turn, node: str, times: int, error: str) -> None:
     if node and times >= policy.max_node_failures:
         reason = (
             f"{times} workers could not take part there, the last one: {error}; "
-            f"none is started there for {policy.avoid_node_s:g} s"
+            f"no worker is started there for {policy.avoid_node_s:g} s"
         )
         turn.journal("node_avoided", reason, node=node)
         turn.do(AvoidNode(node, policy.avoid_node_s, reason))

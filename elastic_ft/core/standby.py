@@ -30,7 +30,7 @@ def release(turn: Turn, worker: WorkerId, reason: str) -> None:
 
 def release_overdue(turn: Turn, worker: WorkerId) -> None:
     if worker in turn.state.releasing:
-        why = f"it was released, and has not ended in {turn.policy.release_timeout_s:g} s"
+        why = f"it was released and has not ended within {turn.policy.release_timeout_s:g} s"
         turn.journal("release_overdue", why, worker=worker)
         turn.do(KillWorker(worker, why))
         has_ended(turn, worker)

@@ -190,7 +190,7 @@ def test_a_joiner_with_which_no_generation_forms_is_done_without() -> None:
     (why,) = script.journalled("worker_left_out")
     assert why == (
         "3 generations in a row broke that it had joined, with all of their members alive, the "
-        f"last one: a saw its group break: {ERROR}; none is started on its node for 600 s"
+        f"last one: a saw its group break: {ERROR}; no worker is started on its node for 600 s"
     )
     assert ReleaseWorker("c", why) in commands and avoided(commands) == ["n-c"]
     script.resume()

@@ -100,7 +100,7 @@ def test_a_store_that_stays_away_ends_the_job_as_suspended_with_its_checkpoint()
                 script.now_s += command.after_s
                 again(script)
     assert script.state.status == "suspended"
-    reason = f"the store can't be read, for 64 s now: {WHY}; {LAST}"
+    reason = f"the store has been unreadable for 64 s: {WHY}; {LAST}"
     assert script.journalled("finished") == [reason]
 
 
