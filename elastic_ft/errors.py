@@ -5,6 +5,7 @@ ElasticError
 │   ├── ConfigError       a key of the job file: unknown, wrong type, impossible value
 │   ├── DataError         data missing, empty, or not what the job says
 │   │   └── DataDiffers   on this worker alone: the others agree on theirs
+│   ├── DeviceSick        this worker's GPU computes wrong: another machine must train
 │   ├── StorageError      a URL that can't be reached, read or written (found before the start)
 │   ├── ModelError        a model that can't be imported or built
 │   └── CheckpointMismatch  a checkpoint of another model
@@ -49,6 +50,10 @@ class DataError(UsageError):
 
 class DataDiffers(DataError):
     """This worker reads other data than the others, who agree: it alone is at fault."""
+
+
+class DeviceSick(UsageError):
+    """This worker's device computes wrong, forgets, or does not answer: it takes no part."""
 
 
 class StorageError(UsageError):

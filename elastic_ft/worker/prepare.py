@@ -20,6 +20,7 @@ from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.transport.control import Welcome
+from elastic_ft.worker.burn_in import burn_in
 from elastic_ft.worker.devices import device_of, set_up
 from elastic_ft.worker.loop import Tools
 from elastic_ft.worker.same_data import check_data_of_run
@@ -78,6 +79,7 @@ def _engine(job: Job, data: DataBundle) -> Engine:
     device = device_of(job.parallel)
     if device.type == "cuda":
         set_up(job)
+        burn_in(device)
     return engine_class(job)(job, factory, device, data.sequence_length or 1)
 
 

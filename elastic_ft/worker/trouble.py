@@ -23,6 +23,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.errors import (
     DataDiffers,
+    DeviceSick,
     GroupBroken,
     StateDamaged,
     StateUnreadable,
@@ -125,7 +126,7 @@ class Trouble:
             usage,
             frames=() if usage else user_frames(error),
             node=self._member.node,
-            whose=ITS_OWN if isinstance(error, DataDiffers) else "",
+            whose=ITS_OWN if isinstance(error, (DataDiffers, DeviceSick)) else "",
         )
 
 

@@ -120,6 +120,8 @@ def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.
         def prepare(self) -> None: ...
 
     data = SimpleNamespace(vocab_size=512, sequence_length=8, train=[], fingerprint="")
+    tried: list[torch.device] = []
+    monkeypatch.setattr(prepare, "burn_in", tried.append)
     monkeypatch.setattr(prepare, "open_dataset", lambda *_: data)
     monkeypatch.setattr(prepare, "engine_class", lambda _: Engine)
     monkeypatch.setattr(prepare, "Checkpointer", lambda *_: None)
@@ -127,6 +129,7 @@ def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.
     welcome = Welcome(make_job(parallel=parallel), "", "", ("localhost", 0))
     points = Points("w0", (), lambda index: None)
     prepare.prepare("w0", welcome, points, lambda message: None, lambda why: None)
+    assert tried == [device for device in given if device.type == "cuda"]
     return given[0]
 
 

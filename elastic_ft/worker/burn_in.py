@@ -1,0 +1,74 @@
+"""Whether a device computes what it should, before its worker takes part.
+
+Who joins with a sick GPU costs all the others a generation; who never joins costs them nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from elastic_ft.errors import DeviceSick
+
+DEADLINE_S = 60.0
+SIZE, PRODUCTS, LARGEST = 1024, 16, 8  # whole numbers: exact in float32 and TF32 alike
+BLOCK_BYTES = 256 << 20
+SHARE = 0.25  # of what is free: workers may share a device
+PATTERNS = (0x55, 0xAA)
+
+
+def burn_in(
+    device: torch.device, nbytes: int | None = None, deadline_s: float = DEADLINE_S
+) -> None:
+    """Products of matrices as the CPU has them, and memory that keeps what is written to it.
+
+    ``nbytes``: of its memory; by default SHARE of what is free.
+    Raises DeviceSick, also if the device has not answered within ``deadline_s``.
+    """
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            _check_products(device)
+            _check_memory(device, _free_bytes(device) if nbytes is None else nbytes)
+        except Exception as error:  # of many kinds: none is a pass
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="burn-in", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if thread.is_alive():  # nothing can break a kernel off: this process ends with it
+        raise DeviceSick(f"{device} has not ended its burn-in in {deadline_s:g} s")
+    torch.cuda.empty_cache()  # what was tried is the job's
+    for error in failed:
+        if isinstance(error, DeviceSick):
+            raise error
+        raise DeviceSick(f"{device}: {error}") from error
+
+
+def _check_products(device: torch.device) -> None:
+    random = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-LARGEST, LARGEST + 1, (SIZE, SIZE), generator=random) for _ in range(2))
+    expected = (a.double() @ b.double()).float()
+    there_a, there_b = a.float().to(device), b.float().to(device)
+    for number in range(PRODUCTS):
+        found = (there_a @ there_b).cpu()
+        if wrong := int((found != expected).sum()):
+            raise DeviceSick(f"{device}: {wrong} numbers of product {number} of matrices are wrong")
+
+
+def _check_memory(device: torch.device, nbytes: int) -> None:
+    sizes = [min(BLOCK_BYTES, nbytes - at) for at in range(0, nbytes, BLOCK_BYTES)]
+    blocks = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    for pattern in PATTERNS:
+        for block in blocks:  # all are written before the first is read
+            block.fill_(pattern)
+        wrong = sum(int((block != pattern).sum()) for block in blocks)
+        if wrong:
+            raise DeviceSick(f"{device}: {wrong} of {nbytes} bytes have not kept what was written")
+
+
+def _free_bytes(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * SHARE)
