@@ -33,6 +33,7 @@ from elastic_ft.controller.publisher import Publisher
 from elastic_ft.controller.takeover import Takeover
 from elastic_ft.controller.timers import Timers
 from elastic_ft.controller.watchdog import Watchdog
+from elastic_ft.core import deadlines
 from elastic_ft.core import events as ev
 from elastic_ft.core.hangs import Progress
 from elastic_ft.core.membership import step as decide
@@ -50,7 +51,6 @@ from elastic_ft.transport.control import Welcome
 log = logging.getLogger(__name__)
 STEPS_EVERY_S = 0.1  # while nothing else happens, what workers tell of their steps is looked at
 RELEASED_S = 5.0  # for workers to end by themselves, before the host kills them
-KEEPERS_SAVE_S = 60.0  # what they have, where no checkpoint has it
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
 LINES = frozenset({ev.RecordStep, ev.Journal})  # commands that are done by writing one
 
@@ -393,7 +393,8 @@ class Controller:
         self._closed = True
         if self._left_unsaved():
             self._connections.close()
-            self.host.close(KEEPERS_SAVE_S)
+            give_up_s = self.job.elastic.suspend_timeout_s
+            self.host.close(deadlines.save_s(self._hearing.kept_bytes, give_up_s))
         else:
             self._connections.release_keepers()
             self.host.close()

@@ -67,6 +67,7 @@ class Hearing:
         hang_up: ends a member's connection.
         fired: indices of ``faults`` that have fired.
         is_steady: steps go by: what workers tell of them can wait a little.
+        kept_bytes: the most that any node's keeper has had.
     """
 
     inbox: Inbox
@@ -79,6 +80,7 @@ class Hearing:
     faults: Sequence[PointFault]
     fired: set[int]
     is_steady: bool = False
+    kept_bytes: int = 0
 
     # ------------------------------------------------------------------ any thread
 
@@ -158,6 +160,7 @@ class Hearing:
 
     def _node_health(self, message: NodeHealth) -> None:
         self.progress.keeper_beat(message.node, time.monotonic())
+        self.kept_bytes = max(self.kept_bytes, message.keeper_memory)
         self.observer.health(message)
 
     def _note(self, note: Note) -> None:

@@ -10,6 +10,7 @@ SUITED = 128  # workers
 FORM_S_PER_WORKER = 0.05  # ncclCommInit alone takes up to a minute at some thousands
 PAUSE_S_PER_WORKER = 0.005
 MEET_S = 10.0  # all meet within it: who does not is lost, and there is time for others to form
+SAVE_BASE_S = 60.0  # for what a controller that ends leaves to keepers
 UPLOAD_BASE_S = 600.0  # for a store that is away for a while
 UPLOAD_BYTES_PER_S = 10e6  # slower than that is no upload
 
@@ -35,6 +36,12 @@ def upload_s(nbytes: int, bytes_per_s_max: float | None) -> float:
     if bytes_per_s_max is not None:
         rate = min(rate, bytes_per_s_max / 2)
     return UPLOAD_BASE_S + nbytes / rate
+
+
+def save_s(nbytes: int, give_up_s: float) -> float:
+    """For a keeper to save what no checkpoint has, ``nbytes`` in all; it gives up by itself, and
+    that alone, after ``give_up_s``."""
+    return max(SAVE_BASE_S, min(SAVE_BASE_S + nbytes / UPLOAD_BYTES_PER_S, give_up_s))
 
 
 def _beyond(workers: int) -> int:

@@ -75,19 +75,22 @@ class Prefetcher:
     def get(self, step: int, timeout_s: float = 300.0) -> list[Loaded]:
         """Returns the micro-batches of ``step``, in the order of its request, and forgets it.
 
-        Raises whatever the dataset raised; TimeoutError after ``timeout_s``; GroupBroken if
-        ``cancel`` came meanwhile; ValueError for a step that is not wanted.
+        Raises whatever the dataset raised; TimeoutError where not one more was loaded for
+        ``timeout_s``, however long all of them take; GroupBroken if ``cancel`` came meanwhile;
+        ValueError for a step that is not wanted.
         """
-        deadline_s = time.monotonic() + timeout_s
         with self._changed:
             if step not in self._wanted:
                 raise ValueError(f"step {step} was not requested; wanted: {sorted(self._wanted)}")
-            before = self._cancellations
+            before, fewest = self._cancellations, 0
+            deadline_s = 0.0
             while missing := self._missing(step):
                 self._raise_failure(step)
+                if not deadline_s or len(missing) < fewest:
+                    fewest, deadline_s = len(missing), time.monotonic() + timeout_s
                 if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
                     raise TimeoutError(
-                        f"step {step}: {len(missing)} micro-batches not loaded after "
+                        f"step {step}: {len(missing)} micro-batches not loaded, and no other for "
                         f"{timeout_s:g} s, the first of them {missing[0]}"
                     )
                 if self._cancellations != before or self._closed:

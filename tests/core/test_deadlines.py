@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ft.core.deadlines import form_s, meet_s, pause_s, upload_s
+from elastic_ft.core.deadlines import form_s, meet_s, pause_s, save_s, upload_s
 
 
 @pytest.mark.parametrize("workers", [1, 8, 128])
@@ -32,3 +32,10 @@ def test_a_large_shard_has_time_to_be_uploaded_at_the_rate_it_may() -> None:
     assert upload_s(0, None) == 600.0
     assert upload_s(52 << 30, None) > 5000.0
     assert upload_s(52 << 30, 5e6) > (52 << 30) / 5e6
+
+
+def test_keepers_have_time_to_save_what_they_have_until_they_give_up_themselves() -> None:
+    assert save_s(0, 1800.0) == 60.0
+    assert save_s(8 << 30, 1800.0) > (8 << 30) / 10e6
+    assert save_s(1 << 40, 1800.0) == 1800.0
+    assert save_s(0, 5.0) == 60.0

@@ -13,6 +13,7 @@ import pytest
 
 from elastic_ft.controller import takeover
 from elastic_ft.controller.controller import Controller
+from elastic_ft.controller.hearing import Said
 from elastic_ft.controller.watchdog import Watchdog
 from elastic_ft.core import events as ev
 from elastic_ft.errors import JobFailed, StoreFailed, UsageError
@@ -23,7 +24,7 @@ from elastic_ft.observe.run_reader import read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import open_store
-from elastic_ft.transport.control import Note
+from elastic_ft.transport.control import NodeHealth, Note
 from elastic_ft.transport.tls import JobKey
 from tests.oneproc.test_publisher import DEADLINE_S, JOB
 
@@ -62,6 +63,29 @@ def test_what_was_opened_is_closed_where_the_start_fails(tmp_path: Path) -> None
     for thread in set(threading.enumerate()) - before:
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), thread
+
+
+@pytest.mark.parametrize(("kept", "least_s"), [(0, 60.0), (8 << 30, 850.0)])
+def test_keepers_that_have_much_are_given_time_to_save_it(
+    tmp_path: Path, kept: int, least_s: float
+) -> None:
+    given: list[float] = []
+
+    class Noted(Unstartable):
+        def start(self, post: Any, address: tuple[str, int], key: JobKey) -> None:
+            keeper = ev.Member(f"{ev.KEEPER}n0", "n0", "host", 1)
+            controller._hearing.handle(Said(keeper, NodeHealth("n0", kept, 1, 1)))
+            super().start(post, address, key)
+
+        def close(self, keepers_s: float = 0.0) -> None:
+            given.append(keepers_s)
+            super().close()
+
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(JOB, Noted({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+    with pytest.raises(ZeroDivisionError):
+        controller.run()
+    assert len(given) == 1 and least_s <= given[0] <= least_s + 100
 
 
 def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -656,8 +657,25 @@ def test_a_datasets_error_surfaces_and_can_be_retried(slow: Slow, prefetcher: Pr
 def test_get_has_a_deadline(slow: Slow, prefetcher: Prefetcher) -> None:
     slow.held = {1}
     prefetcher.request(4, [(1, 2)])
-    with pytest.raises(TimeoutError, match=r"step 4: 1 micro-batches not loaded after 0.05 s, "):
+    with pytest.raises(
+        TimeoutError, match=r"step 4: 1 micro-batches not loaded, and no other for 0.05 s, "
+    ):
         prefetcher.get(4, timeout_s=0.05)
+
+
+def test_the_deadline_is_of_one_micro_batch_and_not_of_all_that_a_step_has() -> None:
+    """A step of many is slow, and no hang: ``hang_timeout_s`` ended such a job."""
+
+    class Steady(Slow):
+        def __getitem__(self, index: int) -> int:
+            threading.Event().wait(0.1)
+            return index
+
+    with Prefetcher(Steady()) as made:
+        made.request(1, [(index,) for index in range(20)])
+        began = time.monotonic()
+        assert len(made.get(1, timeout_s=1.0)) == 20
+        assert time.monotonic() - began > 1.5
 
 
 def test_cancel_wakes_a_waiting_get(slow: Slow, prefetcher: Prefetcher) -> None:
