@@ -20,7 +20,6 @@ def policy_of(job: Job) -> Policy:
         "planning": _planning_of(job) if job.parallel.strategy == "auto" else None,
         "multiple_of": job.multiple_of,
         "pause_timeout_s": pause_s,
-        "form_timeout_s": deadlines.form_s(elastic.form_timeout_s, elastic.max_workers),
         "boundary_timeout_s": LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + pause_s,
         "publish_timeout_s": elastic.suspend_timeout_s,
         "checkpoint_every_s": None if checkpoint.every_s == "auto" else checkpoint.every_s,

@@ -12,6 +12,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.blame import blame_joiners, count_end, count_losses, explain_break
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import abandon_void_attempts, await_checkpoint, commit_steps, finish
+from elastic_ft.core.deadlines import form_s
 from elastic_ft.core.keepers import forget_void, look_again
 from elastic_ft.core.outages import suspend_reading, waits_for_store
 from elastic_ft.core.records import Episode
@@ -251,7 +252,7 @@ def _begin(turn: Turn, world: World, source: ev.Source, why: str) -> None:
     )
     forget_void(turn)
     turn.do(ev.FormGeneration(assignment))
-    turn.timer("form", turn.policy.form_timeout_s)
+    turn.timer("form", _form_timeout_s(turn))
 
 
 def _suspend(turn: Turn, why: str) -> None:
@@ -278,13 +279,20 @@ def restoring(turn: Turn, event: ev.Restoring) -> None:
 
 def form_overdue(turn: Turn) -> None:
     """However large the state and slow the store, forming is not given up while bytes come."""
-    timeout_s = turn.policy.form_timeout_s
+    timeout_s = _form_timeout_s(turn)
     if turn.state.bytes_come:
         turn.set(bytes_come=False)
         turn.timer("form", timeout_s)
         return
     reason = f"not formed within {timeout_s:g} s, in which no byte of its state came"
     pause(turn, "form_timeout", reason, abort=True)
+
+
+def _form_timeout_s(turn: Turn) -> float:
+    """For as many as take part, not for as many as might."""
+    assignment = turn.state.assignment
+    parts = 0 if assignment is None else len(assignment.members) + len(assignment.donors)
+    return form_s(turn.policy.form_timeout_s, parts)
 
 
 def resumed(turn: Turn, event: ev.Resumed) -> None:

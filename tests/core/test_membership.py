@@ -229,6 +229,18 @@ def test_a_generation_that_does_not_form_in_time_is_given_up() -> None:
     assert script.fire("form")[0] == PauseWorkers(3, ("a", "b"), True, reason)
 
 
+def test_forming_has_the_time_that_its_world_needs_not_that_of_the_largest_that_may_be() -> None:
+    small = ddp(min_workers=2, max_workers=4096)
+    small.ready("a", "n1")
+    small.ready("b", "n2")
+    assert small.fire("gather")[-1] == StartTimer("form", 1, 60)
+    large = ddp(min_workers=1, max_workers=228)
+    commands: list[object] = []
+    for number in range(228):
+        commands = large.ready(f"w{number}", f"n{number}")
+    assert commands[-1] == StartTimer("form", 1, 65)
+
+
 def test_a_generation_whose_state_still_comes_is_not_given_up() -> None:
     script = ddp().run(a="n1", b="n2", c="n3")
     script.tell(WorkerLost, "c", "killed")
