@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from tests.multiproc import harness, pool  # noqa: E402
 
 LEAK_DEADLINE_S = 10.0
+FSSPEC = ("fsspecIO", "asyncio_")  # its loop and resolver: they stay
 SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they stay
 
 
@@ -61,4 +62,5 @@ def _is_direct(process: psutil.Process) -> bool:
 
 
 def _threads(before: set[int | None]) -> list[str]:
-    return [f"thread {t.name}" for t in threading.enumerate() if t.ident not in before]
+    fresh = (t for t in threading.enumerate() if t.ident not in before)
+    return [f"thread {t.name}" for t in fresh if not t.name.startswith(FSSPEC)]

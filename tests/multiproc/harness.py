@@ -23,6 +23,7 @@ from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.journal import undeclared
 from elastic_ft.observe.run_folder import RunFolder, read_lines
+from elastic_ft.storage.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.005
@@ -184,6 +185,7 @@ def run_job(
     environment: dict[str, str] | None = None,
     controller: Callable[..., Controller] = Controller,
     keepers: bool = True,
+    folder_url: str | None = None,
 ) -> Run:
     """Runs ``job`` in folder ``out`` to its end.
 
@@ -194,10 +196,11 @@ def run_job(
         environment: the workers', beside the usual.
         controller: what makes it.
         keepers: whether nodes have one.
+        folder_url: of the run folder, if it is not ``out``; copied to there in the end.
     """
     nodes = nodes or {f"n{i}": 1 for i in range(job.elastic.max_workers)}
     host = StagedHost(nodes, environment)
-    folder = RunFolder(str(out))
+    folder = RunFolder(folder_url or str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
     if not keepers:
         for node in host._nodes.values():
@@ -226,6 +229,10 @@ def run_job(
     finally:
         ended.set()
         poller.join()
+    if folder_url is not None:
+        out.mkdir()
+        for name in ("events.jsonl", "steps.jsonl", "ledger.jsonl"):
+            (out / name).write_bytes(open_store(folder_url).get(name))
     return Run(job, Path(out), result, tuple(faults), time.monotonic() - began)
 
 

@@ -16,9 +16,11 @@ import yaml
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from elastic_ft.controller.controller import Controller
+from elastic_ft.faults import PointFault
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.lines import parse_lines
 from elastic_ft.storage.store import Store, open_store
-from tests.multiproc.harness import make_job, on_disk, run_job
+from tests.multiproc.harness import Gate, make_job, on_disk, run_job
 from tests.s3_server import s3_server
 
 SHARD = ".bin"
@@ -109,6 +111,58 @@ def test_training_goes_on_while_the_bucket_is_gone(
     assert outage.ages == sorted(outage.ages), "it rises by itself"
     assert outage.ages[-1] > outage.ages[0]
     assert outage.age_after < outage.ages[-1]
+
+
+class LoseNode:
+    """Once the world is whole again after the first loss, the node of its last rank is lost."""
+
+    def __init__(self) -> None:
+        self.lost = ""
+
+    def __call__(self, controller: Controller, line: dict[str, Any]) -> None:
+        assignment = controller.state.assignment
+        assert assignment is not None and isinstance(controller.host, LocalHost)
+        if line["generation"] > 2 and len(assignment.members) == 3 and not self.lost:
+            self.lost = assignment.members[-1].node
+            controller.host.kill_node(self.lost)
+
+
+def test_a_stopped_worker_and_a_lost_node_cost_no_step_where_all_is_in_a_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """README's rows, one after the other. A spare node takes the place of the lost one."""
+    gate, losing = Gate(tmp_path / "gate"), LoseNode()
+    stop = PointFault("forward", "stop", rank=1, step=4)
+    with s3_server(tmp_path / "s3") as s3:
+        for name, value in s3.env.items():
+            monkeypatch.setenv(name, value)
+        job = gate.job(
+            "fsdp",
+            steps=60,
+            workers=3,
+            checkpoint={"url": s3.url("checkpoints"), "every_steps": 4},
+            elastic={"heartbeat_timeout_s": 4.0},
+        )
+        run = run_job(
+            job,
+            tmp_path / "run",
+            nodes={f"n{i}": 1 for i in range(4)},
+            faults=[stop],
+            on_step=losing,
+            watch=gate,
+            environment=s3.env,
+            folder_url=s3.url("run"),
+        ).check()
+    assert losing.lost, run.story()
+    lost = [line for line in run.recoveries if line["world_after"] < line["world_before"]]
+    assert [line["cause"] for line in lost] in (
+        ["worker_hung", "node_lost"],
+        ["worker_hung", "worker_lost"],  # of its processes' ends, whichever is first
+    ), run.story()
+    assert [line["steps_lost"] for line in lost] == [0, 0], run.story()
+    assert all(line["survivors_kept_pid"] for line in lost), run.story()
+    assert [line["node"] for line in run.all("node_lost")] == [losing.lost], run.story()
+    assert run.all("checkpoint_committed"), run.story()
 
 
 @pytest.mark.timeout(300)  # four controllers start
