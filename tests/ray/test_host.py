@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_ft.hosts.ray import ray_host as hosts
-from elastic_ft.hosts.ray.ray_host import HostedKeeper, RayHost
+from elastic_ft.hosts.ray.keeper_actor import KeeperLife
+from elastic_ft.hosts.ray.ray_host import RayHost
 
 DEADLINE_S = 20.0
 
@@ -63,8 +64,8 @@ def test_keepers_that_save_are_not_killed_before_their_time(
         events.append("saved")
 
     def begin() -> None:
-        host._nodes.keepers["n1"] = HostedKeeper("killed")  # type: ignore[arg-type]
-        host._keeping.append(host._loop.create_task(keep()))
+        host._keepers._lives["n1"] = KeeperLife("killed")  # type: ignore[arg-type]
+        host._keepers._tasks["n1"] = host._loop.create_task(keep())
 
     on_loop(host, begin)
     closing = threading.Thread(target=host.close, args=(DEADLINE_S if saves else 0.3,))

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
 
 from elastic_ft.controller.host import Inbox
@@ -30,7 +30,8 @@ from elastic_ft.core.events import (
     WorkerId,
     WorkerLost,
 )
-from elastic_ft.hosts.ray.keeper_actor import start_keeper
+from elastic_ft.hosts.ray.causes import describe
+from elastic_ft.hosts.ray.keeper_actor import Keepers
 from elastic_ft.hosts.ray.placement_groups import Placements, node_of
 from elastic_ft.hosts.ray.ray_private import Worker, draining_nodes
 from elastic_ft.hosts.ray.worker_actor import Task, WorkerSeat
@@ -46,7 +47,6 @@ EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, tr
 RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
 EARLY_S = 20.0
 CLOSE_TIMEOUT_S = 10.0
-KEEPER_STARTS_MAX = 4  # on one node
 
 
 @dataclass(slots=True, eq=False)
@@ -84,25 +84,15 @@ class Launch:
     start_timeout_s: float
 
 
-@dataclass(slots=True, eq=False)
-class HostedKeeper:
-    """One life of a node's keeper. ``given_up``: it hangs, and is not waited for."""
-
-    actor: ActorHandle[Any]
-    given_up: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 @dataclass(slots=True)
 class ClusterNodes:
     """What is known of the nodes that host a worker, or did."""
 
     used: set[NodeId] = field(default_factory=set)
-    kept: set[NodeId] = field(default_factory=set)  # with a keeper, or what starts one
     draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
     # Nobody is placed there for now; what ends that.
     avoided: dict[NodeId, asyncio.TimerHandle] = field(default_factory=dict)
     lost: set[NodeId] = field(default_factory=set)
-    keepers: dict[NodeId, HostedKeeper] = field(default_factory=dict)
 
 
 class RayHost:
@@ -115,20 +105,20 @@ class RayHost:
         self._nodes = ClusterNodes()
         self._wanted, self._count, self._failures = 0, 0, 0
         self._closed = False
-        self._keepers_until_s = 0.0  # on the monotonic clock, once closed
         self._watchers: list[asyncio.Task[None]] = []
-        self._keeping: list[asyncio.Task[None]] = []  # a node's keepers each
         self._look = asyncio.Event()
         self._inbox: Inbox = lambda event: None
         self._address: tuple[str, int] = ("", 0)
         self._key = JobKey(b"")
         self._loop = asyncio.new_event_loop()
+        self._keepers = Keepers(self._nodes.lost)
         self._thread = threading.Thread(target=self._run, name="ray-host", daemon=True)
 
     # ------------------------------------------------------------------------ Host
 
     def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
         self._inbox, self._address, self._key = inbox, address, key
+        self._keepers.serve(address, key)
         self._thread.start()
         self._call(self._watch)
 
@@ -142,7 +132,7 @@ class RayHost:
         self._call(self._kill, worker)
 
     def kill_keeper(self, node: NodeId) -> None:
-        self._call(self._give_up_keeper, node)
+        self._call(self._keepers.give_up, node)
 
     def prepare(self, assignment: Assignment) -> dict[WorkerId, dict[str, Any]]:
         seated = self._seats(assignment)
@@ -167,15 +157,15 @@ class RayHost:
 
     def close(self, keepers_s: float = 0.0) -> None:
         """Stops keeping workers. Members live on until Ray Train has fetched their last reports."""
-        self._keepers_until_s = time.monotonic() + keepers_s
+        self._keepers.until_s = time.monotonic() + keepers_s
         self._call(self._stop_keeping)
         self._let_keepers_end()
 
     def _let_keepers_end(self) -> None:
         """They save what they have, for as long as ``close`` gave them."""
-        left_s = self._keepers_until_s - time.monotonic()
+        left_s = self._keepers.until_s - time.monotonic()
         if left_s > 0 and self._thread.is_alive():
-            ended = asyncio.run_coroutine_threadsafe(self._await_keepers(left_s), self._loop)
+            ended = asyncio.run_coroutine_threadsafe(self._keepers.await_end(left_s), self._loop)
             with contextlib.suppress(TimeoutError):
                 ended.result(2 * left_s)
 
@@ -258,9 +248,7 @@ class RayHost:
         handle = await self._meet(hosted, hosted.actor)
         hosted.node = handle.metadata.node_id
         self._nodes.used.add(hosted.node)
-        if hosted.node not in self._nodes.kept:
-            self._nodes.kept.add(hosted.node)
-            self._keeping.append(self._loop.create_task(self._keep(hosted.node)))
+        self._keepers.keep(hosted.node)
         task = Task(
             self._address,
             self._key,
@@ -364,42 +352,6 @@ class RayHost:
         if hosted is not None and hosted.actor is not None and not hosted.ended:
             ray.kill(hosted.actor)
 
-    # ----------------------------------------------------------------- the keepers
-
-    async def _keep(self, node: NodeId) -> None:
-        """A keeper on the node, and another where one has ended: an empty one, but whole."""
-        for _ in range(KEEPER_STARTS_MAX):
-            if self._closed or node in self._nodes.lost:
-                break
-            keeper = HostedKeeper(start_keeper(self._address, self._key, node))
-            self._nodes.keepers[node] = keeper
-            ended = asyncio.ensure_future(self._await_keeper_end(keeper.actor))
-            given_up = asyncio.ensure_future(keeper.given_up.wait())
-            await asyncio.wait((ended, given_up), return_when=asyncio.FIRST_COMPLETED)
-            ended.cancel()
-            given_up.cancel()
-            await asyncio.sleep(NODE_POLL_S)  # the node itself may be gone: that is known by then
-
-    async def _await_keepers(self, timeout_s: float) -> None:
-        if self._keeping:
-            await asyncio.wait(self._keeping, timeout=timeout_s)
-
-    async def _await_keeper_end(self, actor: ActorHandle[Any]) -> None:
-        while True:
-            try:
-                await actor.await_end.remote()
-            except ActorUnavailableError:  # means "maybe": ask again
-                await asyncio.sleep(DRAIN_POLL_S)
-            except RayError as error:
-                log.info("a keeper has ended: %s", describe(error))
-                return
-
-    def _give_up_keeper(self, node: NodeId) -> None:
-        """Ray may not be able to end a process that is stopped: it is one of ours no more."""
-        if (keeper := self._nodes.keepers.get(node)) is not None:
-            ray.kill(keeper.actor)
-            keeper.given_up.set()
-
     # ------------------------------------------------------------------- the nodes
 
     def _watch(self) -> None:
@@ -455,7 +407,7 @@ class RayHost:
     # ---------------------------------------------------------------------- the end
 
     def _stop_keeping(self) -> None:
-        self._closed = True
+        self._closed = self._keepers.closed = True
         self._wanted = 0
         for hosted in list(self._hosted.values()):
             if hosted.worker not in self._group.members:
@@ -466,28 +418,7 @@ class RayHost:
         self._stop_keeping()
         for hosted in list(self._hosted.values()):
             self._cancel(hosted)
-        for watcher in (*self._watchers, *self._keeping):
+        for watcher in self._watchers:
             watcher.cancel()
-        for keeper in self._nodes.keepers.values():
-            ray.kill(keeper.actor)
+        self._keepers.kill()
         done.set()
-
-
-def describe(error: BaseException) -> str:
-    """One line on why a worker is gone, without Ray's ids and advice."""
-    if isinstance(error, RayActorError):
-        text = str(error)
-        for mark, short in DEATHS:
-            if mark in text:
-                return short
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-DEATHS = (
-    ("node has died", "its node died"),
-    ("node was drained", "its node was drained"),
-    ("ray.kill", "killed by the controller"),
-    ("creation task failed", "its actor could not be created"),
-    ("worker process has died", "its process died"),
-    ("owner", "its owner died"),
-)

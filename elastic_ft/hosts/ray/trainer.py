@@ -19,6 +19,7 @@ from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import PointFault
+from elastic_ft.hosts.ray.causes import describe
 from elastic_ft.hosts.ray.controller_actor import (
     ElasticController,
     ElasticResult,
@@ -29,7 +30,6 @@ from elastic_ft.hosts.ray.controller_actor import (
     as_checkpoint,
 )
 from elastic_ft.hosts.ray.placement_groups import remove_placement_groups
-from elastic_ft.hosts.ray.ray_host import describe
 from elastic_ft.hosts.ray.ray_private import (
     RAY_NODE_ID_KEY,
     BackendConfig,

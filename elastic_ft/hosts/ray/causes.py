@@ -1,0 +1,25 @@
+"""Why a process is gone, in words."""
+
+from __future__ import annotations
+
+from ray.exceptions import RayActorError
+
+
+def describe(error: BaseException) -> str:
+    """One line on why a worker is gone, without Ray's ids and advice."""
+    if isinstance(error, RayActorError):
+        text = str(error)
+        for mark, short in DEATHS:
+            if mark in text:
+                return short
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+DEATHS = (
+    ("node has died", "its node died"),
+    ("node was drained", "its node was drained"),
+    ("ray.kill", "killed by the controller"),
+    ("creation task failed", "its actor could not be created"),
+    ("worker process has died", "its process died"),
+    ("owner", "its owner died"),
+)
