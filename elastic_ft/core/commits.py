@@ -122,17 +122,18 @@ def await_checkpoint(turn: Turn) -> None:
     every_s = _checkpoint_every_s(turn)
     if every_s is None:
         return
-    if turn.at_s < turn.state.checkpoint_asked_at_s:  # the clock was set back: count from now
-        turn.set(checkpoint_asked_at_s=turn.at_s)
-    turn.timer("checkpoint", max(0.0, turn.state.checkpoint_asked_at_s + every_s - turn.at_s))
+    if turn.at_s < turn.state.uploads.asked_at_s:  # the clock was set back: count from now
+        turn.set(uploads=replace(turn.state.uploads, asked_at_s=turn.at_s))
+    turn.timer("checkpoint", max(0.0, turn.state.uploads.asked_at_s + every_s - turn.at_s))
 
 
 def ask_for_checkpoint(turn: Turn) -> None:
     """It is due; not while the one before is being written, nor when nothing is new."""
-    newest = max((ref.step for ref in turn.state.checkpoints), default=0)
-    if not turn.state.attempts and turn.state.committed > newest and not turn.state.stopping:
+    state = turn.state
+    newest = max((ref.step for ref in state.checkpoints), default=0)
+    if not state.uploads.attempts and state.committed > newest and not state.stopping:
         turn.do(TakeCheckpoint(turn.members[0].worker))
-    turn.set(checkpoint_asked_at_s=turn.at_s)
+    turn.set(uploads=replace(turn.state.uploads, asked_at_s=turn.at_s))
     await_checkpoint(turn)
 
 
@@ -148,7 +149,7 @@ def _checkpoint_every_s(turn: Turn) -> float | None:
 
 
 def _write_s(turn: Turn) -> float:
-    writes_s = turn.state.checkpoint_writes_s
+    writes_s = turn.state.uploads.writes_s
     return median(writes_s) if writes_s else FIRST_WRITE_S
 
 
@@ -199,7 +200,7 @@ def _attempt(turn: Turn, step: int, generation: int) -> CheckpointAttempt | None
         return None
     if writers.until is not None and step > writers.until:
         return None
-    for attempt in state.attempts:
+    for attempt in state.uploads.attempts:
         if (attempt.step, attempt.generation) == (step, generation):
             return attempt
     return CheckpointAttempt(step, generation, writers.workers)
@@ -207,16 +208,17 @@ def _attempt(turn: Turn, step: int, generation: int) -> CheckpointAttempt | None
 
 def _is_closed(state: State, step: int, generation: int) -> bool:
     """It has ended, or is older than all those of which that is still known."""
-    if (step, generation) in state.closed:
+    closed = state.uploads.closed_attempts
+    if (step, generation) in closed:
         return True
-    oldest = min(((g, s) for s, g in state.closed), default=(0, 0))
-    return len(state.closed) == CLOSED_KEPT and (generation, step) < oldest
+    oldest = min(((g, s) for s, g in closed), default=(0, 0))
+    return len(closed) == CLOSED_KEPT and (generation, step) < oldest
 
 
 def _put_attempt(turn: Turn, attempt: CheckpointAttempt) -> None:
     key = (attempt.step, attempt.generation)
-    others = [a for a in turn.state.attempts if (a.step, a.generation) != key]
-    turn.set(attempts=(*others, attempt))
+    others = [a for a in turn.state.uploads.attempts if (a.step, a.generation) != key]
+    turn.set(uploads=replace(turn.state.uploads, attempts=(*others, attempt)))
 
 
 def abandon(turn: Turn, attempt: CheckpointAttempt, reason: str) -> None:
@@ -228,15 +230,15 @@ def abandon(turn: Turn, attempt: CheckpointAttempt, reason: str) -> None:
 def _close(turn: Turn, attempt: CheckpointAttempt) -> None:
     """A late message about it begins no new attempt."""
     key = (attempt.step, attempt.generation)
-    turn.set(
-        attempts=tuple(a for a in turn.state.attempts if (a.step, a.generation) != key),
-        closed=(*turn.state.closed, key)[-CLOSED_KEPT:],
-    )
+    uploads = turn.state.uploads
+    others = tuple(a for a in uploads.attempts if (a.step, a.generation) != key)
+    closed = (*uploads.closed_attempts, key)[-CLOSED_KEPT:]
+    turn.set(uploads=replace(uploads, attempts=others, closed_attempts=closed))
 
 
 def abandon_void_attempts(turn: Turn, writers: dict[int, Writers]) -> None:
     """A new generation forms: what can't be completed, or is no part of the history, ends (I4)."""
-    for attempt in turn.state.attempts:
+    for attempt in turn.state.uploads.attempts:
         known = writers.get(attempt.generation)
         if attempt.committing:
             continue
@@ -244,11 +246,13 @@ def abandon_void_attempts(turn: Turn, writers: dict[int, Writers]) -> None:
             abandon(turn, attempt, "its generation is too old")
         elif known.until is not None and attempt.step > known.until:
             abandon(turn, attempt, f"not every writer reached its step: {known.until} was the last")
-    turn.set(closed=tuple(key for key in turn.state.closed if key[1] in writers))
+    uploads = turn.state.uploads
+    known_still = tuple(key for key in uploads.closed_attempts if key[1] in writers)
+    turn.set(uploads=replace(uploads, closed_attempts=known_still))
 
 
 def abandon_attempts_of(turn: Turn, gone: list[WorkerId], how: str = "left") -> None:
-    for attempt in turn.state.attempts:
+    for attempt in turn.state.uploads.attempts:
         missing = sorted(worker for worker in gone if attempt.awaits(worker))
         if missing:
             abandon(turn, attempt, f"{', '.join(missing)} {how} before writing its shards")
@@ -256,12 +260,12 @@ def abandon_attempts_of(turn: Turn, gone: list[WorkerId], how: str = "left") -> 
 
 def _commit_checkpoints(turn: Turn) -> None:
     """Publishes what is written, once its step is committed: no checkpoint runs ahead of steps."""
-    for attempt in turn.state.attempts:
+    for attempt in turn.state.uploads.attempts:
         if not attempt.is_whole or attempt.step > turn.state.committed:
             continue
         if any(ref.step == attempt.step for ref in turn.state.checkpoints):
             abandon(turn, attempt, "this step has a checkpoint already")
-        elif not any(a.committing and a.step == attempt.step for a in turn.state.attempts):
+        elif not any(a.committing and a.step == attempt.step for a in turn.state.uploads.attempts):
             _put_attempt(turn, replace(attempt, committing=True))
             shards = tuple(chain.from_iterable(attempt.written.values()))
             turn.do(CommitCheckpoint(attempt.step, attempt.generation, shards, attempt.tensors))
@@ -294,10 +298,10 @@ def _learn_write_time(turn: Turn, event: CheckpointCommitted) -> None:
     if not turn.policy.checkpoint_auto:
         return
     before_s = _checkpoint_every_s(turn)
-    attempts = [a for a in turn.state.attempts if a.step == event.step and a.committing]
+    attempts = [a for a in turn.state.uploads.attempts if a.step == event.step and a.committing]
     took_s = max((attempt.took_s for attempt in attempts), default=0.0)
-    last = (*turn.state.checkpoint_writes_s, took_s + event.seconds)
-    turn.set(checkpoint_writes_s=last[-WRITES_REMEMBERED:])
+    last = (*turn.state.uploads.writes_s, took_s + event.seconds)
+    turn.set(uploads=replace(turn.state.uploads, writes_s=last[-WRITES_REMEMBERED:]))
     after_s = _checkpoint_every_s(turn)
     if before_s and after_s and abs(after_s - before_s) > 0.1 * before_s:
         turn.journal(
@@ -328,11 +332,12 @@ def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
 def publish_overdue(turn: Turn, attempt: str) -> None:
     """Its outcome has not come in time: nothing waits for it any more."""
     step, generation = map(int, attempt.split())
-    for overdue in turn.state.attempts:
+    for overdue in turn.state.uploads.attempts:
         if (overdue.step, overdue.generation) != (step, generation):
             continue
         _close(turn, overdue)
-        turn.set(unsettled=max(turn.state.unsettled, step))
+        uploads = turn.state.uploads
+        turn.set(uploads=replace(uploads, unsettled_step=max(uploads.unsettled_step, step)))
         reason = f"neither published nor refused within {turn.policy.publish_timeout_s:g} s"
         turn.journal("checkpoint_failed", reason, step=step)
         _commit_checkpoints(turn)
@@ -340,9 +345,9 @@ def publish_overdue(turn: Turn, attempt: str) -> None:
 
 
 def _settle_attempt(turn: Turn, step: int) -> None:
-    if step == turn.state.unsettled:
-        turn.set(unsettled=0)
-    for attempt in turn.state.attempts:
+    if step == turn.state.uploads.unsettled_step:
+        turn.set(uploads=replace(turn.state.uploads, unsettled_step=0))
+    for attempt in turn.state.uploads.attempts:
         if attempt.step == step and attempt.committing:
             _close(turn, attempt)
 
@@ -362,7 +367,7 @@ def worker_done(turn: Turn, event: WorkerDone) -> None:
 
 def finish_if_done(turn: Turn) -> None:
     state = turn.state
-    if state.phase != "running" or state.done != turn.everyone() or state.attempts:
+    if state.phase != "running" or state.done != turn.everyone() or state.uploads.attempts:
         return
     if any(step > state.committed for step in state.pending):
         return

@@ -141,7 +141,7 @@ def has_news(before: State, now: State) -> bool:
         or before.paused is not now.paused
         or len(before.ready) > len(now.ready)
         or len(before.keepers) > len(now.keepers)
-        or before.closed is not now.closed
+        or before.uploads.closed_attempts is not now.uploads.closed_attempts
         or before.checkpoints is not now.checkpoints
         or (
             now.left.lacking is None
@@ -205,8 +205,10 @@ def _must_wait(turn: Turn, source: ev.Source, why: str) -> bool:
     if source.tier is ev.Tier.INITIAL and state.committed and not turn.policy.from_scratch:
         finish(turn, "failed", no_way_on(state.committed, why))
         return True
-    if source.step < state.committed and source.step < state.unsettled:
-        reason = f"the checkpoint of step {state.unsettled} may yet be published, and {why}"
+    if source.step < state.committed and source.step < state.uploads.unsettled_step:
+        reason = (
+            f"the checkpoint of step {state.uploads.unsettled_step} may yet be published, and {why}"
+        )
         finish(turn, "suspended", f"{reason}; {turn.last_good()}")
         return True
     if waits_for_store(turn, source):

@@ -61,6 +61,7 @@ from elastic_ft.core.keepers import keeper_holds, keeper_ready, stop_awaiting, u
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.outages import REREAD, may_read_again
 from elastic_ft.core.policy import Policy
+from elastic_ft.core.records import Uploads
 from elastic_ft.core.restoring import no_way_on
 from elastic_ft.core.standby import RELEASE, release, release_overdue
 from elastic_ft.core.state import State, Turn
@@ -104,7 +105,7 @@ def _job_started(turn: Turn, event: ev.JobStarted) -> None:
         lineage = lineage.on(ref.generation, ref.step - 1)
     turn.set(checkpoints=event.checkpoints, committed=committed, generation=event.generation)
     turn.set(lineage=lineage)
-    turn.set(started_at_s=event.at_s, checkpoint_asked_at_s=event.at_s)
+    turn.set(started_at_s=event.at_s, uploads=Uploads(asked_at_s=event.at_s))
     if not event.checkpoints and event.recorded and not turn.policy.from_scratch:
         turn.set(committed=event.recorded)
         finish(turn, "failed", no_way_on(event.recorded, "there is no checkpoint"))

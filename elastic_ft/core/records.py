@@ -79,6 +79,24 @@ class CheckpointAttempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Uploads:
+    """Checkpoints on their way. Written by ``commits`` alone, once the job has started.
+
+    Attributes:
+        asked_at_s: when the last one was due, or the job started.
+        writes_s: what the last few took until they were published.
+        closed_attempts: the last that ended: (step, generation).
+        unsettled_step: the newest whose checkpoint may yet appear, unasked; 0: none.
+    """
+
+    asked_at_s: float = 0.0
+    writes_s: tuple[float, ...] = ()
+    attempts: tuple[CheckpointAttempt, ...] = ()
+    closed_attempts: tuple[tuple[int, int], ...] = ()
+    unsettled_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Writers:
     """Who writes the checkpoints that a generation begins."""
 

@@ -80,7 +80,7 @@ def is_worth_waiting(turn: Turn, step: int) -> bool:
 def _is_publishing(turn: Turn, step: int) -> bool:
     """Whether a checkpoint newer than ``step`` may appear: rolling back past it would leave one
     ahead of the recorded steps. Its outcome, or the timer of ``commits``, ends the wait (I7)."""
-    return any(a.committing and a.step > step for a in turn.state.attempts)
+    return any(a.committing and a.step > step for a in turn.state.uploads.attempts)
 
 
 def no_way_on(recorded: int, why: str) -> str:

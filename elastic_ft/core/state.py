@@ -22,13 +22,13 @@ from elastic_ft.core.events import (
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.records import (
-    CheckpointAttempt,
     Episode,
     LeftBehind,
     Outage,
     PendingStep,
     Recovery,
     Unreached,
+    Uploads,
     Writers,
 )
 from elastic_ft.core.source import Refused
@@ -83,11 +83,7 @@ class State:
     pending: dict[int, PendingStep] = field(default_factory=dict)
     checkpoints: tuple[CheckpointRef, ...] = ()
     started_at_s: float = 0.0
-    checkpoint_asked_at_s: float = 0.0  # when the last one was due, or the job started
-    checkpoint_writes_s: tuple[float, ...] = ()  # of the last few, until they were published
-    attempts: tuple[CheckpointAttempt, ...] = ()
-    closed: tuple[tuple[int, int], ...] = ()  # the last attempts that ended: (step, generation)
-    unsettled: int = 0  # the newest step whose checkpoint may yet appear, unasked
+    uploads: Uploads = field(default_factory=Uploads)
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few
     refused: Refused = frozenset()
     outage: Outage | None = None  # of the store that the next generation is to read
@@ -147,11 +143,7 @@ class Changes(TypedDict, total=False):
     pending: dict[int, PendingStep]
     checkpoints: tuple[CheckpointRef, ...]
     started_at_s: float
-    checkpoint_asked_at_s: float
-    checkpoint_writes_s: tuple[float, ...]
-    attempts: tuple[CheckpointAttempt, ...]
-    closed: tuple[tuple[int, int], ...]
-    unsettled: int
+    uploads: Uploads
     writers: dict[int, Writers]
     refused: Refused
     outage: Outage | None

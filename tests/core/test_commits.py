@@ -257,7 +257,7 @@ def test_the_checkpoint_of_a_voided_step_is_never_published() -> None:
     assert AbandonCheckpoint(2, 1, reason) in regroup(script, 1, 1)
     assert write(script, 2, "b", "a") == []
     script.train(2)
-    assert script.state.attempts == ()
+    assert script.state.uploads.attempts == ()
 
 
 def test_the_checkpoint_of_a_voided_step_does_not_begin_late() -> None:
@@ -267,7 +267,7 @@ def test_the_checkpoint_of_a_voided_step_does_not_begin_late() -> None:
     script.train(2, held=False)
     regroup(script, 1, 1)
     assert write(script, 2, "a", "b") == []
-    assert script.state.attempts == ()
+    assert script.state.uploads.attempts == ()
     commands = script.train(2)
     assert recorded(commands) == [2]
     assert not [c for c in commands if isinstance(c, CommitCheckpoint)]
@@ -279,7 +279,7 @@ def test_told_twice_an_upload_does_not_begin_again() -> None:
     write(script, 1, "a", "b")
     script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
     assert write(script, 1, "a") == []
-    assert script.state.attempts == ()
+    assert script.state.uploads.attempts == ()
 
 
 def test_a_step_gets_one_checkpoint() -> None:

@@ -117,7 +117,7 @@ def test_when_a_checkpoint_was_asked_for_does_not_change_what_one_takes() -> Non
     script.now_s += 20.0
     script.train(1)
     publish(script, 1, took_s=0.195, seconds=0.005)
-    assert script.state.checkpoint_writes_s == pytest.approx((0.2,))
+    assert script.state.uploads.writes_s == pytest.approx((0.2,))
     (reason,) = script.journalled("checkpoint_interval")
     assert reason.startswith("one takes 0.2 s to write: the next ones every ")
 

@@ -436,13 +436,13 @@ def test_an_outcome_that_comes_late_counts(late: type) -> None:
     """The job trains on meanwhile, and nothing older than the step in doubt is gone back to."""
     script = publishing_for_ever()
     assert script.fire("publish 2 1", 0) == []
-    assert script.state.unsettled == 2 and not script.state.attempts
+    assert script.state.uploads.unsettled_step == 2 and not script.state.uploads.attempts
     if late is CheckpointCommitted:
         script.tell(late, 2, "s3://b/2", 100, 0.1)
         assert [ref.url for ref in script.state.checkpoints] == ["s3://b/2"]
     else:
         script.tell(late, 2, "503")
-    assert script.state.unsettled == 0
+    assert script.state.uploads.unsettled_step == 0
     assert script.fire("publish 2 1", 0) == []
 
 

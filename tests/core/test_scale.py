@@ -227,7 +227,9 @@ def test_recoveries_and_ended_uploads_are_remembered_and_not_for_ever() -> None:
         script.train(number)
         generation = script.assignment.generation
         script.tell(ShardsFailed, "w0", generation, number, "disk full")
-        assert not script.state.attempts
-    assert len(script.state.closed) <= CLOSED_KEPT
+        assert not script.state.uploads.attempts
+    assert len(script.state.uploads.closed_attempts) <= CLOSED_KEPT
     late = (ShardsWritten, "w1", generation, many + 2, ())
-    assert not script.tell(*late) and not script.state.attempts, "it began long ago, and is void"
+    assert not script.tell(*late) and not script.state.uploads.attempts, (
+        "it began long ago, and is void"
+    )
