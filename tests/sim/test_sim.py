@@ -202,7 +202,8 @@ def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
         named = {(k[0], *k[2:]): copy for k, copy in left.copies.items()} if left else {}
         return named.get(same) if keeper.alive and not (keeper.hung or keeper.node.cut) else None
 
-    monkeypatch.setattr(restoring, "_of_this_history", believed)
+    for module in (restoring, keepers):
+        monkeypatch.setattr(module, "of_this_history", believed)
     monkeypatch.setattr(SimKeeper, "find", find)
 
 
