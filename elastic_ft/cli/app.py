@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from elastic_ft.cli import checkpoint, extensions, plan, resize, show_events, simulate
-from elastic_ft.cli.demo import run_demo
+from elastic_ft.cli.demo import JOB_FILE, run_demo
 from elastic_ft.cli.progress import say
 from elastic_ft.cli.run import (
     BAD_USAGE,
@@ -153,7 +153,6 @@ def _allowed(job: Job, from_scratch: bool) -> Job:
 @app.command()
 def demo(out: Out = None) -> int:
     """Lose a node of four and get one back; then show that nothing else was lost."""
-    job_file = Path(__file__).parents[1] / "examples" / "demo.yaml"
-    if not job_file.is_file():
-        raise ConfigError(f"{job_file} is missing: the demo runs from a checkout of the repository")
-    return run_demo(load_job(job_file), out or "runs/demo")
+    if not JOB_FILE.is_file():
+        raise ConfigError(f"{JOB_FILE} is missing: the demo runs from a checkout of the repository")
+    return run_demo(load_job(JOB_FILE), out or "runs/demo")

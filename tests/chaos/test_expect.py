@@ -13,7 +13,8 @@ from chaos.check import Verdict
 from chaos.expect import judge_demo
 from chaos.runner import LOG
 from chaos.scenario import load_scenario
-from elastic_ft.config import Job, parse_job
+from elastic_ft.cli.demo import JOB_FILE
+from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.core.batches import DataOrder
 
 SAMPLES, STEPS, BATCH = 200, 12, 4
@@ -140,3 +141,8 @@ def test_a_claim_fails_where_the_folder_denies_it(
 ) -> None:
     failed = [verdict.claim for verdict in judged(tmp_path, change) if not verdict.passed]
     assert claim in failed
+
+
+def test_the_demo_finds_its_job_and_its_scenario() -> None:
+    scenario = load_scenario(load_job(JOB_FILE).faults.scenario or "")
+    assert scenario == load_scenario("node-loss-and-return")
