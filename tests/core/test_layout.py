@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ft.core.layouts.layout import (
+    DIMENSIONS,
+    MODEL_DIMENSIONS,
+    Coordinates,
     Layout,
     LayoutWish,
     count_stages,
@@ -176,3 +180,32 @@ def test_nonsense_is_refused() -> None:
         Layout.parse("fsdp2-pp2")
     with pytest.raises(ValueError, match="not a shard space"):
         Layout.of_shard_space("s3")
+
+
+@given(layouts)
+def test_each_batch_is_counted_by_one_of_those_who_share_it(layout: Layout) -> None:
+    ranks = range(layout.world_size)
+    counting = [layout.data_rank(rank) for rank in ranks if layout.counts_samples(rank)]
+    assert sorted(counting) == list(range(layout.data_parallel_size))
+
+
+@given(layouts)
+def test_a_layout_answers_by_its_dimensions(layout: Layout) -> None:
+    assert layout.sizes == tuple(getattr(layout, name) for name in DIMENSIONS)
+    assert Coordinates._fields == DIMENSIONS
+    assert {*MODEL_DIMENSIONS} == {f.name for f in fields(LayoutWish)} & {*DIMENSIONS}
+    assert layout.is_cut == (len(layout.shards()) > 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted"),
+    [
+        (Layout(), {"dp_shard": 1}),  # a mesh has one dimension at least
+        (Layout(dp_replicate=2), {"dp_replicate": 2}),
+        (Layout(dp_replicate=2, dp_shard=3), {"dp_replicate": 2, "dp_shard": 3}),
+        (Layout(tp=2), {"dp_shard": 1, "tp": 2}),  # FSDP2 is told of one to shard over
+        (Layout(pp=2, dp_replicate=2), {"pp": 2, "dp_replicate": 2, "dp_shard": 1}),
+    ],
+)
+def test_a_mesh_has_the_dimensions_that_are_used(layout: Layout, wanted: dict[str, int]) -> None:
+    assert list(layout.mesh_dims().items()) == list(wanted.items())
