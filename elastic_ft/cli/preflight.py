@@ -310,9 +310,8 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
     import torch
 
     from elastic_ft.data.dataset import preflight
-    from elastic_ft.engines.laid_out import check_parallel
+    from elastic_ft.engines.laid_out import check_data, check_parallel
     from elastic_ft.engines.learning_rates import check_groups
-    from elastic_ft.engines.pipeline import check_batch
     from elastic_ft.models.build import build_model
 
     bundle, parameters = preflight(job)
@@ -322,8 +321,7 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
             job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
         )
     check_parallel(job, model, bundle.sequence_length)
-    if job.parallel.pp > 1:
-        check_batch(bundle.train.collate([bundle.train[0]]))
+    check_data(job, bundle.train.collate([bundle.train[0]]))
     check_groups(job.optimizer, model)
     check_optimizer(job, model)
     if job.parallel.strategy == "auto":

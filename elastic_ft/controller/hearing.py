@@ -178,12 +178,12 @@ class Hearing:
             "fault_fired",
             self.state().generation,
             f"{fault.action} at {fault.point}",
-            {
+            {k: v for k, v in asdict(fault).items() if v is not None and k != "generation"}
+            | {
                 "worker": message.worker,
                 "index": message.index,
                 "at_step": message.step,
                 "fired_at_s": message.at_s,
-                **{k: v for k, v in asdict(fault).items() if v is not None},
             },
         )
 

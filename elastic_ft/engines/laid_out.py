@@ -24,7 +24,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines.modules import DTYPES, checkpoint_activations, plain_name, to_empty
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
-from elastic_ft.engines.pipeline import Pipeline, TiedWeight, check_pipeline, cut
+from elastic_ft.engines.pipeline import Pipeline, TiedWeight, check_batch, check_pipeline, cut
 from elastic_ft.engines.tensor_parallel import check_tensor_parallel, parallelize
 from elastic_ft.engines.unused import use_all
 from elastic_ft.groups.groups import Groups
@@ -120,6 +120,12 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
     parallel = job.parallel
     check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
     check_pipeline(model, job.parallel.pp, job.parallel.schedule)
+
+
+def check_data(job: Job, batch: Any) -> None:
+    """Raises ConfigError for a micro-batch that the layout can't run."""
+    if job.parallel.pp > 1:
+        check_batch(batch)
 
 
 # ------------------------------------------------------------------------------- helpers

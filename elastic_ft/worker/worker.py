@@ -196,7 +196,8 @@ class Worker:
             tools.engine.device, LAST_RESORT_TIMEOUTS * self.job.elastic.hang_timeout_s, points
         )
         self._links.prepare()  # for the generation after this one
-        check_same_data(groups, data_in_words(tools.data), self._live is not None)
+        has_trained = self._live is not None or bool(tools.snapshots.holdings())
+        check_same_data(groups, data_in_words(tools.data), has_trained)
         began_restoring = time.perf_counter()
         restored = self._restore(tools, groups)
         resumed = Resumed(time.time(), self.member.worker, groups.generation, step)
@@ -230,12 +231,13 @@ class Worker:
         tools.prefetcher.cancel()
         if not tools.snapshots.quiesce(time.monotonic() + self._pause_timeout_s / 2):
             why = "a snapshot has not ended since a generation: this ends"
-            self._line.note("snapshot_stuck", why)
+            self._line.note("snapshot_stuck", why, worker=self.member.worker)
             os._exit(STUCK)
         engine, loop = tools.engine, self._loop
         intact, in_use = engine.intact, self._training.left_behind
         if in_use is not None:
-            self._line.note("thread_left", f"a collective of it never ends: {groups.aborted}")
+            why = f"a collective of it never ends: {groups.aborted}"
+            self._line.note("thread_left", why, worker=self.member.worker)
         state = engine.detach(in_use) if groups.rank is not None else {}
         if loop is not None and groups.rank is not None:
             if intact:
