@@ -67,8 +67,8 @@ class Cluster:
 class ProcessNodes(Cluster):
     """On ``hosts.local.LocalHost``: nodes are names, the controller is this very process."""
 
-    def __init__(self, host: Any, slots: int) -> None:
-        self._host, self._slots, self._added = host, slots, 0
+    def __init__(self, host: Any) -> None:
+        self._host, self._added = host, 0
 
     def nodes(self) -> list[str]:
         return list(self._host.nodes())
@@ -98,7 +98,7 @@ class ProcessNodes(Cluster):
 
     def add_node(self) -> None:
         self._added += 1
-        self._host.add_node(f"added{self._added}", self._slots)
+        self._host.add_node(f"added{self._added}")
 
 
 class RayNodes(Cluster):

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from chaos.clusters import Cluster, RayNodes
+from chaos.clusters import Cluster, ProcessNodes, RayNodes
 from chaos.runner import Runner
 from chaos.scenario import Armed, Scenario
 from chaos.surroundings import Surroundings, surroundings
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.lines import local_path
 from elastic_ft.observe.run_reader import RunReader
 
@@ -44,12 +45,12 @@ class Disturbance:
 
     @contextlib.contextmanager
     def injected(self, cluster: Any) -> Iterator[None]:
-        """``cluster``: chaos.clusters.Cluster, or a LocalCluster; None if it is not ours."""
+        """``cluster``: of chaos.clusters, a LocalCluster or a LocalHost; None: it is not ours."""
         external = self.scenario.external if self.scenario is not None else ()
         if not external:
             yield
             return
-        nodes = cluster if isinstance(cluster, Cluster) else RayNodes(cluster)
+        nodes = _nodes(cluster)
         with Runner(external, self._out, nodes, self._around, self._resumed) as self._runner:
             yield
 
@@ -62,6 +63,12 @@ class Disturbance:
         inside = enumerate(self.scenario.at_points)
         missed = [str(fault) for index, fault in inside if index not in fired]
         return missed + (self._runner.unfired if self._runner is not None else [])
+
+
+def _nodes(cluster: Any) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    return ProcessNodes(cluster) if isinstance(cluster, LocalHost) else RayNodes(cluster)
 
 
 @contextlib.contextmanager

@@ -1,13 +1,11 @@
 """What ``elastic-ft run`` needs to disturb a run; it finds this module by its entry point."""
 
-from chaos.clusters import ProcessNodes
 from chaos.disturbance import disturbed
 from chaos.expect import judge_demo
 from chaos.network import network_lacks
 from chaos.scenario import arm, load_scenario
 
 __all__ = [
-    "ProcessNodes",
     "arm",
     "disturbed",
     "judge_demo",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
 from pathlib import Path
@@ -20,10 +21,11 @@ def run_demo(job: Job, out: str) -> int:
     for folder in (out, f"{out}-undisturbed"):
         _start_afresh(folder)
     where = where_to_run(job, None, job.elastic.max_workers, False)
-    checked = check_start(job, out, where, How())
+    unless_run = contextlib.ExitStack()  # nothing is started early for Ray
+    checked = check_start(job, out, where, How(), unless_run)
     scenario = checked.faults.scenario
     say(f"the scenario: {'; '.join(map(str, scenario.faults))}")
-    code = conclude(run(job, out, where, checked, How()), out)
+    code = conclude(run(job, out, where, checked, How(), unless_run), out)
     if code != COMPLETED:
         return code
     say("")
@@ -31,8 +33,9 @@ def run_demo(job: Job, out: str) -> int:
     calm = _undisturbed(job)
     beside = f"{out}-undisturbed"
     where = where_to_run(calm, None, None, True)
-    checked = check_start(calm, beside, where, How())
-    code = conclude(run(calm, beside, where, checked, How()), beside)
+    with contextlib.ExitStack() as unless_run:
+        checked = check_start(calm, beside, where, How(), unless_run)
+        code = conclude(run(calm, beside, where, checked, How(), unless_run), beside)
     if code != COMPLETED:
         return code
     say("")

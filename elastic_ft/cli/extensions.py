@@ -6,6 +6,8 @@ that has what ``chaos.extension`` has.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -14,16 +16,54 @@ import typer
 
 from elastic_ft.errors import ConfigError
 
+FAULTS = "elastic_ft.faults"
+
 
 def add_commands(app: typer.Typer) -> None:
+    """One that can't be imported is left out, with a line: the others are of use without it."""
     for entry in entry_points(group="elastic_ft.commands"):
-        app.add_typer(entry.load(), name=entry.name)
+        try:
+            app.add_typer(entry.load(), name=entry.name)
+        except Exception as error:
+            why = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"elastic-ft: no command {entry.name} ({entry.value}): {why}", file=sys.stderr)
 
 
 @cache
 def faults() -> Any:
-    """Raises ConfigError where no package offers it."""
-    found = [entry.load() for entry in entry_points(group="elastic_ft.faults")]
-    if not found:
-        raise ConfigError("no package that injects faults is installed (elastic_ft's own: chaos)")
-    return found[0]
+    """Raises ConfigError unless one package offers it."""
+    entries = list(entry_points(group=FAULTS))
+    if len(entries) != 1:
+        found = ", ".join(entry.value for entry in entries) or "none"
+        raise ConfigError(f"one package is to inject faults, found {found}: install it anew")
+    try:
+        return entries[0].load()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{entries[0].value}, which injects faults: {why}") from error
+
+
+class Undisturbed:
+    """What ``disturbed`` makes, where nothing is to happen to a run."""
+
+    inside: tuple[Any, ...] = ()
+
+    def local_cluster(self, nodes: int, cpus_per_node: int) -> Any:
+        from elastic_ft.hosts.ray.cluster import LocalCluster
+
+        return LocalCluster(nodes, cpus_per_node)
+
+    def injected(self, cluster: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def unfired(self, result: dict[str, Any]) -> list[str]:
+        return []
+
+
+def disturbed(armed: Any, out: str, checkpoint_url: str, resumed: bool) -> Any:
+    """A context manager, to be entered before anything of the run is started.
+
+    ``armed``: a scenario, or None. Raises ConfigError."""
+    if armed is None:
+        return contextlib.nullcontext(Undisturbed())
+    return faults().disturbed(armed, out, checkpoint_url, resumed)

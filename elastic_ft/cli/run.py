@@ -85,11 +85,12 @@ def train(job: Job, out: str, where: Where, how: How) -> int:
 
     if _is_complete(job, out):
         return COMPLETED
-    checked = check_start(job, out, where, how)
-    await_handover(out, say)
-    if _is_complete(job, out):  # by the one that was asked
-        return COMPLETED
-    return conclude(run(job, out, where, checked, how), out)
+    with contextlib.ExitStack() as unless_run:
+        checked = check_start(job, out, where, how, unless_run)
+        await_handover(out, say)
+        if _is_complete(job, out):  # by the one that was asked
+            return COMPLETED
+        return conclude(run(job, out, where, checked, how, unless_run), out)
 
 
 def _is_complete(job: Job, out: str) -> bool:
@@ -100,29 +101,29 @@ def _is_complete(job: Job, out: str) -> bool:
     return True
 
 
-def check_start(job: Job, out: str, where: Where, how: How) -> Checked:
+def check_start(
+    job: Job, out: str, where: Where, how: How, unless_run: contextlib.ExitStack
+) -> Checked:
+    """``unless_run``: takes what ends the processes that are started early."""
     from elastic_ft.cli.preflight import check
 
-    with contextlib.ExitStack() as if_refused:
+    def meanwhile() -> None:
+        if where.processes:
+            _start_fork_server(unless_run)
 
-        def meanwhile() -> None:
-            if where.processes:
-                _start_fork_server(if_refused)
-
-        checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile)
-        if_refused.pop_all()
+    checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile)
     say(f"{job.name}: {checked.parameters:,} parameters; {checked.data}")
     for warning in checked.warnings:
         say(f"warning: {warning}")
     return checked
 
 
-def _start_fork_server(if_refused: contextlib.ExitStack) -> None:
+def _start_fork_server(unless_run: contextlib.ExitStack) -> None:
     """For workers: it imports torch, as the checks do, and neither has to wait for the other."""
     from elastic_ft.hosts.local import kill_fork_server, start_fork_server
 
     if start_fork_server():
-        if_refused.callback(kill_fork_server)
+        unless_run.callback(kill_fork_server)
 
 
 @dataclass(slots=True)
@@ -134,13 +135,21 @@ class EndOfRun:
     unfired: list[str] = field(default_factory=list)
 
 
-def run(job: Job, out: str, where: Where, checked: Checked, how: How) -> EndOfRun:
-    _forget_result(out)
+def run(
+    job: Job,
+    out: str,
+    where: Where,
+    checked: Checked,
+    how: How,
+    unless_run: contextlib.ExitStack,
+) -> EndOfRun:
     url = checked.checkpoint_url
     with (
+        extensions.disturbed(checked.faults, out, url, how.resumed) as by,
         ProgressDisplay(job, out),
-        extensions.faults().disturbed(checked.faults, out, url, how.resumed) as by,
     ):
+        _forget_result(out)
+        unless_run.pop_all()
         if where.processes:
             return _run_on_processes(job, out, where, url, by, how)
         return _run_on_ray(job, out, where, checked, by, how)
@@ -172,7 +181,7 @@ def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: 
     set_title("ef-controller")
     slots = where.cpus_per_node
     host = LocalHost({f"n{i}": slots for i in range(where.nodes)})
-    with by.injected(extensions.faults().ProcessNodes(host, slots)):
+    with by.injected(host):
         folder = RunFolder(out)
         controller = Controller(
             job, host, folder, url, faults=by.inside, accept_changes=how.accept_changes

@@ -145,8 +145,10 @@ class LocalHost:
 
     # ------------------------------------------------------- what a cluster would do
 
-    def add_node(self, name: str, slots: int) -> None:
+    def add_node(self, name: str, slots: int | None = None) -> None:
+        """``slots``: as the first node has, unless given."""
         with self._lock:
+            slots = slots or next(iter(self._nodes.values())).slots
             node = self._nodes[name] = LocalNode(name, slots)
             self._start_keeper(node)
             self._fill()
@@ -244,7 +246,7 @@ class LocalHost:
         node: LocalNode,
         gpu: dict[str, str] | None = None,
     ) -> BaseProcess:
-        environment = self.worker_environment | (gpu or {})
+        environment = dict(os.environ) | self.worker_environment | (gpu or {})
         process = self._context.Process(
             target=target,
             args=(self._address, self._key, name, node.name, environment, os.getpid()),
@@ -294,13 +296,19 @@ class LocalHost:
 def start_fork_server(environment: dict[str, str] = ENVIRONMENT) -> bool:
     """Returns at once, whether one was started; does nothing where one runs already.
 
-    They fork from a server that has imported torch and nothing else: 0.3 s, not 5 s. Who knows
+    Workers fork from a server that has imported torch and nothing else: 0.3 s, not 5 s. Who knows
     early that there will be workers has it import meanwhile.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["elastic_ft.worker.preload"])
     before = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     with _STARTING, worker_environment(environment), no_main_module():
-        forkserver.ensure_running()
+        resource_tracker.ensure_running()  # which unblocks the signal when it starts
+        # While the server imports, it would die of the terminal's interrupt, with a traceback.
+        before_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before_mask)
     return bool(forkserver._forkserver._forkserver_pid != before)  # type: ignore[attr-defined]
 
 
@@ -390,6 +398,8 @@ def _follow(controller_pid: int, environment: dict[str, str], to_death: bool = T
     _die_with(controller_pid, to_death)
     for interrupt in (signal.SIGINT, signal.SIGTERM):  # may reach the whole process group
         signal.signal(interrupt, signal.SIG_IGN)  # the controller decides how to stop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server's, see there
+    os.environ.clear()  # the server's is of an earlier time
     os.environ.update(environment)
 
 
