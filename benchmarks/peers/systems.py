@@ -22,7 +22,14 @@ from elastic_ft.observe.run_reader import Tail
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-NOTICES = ("WorkerLost", "WorkerHung", "NodeLost", "NodeDraining", "CollectiveFailed")
+NOTICES = (
+    "WorkerLost",
+    "WorkerHung",
+    "NodeLost",
+    "NodeDraining",
+    "CollectiveFailed",
+    "NobodyMoves",
+)
 
 
 class StepLogs:

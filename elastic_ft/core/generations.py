@@ -141,7 +141,10 @@ def has_news(before: State, now: State) -> bool:
         or before.paused is not now.paused
         or len(before.ready) > len(now.ready)
         or len(before.keepers) > len(now.keepers)
-        or before.uploads.closed_attempts is not now.uploads.closed_attempts
+        or (
+            before.uploads is not now.uploads
+            and bool(before.uploads.being_published - now.uploads.being_published)
+        )
         or before.checkpoints is not now.checkpoints
         or (
             now.left.lacking is None

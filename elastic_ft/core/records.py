@@ -95,6 +95,11 @@ class Uploads:
     closed_attempts: tuple[tuple[int, int], ...] = ()
     unsettled_step: int = 0
 
+    @property
+    def being_published(self) -> frozenset[tuple[int, int]]:
+        """(step, generation)."""
+        return frozenset((a.step, a.generation) for a in self.attempts if a.committing)
+
 
 @dataclass(frozen=True, slots=True)
 class Writers:

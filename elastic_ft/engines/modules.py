@@ -112,10 +112,10 @@ class Terms:
     def add(self, count: torch.Tensor | int) -> None:
         if not isinstance(count, torch.Tensor):
             self._here += count
-        elif self._there is None:
-            self._there = count
-        else:
-            self._there = self._there + count
+            return
+        if self._there is None:  # as an integer that can't overflow, and in memory of our own
+            self._there = torch.zeros((), dtype=torch.int64, device=count.device)
+        self._there = self._there + count.to(torch.int64)
 
     def total(self) -> int:
         """Waits for the device if it counted."""

@@ -252,8 +252,9 @@ class Pipeline:
 def check_batch(batch: Any) -> None:
     """Raises ConfigError for a micro-batch that stages can't take: masks and positions would have
     to go from each to the next."""
-    if not isinstance(batch, dict) or "tokens" not in batch:
-        found = f"a {type(batch).__name__}" if not isinstance(batch, dict) else f"{sorted(batch)}"
+    is_named = isinstance(batch, Mapping)
+    if not is_named or "tokens" not in batch:
+        found = f"{sorted(batch)}" if is_named else f"a {type(batch).__name__}"
         raise ConfigError(f"parallel.pp: stages take batches with tokens, found {found}")
     if odd := batch.keys() - {"tokens", "labels"}:
         raise ConfigError(

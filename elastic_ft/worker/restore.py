@@ -54,7 +54,8 @@ def make_room(
         return
     if engine.keeps(groups.assignment.layout):
         return
-    snapshots.move_out(*found)
+    if found[0].step >= groups.assignment.source.step:  # else nobody can go on from it
+        snapshots.move_out(*found)
     del found
     forget_live()
     gc.collect()  # modules of before are in cycles
@@ -106,7 +107,7 @@ def restore(
         engine.restored()
         engine.intact = True
     groups.barrier("restored", OTHERS_TIMEOUT_S)
-    if not groups.assignment.holds:
+    if groups.rank is not None and not groups.assignment.holds:  # a donor's may be the only one
         snapshots.drop_moved_out()
     return Restored(placed, _peer_schemas(groups, placed), received)
 
@@ -149,8 +150,7 @@ def _offers(
         if held is None:
             raise GroupBroken(f"shard {shard} of step {source.step} is not held here any more")
         try:
-            if tier is not Tier.LIVE:  # else it was, when the live shard left its device
-                held.verify(groups.worker)
+            held.verify(groups.worker)  # a live shard's, too, that has left its device
         except StateDamaged:
             snapshots.discard(held)
             raise

@@ -20,6 +20,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.engines import optimizer_state
 from elastic_ft.engines.native import NativeEngine
+from elastic_ft.errors import StateDamaged
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
 from elastic_ft.models.build import build_model
@@ -95,7 +96,7 @@ class Generations:
     def forget(self) -> None:
         self.live = None
 
-    def restored(self, groups: Groups) -> None:
+    def restored(self, groups: Groups, reach: Callable[..., None] = reach) -> None:
         restore.make_room(self.engine, groups, self.snapshots, lambda: self.live, self.forget)
         live = self.live[1] if self.live else {}
         restore.restore(self.engine, groups, self.snapshots, live, reach, self.forget, b"key")
@@ -213,4 +214,35 @@ def test_on_the_cpu_the_live_shard_is_handed_over_as_it_is(
     with generations.next(source_of(holding, Tier.LIVE)) as groups:
         generations.restored(groups)
         assert same(copied(generations.engine.state()), expected)
+    assert generations.snapshots.holdings() == ()
+
+
+def test_a_snapshot_that_is_damaged_once_the_live_shard_has_left_is_refused(
+    generations: Generations,
+) -> None:
+    """It was offered as the live state that it stood for, unread: damage was trained on (I5)."""
+    snapshot_of_the_live_state(generations)
+    assert generations.live is not None
+    (holding, _) = generations.live
+
+    def damage(point: str, step: int | None = None) -> None:
+        if point == "resharding":
+            generations.snapshots.corrupt(own=True)
+
+    with generations.next(source_of(holding, Tier.LIVE)) as groups, pytest.raises(StateDamaged):
+        generations.restored(groups, damage)
+
+
+def test_a_state_older_than_the_source_leaves_no_copy(generations: Generations) -> None:
+    assert generations.live is not None
+    (holding, _) = generations.live
+    with generations.next(replace(source_of(holding, Tier.LIVE), step=holding.step + 1)) as groups:
+        restore.make_room(
+            generations.engine,
+            groups,
+            generations.snapshots,
+            lambda: generations.live,
+            generations.forget,
+        )
+    assert generations.live is None
     assert generations.snapshots.holdings() == ()

@@ -208,6 +208,7 @@ def test_a_message_is_itself_on_arrival(messages: Messages, message: Any) -> Non
 def test_every_event_is_told_by_workers_or_by_the_controllers_own_process() -> None:
     """Who adds one decides: what is not listed as a message is refused, and ends its sender."""
     own = {ev.JobStarted, ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost}
+    own |= {ev.NobodyMoves}
     own |= {ev.CheckpointCommitted, ev.CheckpointFailed, ev.StopRequested, ev.ResizeRequested}
     own |= {ev.CheckpointDamaged, ev.TimerFired}
     told = {kind for kind in typing.get_args(ev.Event) if TO_CONTROLLER.has(kind)}
@@ -300,7 +301,7 @@ def test_any_mutation_is_a_message_or_is_refused(
 
 MADE_HERE = (  # by the controller and its host
     *(ev.JobStarted, ev.StopRequested, ev.ResizeRequested, ev.TimerFired),
-    *(ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost),
+    *(ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost, ev.NobodyMoves),
     *(ev.CheckpointCommitted, ev.CheckpointDamaged, ev.CheckpointFailed),
 )
 

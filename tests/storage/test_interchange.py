@@ -177,7 +177,7 @@ def test_torch_export(url: str, saved: Tensors, tmp_path: Path) -> None:
     assert set(steps.values()) == {2.0}
     assert steps.keys() == found["model"].keys()
     weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    assert initial_weights.keys() == {"model"}
+    assert weights.keys() == {"model"}
     same(weights["model"], model_of(saved))
 
 

@@ -240,6 +240,15 @@ def test_files_import_one_another_in_no_circle() -> None:
     sorter.prepare()  # raises CycleError, which names the circle
 
 
+def test_tiers_that_run_together_have_no_two_files_of_a_name() -> None:
+    """pytest takes the second for the first: "import file mismatch"."""
+    together = re.search(r"^ALONE := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert together is not None
+    tiers = together[1].split()
+    names = Counter(p.name for tier in tiers for p in (ROOT / "tests" / tier).glob("test_*.py"))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
 def test_no_public_class_has_the_name_of_another() -> None:
     names = Counter(
         node.name
