@@ -27,6 +27,7 @@ from elastic_ft.transport.handshake import WrongKey
 OPENSSL_S = 30.0  # to make a certificate: some 20 ms, and much on a machine that is busy
 PIECE_BYTES = 1 << 18  # read from the socket at once
 RECORD_BYTES = 1 << 14
+REPLIES_MAX = 1 << 16  # bytes that TLS itself has to say: a few for new keys, now and then
 OPENSSL = (
     *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
     *("-config", "/dev/stdin", "-subj", "/CN=elastic_ft job", "-days", "3650"),
@@ -97,6 +98,7 @@ class TlsSocket:
         self._socket, self._lock = sock, threading.Lock()
         self._come, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._read = bytearray()  # decrypted, and not asked for yet
+        self._timeout_s: float | None = None
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a hello waits
         is_server = context.protocol == ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._come, self._going, server_side=is_server)
@@ -106,7 +108,7 @@ class TlsSocket:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
                 self._flush()
-                if not self._take():
+                if not self._take(deadline_s):
                     raise EOFError("the other end is gone") from None
             except ssl.SSLError:
                 self._flush()  # it is told why
@@ -114,8 +116,6 @@ class TlsSocket:
             else:
                 self._flush()
                 return
-            if time.monotonic() > deadline_s:
-                raise TimeoutError("the handshake took too long")
 
     def certificate(self) -> bytes:
         """DER, of the other end."""
@@ -124,49 +124,61 @@ class TlsSocket:
     def sendall(self, data: bytes | memoryview) -> None:
         with self._lock:
             self._tls.write(data)
-        self._flush()
+            going = self._going.read()  # at once: who receives counts what lies there
+        self._socket.sendall(going)
 
     def recv(self, size: int) -> bytes:
         part = bytearray(size)
         return bytes(part[: self.recv_into(memoryview(part))])
 
     def recv_into(self, into: memoryview) -> int:
-        """0 at the end, as a socket's."""
+        """0 at the end, as a socket's. The timeout is for all of it, however many bytes come: a
+        record of which one is always missing, and records without data, count as nothing."""
         if self._read:
             count = min(len(self._read), len(into))
             into[:count] = self._read[:count]
             del self._read[:count]
             return count
+        until_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
         while (count := self._decrypt(into)) is None:
-            if not self._take():
+            if not self._take(until_s):
                 return 0
         return count
 
     def readable(self, timeout_s: float) -> bool:
         """Whether ``recv`` has something, be it the end; False: nothing came for so long."""
-        part = bytearray(RECORD_BYTES)
+        part, until_s = bytearray(RECORD_BYTES), time.monotonic() + timeout_s
         while not self._read:
             if (count := self._decrypt(memoryview(part))) is not None:
                 self._read += part[:count]
                 return True
-            if not readable(self._socket, timeout_s):
+            if not readable(self._socket, max(0.0, until_s - time.monotonic())):
                 return False
-            if not self._take():
+            if not self._take(None):
                 return True
         return True
 
     def _decrypt(self, into: memoryview) -> int | None:
         """None: the rest of a record has still to come."""
+        count: int | None
         with self._lock:
             try:
-                return self._tls.read(len(into), into)
+                count = self._tls.read(len(into), into)
             except ssl.SSLWantReadError:
-                return None
+                count = None
             except ssl.SSLZeroReturnError:
-                return 0
+                count = 0
+            replies = self._going.pending
+        if replies > REPLIES_MAX:  # they go out with what is sent, so nobody who means well sees it
+            raise ConnectionError("the other end asks for new keys again and again")
+        return count
 
-    def _take(self) -> bool:
-        """Blocks for what comes; False: nothing will."""
+    def _take(self, until_s: float | None) -> bool:
+        """Blocks for what comes, no longer than ``until_s`` (monotonic); False: nothing will."""
+        if until_s is not None:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not readable(self._socket, left_s):
+                raise TimeoutError("the other end takes too long")
         if data := self._socket.recv(PIECE_BYTES):
             with self._lock:
                 self._come.write(data)
@@ -179,6 +191,7 @@ class TlsSocket:
             self._socket.sendall(data)
 
     def settimeout(self, seconds: float | None) -> None:
+        self._timeout_s = seconds
         self._socket.settimeout(seconds)
 
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:

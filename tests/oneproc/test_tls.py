@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -177,6 +180,103 @@ def test_two_hundred_who_are_silent_keep_nobody_out(
     assert strangers[-1].recv(1) == b"", "the newest are dropped in time"
     for sock in strangers:
         sock.close()
+
+
+HALF = b"\x17\x03\x03\x40\x00"  # the head of a record; its 16 KiB follow, byte by byte
+
+
+def drip(handle: int, until: Callable[[], bool]) -> bool:
+    """Whether ``until`` came true, or the other end went away, while one was still at it."""
+    deadline_s, pause, data = time.monotonic() + SOON_S / 2, threading.Event(), HALF
+    while time.monotonic() < deadline_s:
+        if until():
+            return True
+        try:
+            os.write(handle, data)
+        except OSError:
+            return True
+        data = b"x"
+        pause.wait(0.05)
+    return False
+
+
+def test_who_finishes_tls_and_then_dawdles_is_dropped_in_time(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger may come so far: a thread of the desk's waits for its hello."""
+    monkeypatch.setattr(reception, "HANDSHAKE_S", 0.5)
+    sock = socket.create_connection(desk.address, SOON_S)
+    with tls._client_context().wrap_socket(sock) as stranger:
+        assert drip(stranger.fileno(), until=lambda: False), "it is still waited for"
+
+
+@pytest.mark.parametrize("how", ["recv", "readable"])
+def test_a_record_that_comes_byte_by_byte_is_waited_for_no_longer_than_told(
+    key: JobKey, how: str
+) -> None:
+    made: list[tls.Line] = []
+    deadline_s, context = time.monotonic() + SOON_S, tls.server_context(key)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), SOON_S)
+        theirs, _ = listener.accept()
+    called = threading.Thread(target=lambda: made.append(tls.answer(theirs, context, deadline_s)))
+    called.start()
+    line = tls.call(ours, key, deadline_s)
+    called.join(SOON_S)
+    said: list[Any] = []
+
+    def wait() -> None:
+        line.settimeout(0.3)
+        try:
+            said.append(line.recv(1) if how == "recv" else tls.readable(line, 0.3))
+        except OSError as error:
+            said.append(type(error))
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    assert drip(theirs.fileno(), until=lambda: bool(said)), "it still waits"
+    theirs.close()
+    waiting.join(SOON_S)
+    ours.close()
+    assert said == [TimeoutError if how == "recv" else False]
+
+
+def test_who_asks_for_new_keys_without_end_fills_no_memory(
+    key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time TLS has a reply for it, which waits for something to be sent."""
+    monkeypatch.setattr(tls, "REPLIES_MAX", 4096, raising=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # it reads one command at a time
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    stranger = subprocess.Popen(
+        [tls.find_openssl(), "s_client", "-connect", address],
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    theirs.close()
+    accepted, _ = listener.accept()
+    line = tls.answer(accepted, tls.server_context(key), time.monotonic() + SOON_S)
+    asking = threading.Thread(target=ask_for_keys, args=(ours,), daemon=True)
+    asking.start()
+    line.settimeout(SOON_S / 2)
+    try:
+        with pytest.raises(ConnectionError, match="new keys"):
+            line.recv(1)
+    finally:
+        stranger.kill()
+        stranger.wait()
+        for sock in (ours, accepted, listener):
+            sock.close()
+        asking.join(SOON_S)
+
+
+def ask_for_keys(commands: socket.socket) -> None:
+    """As many times as the other end of ``commands`` is there to be told: ``K`` and a reply."""
+    with contextlib.suppress(OSError):
+        for _ in range(5000):
+            commands.send(b"K\n")
 
 
 # ------------------------------------------------------------------------------ the key
