@@ -25,7 +25,8 @@ class Closed(Exception):
 
 
 class CancellableStore(Store):
-    """As Store. ``close``, from any thread, ends its calls, running and later: StoreFailed.
+    """As Store. ``close``, from any thread, ends its calls, running and later: StoreFailed; and
+    whoever rests before one.
 
     Args:
         moved: told of bytes read, as they come, from any thread.
@@ -41,7 +42,7 @@ class CancellableStore(Store):
     def close(self) -> None:
         self._calls.close()
 
-    def _rest(self, pause_s: float) -> None:
+    def rest(self, pause_s: float) -> None:
         self._calls.closed.wait(pause_s)
 
 

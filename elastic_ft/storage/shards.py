@@ -64,12 +64,13 @@ class RateLimit:
         self._free_at_s = 0.0
         self._lock = threading.Lock()
 
-    def wait(self, nbytes: int) -> None:
+    def wait(self, nbytes: int, store: Store) -> None:
+        """``store``: where they come from or go to; once it is closed, nothing is waited for."""
         with self._lock:
             now = time.monotonic()
             due_s = max(now, self._free_at_s)
             self._free_at_s = due_s + nbytes / self._bytes_per_s
-        time.sleep(due_s - now)
+        store.rest(due_s - now)
 
 
 def write_shards(
@@ -96,7 +97,7 @@ def write_shards(
             entries.append(ShardEntry(tensor, box, dtype, file, offset, view.nbytes, digest(view)))
             offset += view.nbytes
         if pace is not None:
-            pace.wait(offset)
+            pace.wait(offset, store)
         store.put(f"{prefix}/{file}", [view for *_, view in parts])
         return [entry.to_dict() for entry in entries]
 
@@ -256,7 +257,7 @@ def first_flaw(store: Store, manifest: Manifest, pace: RateLimit | None = None) 
 
     def check(run: _Run) -> None:
         if pace is not None:
-            pace.wait(run.end - run.start)
+            pace.wait(run.end - run.start, store)
         if flaws := _read_run(store, prefix, run, url)[1]:
             raise StateDamaged(f"{url}: {flaws[0]}", url)
 

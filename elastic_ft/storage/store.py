@@ -199,11 +199,11 @@ class Store:
                     times = f" ({number} attempts)" if number > 1 else ""
                     message = f"cannot {verb} {self.url_of(key)}: {kind}: {why}{times}"
                     raise StoreError(message, kind) from error
-            self._rest(pause_s)
+            self.rest(pause_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _rest(self, pause_s: float) -> None:
-        """Between two attempts."""
+    def rest(self, pause_s: float) -> None:
+        """Before an attempt. Shorter once the store is closed: the attempt then says so."""
         time.sleep(pause_s)
 
 

@@ -254,6 +254,39 @@ def test_who_is_asked_to_stop_waits_for_no_reading(publishing: Publishing) -> No
     assert "step 1 was not read back" in note.reason
 
 
+def test_who_is_asked_to_stop_waits_for_no_rate_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four objects, of which each but the first is due 5 s after the one before. The threads that
+    wait for that keep a process alive for as long."""
+    before, paced = set(threading.enumerate()), threading.Semaphore(0)
+
+    class Noted(checkpoints.RateLimit):
+        def wait(self, *args: Any) -> None:
+            paced.release()
+            super().wait(*args)
+
+    monkeypatch.setattr(checkpoints, "RateLimit", Noted)
+    keep = JOB.checkpoint.model_copy(update={"max_upload_mb_per_s": 0.2e-6})  # 0.8 B/s for all
+    one = Publishing(str(tmp_path), "run1", job=JOB.model_copy(update={"checkpoint": keep}))
+    entries: list[dict[str, Any]] = []
+    for rank in range(4):
+        piece = ("w", Box((rank,), (1,)), "float32", memoryview(bytes(4)))
+        prefix = checkpoints.attempt_prefix("run1", 1, 2)
+        entries += checkpoints.write_shards(one.store, prefix, rank, [piece])
+    command = ev.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
+    one.publisher.commit(command, "ddp4", TERMS)
+    assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
+    for _ in range(4):
+        assert paced.acquire(timeout=DEADLINE_S)
+    began = time.monotonic()
+    one.publisher.close(at_once=True)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(DEADLINE_S)
+    assert time.monotonic() - began < 4.0, "less than one object's wait"
+    assert "step 2 was not read back" in one.posted.get(timeout=DEADLINE_S).reason
+
+
 class Away:
     """A backend that no operation reaches."""
 
