@@ -391,10 +391,12 @@ class Controller:
         if self._closed:
             return
         self._closed = True
+        # Who asks to stop gives it some seconds, and kills it then.
+        is_stopped = self._finish is not None and self._finish.status == "stopped"
         if self._left_unsaved():
             self._connections.close()
-            give_up_s = self.job.elastic.suspend_timeout_s
-            self.host.close(deadlines.save_s(self._hearing.kept_bytes, give_up_s))
+            nbytes = 0 if is_stopped else max(self._hearing.kept.values(), default=0)
+            self.host.close(deadlines.save_s(nbytes, self.job.elastic.suspend_timeout_s))
         else:
             self._connections.release_keepers()
             self.host.close()
@@ -403,8 +405,7 @@ class Controller:
         if self._connections.was_opened and self.run_folder.is_ours:
             with contextlib.suppress(OSError):  # a disk that is full has said so before
                 write_targets(self.run_folder.path, "")
-        # Who asks to stop gives it some seconds, and kills it then.
-        self._publisher.close(at_once=self._finish is not None and self._finish.status == "stopped")
+        self._publisher.close(at_once=is_stopped)
 
     def _left_unsaved(self) -> bool:
         """Whether keepers may have steps that the next start would train again."""

@@ -12,7 +12,7 @@ import time
 import typing
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from elastic_ft.controller.diagnosis import Inquiries
@@ -67,7 +67,7 @@ class Hearing:
         hang_up: ends a member's connection.
         fired: indices of ``faults`` that have fired.
         is_steady: steps go by: what workers tell of them can wait a little.
-        kept_bytes: the most that any node's keeper has had.
+        kept: bytes that each node's keeper has, as it last said.
     """
 
     inbox: Inbox
@@ -80,7 +80,7 @@ class Hearing:
     faults: Sequence[PointFault]
     fired: set[int]
     is_steady: bool = False
-    kept_bytes: int = 0
+    kept: dict[ev.NodeId, int] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ any thread
 
@@ -113,6 +113,10 @@ class Hearing:
 
     def _told(self, event: ev.Event) -> None:
         self.step(event, None)
+
+    def _keeper_lost(self, event: ev.KeeperLost) -> None:
+        self.kept.pop(event.node, None)
+        self._told(event)
 
     def _hear(self, said: Said) -> None:
         """What is said may be wrong in ways that no type can tell."""
@@ -160,7 +164,7 @@ class Hearing:
 
     def _node_health(self, message: NodeHealth) -> None:
         self.progress.keeper_beat(message.node, time.monotonic())
-        self.kept_bytes = max(self.kept_bytes, message.keeper_memory)
+        self.kept[message.node] = message.keeper_memory
         self.observer.health(message)
 
     def _note(self, note: Note) -> None:
@@ -199,6 +203,7 @@ LISTENERS: dict[type, Callable[[Hearing, Any], None]] = {
 # Of what lies in the inbox.
 HANDLERS: dict[type, Callable[[Hearing, Any], None]] = {
     **dict.fromkeys(EVENTS, Hearing._told),
+    ev.KeeperLost: Hearing._keeper_lost,
     Said: Hearing._hear,
     RefusedMessage: Hearing._refused,
     Note: Hearing._note,

@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ft.controller import takeover
 from elastic_ft.controller.controller import Controller
-from elastic_ft.controller.hearing import Said
+from elastic_ft.controller.hearing import Failed, Said
 from elastic_ft.controller.watchdog import Watchdog
 from elastic_ft.core import events as ev
 from elastic_ft.errors import JobFailed, StoreFailed, UsageError
@@ -65,27 +65,65 @@ def test_what_was_opened_is_closed_where_the_start_fails(tmp_path: Path) -> None
         assert not thread.is_alive(), thread
 
 
-@pytest.mark.parametrize(("kept", "least_s"), [(0, 60.0), (8 << 30, 850.0)])
+def has(node: ev.NodeId, kept: int) -> Said:
+    """What its keeper says of itself."""
+    return Said(ev.Member(f"{ev.KEEPER}{node}", node, "host", 1), NodeHealth(node, kept, 1, 1))
+
+
+class Noted(LocalHost):
+    """Says something when it starts, and notes how long keepers have at the end."""
+
+    def __init__(self, *told: Any) -> None:
+        super().__init__({})
+        self._told = told
+        self.given_s: list[float] = []
+
+    def start(self, post: Any, controller: tuple[str, int], key: JobKey) -> None:
+        for message in self._told:
+            post(message)
+        super().start(post, controller, key)
+
+    def close(self, keepers_s: float = 0.0) -> None:
+        self.given_s.append(keepers_s)
+        super().close()
+
+
+MUCH = 8 << 30
+GONE = ev.KeeperLost(0.0, "n0")
+
+
+@pytest.mark.parametrize(
+    ("told", "least_s"),
+    [
+        ([has("n0", 0)], 60.0),
+        ([has("n0", MUCH)], 850.0),
+        ([has("n0", MUCH), has("n1", 1)], 850.0),
+        ([has("n0", MUCH), has("n0", 0)], 60.0),
+        ([has("n0", MUCH), GONE], 60.0),
+    ],
+    ids=["nothing", "much", "one of two has much", "no longer", "it is gone"],
+)
 def test_keepers_that_have_much_are_given_time_to_save_it(
-    tmp_path: Path, kept: int, least_s: float
+    tmp_path: Path, told: list[Any], least_s: float
 ) -> None:
-    given: list[float] = []
-
-    class Noted(Unstartable):
-        def start(self, post: Any, address: tuple[str, int], key: JobKey) -> None:
-            keeper = ev.Member(f"{ev.KEEPER}n0", "n0", "host", 1)
-            controller._hearing.handle(Said(keeper, NodeHealth("n0", kept, 1, 1)))
-            super().start(post, address, key)
-
-        def close(self, keepers_s: float = 0.0) -> None:
-            given.append(keepers_s)
-            super().close()
-
-    folder = RunFolder(f"{tmp_path}/run")
-    controller = Controller(JOB, Noted({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+    """What they have by then counts: it was the most that any had ever had."""
+    host = Noted(*told, Failed(ZeroDivisionError("no way to go on")))
+    controller = Controller(JOB, host, RunFolder(f"{tmp_path}/run"), f"{tmp_path}/checkpoints")
     with pytest.raises(ZeroDivisionError):
         controller.run()
-    assert len(given) == 1 and least_s <= given[0] <= least_s + 100
+    (given_s,) = host.given_s
+    assert least_s <= given_s <= least_s + 100
+
+
+def test_who_asks_to_stop_does_not_wait_for_all_that_keepers_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an hour, where the store is away."""
+    host = Noted(has("n0", MUCH), ev.StopRequested(0.0, "enough"))
+    controller = Controller(JOB, host, RunFolder(f"{tmp_path}/run"), f"{tmp_path}/checkpoints")
+    monkeypatch.setattr(controller, "_left_unsaved", lambda: True)
+    assert controller.run()["status"] == "stopped"
+    assert host.given_s == [60.0]
 
 
 def test_two_jobs_with_one_checkpoint_url_are_refused(tmp_path: Path) -> None:
