@@ -234,21 +234,33 @@ class OptimizerState:
 def materialise(optimizer: torch.optim.Optimizer) -> None:
     """Makes the optimizer create its state now, so that it can be listed and filled in.
 
-    Steps with zero gradients and a rate of zero leave the parameters as they are. Some parameters
-    at a time: on a device that the state fills, there is no room for all their gradients as well.
+    Steps with zero gradients and a rate of zero leave the parameters as they are. On a GPU some
+    parameters at a time: where the state fills it, there is no room for all their gradients too.
     """
-    groups = optimizer.param_groups
-    before = [(group["lr"], group["params"]) for group in groups]
-    for some in _by_bytes([(n, p) for n, (_, members) in enumerate(before) for p in members]):
-        for number, group in enumerate(groups):
-            group["lr"], group["params"] = 0.0, [p for n, p in some if n == number]
-        for _, parameter in some:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        for _, parameter in some:
+    groups = optimizer.param_groups  # changed in place: the optimizer may have other names for it
+    all_groups = [*groups]
+    before = [(group["lr"], group["params"]) for group in all_groups]
+    numbered = [(n, p) for n, (_, members) in enumerate(before) for p in members]
+    try:
+        for some in _by_bytes(numbered) if on_gpu(numbered) else [numbered]:
+            for number, group in enumerate(all_groups):
+                group["lr"], group["params"] = 0.0, [p for n, p in some if n == number]
+            groups[:] = [group for group in all_groups if group["params"]]
+            for _, parameter in some:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            for _, parameter in some:  # their memory is the next ones'
+                parameter.grad = None
+    finally:
+        groups[:] = all_groups
+        for group, (rate, members) in zip(all_groups, before, strict=True):
+            group["lr"], group["params"] = rate, members
+        for _, parameter in numbered:
             parameter.grad = None
-    for group, (rate, members) in zip(groups, before, strict=True):
-        group["lr"], group["params"] = rate, members
+
+
+def on_gpu(numbered: Sequence[tuple[int, torch.Tensor]]) -> bool:
+    return any(parameter.is_cuda for _, parameter in numbered)
 
 
 def _by_bytes(

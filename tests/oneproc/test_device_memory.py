@@ -106,6 +106,7 @@ class Generations:
 def generations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Generations]:
     """After a first one of two steps."""
     monkeypatch.setattr(restore, "is_on_gpu", lambda state: True)
+    monkeypatch.setattr(optimizer_state, "on_gpu", lambda numbered: True)
     monkeypatch.setattr(optimizer_state, "MATERIALISED_BYTES", 0)  # the model is small
     made = Generations()
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from elastic_ft.cli.preflight import check_optimizer
 from elastic_ft.config import OptimizerConfig, parse_job
-from elastic_ft.engines.optimizer_state import OptimizerState
+from elastic_ft.engines import optimizer_state
+from elastic_ft.engines.optimizer_state import OptimizerState, materialise
 from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.engines.rehearsal import begins_with_zeros, rehearse
 from elastic_ft.errors import ConfigError
@@ -112,6 +113,57 @@ def test_as_plain_pytorch_from_hand_to_hand(name: str, moved_at: int) -> None:
                 for key, tensor in listed.items():
                     tensor.copy_(found[key])
             state.restored()
+
+
+class Looking(torch.optim.SGD):
+    """Begins its step with the device of its first parameter, as many do; notes what it steps."""
+
+    def __init__(self, *args: Any, fails_at: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.stepped: list[int] = []
+        self.fails_at = fails_at
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.param_groups[0]["params"][0].device.type == "cpu"
+        self.stepped.append(sum(len(group["params"]) for group in self.param_groups))
+        if len(self.stepped) == self.fails_at:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+
+
+def looking(**kwargs: Any) -> tuple[Looking, list[Any]]:
+    """One with two groups, and what its groups are."""
+    groups = [{"params": [nn.Parameter(torch.ones(2)) for _ in range(2)]} for _ in range(2)]
+    made = Looking(groups, lr=0.1, momentum=0.9, **kwargs)
+    return made, shown(made)
+
+
+def shown(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [(id(g), g["lr"], [*map(id, g["params"])]) for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("on_gpu", "stepped"), [(True, [1, 1, 1, 1]), (False, [4])])
+def test_state_made_in_pieces_never_steps_an_empty_group(
+    monkeypatch: pytest.MonkeyPatch, on_gpu: bool, stepped: list[int]
+) -> None:
+    """On a GPU one parameter after the other, elsewhere all at once."""
+    monkeypatch.setattr(optimizer_state, "MATERIALISED_BYTES", 0)
+    monkeypatch.setattr(optimizer_state, "on_gpu", lambda numbered: on_gpu)
+    optimizer, before = looking()
+    materialise(optimizer)
+    assert optimizer.stepped == stepped
+    assert shown(optimizer) == before
+    assert len(optimizer.state) == 4
+
+
+def test_a_step_that_fails_midway_leaves_the_groups_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_state, "MATERIALISED_BYTES", 0)
+    monkeypatch.setattr(optimizer_state, "on_gpu", lambda numbered: True)
+    optimizer, before = looking(fails_at=3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        materialise(optimizer)
+    assert shown(optimizer) == before
+    assert all(p.grad is None for g in optimizer.param_groups for p in g["params"])
 
 
 def test_who_goes_back_to_the_beginning_begins_anew() -> None:
