@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
+from elastic_ft import torch_private
 from elastic_ft.core.events import ITS_OWN, Member
 from elastic_ft.errors import DeviceSick
 from elastic_ft.faults import Points
@@ -35,16 +38,66 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         burn_in(CPU, nbytes=1)
 
 
-def test_memory_that_forgets_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read", [0x57, 0x51])
+def test_memory_that_forgets_is_found(monkeypatch: pytest.MonkeyPatch, read: int) -> None:
     def forgetful(block: torch.Tensor, value: int) -> torch.Tensor:
         block.copy_(torch.full_like(block, value))
-        block[-1] = 0x57  # one bit is stuck
+        block[-1] = read  # one bit is wrong
         return block
 
     monkeypatch.setattr(torch.Tensor, "fill_", forgetful)
-    monkeypatch.setattr(module, "BLOCK_BYTES", 1 << 10)
-    with pytest.raises(DeviceSick, match="3 of 2500 bytes have not kept what was written"):
+    expected = f"cpu: of 2500 bytes written as 0x55 some are read as {read:#x}"
+    with pytest.raises(DeviceSick, match=expected):
         burn_in(CPU, nbytes=2500)
+
+
+class Made(torch_private.TorchDispatchMode):
+    """Adds up the bytes of all tensors that are made meanwhile."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {id(one) for one in tree_leaves(args)}
+        new = [one for one in tree_leaves(made) if id(one) not in given]
+        self.nbytes += sum(one.nbytes for one in new if isinstance(one, torch.Tensor))
+        return made
+
+
+def test_a_block_is_all_the_memory_that_it_takes() -> None:
+    """Workers that share a device try at once; others train on it meanwhile."""
+    with Made() as made:
+        module._check_memory(CPU, 1 << 20)
+    assert 1 << 20 <= made.nbytes < (1 << 20) + 1024
+
+
+@pytest.mark.parametrize(("free", "expected"), [(80 << 30, 256 << 20), (4 << 20, 1 << 20)])
+def test_it_takes_one_block_or_a_quarter_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, free: int, expected: int
+) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 << 30))
+    monkeypatch.setattr(module, "_check_memory", lambda device, nbytes: tried.append(nbytes))
+    burn_in(CPU)
+    assert tried == [expected]
+
+
+@pytest.mark.parametrize("check", ["_check_products", "_check_memory"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_no_room_is_no_verdict(
+    monkeypatch: pytest.MonkeyPatch, check: str, error: Exception
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(module, check, fails)
+    burn_in(CPU, nbytes=1)
 
 
 def test_a_device_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
