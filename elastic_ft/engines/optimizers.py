@@ -23,11 +23,14 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Returns the optimizer of ``parameters``, which have their names in the whole model.
 
-    ``fused``: Adam and AdamW in one kernel, unless the job says how they are to step.
+    ``fused``: Adam and AdamW in one kernel, unless the job says how they are to step. It reads and
+    writes all once, where torch's default makes temporaries of the parameters' size. torch has it
+    for floating point alone, and says so only in a step.
     """
     groups = grouped(config, parameters)
     adam = {"lr": config.lr, "betas": config.betas, "eps": config.eps, **config.kwargs}
-    if fused and not WAYS_TO_STEP & config.kwargs.keys():
+    can_fuse = all(p.is_floating_point() for group in groups for p in group["params"])
+    if fused and can_fuse and not WAYS_TO_STEP & config.kwargs.keys():
         adam["fused"] = True
     if config.name == "adamw":
         return torch.optim.AdamW(groups, **adam)

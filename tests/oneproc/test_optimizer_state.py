@@ -246,6 +246,19 @@ def test_what_cannot_be_carried_is_refused_by_name(name: str, expected: str) -> 
         OptimizerState(lambda given: make(f"{OWN}:{name}", given), parameters())
 
 
+@pytest.mark.parametrize(("dtype", "fused"), [(torch.float32, True), (torch.complex64, None)])
+def test_a_complex_parameter_takes_torchs_default_step(
+    dtype: torch.dtype, fused: bool | None
+) -> None:
+    """torch makes a fused one all the same, whose steps then fail."""
+    given = {**parameters(), "other": nn.Parameter(torch.ones(2, 2, dtype=dtype))}
+    for name in ("adam", "adamw"):
+        made = make_optimizer(config_of(name, {}), given, fused=True)
+        assert [group["fused"] for group in made.param_groups] == [fused] * 2
+        materialise(made)
+        assert len(made.state) == len(given)
+
+
 def test_what_comes_later_is_refused_by_name() -> None:
     mine = parameters()
     state = OptimizerState(lambda given: make(f"{OWN}:Late", given), mine)
