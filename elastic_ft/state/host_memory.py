@@ -47,23 +47,23 @@ class HostMemory:
             before.close()
         self.let_go(useless)
 
-    def take(self, size: int) -> Buffer:
-        """A buffer of ``size`` bytes."""
+    def take(self, size: int, *, extra: bool = False) -> Buffer:
+        """A buffer of ``size`` bytes.
+
+        ``extra``: a keeper without room for this one may have room for the next.
+        """
         with self._lock:
             for index, buffer in enumerate(self._free):
                 if buffer.memory.numel() == size:
                     return self._free.pop(index)
             useless, self._free = self._free, []  # another layout's sizes
         self.let_go(useless)
-        return self._new(size)
-
-    def _new(self, size: int) -> Buffer:
-        buffer = self._kept(size) or self._own(size)
+        buffer = self._kept(size, extra) or self._own(size)
         with self._lock:
             self.bytes_allocated += size
         return buffer
 
-    def _kept(self, size: int) -> Buffer | None:
+    def _kept(self, size: int, extra: bool) -> Buffer | None:
         """One that the node's keeper owns, or None if there is no keeper, or it has no room."""
         keeper = self._keeper
         if keeper is None:
@@ -71,7 +71,8 @@ class HostMemory:
         try:
             path, memory = keeper.allocate(size)
         except (KeeperGone, KeeperRefused, OSError) as error:
-            self._leave(keeper, error)
+            if not (extra and isinstance(error, KeeperRefused)):
+                self._leave(keeper, error)
             return None
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         if self.pinned:

@@ -218,7 +218,8 @@ class Snapshots:
         """Makes sure that the live shard is in host memory, where it stays as ``keep`` keeps it:
         its device is needed for another layout.
 
-        Not copied where the snapshot of just this state is held, and whole.
+        Not copied where the snapshot of just this state is held, and whole. A keeper without room
+        for it keeps the snapshots of before, and has those to come.
         """
         of = replace(holding, tier=Tier.HOST)
         with self._lock:
@@ -229,7 +230,12 @@ class Snapshots:
             self.discard(shard)
         moved, schema = HostShard(of, self._run, moved_out=True), make_schema(state)
         source = _Source(state)
-        source.copy_to(moved.fill(schema, self._buffer(schema)))
+        buffer = self._buffer(schema, extra=True)
+        try:
+            source.copy_to(moved.fill(schema, buffer))
+        except BaseException:
+            self._memory.let_go([buffer])
+            raise
         with self._lock:
             self._held.append(moved)
 
@@ -316,8 +322,8 @@ class Snapshots:
     def bytes_allocated(self) -> int:
         return self._memory.bytes_allocated
 
-    def _buffer(self, schema: Schema) -> Buffer:
-        return self._memory.take(schema_bytes(schema) + DIGEST_BYTES)
+    def _buffer(self, schema: Schema, *, extra: bool = False) -> Buffer:
+        return self._memory.take(schema_bytes(schema) + DIGEST_BYTES, extra=extra)
 
     def _recycle(self, shards: Iterable[HostShard | KeptShard]) -> None:
         """They are no source any more; what no upload reads is used again."""

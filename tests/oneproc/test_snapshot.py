@@ -18,7 +18,7 @@ from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
-from elastic_ft.keeper.client import KeeperGone
+from elastic_ft.keeper.client import KeeperGone, KeeperRefused
 from elastic_ft.sim.script import member
 from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.snapshot import Snapshots
@@ -225,4 +225,42 @@ def test_a_buffer_is_anothers_once() -> None:
     two = take(snapshots, 62, at_once)
     snapshots.wait(time.monotonic() + DEADLINE_S)
     assert one.buffer is not two.buffer
+    snapshots.close()
+
+
+LIVE = ASSIGNMENT.holding_of(0, 60, Tier.LIVE)
+
+
+def test_a_shard_that_is_not_moved_out_after_all_takes_no_memory(snapshots: Snapshots) -> None:
+    """As where the device fails while it is copied."""
+    state = state_of(60)
+    state["w"] = replace(state["w"], local=torch.ones(7))  # of another size than its box
+    with pytest.raises(RuntimeError, match="must match"):
+        snapshots.move_out(LIVE, state)
+    assert snapshots.bytes_allocated == 0 and snapshots.holdings() == ()
+
+
+def test_a_keeper_without_room_for_what_is_moved_out_has_the_next_snapshot() -> None:
+    class Full(Line):
+        full = True
+
+        def allocate(self, nbytes: int) -> tuple[str, mmap.mmap]:
+            if self.full:
+                raise KeeperRefused("no room")
+            return super().allocate(nbytes)
+
+    why: list[str] = []
+    snapshots, line = Snapshots("a", False, why.append), Full()
+    snapshots.use(line)  # type: ignore[arg-type]
+    snapshots.move_out(LIVE, state_of(60))
+    (moved,) = snapshots._held
+    assert isinstance(moved, HostShard) and moved.buffer.keeper is None
+    line.full = False
+    shard = take(snapshots, 61, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    assert shard.buffer.keeper is line and not why
+    line.full = True
+    take(snapshots, 62, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    assert why == ["no room"]  # of a snapshot it is told, and asked no more
     snapshots.close()
