@@ -262,7 +262,7 @@ class Snapshots:
         with self._lock:
             gone = [s for s in self._held if isinstance(s, HostShard) and s.moved_out]
             self._held = [s for s in self._held if s not in gone]
-        self._recycle(gone)
+        self._recycle(gone, again=False)
 
     def drop_after(self, step: int) -> None:
         """Frees snapshots of steps that were rolled back."""
@@ -325,8 +325,8 @@ class Snapshots:
     def _buffer(self, schema: Schema, *, extra: bool = False) -> Buffer:
         return self._memory.take(schema_bytes(schema) + DIGEST_BYTES, extra=extra)
 
-    def _recycle(self, shards: Iterable[HostShard | KeptShard]) -> None:
-        """They are no source any more; what no upload reads is used again."""
+    def _recycle(self, shards: Iterable[HostShard | KeptShard], *, again: bool = True) -> None:
+        """They are no source any more; what no upload reads is used ``again``, or freed."""
         gone = [s for s in shards if isinstance(s, HostShard)]
         for shard in gone:
             self._memory.tell(shard.buffer, Unseal(shard.buffer.path))
@@ -336,7 +336,10 @@ class Snapshots:
                 shard.recycled = True
             buffers = [s.buffer for s in unread]
             sizes = {s.buffer.memory.numel() for s in self._held if isinstance(s, HostShard)}
-        self._memory.give_back(buffers, sizes)
+        if again:
+            self._memory.give_back(buffers, sizes)
+        else:
+            self._memory.let_go(buffers)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

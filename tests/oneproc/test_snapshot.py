@@ -240,6 +240,13 @@ def test_a_shard_that_is_not_moved_out_after_all_takes_no_memory(snapshots: Snap
     assert snapshots.bytes_allocated == 0 and snapshots.holdings() == ()
 
 
+def test_what_was_moved_out_is_freed_where_no_snapshot_follows(snapshots: Snapshots) -> None:
+    snapshots.move_out(LIVE, state_of(60))
+    assert snapshots.bytes_allocated
+    snapshots.drop_moved_out()
+    assert snapshots.bytes_allocated == 0 and snapshots.holdings() == ()
+
+
 def test_a_keeper_without_room_for_what_is_moved_out_has_the_next_snapshot() -> None:
     class Full(Line):
         full = True
