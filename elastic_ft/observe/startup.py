@@ -37,7 +37,9 @@ class Startup:
         self._started_at_s = started_at_s
         self._asked_at_s: float | None = None
         self._ready: dict[ev.WorkerId, tuple[float, ev.WorkerReady]] = {}
-        self._formed_at_s: float | None = None
+        self._first: ev.Assignment | None = None  # the one that makes the first step
+        self._formed_at_s = 0.0
+        self._is_broken = False
         self.parts: dict[str, Any] = {}
 
     def on(self, now_s: float, event: ev.Event, state: State) -> bool:
@@ -48,14 +50,10 @@ class Startup:
             self._asked_at_s = now_s
         if isinstance(event, ev.WorkerReady):
             self._ready.setdefault(event.member.worker, (now_s, event))
-        if state.phase != "running" or state.assignment is None:
-            self._formed_at_s = None  # it broke before its first step
+        if self._first is None or state.committed <= self._first.source.step:
+            self._look_at_phase(now_s, state)
             return False
-        if self._formed_at_s is None:
-            self._formed_at_s = now_s
-        if state.committed <= state.assignment.source.step:
-            return False
-        members = {member.worker for member in state.assignment.members}
+        members = {member.worker for member in self._first.members}
         ready = [self._ready[worker] for worker in members if worker in self._ready]
         if not ready:
             return False
@@ -66,6 +64,13 @@ class Startup:
         rounded = {name: round(seconds, 3) for name, seconds in found.items()}
         self.parts = {"worker": last.member.worker, **rounded}
         return True
+
+    def _look_at_phase(self, now_s: float, state: State) -> None:
+        """A pause that is planned lets the step go on; its commit may come while others form."""
+        if state.phase != "running":
+            self._is_broken |= state.abort
+        elif self._first is None or self._is_broken:
+            self._first, self._formed_at_s, self._is_broken = state.assignment, now_s, False
 
     def _until_ready(
         self, ready_s: float, last: ev.WorkerReady, asked_at_s: float

@@ -61,10 +61,32 @@ def test_what_a_fork_server_imported_before_it_was_asked_took_no_time() -> None:
 def test_a_generation_that_breaks_before_its_first_step_is_part_of_forming() -> None:
     told, state, event = told_of((110.0, WorkerReady(0.0, member("a", "n1"), spent=SPENT)))
     assert not told.on(111.0, event, state)
-    assert not told.on(112.0, event, replace(state, phase="pausing"))
-    assert not told.on(115.0, event, state)
+    assert not told.on(112.0, event, replace(state, phase="pausing", abort=True))
+    assert not told.on(115.0, event, replace(state, abort=True))
     assert told.on(116.0, event, replace(state, committed=1))
     assert (told.parts["forming_s"], told.parts["first_step_s"]) == (5.0, 1.0)
+
+
+def test_a_planned_pause_in_the_first_step_takes_nothing_from_it() -> None:
+    """The worker for which the job pauses was ready last, and had no part in that step."""
+    early, late = (WorkerReady(0.0, member(name, "n1"), spent=SPENT) for name in "ab")
+    told, state, _ = told_of((105.0, early), (106.0, late))
+    assert not told.on(110.0, late, state)
+    joining = WorkerReady(0.0, member("c", "n2"), spent=SPENT)
+    pausing = replace(state, phase="pausing")
+    assert not told.on(140.0, joining, pausing)
+    assert told.on(170.0, joining, replace(pausing, committed=1))
+    assert told.parts["worker"] == "b"
+    assert (told.parts["forming_s"], told.parts["first_step_s"]) == (4.0, 60.0)
+
+
+def test_a_step_that_a_broken_generation_leaves_behind_is_its_own() -> None:
+    told, state, event = told_of((110.0, WorkerReady(0.0, member("a", "n1"), spent=SPENT)))
+    assert not told.on(111.0, event, state)
+    broken = replace(state, phase="pausing", abort=True)
+    assert not told.on(112.0, event, broken)
+    assert told.on(113.0, event, replace(broken, committed=1))
+    assert (told.parts["forming_s"], told.parts["first_step_s"]) == (1.0, 2.0)
 
 
 def test_a_journal_of_a_version_without_the_parts_still_tells_the_whole() -> None:
