@@ -349,6 +349,7 @@ class Controller:
             self._inquiries.ask(before.ready[worker] for worker in late if worker in before.ready)
         if any(type(command) not in LINES for command in commands):
             self.run_folder.flush()  # first the record, then what follows from it
+        self._observer.decides(now_s, event, self.state)
         for command in commands:
             self._execute(command)
         self._look_into(before, event)

@@ -66,6 +66,11 @@ class Observer:
         line.pop("metrics", None)
         self._folder.record_inbox(line)
 
+    def decides(self, now_s: float, event: ev.Event, state: State) -> None:
+        """Before the commands that follow: one of them may write the job's last line."""
+        if self._startup.on(now_s, event, state):
+            self.journal("startup", state.generation, self._startup.reason, self._startup.parts)
+
     def on(
         self,
         now_s: float,
@@ -78,8 +83,6 @@ class Observer:
         if state.recoveries is not before.recoveries:
             self._recoveries |= {found.generation: found for found in state.recoveries}
         self._accounts.on(now_s, event, commands, state)
-        if self._startup.on(now_s, event, state):
-            self.journal("startup", state.generation, self._startup.reason, self._startup.parts)
         if is_formed(before, state) and state.assignment is not None:
             self.metrics.formed(state.assignment)
         if isinstance(event, ev.StepApplied):

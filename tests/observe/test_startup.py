@@ -89,6 +89,41 @@ def test_a_step_that_a_broken_generation_leaves_behind_is_its_own() -> None:
     assert (told.parts["forming_s"], told.parts["first_step_s"]) == (1.0, 2.0)
 
 
+def test_a_start_that_commits_no_step_tells_what_is_known_as_the_job_ends() -> None:
+    told, state, event = told_of((110.0, WorkerReady(0.0, member("a", "n1"), spent=SPENT)))
+    assert not told.on(111.0, event, state)
+    assert told.on(115.0, event, replace(state, phase="ended"))
+    assert told.parts.keys() == {"worker", *PARTS} - {"first_step_s"}
+    assert (told.parts["worker"], told.parts["forming_s"]) == ("a", 1.0)
+    assert told.reason.endswith("1.0 s until all trained; no step is committed")
+    assert not told.on(116.0, event, replace(state, phase="ended")), "once"
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_job_that_ends_before_all_train_has_not_formed(trained: bool) -> None:
+    told, state, event = told_of((110.0, WorkerReady(0.0, member("a", "n1"), spent=SPENT)))
+    if trained:
+        told.on(111.0, event, state)
+        told.on(112.0, event, replace(state, phase="pausing", abort=True))
+    assert told.on(115.0, event, replace(state, phase="ended"))
+    assert told.parts.keys() == {"worker", *PARTS} - {"forming_s", "first_step_s"}
+
+
+def test_a_job_that_ends_before_a_worker_is_ready_knows_only_when_it_asked() -> None:
+    told = Startup(100.0)
+    assert not told.on(101.0, BEGUN, State())
+    assert not told.on(105.0, BEGUN, State(phase="ended")), "a line names a worker"
+    assert told.parts == {"asked_s": 1.0}
+
+
+def test_a_job_that_ends_with_its_first_step_has_all_parts() -> None:
+    told, state, event = told_of((110.0, WorkerReady(0.0, member("a", "n1"), spent=SPENT)))
+    assert not told.on(111.0, event, state)
+    assert told.on(115.0, event, replace(state, phase="ended", committed=1))
+    assert told.parts.keys() == {"worker", *PARTS}
+    assert "no step" not in told.reason
+
+
 def test_a_journal_of_a_version_without_the_parts_still_tells_the_whole() -> None:
     told, state, event = told_of((110.0, WorkerReady(110.0, member("a", "n1"))))
     assert not told.on(111.0, event, state)

@@ -18,6 +18,7 @@ from elastic_ft.controller.watchdog import Watchdog
 from elastic_ft.core import events as ev
 from elastic_ft.errors import JobFailed, StoreFailed, UsageError
 from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe import replay
 from elastic_ft.observe.lines import parse_lines
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.observe.run_reader import read_lines
@@ -153,6 +154,23 @@ def test_who_is_killed_while_it_ends_leaves_no_one_to_wait_for(tmp_path: Path) -
     controller.stop("enough")
     assert controller.run()["status"] == "stopped"
     assert marked == [True]
+
+
+def test_a_job_that_ends_without_a_step_tells_how_far_it_came_before_its_last_line(
+    tmp_path: Path,
+) -> None:
+    folder = RunFolder(f"{tmp_path}/run")
+    controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
+    controller.post(ev.WorkerReady(time.time(), ev.Member("w0", "n0", "host", 1)))
+    controller.post(ev.WorkerLost(time.time(), "w0", "killed"))
+    controller.stop("enough")
+    startup = controller.run()["startup"]
+    lines = read_lines(folder.path / "events.jsonl")
+    (told,) = [line for line in lines if line["event"] == "startup"]
+    assert lines[-1]["event"] == "finished"
+    assert startup.items() <= told.items()
+    assert startup["worker"] == "w0" and "first_step_s" not in startup
+    assert replay.check(folder.path).difference == ""
 
 
 class Ending:
