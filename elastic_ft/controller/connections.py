@@ -9,9 +9,7 @@ from typing import Any
 
 from elastic_ft.controller.hearing import Hearing
 from elastic_ft.core import events as ev
-from elastic_ft.transport.control import ControlServer, Welcome
-
-STORE_TIMEOUT_S = 300.0  # torch is imported for it
+from elastic_ft.transport.control import WELCOME_TIMEOUT_S, ControlServer, Welcome
 
 
 class Connections:
@@ -69,7 +67,7 @@ class Connections:
     def store(self) -> tuple[str, int]:
         """The TCPStore's address, once it is there."""
         assert self._store is not None, "open() comes first"
-        return self.address, self._store.result(STORE_TIMEOUT_S).port
+        return self.address, self._store.result(WELCOME_TIMEOUT_S).port
 
     def send(self, worker: ev.WorkerId, message: Any) -> bool:
         """A worker that can't be reached is lost; the connection's end says so."""

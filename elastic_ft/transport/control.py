@@ -25,6 +25,7 @@ from elastic_ft.transport.tls import JobKey, new_key
 from elastic_ft.transport.wire import Channel, dial
 
 CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
+WELCOME_TIMEOUT_S = 300.0  # the controller needs its TCPStore for it, and imports torch for that
 
 PULSES_PER_TIMEOUT = 4  # of elastic.heartbeat_timeout_s
 SEND_TIMEOUT_S = 3.0  # for the other end to take what was sent to it
@@ -230,7 +231,7 @@ def connect(address: tuple[str, int], key: JobKey, member: Member) -> tuple[Chan
     """Connects a worker. Raises OSError, EOFError, WrongKey or WrongVersion."""
     channel = dial(address, key, TO_WORKER, CONNECT_TIMEOUT_S)
     channel.send(Hello(member))
-    while isinstance(welcome := channel.receive(CONNECT_TIMEOUT_S), Pulse):
+    while isinstance(welcome := channel.receive(WELCOME_TIMEOUT_S), Pulse):
         pass  # to everybody, and so to those who are about to be welcomed
     if not isinstance(welcome, Welcome):
         channel.close()

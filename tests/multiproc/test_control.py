@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from elastic_ft.core.events import Member
+from elastic_ft.transport import control
 from elastic_ft.transport.control import ControlServer, Welcome, connect
 from elastic_ft.transport.handshake import WrongKey
 from elastic_ft.transport.tls import JobKey
@@ -17,13 +19,20 @@ from tests.multiproc.harness import make_job
 MEMBER = Member("w0", "n0", "localhost", 1)
 
 
+def welcomed(member: Member) -> Welcome:
+    return Welcome(make_job(), "run", "url", ("", 0))
+
+
 class Server:
+    def __init__(self, welcome: Callable[[Member], Welcome] = welcomed) -> None:
+        self._welcome = welcome
+
     def __enter__(self) -> Server:
         self.messages: list[Any] = []
         self.ended = threading.Event()
         self.server = ControlServer(
             "127.0.0.1",
-            lambda member: Welcome(make_job(), "run", "url", ("", 0)),
+            self._welcome,
             lambda member, message: self.messages.append(message),
             lambda member, silent_s: self.ended.set(),
         )
@@ -73,3 +82,19 @@ def test_one_that_has_started_again_is_not_lost_with_its_last_life() -> None:
         assert server.server.connected() == ("w0",)
         second.close()
         assert server.ended.wait(10)
+
+
+def test_who_has_connected_waits_until_the_controller_has_its_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It imports torch for that, and may say nothing meanwhile."""
+
+    def slow(member: Member) -> Welcome:
+        threading.Event().wait(1.5)
+        return welcomed(member)
+
+    monkeypatch.setattr(control, "CONNECT_TIMEOUT_S", 1.0)
+    with Server(slow) as server:
+        channel, welcome = connect(server.address, server.server.key, MEMBER)
+        assert welcome.run == "run"
+        channel.close()
