@@ -6,6 +6,7 @@ first sign of a worker's death, and of a controller's.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,8 @@ from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, Pac
 from elastic_ft.transport.reception import Reception
 from elastic_ft.transport.tls import JobKey, new_key
 from elastic_ft.transport.wire import Channel, dial
+
+log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
 WELCOME_TIMEOUT_S = 300.0  # the controller needs its TCPStore for it, and imports torch for that
@@ -285,8 +288,8 @@ class ControlServer:
         with self._lock:
             self._channels[member.worker] = channel
             self._heard[member.worker] = time.monotonic()
-        channel.send(self._welcome(member))
         try:
+            self._greet(channel, member)
             self._read(channel, member)
         except MessageRefused as error:
             self._on_refused(member, str(error))
@@ -300,6 +303,14 @@ class ControlServer:
         channel.close()
         if not superseded:  # a keeper that has started again is not lost with its last life
             self._on_end(member, silent_s)
+
+    def _greet(self, channel: Channel, member: Member) -> None:
+        """Raises EOFError where it can't be welcomed."""
+        try:
+            channel.send(self._welcome(member))
+        except Exception as error:
+            log.warning("%s can't be welcomed: %s: %s", member.worker, type(error).__name__, error)
+            raise EOFError(str(error)) from error
 
     def _read(self, channel: Channel, member: Member) -> None:
         while True:

@@ -98,3 +98,16 @@ def test_who_has_connected_waits_until_the_controller_has_its_store(
         channel, welcome = connect(server.address, server.server.key, MEMBER)
         assert welcome.run == "run"
         channel.close()
+
+
+def test_who_can_not_be_welcomed_is_sent_away() -> None:
+    """It stayed connected, and nobody was told of its end."""
+
+    def no_store(member: Member) -> Welcome:
+        raise TimeoutError("no store")
+
+    with Server(no_store) as server:
+        with pytest.raises(EOFError):
+            connect(server.address, server.server.key, MEMBER)
+        assert server.ended.wait(10)
+        assert server.server.connected() == ()
