@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any
 from elastic_ft.controller.hearing import Hearing
 from elastic_ft.core import events as ev
 from elastic_ft.transport.control import WELCOME_TIMEOUT_S, ControlServer, Welcome
+from elastic_ft.transport.reception import listen
 
 
 class Connections:
@@ -31,28 +33,35 @@ class Connections:
     def open(self, welcome: Callable[[ev.Member], Welcome], hearing: Hearing) -> None:
         """``welcome``: for who has connected; called in the thread that reads it.
 
-        What keeps the store from being served comes into the inbox. Raises ConfigError.
+        What keeps the store from being served comes into the inbox. Raises ConfigError where
+        there is no port for it, or for the server.
         """
+        listener = listen(self.address, self.ports)
+        try:
+            self._server = ControlServer(
+                self.address,
+                welcome,
+                hearing.on_message,
+                hearing.on_connection_end,
+                hearing.on_refused,
+                self.ports,
+                tls=self._tls,
+            )
+        except BaseException:
+            listener.close()
+            raise
         starting = ThreadPoolExecutor(1, thread_name_prefix="tcp-store")
-        self._store = starting.submit(self._serve_store)
+        self._store = starting.submit(self._serve_store, listener)
         self._store.add_done_callback(hearing.on_store)
         starting.shutdown(wait=False)
-        self._server = ControlServer(
-            self.address,
-            welcome,
-            hearing.on_message,
-            hearing.on_connection_end,
-            hearing.on_refused,
-            self.ports,
-            tls=self._tls,
-        )
         self._server.start()
 
-    def _serve_store(self) -> Any:
+    def _serve_store(self, listener: socket.socket) -> Any:
         """torch takes seconds to import: workers are started meanwhile."""
-        from elastic_ft.groups.store_links import serve_store
+        with listener:
+            from elastic_ft.groups.store_links import serve_store
 
-        return serve_store(self.address, self.ports)
+            return serve_store(self.address, listener)
 
     @property
     def was_opened(self) -> bool:

@@ -14,8 +14,6 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from elastic_ft.transport.reception import listen
-
 SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
 SEAL_BYTES = 32
 TRIES = 2  # of a spare link: the first one may have to wait for the DNS, the second does not
@@ -84,9 +82,12 @@ def shut_down(found: Socket) -> None:
                 return  # not connected any more
 
 
-def serve_store(address: str, ports: range | None = None) -> dist.TCPStore:
-    """A store at ``address`` alone. By itself torch's listens everywhere, whatever it is told."""
-    with listen(address, ports) as listener:
+def serve_store(address: str, listener: socket.socket) -> dist.TCPStore:
+    """A store that listens with ``listener``, its own from now on, which is at ``address``.
+
+    By itself torch's listens everywhere, whatever it is told.
+    """
+    with listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(
             address,

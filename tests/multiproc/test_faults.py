@@ -71,15 +71,19 @@ FAULTS = {
 }
 Disturbed = Callable[[str, str], Run]
 # How a stopped worker is found does not depend on the layout: CI stops those of one.
-CASES = [
+RUNS = [
     pytest.param(
-        *(strategy, action, index),
-        id=f"{strategy}-{action}-{index:02}-{at}",
+        *(strategy, action),
+        id=f"{strategy}-{action}",
         marks=[pytest.mark.soak] if action == "stop" and strategy != "fsdp" else [],
     )
-    for strategy, points in FAULTS.items()
+    for strategy in FAULTS
     for action in ("kill", "stop")
-    for index, at in enumerate(points)
+]
+CASES = [
+    pytest.param(*run.values, index, id=f"{run.id}-{index:02}-{at}", marks=run.marks)
+    for run in RUNS
+    for index, at in enumerate(FAULTS[str(run.values[0])])
 ]
 
 
@@ -146,8 +150,7 @@ def test_recovers_from(disturbed: Disturbed, strategy: str, action: str, index: 
     assert whole, f"the world was never whole again\n{run.story()}"
 
 
-@pytest.mark.parametrize("action", ["kill", "stop"])
-@pytest.mark.parametrize("strategy", FAULTS)
+@pytest.mark.parametrize(("strategy", "action"), RUNS)
 def test_nothing_is_lost(
     disturbed: Disturbed, undisturbed: dict[str, Run], reference: Run, strategy: str, action: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -16,7 +17,8 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.controller.hearing import Failed, Said
 from elastic_ft.controller.watchdog import Watchdog
 from elastic_ft.core import events as ev
-from elastic_ft.errors import JobFailed, StoreFailed, UsageError
+from elastic_ft.errors import ConfigError, JobFailed, StoreFailed, UsageError
+from elastic_ft.groups import store_links
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe import replay
 from elastic_ft.observe.lines import parse_lines
@@ -26,6 +28,7 @@ from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import NodeHealth, Note
+from elastic_ft.transport.reception import listen
 from elastic_ft.transport.tls import JobKey
 from tests.oneproc.test_publisher import DEADLINE_S, JOB
 
@@ -64,6 +67,35 @@ def test_what_was_opened_is_closed_where_the_start_fails(tmp_path: Path) -> None
     for thread in set(threading.enumerate()) - before:
         thread.join(DEADLINE_S)
         assert not thread.is_alive(), thread
+
+
+def two_free_ports() -> tuple[int, int]:
+    """Neighbours."""
+    while True:
+        with listen("127.0.0.1") as first:
+            port = first.getsockname()[1]
+            with contextlib.suppress(ConfigError), listen("127.0.0.1", range(port + 1, port + 2)):
+                return port, port + 1
+
+
+def test_ports_too_few_for_the_store_are_found_before_workers_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others that listen came first, as torch was imported for the store meanwhile."""
+    serve = store_links.serve_store
+
+    def slow(*args: Any) -> Any:
+        threading.Event().wait(1.0)
+        return serve(*args)
+
+    monkeypatch.setattr(store_links, "serve_store", slow)
+    first, last = two_free_ports()
+    network = JOB.network.model_copy(update={"ports": f"{first}-{last}"})
+    job, host = JOB.model_copy(update={"network": network}), Unstartable({"n0": 1})
+    controller = Controller(job, host, RunFolder(f"{tmp_path}/run"), f"{tmp_path}/checkpoints")
+    with pytest.raises(ConfigError, match=r"network\.ports: none of"):
+        controller.run()
+    assert host.served == ("", 0)
 
 
 def has(node: ev.NodeId, kept: int) -> Said:

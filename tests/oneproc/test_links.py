@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from elastic_ft.groups import store_links
 from elastic_ft.groups.store_links import TRIES, StoreLinks, inet_sockets, serve_store
+from elastic_ft.transport.reception import listen
 
 TIMEOUT_S = 10.0
 
@@ -61,7 +62,7 @@ def test_a_wait_ends_where_there_can_be_no_link(
 
 def test_the_store_is_at_its_one_address_only() -> None:
     before = {s.inode for s in inet_sockets()}
-    served = serve_store("127.0.0.1")
+    served = serve_store("127.0.0.1", listen("127.0.0.1"))
     listening = [s.local for s in inet_sockets() if s.peer is None and s.inode not in before]
     assert listening == [("127.0.0.1", served.port)]
     StoreLinks(("127.0.0.1", served.port), TIMEOUT_S).take().store.set("key", "value")

@@ -574,7 +574,7 @@ def test_all_that_we_listen_at_is_in_the_range() -> None:
     ports = range(first, first + 10)
     with listen("127.0.0.1", ports) as one, listen("127.0.0.1", ports) as other:
         taken = {one.getsockname()[1], other.getsockname()[1]}
-        store = serve_store("127.0.0.1", ports)
+        store = serve_store("127.0.0.1", listen("127.0.0.1", ports))
         metrics = Metrics("job")
         taken |= {store.port, metrics.serve("127.0.0.1", ports)}
         metrics.close()
