@@ -321,7 +321,7 @@ def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple
             job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
         )
     check_parallel(job, model, bundle.sequence_length)
-    check_data(job, bundle.train.collate([bundle.train[0]]))
+    check_data(job, bundle.train)
     check_groups(job.optimizer, model)
     check_optimizer(job, model)
     if job.parallel.strategy == "auto":

@@ -122,10 +122,10 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
     check_pipeline(model, job.parallel.pp, job.parallel.schedule)
 
 
-def check_data(job: Job, batch: Any) -> None:
-    """Raises ConfigError for a micro-batch that the layout can't run."""
+def check_data(job: Job, samples: Any) -> None:
+    """Raises ConfigError for samples that the layout can't run. Reads one if it depends on that."""
     if job.parallel.pp > 1:
-        check_batch(batch)
+        check_batch(samples.collate([samples[0]]))
 
 
 # ------------------------------------------------------------------------------- helpers

@@ -71,13 +71,13 @@ def test_nothing_fits(write_job: Callable[..., str], capfd: pytest.CaptureFixtur
 )
 def test_bad_input_is_one_line(
     write_job: Callable[..., str],
-    capfd: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str],
     changes: dict[str, object],
     devices: str,
     expected: str,
 ) -> None:
     assert run_command(["plan", write_job(changes), "--devices", devices]) == BAD_USAGE
-    out, err = capfd.readouterr()
+    out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
     assert expected in err

@@ -255,7 +255,7 @@ def test_where_no_gpu_is_shown_nothing_is_set(
     monkeypatch: pytest.MonkeyPatch, visible: str
 ) -> None:
     found = environments(monkeypatch, visible, {"n0": 2})
-    assert not any("CUDA_VISIBLE_DEVICES" in environment for environment in found.values())
+    assert {env.get("CUDA_VISIBLE_DEVICES", "") for env in found.values()} == {visible}
 
 
 def test_deepspeed_takes_the_device_that_the_worker_sees(monkeypatch: pytest.MonkeyPatch) -> None:

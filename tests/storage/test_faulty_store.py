@@ -40,7 +40,7 @@ from elastic_ft.storage.objects import Objects
 from elastic_ft.storage.store import Store, StoreError
 from tests.s3_server import S3Server
 
-MIXES = 200
+MIXES = 100
 AT_ONCE = 8
 SAVES = 3  # with faults; one more after them
 WORLD = 2
