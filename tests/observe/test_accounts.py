@@ -103,9 +103,9 @@ def test_the_parts_of_the_start_are_whole(disturbed: tuple[Run, Lifetimes]) -> N
     ready = {line["member"]["worker"]: line for line in inbox if line["type"] == "WorkerReady"}
     last = ready[startup.pop("worker")]
     assert startup.keys() == PARTS.keys()
-    began_s = inbox[0]["at_s"] - startup["asked_s"]  # the first event asks for workers
-    first = read_lines(run.path / "steps.jsonl")[0]
-    assert sum(startup.values()) == pytest.approx(first["committed_at_s"] - began_s, abs=0.2)
+    first, whole_s = read_lines(run.path / "steps.jsonl")[0], sum(startup.values())
+    told_s = first["committed_at_s"] - inbox[0]["at_s"]  # since the job's start was told of
+    assert whole_s - startup["asked_s"] - 0.2 < told_s < whole_s + 0.2
     for name in ("connect_s", "data_s", "model_s"):
         assert startup[name] == pytest.approx(last["spent"][name], abs=1e-3)
     assert 0 < startup["connect_s"] < last["told_at_s"] - last["started_at_s"]

@@ -171,9 +171,9 @@ def check_startup(startup: dict[str, Any], trial: Trial) -> None:
     lived_s = ready["told_at_s"] - ready["started_at_s"]
     assert 0 < sum(ready["spent"].values()) < lived_s - 0.1, (startup, ready)
     assert startup["process_s"] > 0.1, startup
-    began_s = inbox[0]["at_s"] - startup["asked_s"]  # the first event asks for workers
-    first = trial.lines("steps.jsonl")[0]
-    assert sum(startup.values()) == pytest.approx(first["committed_at_s"] - began_s, abs=0.5)
+    first, whole_s = trial.lines("steps.jsonl")[0], sum(startup.values())
+    told_s = first["committed_at_s"] - inbox[0]["at_s"]  # since the job's start was told of
+    assert whole_s - startup["asked_s"] - 0.5 < told_s < whole_s + 0.5
 
 
 def test_a_completed_job(start: Start) -> None:
