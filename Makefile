@@ -7,18 +7,18 @@ PYTEST := $(BIN)/python -m pytest -p no:cacheprovider -q --durations=5
 STAMP := .venv/.installed
 SOURCES := elastic_ft chaos tests benchmarks examples deploy
 ALONE := tidy core sim storage oneproc cli bench
-JOBS := multiproc observe ray chaos
+TIERS := multiproc alone ray chaos observe
 QUICK := tidy core storage
 PARALLEL := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-alone test-jobs test-quick lint bench bench-peers gpu chaos soak fuzz mutants clean venv \
+.PHONY: help demo service-demo test test-alone test-quick lint bench bench-peers gpu chaos soak fuzz mutants clean venv \
   test-tidy test-core test-sim test-storage test-oneproc test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make test-quick | lint | bench | bench-peers | gpu | chaos | soak | fuzz | mutants | clean | test-<tier>"
+	@echo "also: make service-demo | test-quick | lint | bench | bench-peers | gpu | chaos | soak | fuzz | mutants | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -34,16 +34,17 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/elastic-ft demo
 
-# Two lanes. Jobs of several processes mostly wait: what computes alone takes what they leave.
+# Several jobs share a local cluster; an urgent one comes, and others make room in place.
+service-demo: $(STAMP)
+	$(BIN)/python benchmarks/service_demo.py
+
+# Two tiers at a time, the longest first. Jobs of several processes mostly wait: what computes alone
+# takes what they leave. A tier that fails ends no other.
 test: lint
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target test-alone test-jobs
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(TIERS:%=test-%)
 
 test-alone: $(STAMP)
 	nice -n 10 $(PYTEST) $(PARALLEL) --timeout=300 $(ALONE:%=tests/%)
-
-# One tier after the other: the first that fails ends it.
-test-jobs: $(STAMP)
-	@for tier in $(JOBS); do $(MAKE) --no-print-directory test-$$tier || exit 1; done
 
 # For the loop of a person at work.
 test-quick: lint
@@ -88,9 +89,12 @@ chaos: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants
 
-# Random faults in real clusters, round after round, from three seeds.
+# What takes too long for every change: the tests marked soak, a tier at a time; then random faults in
+# real clusters, round after round, from three seeds. Hours.
+SOAK := sim oneproc multiproc ray
 SOAK_MINUTES ?= 10
 soak: $(STAMP)
+	for tier in $(SOAK); do $(PYTEST) -m soak --timeout=7200 tests/$$tier || exit 1; done
 	for seed in 1000 2000 3000; do \
 	  $(BIN)/elastic-ft chaos soak --minutes $(SOAK_MINUTES) --seed $$seed || exit 1; done
 

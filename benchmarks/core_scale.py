@@ -32,7 +32,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.document import put, table
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment, Holding, Member, Tier
 from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.policy import Policy
@@ -51,8 +53,8 @@ class Controller:
 
     policy: Policy
     state: State = field(default_factory=State)
-    pauses: list[ev.PauseWorkers] = field(default_factory=list)
-    formed: list[ev.FormGeneration] = field(default_factory=list)
+    pauses: list[cmd.PauseWorkers] = field(default_factory=list)
+    formed: list[cmd.FormGeneration] = field(default_factory=list)
     committed: int = 0
     sent_bytes: int = 0
     decide_s: float = 0.0  # of computing in the core itself, without the wire
@@ -63,16 +65,16 @@ class Controller:
         self.state, commands = core_step(self.state, event, self.policy)
         self.decide_s += time.process_time() - began_s
         for command in commands:
-            if isinstance(command, ev.PauseWorkers):
+            if isinstance(command, cmd.PauseWorkers):
                 self.pauses.append(command)
                 self._send(to_each(command), len(command.workers))
-            elif isinstance(command, ev.FormGeneration):
+            elif isinstance(command, cmd.FormGeneration):
                 self.formed.append(command)
                 for _, form in forms(command.assignment, {}):
                     self._send(form, 1)
             else:
                 self._send(command, 1)
-            if isinstance(command, ev.RecordStep):
+            if isinstance(command, cmd.RecordStep):
                 self.committed = command.step
 
     def _send(self, message: Any, receivers: int) -> None:
@@ -82,8 +84,8 @@ class Controller:
             self.sent_bytes += len(encoded.body)
 
 
-def member(index: int) -> ev.Member:
-    return ev.Member(f"w{index}", f"n{index // 8}", f"host{index // 8}", index, index // 8)
+def member(index: int) -> Member:
+    return Member(f"w{index}", f"n{index // 8}", f"host{index // 8}", index, index // 8)
 
 
 def names(count: int) -> list[str]:
@@ -124,15 +126,15 @@ def paused(controller: Controller) -> Iterator[ev.Event]:
     for worker in controller.pauses[-1].workers:
         rank = old.rank_of(worker)
         assert rank is not None
-        held = [_holding(old, rank, newest, ev.Tier.LIVE)]
+        held = [_holding(old, rank, newest, Tier.LIVE)]
         if rank in kept:
-            held.append(_holding(old, kept[rank], newest, ev.Tier.PEER))
+            held.append(_holding(old, kept[rank], newest, Tier.PEER))
         yield ev.Paused(0.0, worker, controller.state.generation, tuple(held))
 
 
-def _holding(of: ev.Assignment, rank: int, step: int, tier: ev.Tier) -> ev.Holding:
+def _holding(of: Assignment, rank: int, step: int, tier: Tier) -> Holding:
     layout = of.layout
-    return ev.Holding(step, layout.shard_space, layout.shard_of(rank), tier, of.computed_by(step))
+    return Holding(step, layout.shard_space, layout.shard_of(rank), tier, of.computed_by(step))
 
 
 def handle(

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.box_owners import find_owners
-from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.placement import Cut
 from elastic_ft.core.sharding import Box, ReshardPlan, plan_moves

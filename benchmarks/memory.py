@@ -27,9 +27,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ft.config import Job, parse_job
-from elastic_ft.core.events import Assignment, Member, Source, Tier
-from elastic_ft.core.layouts.costs import Choice, memory
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.memory_costs import memory
+from elastic_ft.core.layouts.work import Choice
 from elastic_ft.core.shares import share_of
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
@@ -96,17 +97,17 @@ def make_job(preset: str, layout: Layout, dtype: str, recompute: bool, micro_bat
 
 def peak_of_rank(groups: Groups, job: Job) -> int:
     """Bytes above what there was before the engine."""
-    length, device = job.data.sequence_length, torch.device("cpu")
+    length, device, vocabulary = job.data.sequence_length, torch.device("cpu"), job.data.vocab_size
     engine = NativeEngine(
         job,
-        lambda: build_model(job.model, vocab_size=VOCABULARY, sequence_length=length),
+        lambda: build_model(job.model, vocab_size=vocabulary, sequence_length=length),
         device,
         length,
     )
     engine.prepare()
     size = job.batch.micro_batch_size
     batches = [
-        MicroBatch(n, {"tokens": torch.randint(0, VOCABULARY, (size, length + 1))})
+        MicroBatch(n, {"tokens": torch.randint(0, vocabulary, (size, length + 1))})
         for n in range(MICRO_BATCHES)
     ]
     tokens = job.batch.global_batch_size * length
@@ -118,10 +119,10 @@ def peak_of_rank(groups: Groups, job: Job) -> int:
     for step in range(1, STEPS + 1):
         gc.collect()
         with peak:
-            engine.run_batch(step, batches, lambda point: None)
+            engine.run_batch(step, batches, lambda *point: None)
             squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
             dist.all_reduce(squares)
-            engine.apply(step, tokens, float(squares), lambda point: None)
+            engine.apply(step, tokens, float(squares), lambda *point: None)
     return peak.nbytes - before
 
 

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.controller import Controller
-from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.data.dataset import open_dataset

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from ranks import on_ranks
 
-from elastic_ft.core.events import Holding, Source, Tier
+from elastic_ft.core.assignment import Holding, Source, Tier
 from elastic_ft.core.sharding import Box, plan_moves
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import DIGEST_BYTES, schema_bytes

@@ -27,7 +27,8 @@ import torch.distributed.checkpoint as dcp
 from ranks import on_ranks
 
 from elastic_ft.config import Job, parse_job
-from elastic_ft.core.events import Keeper, KeeperReady, ShardsFailed
+from elastic_ft.core.assignment import Keeper
+from elastic_ft.core.events import KeeperReady, ShardsFailed
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.keeper.protocol import Content
 from elastic_ft.transport import wire
@@ -149,13 +150,11 @@ def connections_per_s(address: wire.Address, key: JobKey, seconds: float) -> flo
     return count / passed_s
 
 
-def assignment(count: int) -> ev.Assignment:
-    members = tuple(
-        ev.Member(f"w{i}", f"n{i // 8}", f"host{i // 8}", i, i // 8) for i in range(count)
-    )
+def assignment(count: int) -> Assignment:
+    members = tuple(Member(f"w{i}", f"n{i // 8}", f"host{i // 8}", i, i // 8) for i in range(count))
     buddies = tuple((((i + 8) % count),) for i in range(count))
-    source = ev.Source(100, ev.Tier.HOST, "pp1.s1.tp1")
-    return ev.Assignment(2, members, (), Layout(dp_replicate=count), source, buddies, "a loss")
+    source = Source(100, Tier.HOST, "pp1.s1.tp1")
+    return Assignment(2, members, (), Layout(dp_replicate=count), source, buddies, "a loss")
 
 
 def form(count: int) -> dict[str, dict[str, float]]:

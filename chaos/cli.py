@@ -11,8 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from chaos.fault_kinds import TIERS, TestTier
 from chaos.outcome import FAILED, PASSED, ScenarioOutcome
-from chaos.scenario import SCENARIOS, TIERS, Scenario, TestTier, load_scenario
+from chaos.scenario import SCENARIOS, Scenario, load_scenario
 from elastic_ft.core.terms import SAMPLES
 from elastic_ft.errors import ConfigError
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from chaos.scenario import Network
+from chaos.fault_kinds import Network
+from elastic_ft.hosts.local.orders import NodeRequest
 
 Heal = Callable[[], object]
 
@@ -38,9 +39,15 @@ class Cluster:
     def kill_controller(self) -> None:
         raise Unsupported("kill controller")
 
-    def stop_controller(self) -> None:
-        """It stands still; who has started it lets it go on."""
+    def stop_controller(self) -> int:
+        """It stands still. Returns its pid."""
         raise Unsupported("stop controller")
+
+    def kill_launcher(self) -> None:
+        raise Unsupported("kill launcher")
+
+    def kill_terminal(self) -> None:
+        raise Unsupported("kill terminal")
 
     def root_pid(self) -> int:
         """The process from which all others of the run descend."""
@@ -65,7 +72,7 @@ class Cluster:
 
 
 class ProcessNodes(Cluster):
-    """On ``hosts.local.LocalHost``: nodes are names, the controller is this very process."""
+    """On ``hosts.local.LocalHost``: nodes are names, the controller is in this very process."""
 
     def __init__(self, host: Any) -> None:
         self._host, self._added = host, 0
@@ -78,12 +85,6 @@ class ProcessNodes(Cluster):
 
     def keeper_of(self, node: str) -> int:
         return int(self._host.keeper_of(node))
-
-    def kill_controller(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    def stop_controller(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
 
     def root_pid(self) -> int:
         return os.getpid()
@@ -99,6 +100,58 @@ class ProcessNodes(Cluster):
     def add_node(self) -> None:
         self._added += 1
         self._host.add_node(f"added{self._added}")
+
+
+class DetachedProcesses(Cluster):
+    """On ``hosts.local.detached.DetachedRun``: of who is in charge there is another one."""
+
+    def __init__(self, run: Any) -> None:
+        self._run, self._added = run, 0
+
+    def nodes(self) -> list[str]:
+        return list(self._run.nodes())
+
+    def kill_node(self, node: str) -> None:
+        self._run.ask(NodeRequest("kill", node))
+
+    def drain_node(self, node: str, deadline_s: float) -> None:
+        self._run.ask(NodeRequest("drain", node, time.time() + deadline_s))
+
+    def add_node(self) -> None:
+        self._added += 1
+        self._run.ask(NodeRequest("add", f"added{self._added}"))
+
+    def root_pid(self) -> int:
+        return int(self._run.launcher_pid())
+
+    def keeper_of(self, node: str) -> int:
+        return self._pid_of("keeper", node)
+
+    def kill_controller(self) -> None:
+        os.kill(self._pid_of("controller"), signal.SIGKILL)
+
+    def stop_controller(self) -> int:
+        pid = self._pid_of("controller")
+        os.kill(pid, signal.SIGSTOP)
+        return pid
+
+    def kill_launcher(self) -> None:
+        os.kill(self._run.launcher_pid(), signal.SIGKILL)
+
+    def kill_terminal(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def signal_worker(self, pid: int, name: str) -> None:
+        if not any(p.pid == pid and p.kind == "worker" for p in self._run.processes()):
+            raise ProcessLookupError(f"process {pid} is no worker of this run")
+        os.kill(pid, signal.Signals[f"SIG{name}"])
+
+    def _pid_of(self, kind: str, node: str = "") -> int:
+        """The newest one's."""
+        found = [p.pid for p in self._run.processes() if (p.kind, p.node) == (kind, node)]
+        if not found:
+            raise ProcessLookupError(f"no {kind} is running")
+        return int(found[-1])
 
 
 class RayNodes(Cluster):
@@ -120,8 +173,7 @@ class RayNodes(Cluster):
         return self._actor(self._cluster.processes(node), "KeeperActor")
 
     def kill_controller(self) -> None:
-        controller = self._actor(self._cluster.head_processes(), "ElasticController")
-        os.kill(controller, signal.SIGKILL)
+        os.kill(self._cluster.controller_pid(), signal.SIGKILL)
 
     def kill_gcs(self) -> Heal:
         self._cluster.kill_gcs()

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from chaos.clusters import Cluster, ProcessNodes, RayNodes
+from chaos.clusters import Cluster, DetachedProcesses, ProcessNodes, RayNodes
+from chaos.fault_kinds import KillHead, StopHead
 from chaos.runner import Runner
 from chaos.scenario import Armed, Scenario
 from chaos.surroundings import Surroundings, surroundings
 from elastic_ft.hosts.local import LocalHost
+from elastic_ft.hosts.local.detached import DetachedRun
 from elastic_ft.observe.lines import local_path
 from elastic_ft.observe.run_reader import RunReader
+
+HEADS = (KillHead, StopHead)  # faults of who is in charge
 
 
 class Disturbance:
@@ -31,6 +35,13 @@ class Disturbance:
     def inside(self) -> tuple[Any, ...]:
         """For the workers."""
         return self._faults.inside if self._faults is not None else ()
+
+    @property
+    def in_foreground(self) -> bool:
+        """Of plain processes: the runner needs their host, unless it is those in charge it is
+        about."""
+        external = self.scenario.external if self.scenario is not None else ()
+        return bool(external) and not any(isinstance(fault, HEADS) for fault in external)
 
     def local_cluster(self, nodes: int, cpus_per_node: int) -> Any:
         """A Ray cluster on this machine to which the scenario can happen; a context manager."""
@@ -68,6 +79,8 @@ class Disturbance:
 def _nodes(cluster: Any) -> Cluster:
     if isinstance(cluster, Cluster):
         return cluster
+    if isinstance(cluster, DetachedRun):
+        return DetachedProcesses(cluster)
     return ProcessNodes(cluster) if isinstance(cluster, LocalHost) else RayNodes(cluster)
 
 

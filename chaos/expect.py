@@ -11,8 +11,9 @@ from typing import Any
 
 from chaos.check import Verdict, expected_of, losses_of, same_losses
 from chaos.disturbance import fired_inside
+from chaos.fault_kinds import External, Network
 from chaos.runner import LOG, fired_in
-from chaos.scenario import Expect, External, Network, Scenario
+from chaos.scenario import Expect, Scenario
 from elastic_ft.config import Job
 from elastic_ft.observe.lines import Line
 from elastic_ft.observe.run_reader import RunReader, read_lines
@@ -36,11 +37,17 @@ class Evidence:
 
 
 def judge(
-    scenario: Scenario, folder: Path, job: Job, samples: int | None, reference: dict[int, float]
+    scenario: Scenario,
+    folder: Path,
+    job: Job,
+    samples: int | None,
+    reference: dict[int, float],
+    patience: float = 1.0,
 ) -> list[Verdict]:
     """Returns a verdict on each thing that is expected.
 
     Args:
+        patience: times the longest gap that is allowed.
         samples: of the training data; None if that is not known.
         reference: step -> loss of the same job undisturbed.
     """
@@ -54,6 +61,7 @@ def judge(
     verdicts += _journal(run, expect)
     verdicts += _worlds(run, expect)
     verdicts += _cut_off(run, scenario, folder)
+    verdicts += _gap(reader, expect, folder, patience)
     verdicts += _samples_once(reader, expect, job)
     verdicts.append(Verdict("invariants I1-I8 hold in the run folder", not violations, shown))
     if expect.same_losses:
@@ -138,6 +146,23 @@ def _survivors(run: Evidence, expect: Expect) -> Iterator[Verdict]:
     passed = kept and len(throughout) >= expect.survivors
     found = f"pids {', '.join(map(str, sorted(throughout))) or 'none'}"
     yield Verdict("survivors kept their processes", passed, found)
+
+
+def _gap(reader: RunReader, expect: Expect, folder: Path, patience: float) -> Iterator[Verdict]:
+    """Between steps as workers train them: when they are committed says who is in charge."""
+    if expect.gap_max_s is None:
+        return
+    struck_s = min((line["at_s"] for line in read_lines(folder / LOG)), default=0.0)
+    trained: dict[int, float] = {}
+    for line in reader.inbox():
+        if line["type"] == "StepApplied":
+            trained.setdefault(line["step"], line["at_s"])
+    times = sorted(trained.values())
+    gaps = [after - before for before, after in pairwise(times) if after > struck_s]
+    most_s = expect.gap_max_s * patience
+    claim = f"no more than {most_s:g} s between two trained steps"
+    longest_s = max(gaps, default=float("inf"))
+    yield Verdict(claim, longest_s <= most_s, f"{longest_s:.2f} s")
 
 
 def _samples_once(reader: RunReader, expect: Expect, job: Job) -> Iterator[Verdict]:

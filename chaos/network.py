@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chaos.scenario import Network
+from chaos.fault_kinds import Network
 from elastic_ft.hosts.ray.cluster import LocalCluster
 
 CLONE_NEWNET = 0x40000000  # from linux/sched.h

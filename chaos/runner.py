@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from chaos.clusters import Cluster
-from chaos.scenario import (
+from chaos.fault_kinds import (
     Add,
     Capacity,
     Drain,
@@ -89,7 +89,7 @@ class Runner:
         self._cluster, self._around = cluster, around or Surroundings()
         self.fired: list[Line] = []
         self._underway: list[Underway] = []
-        self._cut_off: list[tuple[psutil.Process, float]] = []  # and since when
+        self._ending: list[tuple[psutil.Process, float]] = []  # who is to end, and since when
         self._adding: list[tuple[Pending, Future[object]]] = []
         self._capacity: int | None = None
         self._filling: list[Future[object]] = []
@@ -167,8 +167,8 @@ class Runner:
             self._heal_store(fault.lasts_s, suffered, heal)
             return
         # After these nothing may be written: by this process, or on this disk.
-        last = isinstance(fault, (FillDisk, StopHead)) or (
-            isinstance(fault, KillHead) and fault.kill == "controller"
+        last = isinstance(fault, FillDisk) or (
+            isinstance(fault, KillHead) and fault.kill == "terminal"
         )
         if last:
             self._done(pending, member)
@@ -243,8 +243,8 @@ class Runner:
             self._filling.append(self._adder.submit(self._cluster.add_node))
 
     def _see_who_ended(self) -> None:
-        for process, since_s in [c for c in self._cut_off if not alive(c[0])]:
-            self._cut_off.remove((process, since_s))
+        for process, since_s in [c for c in self._ending if not alive(c[0])]:
+            self._ending.remove((process, since_s))
             after_s = round(time.monotonic() - since_s, 3)
             self._note({"at_s": round(time.time(), 6), "ended": process.pid, "after_s": after_s})
 
@@ -272,11 +272,21 @@ class Runner:
     def _kill_head(self, fault: KillHead, member: Line) -> None:
         if fault.kill == "controller":
             self._cluster.kill_controller()
+        elif fault.kill == "launcher":
+            self._cluster.kill_launcher()
+        elif fault.kill == "terminal":
+            self._cluster.kill_terminal()
         else:
             self._then(fault.lasts_s, self._cluster.kill_gcs())
 
     def _stop_head(self, fault: StopHead, member: Line) -> None:
-        self._cluster.stop_controller()
+        former = psutil.Process(self._cluster.stop_controller())
+
+        def go_on() -> None:
+            former.send_signal(signal.SIGCONT)
+            self._ending.append((former, time.monotonic()))
+
+        self._then(fault.lasts_s, go_on)
 
     def _intrude(self, fault: Strangers) -> tuple[Callable[[], bool], Callable[[], None]]:
         """Returns what tells whether they are all there, and what sends them away."""
@@ -349,7 +359,7 @@ class Runner:
         node = member["node"]
         if fault.network == "cut":
             behind = [m["pid"] for m in self._watch.formed["members"] if m["node"] == node]
-            self._cut_off += [(psutil.Process(pid), time.monotonic()) for pid in behind]
+            self._ending += [(psutil.Process(pid), time.monotonic()) for pid in behind]
         rounds = 2 * fault.times - 1 if fault.network == "flap" else 1
 
         def turn(left: int) -> None:

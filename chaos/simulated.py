@@ -6,8 +6,7 @@ from collections import Counter
 from typing import Any
 
 from chaos.check import Verdict
-from chaos.outcome import ScenarioOutcome
-from chaos.scenario import (
+from chaos.fault_kinds import (
     Add,
     AtPoint,
     Drain,
@@ -15,20 +14,23 @@ from chaos.scenario import (
     Kill,
     KillHead,
     Network,
-    Scenario,
     Stop,
+    StopHead,
     StoreNeeds,
 )
+from chaos.outcome import ScenarioOutcome
+from chaos.scenario import Scenario
 from elastic_ft import sim
 
 FOREVER_S = 1e6
+FOLLOWED_S = 5.0  # until another controller is there, cold
 STEPS_AFTER = 8  # the last fault
 STEPS_TO_NEXT = 3  # from a fault to one that is keyed by an event after it
 KINDS_OF_KILL = {
     "node": "crash_node",
     "worker": "crash_worker",
     "keeper": "crash_keeper",
-    "controller": "crash_controller",
+    "controller": "kill_controller",
 }
 KINDS_OF_ACTION = {
     "kill": "crash_worker",
@@ -89,6 +91,7 @@ def translated(scenario: Scenario) -> sim.SimScenario:
         workers_per_node=cluster.workers_per_node,
         steps=step + STEPS_AFTER,
         faults=tuple(faults),
+        adopts=any(isinstance(fault, (KillHead, StopHead)) for fault in scenario.faults),
     )
 
 
@@ -107,7 +110,9 @@ def _fault(fault: External | AtPoint, step: int) -> sim.SimFault:
     elif isinstance(fault, Kill):
         kind, target = KINDS_OF_KILL[fault.kill], fault.of_rank
     elif isinstance(fault, KillHead):
-        kind = KINDS_OF_KILL[fault.kill]
+        kind, lasts_s = KINDS_OF_KILL[fault.kill], FOLLOWED_S
+    elif isinstance(fault, StopHead):
+        kind, lasts_s = "halt_controller", FOLLOWED_S
     elif isinstance(fault, Stop):
         kind, target = f"hang_{fault.stop}", fault.of_rank
         lasts_s = FOREVER_S if fault.lasts_s is None else fault.lasts_s

@@ -13,8 +13,9 @@ from typing import Any
 
 from rich.console import Console
 
+from chaos.fault_kinds import TestTier
 from chaos.outcome import FAILED, PASSED
-from chaos.scenario import Scenario, TestTier
+from chaos.scenario import Scenario
 from elastic_ft.faults import POINTS
 
 NODES = 4

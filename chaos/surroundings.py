@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from chaos.fault_kinds import StoreNeeds
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
-from chaos.scenario import Scenario, StoreNeeds
+from chaos.scenario import Scenario
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.lines import local_path
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from chaos.fault_kinds import TestTier
 from chaos.outcome import FAILED, PASSED
-from chaos.scenario import Scenario, TestTier
+from chaos.scenario import Scenario
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
 

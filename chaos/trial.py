@@ -24,10 +24,11 @@ import yaml
 from chaos.check import Verdict, losses_of
 from chaos.disturbance import fired_inside
 from chaos.expect import is_cut, judge
+from chaos.fault_kinds import StopHead, TestTier
 from chaos.jobs import JOB, Paced, merged, undisturbed
 from chaos.outcome import ScenarioOutcome
 from chaos.runner import LOG, alive, fired_in
-from chaos.scenario import Scenario, TestTier
+from chaos.scenario import Scenario
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import OOM_CGROUP, oom_cgroup
@@ -168,7 +169,7 @@ def _really(name: str, scenario: Scenario, tier: TestTier, stage: Stage) -> Scen
     samples = len(Paced(0)) if values["data"].get("path") == JOB["data"]["path"] else None
     steps = max(losses_of(RunReader(run)), default=0)
     reference = stage.reference(values, steps) if scenario.expect.same_losses else {}
-    outcome.verdicts = judge(scenario, run, job, samples, reference)
+    outcome.verdicts = judge(scenario, run, job, samples, reference, stage.patience)
     if trouble:
         outcome.verdicts.append(Verdict("the run ended by itself, nothing is left", False, trouble))
     outcome.summary = summary(run)
@@ -202,33 +203,28 @@ class Trial:
         where = ["--processes"] if tier == "processes" else nodes
         self._arguments = [*where, "--chaos", "scenario.yaml"]
         self._watch = RunReader(self._run_folder).follow()
-        self._standing: RunCommand | None = None  # a controller that was stopped
-        self._stood_at_s = 0.0
         self._settled_from = 0  # the step from which nothing has happened
 
     def run(self) -> str:
         """Returns what went wrong with the processes, empty if nothing did."""
         deadline_s = time.monotonic() + self._timeout_s
-        with contextlib.ExitStack() as stopped:
-            return self._run(deadline_s, stopped)
+        with contextlib.ExitStack() as left:
+            return self._run(deadline_s, left)
 
-    def _run(self, deadline_s: float, stopped: contextlib.ExitStack) -> str:
-        """``stopped``: ends the controllers that stand still, whatever happens."""
-        first = ["run", "job.yaml", "--out", "run"]
-        again = ["resume", "run"]
-        for start in range(CONTROLLERS_MAX):
-            arguments = (again if start else first) + self._arguments
+    def _run(self, deadline_s: float, at_last: contextlib.ExitStack) -> str:
+        """``at_last``: ends what goes on without the terminal, whatever happens."""
+        arguments = ["run", "job.yaml", "--out", "run", *self._arguments]
+        for _ in range(CONTROLLERS_MAX):
             command = RunCommand(self._folder, arguments, self._environment)
+            at_last.callback(command.end, expect_left=True, patience_s=0)
             ended_early, trouble = False, ""
             try:
                 trouble = self._follow(command, deadline_s)
-                if command.stopped:
-                    stopped.callback(command.end, expect_left=True, patience_s=0)
-                    self._standing, self._stood_at_s = command, time.time()
-                    continue
+                if command.killed and self._scenario.kills_terminal:
+                    return self._without_terminal(command, deadline_s)
                 ended_early = command.killed or self._could_not_write(command)
             finally:
-                if not command.stopped:
+                if not (command.killed and self._scenario.kills_terminal):
                     left = command.end(expect_left=command.killed or command.running)
                 if self._tier == "network":
                     from chaos.network import sweep
@@ -236,7 +232,18 @@ class Trial:
                     sweep(command.pid)
             if trouble or not ended_early:
                 return trouble or left
+            arguments = ["resume", "run", *self._arguments]
         return f"{CONTROLLERS_MAX} controllers have ended early"
+
+    def _without_terminal(self, first: RunCommand, deadline_s: float) -> str:
+        """``first`` is gone, what it has started goes on: another terminal looks at it."""
+        command = RunCommand(self._folder, ["attach", "run"], self._environment)
+        command.end_by = ["stop", "run"]
+        try:
+            trouble = self._follow(command, deadline_s)
+        finally:
+            left = command.end(expect_left=command.running)
+        return trouble or left or first.end(expect_left=False)
 
     def _could_not_write(self, command: RunCommand) -> bool:
         """A run whose folder's disk was full ends with one line, and is to be resumed."""
@@ -245,8 +252,7 @@ class Trial:
 
     def _follow(self, command: RunCommand, deadline_s: float) -> str:
         asked = False
-        while command.running and not command.stopped:
-            self._wake_the_former()
+        while command.running:
             if time.monotonic() > deadline_s:
                 limit_s = self._end_timeout_s if asked else self._timeout_s
                 return f"not at its end {limit_s:g} s after its {'stop' if asked else 'start'}"
@@ -257,21 +263,12 @@ class Trial:
             time.sleep(POLL_S)
         return ""
 
-    def _wake_the_former(self) -> None:
-        """A controller that stood still goes on once another one has its job: it must end then."""
-        if self._standing is None or not self._standing.stopped:
-            return
-        if self._watch.formed.get("at_s", 0.0) > self._stood_at_s:
-            self._standing.go_on()
-
     def _has_settled(self) -> bool:
         """Whether all faults are over, and the world they left has trained for a while."""
         events, _ = self._watch.poll()
         if events:
             self._settled_from = max(0, self._watch.step)
         watch, scenario = self._watch, self._scenario
-        if self._standing is not None and self._standing.running:
-            return False
         if watch.step < self._settled_from + scenario.settle_steps:
             return False
         world = scenario.expect.world_end
@@ -289,7 +286,10 @@ class Trial:
             return False
         noted = read_lines(log) if external else []
         lines = [line for line in noted if "index" in line]
-        if any("after_s" in line for line in noted):  # who was cut off has ended: no need to heal
+        ended = [line for line in noted if "after_s" in line]
+        if any(isinstance(fault, StopHead) for fault in external) and not ended:
+            return False  # the one that stood still has to end by itself
+        if ended:  # who was cut off has ended: no need to heal
             lines = [line for line in lines if not is_cut(external[line["index"]])]
         if lines and self._watch.step < lines[-1]["at_step"] + self._scenario.settle_steps:
             return False
@@ -312,10 +312,15 @@ def duration_s(fault: Any) -> float:
 
 
 class RunCommand:
-    """``elastic-ft`` in a process group of its own."""
+    """``elastic-ft`` in a process group of its own.
+
+    Attributes:
+        end_by: arguments of the command that ends its job, if an interrupt does not.
+    """
 
     def __init__(self, folder: Path, arguments: list[str], environment: dict[str, str]) -> None:
-        self._mark = uuid.uuid4().hex
+        self._mark, self._folder, self._environment = uuid.uuid4().hex, folder, environment
+        self.end_by: list[str] = []
         root = str(Path(__file__).parents[1])
         paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         with (folder / "log.txt").open("ab") as log:
@@ -351,18 +356,12 @@ class RunCommand:
     def killed(self) -> bool:
         return self._process.poll() == -signal.SIGKILL
 
-    @property
-    def stopped(self) -> bool:
-        """Whether it stands still (SIGSTOP)."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
-        return False
-
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
     def interrupt(self) -> None:
-        self._process.send_signal(signal.SIGINT)
+        """The job is to end."""
+        if self.end_by:
+            RunCommand(self._folder, self.end_by, self._environment).wait(END_TIMEOUT_S)
+        else:
+            self._process.send_signal(signal.SIGINT)
 
     def wait(self, timeout_s: float) -> None:
         """Raises subprocess.TimeoutExpired."""

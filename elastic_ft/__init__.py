@@ -18,34 +18,43 @@ if TYPE_CHECKING:
     from elastic_ft.errors import UsageError as UsageError
     from elastic_ft.hosts.local import run_local as run_local
     from elastic_ft.hosts.ray.trainer import ElasticTrainer as ElasticTrainer
+    from elastic_ft.service.service_client import Client as Client
     from elastic_ft.state.torch_checkpoints import CheckpointReader as CheckpointReader
-    from elastic_ft.worker.loop import Step as Step
-    from elastic_ft.worker.worker import train as train
+    from elastic_ft.training.context import Context as Context
+    from elastic_ft.training.context import init as init
+    from elastic_ft.worker.step import Step as Step
+    from elastic_ft.worker.this_process import train as train
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Client": "elastic_ft.service.service_client",
     "CheckpointReader": "elastic_ft.state.torch_checkpoints",
+    "Context": "elastic_ft.training.context",
     "ElasticError": "elastic_ft.errors",
     "ElasticTrainer": "elastic_ft.hosts.ray.trainer",
     "Job": "elastic_ft.config",
     "JobFailed": "elastic_ft.errors",
-    "Step": "elastic_ft.worker.loop",
+    "Step": "elastic_ft.worker.step",
     "UsageError": "elastic_ft.errors",
+    "init": "elastic_ft.training.context",
     "load_job": "elastic_ft.config",
     "parse_job": "elastic_ft.config",
     "run_local": "elastic_ft.hosts.local",
-    "train": "elastic_ft.worker.worker",
+    "train": "elastic_ft.worker.this_process",
 }
 
 __all__ = [
     "CheckpointReader",
+    "Client",
+    "Context",
     "ElasticError",
     "ElasticTrainer",
     "Job",
     "JobFailed",
     "Step",
     "UsageError",
+    "init",
     "load_job",
     "parse_job",
     "run_local",

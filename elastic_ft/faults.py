@@ -107,6 +107,8 @@ class Points:
         self.corrupt: Callable[[bool], None] = lambda own: None  # what the actions so named do
         self.place = 0  # points the training thread reached since the step began
         self.count, self.last = 0, "starting"
+        # Monotonic: since when the script's own code runs between two steps; 0: it does not.
+        self.outside_since_s = 0.0
         self._faults, self._fired, self._spent = faults, fired, set[int]()
         self._before = frozenset[int]()  # fired in earlier generations
 
@@ -120,6 +122,15 @@ class Points:
         if self._faults:
             for index in self._armed(point, self.step if step is None else step):
                 self._fire(index)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """The script's own code runs between two steps."""
+        self.outside_since_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.outside_since_s = 0.0
 
     def begin(self, step: int) -> None:
         """The training thread begins ``step``."""

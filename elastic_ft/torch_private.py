@@ -23,15 +23,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "CheckpointImpl",
+    "CutParameter",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "adopt",
     "after_operations",
     "buffer_sync",
     "checkpoint_wrapper",
+    "compiled_graphs",
+    "cut_parameters",
     "fail_an_assert",
     "forget_meshes",
     "gloo_made_by",
     "import_lazy_parts",
+    "is_cut_parameter",
     "is_owed",
     "is_reduced",
     "local_shape_and_offset",
@@ -44,7 +49,9 @@ __all__ = [
     "run_out_of_device_memory",
     "sees_gpu",
     "set_group_timeout",
+    "set_up_compiler",
     "spoil_next_output",
+    "undo_fully_shard",
     "unpin",
 ]
 
@@ -124,6 +131,42 @@ def _fsdp_groups(part: torch.nn.Module) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group else []
 
 
+CutParameter = Any  # FSDP2's: ``sharded_param`` is what modules and optimizers have
+
+
+def cut_parameters(part: torch.nn.Module) -> list[CutParameter]:
+    return [cut for group in _fsdp_groups(part) for cut in group.fsdp_params]
+
+
+def is_cut_parameter(parameter: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor)
+
+
+def adopt(cut: CutParameter, parameter: torch.nn.Parameter) -> None:
+    """``parameter`` is what FSDP2 shards from now on, in place of what it has made."""
+    cut.sharded_param = parameter
+    cut._setattr_on_modules(parameter)
+
+
+def undo_fully_shard(part: Any) -> None:
+    """``part`` is as it was before ``fully_shard``, with this rank's shards for parameters."""
+    from torch.distributed import _composable_state
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+
+    for cut in cut_parameters(part):  # what is registered may be gathered
+        cut._setattr_on_modules(cut.sharded_param)
+        cut.sharded_param.grad = None
+    state = part._get_fsdp_state()
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+    for key in (STATE_KEY, REGISTRY_KEY):
+        part.__dict__.pop(key, None)
+    _composable_state._module_state_mapping.pop(part, None)
+    part.__class__ = type(part).__mro__[2]  # fully_shard made a class of FSDPModule and this
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Sets the timeout of later collectives (forming has a shorter one of its own)."""
     c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
@@ -185,6 +228,23 @@ def import_lazy_parts() -> None:
     """What an optimizer's first step imports, without one: a step asks the CUDA driver whether a
     graph is being captured, and no process that is forked after that can use CUDA."""
     import torch._dynamo  # noqa: F401
+
+
+def set_up_compiler(graphs_max: int) -> None:
+    """So many graphs of one function before it runs eagerly. Compiling starts no process of its own
+    that would hold this one's sockets open when it dies: peers would not notice."""
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = graphs_max
+    torch._inductor.config.compile_threads = 1
+
+
+def compiled_graphs() -> int:
+    """Of this process so far, those from a cache included."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 @contextmanager

@@ -5,8 +5,13 @@ from __future__ import annotations
 import psutil
 import pytest
 
+from tests.browser import browser
+
+__all__ = ["browser"]
+
 LEAK_DEADLINE_S = 10.0
-STAY = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # as long as we do
+# As long as we do.
+STAY = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "hosts.local.launcher")
 
 
 @pytest.hookimpl(trylast=True)
@@ -26,6 +31,6 @@ def _started() -> list[psutil.Process]:
 
 def _describe(process: psutil.Process) -> str:
     try:
-        return f"{process.pid} {' '.join(process.cmdline())[:120]}"
+        return f"{process.pid} {' '.join(process.cmdline())[:300]}"
     except psutil.NoSuchProcess:
         return f"{process.pid} (gone)"

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from elastic_ft import torch_private
 from elastic_ft.config import parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
-from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken

@@ -1,8 +1,9 @@
 """``elastic-ft``: run a job file, watch it, break it on purpose.
 
-Exit codes: 0 completed; 1 failed or suspended, or a fault of the scenario never fired; 2 bad usage
-or a bad job file, one line says which key and why, nothing was started; 130 interrupted, after a
-clean stop. What is heavy (torch, ray) is imported once the cheap checks have passed.
+Exit codes: 0 completed, or left running; 1 failed or suspended, or a fault of the scenario never
+fired; 2 bad usage or a bad job file, one line says which key and why, nothing was started; 130
+interrupted, after a clean stop. What is heavy (torch, ray) is imported once the cheap checks have
+passed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,20 @@ from typing import Annotated
 
 import typer
 
-from elastic_ft.cli import checkpoint, extensions, plan, resize, show_events, simulate
+from elastic_ft.cli import (
+    attach,
+    checkpoint,
+    extensions,
+    gc,
+    launch,
+    plan,
+    resize,
+    service_commands,
+    show_events,
+    show_report,
+    simulate,
+    to_tensorboard,
+)
 from elastic_ft.cli.demo import JOB_FILE, run_demo
 from elastic_ft.cli.progress import say
 from elastic_ft.cli.run import (
@@ -40,10 +54,19 @@ app = typer.Typer(
     help="Fault-tolerant, elastic training on Ray: a lost node costs a pause, not the job.",
 )
 app.add_typer(checkpoint.app, name="checkpoint")
+app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
+app.command("gc")(gc.gc)
 app.command("plan")(plan.plan)
 app.command("events")(show_events.events)
 app.command("replay")(show_events.replay)
+app.command("attach")(attach.attach)
+app.command("stop")(attach.stop)
+app.command("report")(show_report.report)
+app.command("tensorboard")(to_tensorboard.tensorboard)
 app.command("resize")(resize.resize)
+for command in service_commands.COMMANDS:
+    app.command(command.__name__)(command)
+app.add_typer(service_commands.app, name="service")
 app.command("simulate")(simulate.simulate)
 extensions.add_commands(app)
 
@@ -91,6 +114,12 @@ AcceptChanges = Annotated[
         help="Go on from a checkpoint of another seed, batch, optimizer, data, or job name.",
     ),
 ]
+Foreground = Annotated[
+    bool,
+    typer.Option(
+        "--foreground", help="With --processes: in this very process, and gone with it (debuggers)."
+    ),
+]
 Out = Annotated[
     str | None, typer.Option(metavar="DIR", help="The run folder, any fsspec URL [runs/<name>].")
 ]
@@ -113,6 +142,7 @@ def run(
     out: Out = None,
     accept_changes: AcceptChanges = False,
     from_scratch: FromScratch = False,
+    foreground: Foreground = False,
 ) -> int:
     """Train a job; in a run folder that has checkpoints, go on from the newest good one.
 
@@ -121,7 +151,7 @@ def run(
     """
     job = _allowed(load_job(job_file), from_scratch)
     where = where_to_run(job, address, local_nodes, processes)
-    how = How(chaos, accept_changes=accept_changes)
+    how = How(chaos, accept_changes=accept_changes, foreground=foreground)
     return train(job, out or f"runs/{job.name}", where, how)
 
 
@@ -134,13 +164,14 @@ def resume(
     chaos: Chaos = None,
     accept_changes: AcceptChanges = False,
     from_scratch: FromScratch = False,
+    foreground: Foreground = False,
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
     job = _allowed(RunReader(run_folder).job(), from_scratch)
     if imported := job.imports():
         say(f"{run_folder}/job.yaml imports {', '.join(imported)}")  # whoever wrote it chose it
     where = where_to_run(job, address, local_nodes, processes)
-    return train(job, run_folder, where, How(chaos, True, accept_changes))
+    return train(job, run_folder, where, How(chaos, True, accept_changes, foreground))
 
 
 def _allowed(job: Job, from_scratch: bool) -> Job:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from elastic_ft.observe.wording import human_size
 
 if TYPE_CHECKING:
     from elastic_ft.storage.inspect import Checkpoint, Difference
+    from elastic_ft.storage.prune import Pruning
 
 DIFFERENCES_SHOWN = 20
 EXPORT_DEADLINE_S = 600.0  # to write one file
@@ -33,6 +35,7 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     DCP = "dcp"
+    HUGGINGFACE = "huggingface"
 
 
 Url = Annotated[
@@ -215,9 +218,19 @@ def export(
         str, typer.Argument(metavar="DEST", help="A folder; torch: a file. Must be new or empty.")
     ],
     format_: Annotated[
-        Format, typer.Option("--format", help="safetensors: weights, as Hugging Face has them.")
+        Format,
+        typer.Option(
+            "--format",
+            help="safetensors: weights, as Hugging Face has them; huggingface: with config.json.",
+        ),
     ],
     step: Step = None,
+    job_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--job", metavar="FILE", help="huggingface: the job's [job.yaml of the run folder]."
+        ),
+    ] = None,
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="torch, dcp: without the optimizer's state.")
     ] = False,
@@ -226,16 +239,9 @@ def export(
     from elastic_ft.storage.inspect import find_one
 
     reader = find_one(url, step)
-    if format_ is Format.SAFETENSORS:
-        from elastic_ft.storage import safetensors
-        from elastic_ft.storage.store import open_store
-
-        store = open_store(dest, deadline_s=EXPORT_DEADLINE_S)
-        if Path(store.url).is_file():
-            raise ConfigError(f"DEST: {dest} exists already")
-        if store.list():
-            raise ConfigError(f"DEST: {dest} is not empty")
-        nbytes = safetensors.export(reader, store)
+    config = _configuration(reader, url, job_file) if format_ is Format.HUGGINGFACE else None
+    if format_ in (Format.SAFETENSORS, Format.HUGGINGFACE):
+        nbytes = _export_safetensors(reader, dest, config)
     else:
         path = _new_local_path(dest, format_)
         from elastic_ft.state import torch_checkpoints
@@ -248,6 +254,35 @@ def export(
         nbytes = write(reader, path, weights_only)
     say(f"step {reader.manifest.step}: {human_size(nbytes)} of tensors as {format_} in {dest}")
     return 0
+
+
+def _export_safetensors(reader: Any, dest: str, config: bytes | None) -> int:
+    from elastic_ft.storage import safetensors
+    from elastic_ft.storage.store import open_store
+
+    store = open_store(dest, deadline_s=EXPORT_DEADLINE_S)
+    if Path(store.url).is_file():
+        raise ConfigError(f"DEST: {dest} exists already")
+    if store.list():
+        raise ConfigError(f"DEST: {dest} is not empty")
+    nbytes = safetensors.export(reader, store)
+    if config is not None:
+        store.put("config.json", config)
+    return nbytes
+
+
+def _configuration(reader: Any, url: str, job_file: Path | None) -> bytes:
+    """Of the job's model, for weights of this checkpoint. Raises ConfigError, ModelError."""
+    from elastic_ft.config import load_job
+    from elastic_ft.models.build import configuration
+
+    path = job_file or Path(url.removeprefix("file://")).parent / "job.yaml"
+    if not path.is_file():
+        raise ConfigError(f"--job: {path} is no file: name the job that the checkpoint is of")
+    prefix = "model."
+    tensors = reader.manifest.tensors.items()
+    shapes = {n.removeprefix(prefix): tuple(s.shape) for n, s in tensors if n.startswith(prefix)}
+    return configuration(load_job(path).model, shapes)
 
 
 def _new_local_path(dest: str, format_: Format) -> Path:
@@ -299,19 +334,25 @@ def prune(
         abandoned=abandoned,
     )
     warnings = () if dry_run else pruning.carry_out(store, plan)
-    if as_json:
-        _dump(
-            {
-                "dry_run": dry_run,
-                "deleted": [{"step": c.ref.step, "url": c.ref.url} for c in plan.doomed],
-                "abandoned": [a.prefix for a in plan.abandoned],
-                "kept": [{"step": c.ref.step, "url": c.ref.url} for c in plan.kept],
-                "bytes": plan.nbytes,
-                "notes": list(plan.notes),
-                "warnings": list(warnings),
-            }
-        )
-        return 1 if warnings else 0
+    (_dump_pruned if as_json else _say_pruned)(plan, warnings, dry_run)
+    return 1 if warnings else 0
+
+
+def _dump_pruned(plan: Pruning, warnings: Sequence[str], dry_run: bool) -> None:
+    _dump(
+        {
+            "dry_run": dry_run,
+            "deleted": [{"step": c.ref.step, "url": c.ref.url} for c in plan.doomed],
+            "abandoned": [a.prefix for a in plan.abandoned],
+            "kept": [{"step": c.ref.step, "url": c.ref.url} for c in plan.kept],
+            "bytes": plan.nbytes,
+            "notes": list(plan.notes),
+            "warnings": list(warnings),
+        }
+    )
+
+
+def _say_pruned(plan: Pruning, warnings: Sequence[str], dry_run: bool) -> None:
     verb = "would delete" if dry_run else "deleted"
     for c in plan.doomed:
         say(f"{verb} step {c.ref.step}, {human_size(c.nbytes)}: {c.ref.url}")
@@ -321,7 +362,6 @@ def prune(
         say(line)
     kept = ", ".join(str(c.ref.step) for c in plan.kept) or "none"
     say(f"{verb} {human_size(plan.nbytes)}; kept steps: {kept}")
-    return 1 if warnings else 0
 
 
 # -------------------------------------------------------------------------------- words

@@ -34,8 +34,9 @@ def run_demo(job: Job, out: str) -> int:
     beside = f"{out}-undisturbed"
     where = where_to_run(calm, None, None, True)
     with contextlib.ExitStack() as unless_run:
-        checked = check_start(calm, beside, where, How(), unless_run)
-        code = conclude(run(calm, beside, where, checked, How(), unless_run), beside)
+        how = How(foreground=True)  # nobody is to leave it running
+        checked = check_start(calm, beside, where, how, unless_run)
+        code = conclude(run(calm, beside, where, checked, how, unless_run), beside)
     if code != COMPLETED:
         return code
     say("")

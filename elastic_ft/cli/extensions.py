@@ -47,6 +47,7 @@ class Undisturbed:
     """What ``disturbed`` makes, where nothing is to happen to a run."""
 
     inside: tuple[Any, ...] = ()
+    in_foreground = False  # of plain processes: it is done to the host, in the controller's process
 
     def local_cluster(self, nodes: int, cpus_per_node: int) -> Any:
         from elastic_ft.hosts.ray.cluster import LocalCluster

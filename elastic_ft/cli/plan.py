@@ -18,14 +18,17 @@ from rich.table import Table
 
 from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
-from elastic_ft.core.layouts.costs import Devices, Work
-from elastic_ft.core.layouts.layout import DIMENSIONS, Layout
+from elastic_ft.core.layouts.layout import DIMENSIONS, Layout, divisors
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, Limits, NoLayout
 from elastic_ft.core.layouts.moved import Previous
-from elastic_ft.core.layouts.planner import LayoutPlan, Limits, NoLayout, best, gb, plans
+from elastic_ft.core.layouts.plan_words import gb
+from elastic_ft.core.layouts.planner import best, plans
+from elastic_ft.core.layouts.work import Devices, Work
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
 
 LOST = (1, 2, 8)
+AGAIN = {False: "no", "selective": "selective", True: "yes"}
 UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12}
 
 console = Console(highlight=False, soft_wrap=True)
@@ -61,26 +64,33 @@ def plan(
     measured = None if run is None else measure(job, work, there, run)
     if measured is not None and measured.flops_per_s is not None:
         there = replace(there, flops_per_s=measured.flops_per_s)
-    limits = Limits(schedules=(job.parallel.schedule,), tp_max=max_tp, pp_max=max_pp)
+    limits = Limits(
+        schedules=(job.parallel.schedule,),
+        tp_max=max_tp,
+        pp_max=max_pp,
+        cp_sizes=tuple(divisors(job.parallel.cp)),
+    )
     try:
         ranked = plans(work, there, limits, top=top)
     except NoLayout as error:
-        if as_json:
-            _dump({"plans": [], "refused": str(error)})
-        else:
-            console.print(str(error), markup=False)
-        return 1
+        return _refuse(str(error), as_json)
     after = {n: _after(work, there, limits, ranked[0], n) for n in LOST if n < there.count}
     if as_json:
-        losses = [{"lost": n} | _loss_as_json(found) for n, found in after.items()]
-        found = None if measured is None else asdict(measured) | {"layout": str(measured.layout)}
-        _dump({"plans": [_as_json(p) for p in ranked], "losses": losses, "measured": found})
-        return 0
-    if measured is not None:
-        console.print(f"measured: {measured}", markup=False)
-    _show(work, there, ranked)
-    _show_losses(ranked[0], after)
+        _dump_all(ranked, after, measured)
+    else:
+        if measured is not None:
+            console.print(f"measured: {measured}", markup=False)
+        _show(work, there, ranked)
+        _show_losses(ranked[0], after)
     return 0
+
+
+def _refuse(why: str, as_json: bool) -> int:
+    if as_json:
+        _dump({"plans": [], "refused": why})
+    else:
+        console.print(why, markup=False)
+    return 1
 
 
 def parse_devices(text: str, flops: float, intra: float, inter: float) -> Devices:
@@ -170,9 +180,9 @@ def _show(work: Work, there: Devices, ranked: tuple[LayoutPlan, ...]) -> None:
         table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
     for p in ranked:
         time_s, choice = p.time, p.choice
-        waiting_s = time_s.total - time_s.compute - time_s.recompute
+        waiting_s = time_s.total - time_s.compute - time_s.recompute - time_s.offload
         table.add_row(
-            *(str(p.layout), str(choice.micro_batch), "yes" if choice.recompute else "no"),
+            *(str(p.layout), str(choice.micro_batch), AGAIN[choice.recompute]),
             *(gb(p.memory.total), _seconds(time_s.total), f"{waiting_s / time_s.total:.0%}"),
             str(p.layout.world_size),
         )
@@ -221,6 +231,16 @@ def _as_json(p: LayoutPlan) -> dict[str, Any]:
 
 def _loss_as_json(found: LayoutPlan | str) -> dict[str, Any]:
     return {"refused": found} if isinstance(found, str) else {"plan": _as_json(found)}
+
+
+def _dump_all(
+    ranked: tuple[LayoutPlan, ...],
+    after: dict[int, LayoutPlan | str],
+    measured: Calibration | None,
+) -> None:
+    losses = [{"lost": n} | _loss_as_json(found) for n, found in after.items()]
+    found = None if measured is None else asdict(measured) | {"layout": str(measured.layout)}
+    _dump({"plans": [_as_json(p) for p in ranked], "losses": losses, "measured": found})
 
 
 def _dump(values: Any) -> None:

@@ -5,41 +5,33 @@ Cheap checks come first, so that most mistakes are answered without importing to
 
 from __future__ import annotations
 
-import os
-import posixpath
 import socket
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli import extensions
-from elastic_ft.config import Job
-from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
-from elastic_ft.core.terms import Terms, changes, data_terms, refusal, terms_in, terms_of
-from elastic_ft.errors import (
-    CheckpointMismatch,
-    ConfigError,
-    StateDamaged,
-    StorageError,
-    StoreFailed,
-    UsageError,
+from elastic_ft.cli.check_model import check_model_and_data
+from elastic_ft.cli.check_stores import (
+    check_apart,
+    check_checkpoint,
+    check_owner,
+    check_steps,
+    check_writable,
 )
-from elastic_ft.storage.store import check_access
+from elastic_ft.config import Job, LoopConfig
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
+from elastic_ft.core.terms import data_terms, terms_of
+from elastic_ft.errors import (
+    ConfigError,
+)
 from elastic_ft.transport.tls import find_openssl
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from elastic_ft.data.dataset import DataBundle
+    pass
 
 CONNECT_TIMEOUT_S = 5.0
-CHECK_DEADLINE_S = 20.0  # of one look into a store
-FOLDERS_OF_A_RUN = ("owners", "segments")
-FOLDERS_OF_CHECKPOINTS = ("owners", "data", "manifests", "emergency")
-
-TensorTable = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +88,8 @@ def check(
     check_workers(job, place)
     if job.network.tls:
         find_openssl()
+    if job.parallel.compile and place.address is None:
+        check_compiler(job)
     if place.address is not None:
         check_address(place.address)
     scenario = _load_scenario(job, place, chaos)
@@ -108,7 +102,10 @@ def check(
     if not accept_changes:
         check_owner(job, out, url)
     meanwhile()
-    bundle, tensors, parameters, remarks = _check_model_and_data(job)
+    if job.loop is not None:
+        faults = None if scenario is None else _arm(scenario, chaos or job.faults.scenario)
+        return Checked(url, 0, _check_script(job.loop, place), 0, faults, warnings)
+    bundle, tensors, parameters, remarks = check_model_and_data(job)
     warnings += remarks
     terms = terms_of(job.model_dump(mode="json"))
     terms |= data_terms(len(bundle.train), bundle.fingerprint)
@@ -122,6 +119,15 @@ def check(
         faults=None if scenario is None else _arm(scenario, chaos or job.faults.scenario),
         warnings=warnings,
     )
+
+
+def _check_script(loop: LoopConfig, place: Place) -> str:
+    """Returns it in words. Raises ConfigError where this machine would not find it."""
+    if loop.script is None:
+        raise ConfigError("loop.script: required here: the file whose loop trains")
+    if place.address is None and not Path(loop.script).is_file():
+        raise ConfigError(f"loop.script: {loop.script} is no file")
+    return " ".join((loop.script, *loop.arguments))
 
 
 def check_workers(job: Job, place: Place) -> None:
@@ -183,6 +189,13 @@ def check_engine(job: Job) -> None:
         )
 
 
+def check_compiler(job: Job) -> None:
+    """On this machine, where its workers run. Raises ConfigError."""
+    from elastic_ft.engines import compiling  # imports torch, for seconds
+
+    compiling.check_compiler(job.parallel.wants_gpu)
+
+
 def check_address(address: str) -> None:
     """Whether anyone listens there: Ray itself would try for minutes. Raises ConfigError."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -227,226 +240,3 @@ def _arm(scenario: Any, name: str | None) -> Any:
         return extensions.faults().arm(scenario)
     except ConfigError as error:
         raise ConfigError(f"fault scenario {name}: {error}") from None
-
-
-# ------------------------------------------------------------------------------ storage
-
-
-def check_writable(key: str, url: str) -> tuple[str, ...]:
-    """Returns warnings. Raises StorageError. Leaves nothing behind, not even a folder."""
-    from elastic_ft.storage.backends import Local, backend_of
-
-    try:
-        backend, _ = backend_of(url)
-        if isinstance(backend, Local):
-            _check_folder(url)
-            return ()
-        return check_access(url)
-    except StorageError as error:
-        raise StorageError(f"{key}: {error}") from None
-
-
-def _check_folder(url: str) -> None:
-    """Writes a file where the folder is, or would be made. (Root may write where modes forbid.)"""
-    folder = Path(url.removeprefix("file://")).absolute()
-    found = next(path for path in (folder, *folder.parents) if path.exists())
-    if not found.is_dir():
-        raise StorageError(f"{folder}: {found} is not a folder")
-    try:
-        with tempfile.TemporaryFile(dir=found):
-            pass
-        if found != folder:  # some filesystems take files and no folders
-            Path(tempfile.mkdtemp(prefix=".probe-", dir=found)).rmdir()
-    except OSError as error:
-        raise StorageError(f"{folder}: cannot write in {found}: {error.strerror}") from None
-
-
-def check_apart(out: str, url: str) -> None:
-    """Raises ConfigError where run folder and checkpoints would take each other's files for theirs:
-    both have ``owners``, and marks of who ended and was rescued."""
-    from elastic_ft.storage.store import open_store
-
-    folder, checkpoints = (_plain(open_store(where).url) for where in (out, url))
-    for key, where, other, taken in (
-        ("checkpoint.url", checkpoints, folder, ("", *FOLDERS_OF_A_RUN)),
-        ("run folder (--out)", folder, checkpoints, FOLDERS_OF_CHECKPOINTS),
-    ):
-        for name in taken:
-            place = posixpath.join(other, name).rstrip("/")
-            if where == place or (name and where.startswith(f"{place}/")):
-                whose = "the run folder's" if key == "checkpoint.url" else "checkpoint.url's"
-                raise ConfigError(
-                    f"{key}: {where} is {whose}{f' {name}/' if name else ''}: each needs a place "
-                    "of its own, as checkpoints/ in the run folder is"
-                )
-
-
-def _plain(url: str) -> str:
-    """One of the ways to write it."""
-    scheme, mark, path = url.rpartition("://")
-    return f"{scheme}{mark}{posixpath.normpath(path)}" if mark else os.path.realpath(path)
-
-
-def check_owner(job: Job, out: str, url: str) -> None:
-    """Raises UsageError where the run folder or the checkpoints are another job's."""
-    from elastic_ft.storage import owners
-    from elastic_ft.storage.store import open_store
-
-    for key, where in (("run folder (--out)", out), ("checkpoint.url", url)):
-        try:
-            owners.check_job(open_store(where, deadline_s=CHECK_DEADLINE_S), job.name)
-        except UsageError as error:
-            raise ConfigError(f"{key}: {error}") from None
-        except StoreFailed as error:
-            raise StorageError(f"{key}: {error}") from None
-
-
-# ------------------------------------------------------------------------ model, data
-
-
-def _check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[str, ...]]:
-    """The open data; dtype and shape of every tensor that a checkpoint holds of the model; the
-    number of parameters; remarks."""
-    import torch
-
-    from elastic_ft.data.dataset import preflight
-    from elastic_ft.engines.laid_out import check_data, check_parallel
-    from elastic_ft.engines.learning_rates import check_groups
-    from elastic_ft.models.build import build_model
-
-    bundle, parameters = preflight(job)
-    count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
-    with torch.device("meta"):
-        model = build_model(
-            job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
-        )
-    check_parallel(job, model, bundle.sequence_length)
-    check_data(job, bundle.train)
-    check_groups(job.optimizer, model)
-    check_optimizer(job, model)
-    if job.parallel.strategy == "auto":
-        from elastic_ft.controller.planning import planning_of
-
-        planning_of(job)
-    if job.parallel.engine == "deepspeed":
-        from elastic_ft.engines.deepspeed import check_parameters
-
-        check_parameters(model)
-    persistent = model.state_dict().keys()
-    tensors: dict[str, Any] = dict(model.named_parameters())
-    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    table = {
-        f"model.{name}": (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    }
-    remarks = () if job.model.weights is None else check_weights(job.model.weights, model)
-    return bundle, table, count, remarks
-
-
-def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
-    """Whether the folder has all of the model. Returns remarks. Raises ModelError, StorageError."""
-    from elastic_ft.engines.initial_weights import differences, match
-    from elastic_ft.storage.safetensors import open_folder
-
-    try:
-        folder = open_folder(url)
-        config = folder.config()
-    except (StorageError, StoreFailed) as error:
-        raise StorageError(f"model.weights: {error}") from None
-    matched = match(model, {name: t.spec for name, t in folder.tensors.items()}, folder.url)
-    return (*differences(config, model, folder.url), *matched.remarks)
-
-
-def check_optimizer(job: Job, model: nn.Module) -> None:
-    """Makes one for ``model``, which may be on meta, and rehearses what is not known to be good.
-
-    Raises ConfigError.
-    """
-    from functools import partial
-
-    from elastic_ft.engines import rehearsal
-    from elastic_ft.engines.learning_rates import learning_rate
-    from elastic_ft.engines.optimizers import make_optimizer
-    from elastic_ft.models.imports import import_object, one_line
-
-    config, parallel = job.optimizer, job.parallel
-    for step in {1, job.steps // 2 + 1, job.steps}:
-        learning_rate(config, job.steps, step)
-    if ":" in config.name:
-        import_object(config.name, "optimizer.name", ConfigError)
-    make = partial(make_optimizer, config)
-    dimensions = {p.dim() for p in model.parameters() if p.requires_grad}
-    native = parallel.engine == "native"
-    try:
-        make(dict(model.named_parameters()))
-    except ConfigError:
-        raise
-    except Exception as error:  # the user's class may raise anything
-        raise ConfigError(f"optimizer.kwargs: {config.name}: {one_line(error)}") from error
-    if config.name in ("adamw", "adam") or (native and config.name == "sgd"):
-        return
-    try:
-        sharded = native and (parallel.strategy != "ddp" or parallel.cuts_layers)
-        rehearsal.rehearse(make, dimensions, sharded=sharded)
-        good = native or rehearsal.begins_with_zeros(make, dimensions)
-    except ConfigError:
-        raise
-    except Exception as error:  # steps are on the CPU here, and may be for GPUs alone there
-        if native and parallel.may_use_gpu:
-            return
-        raise ConfigError(f"optimizer.name: {config.name}: {one_line(error)}") from error
-    if not good:
-        raise ConfigError(
-            f"optimizer.name: {config.name} begins with a state that is not zero: engine "
-            "deepspeed can't, native can"
-        )
-
-
-def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
-    """Compares the newest checkpoint with the model, and with the ``terms`` of going on from it.
-
-    Raises CheckpointMismatch, ConfigError.
-
-    A damaged manifest is not refused here: the job falls back to an older one, and says so (I5).
-    """
-    from elastic_ft.storage import checkpoints, owners
-    from elastic_ft.storage.store import open_store
-    from elastic_ft.worker.restore import mismatch_message
-
-    store = open_store(url, deadline_s=CHECK_DEADLINE_S)
-    try:
-        refs = owners.counting(store, checkpoints.committed(store))
-        if not refs:
-            return
-        manifest = checkpoints.load_manifest(store, refs[0])
-    except StateDamaged:
-        return
-    except StoreFailed as error:
-        raise StorageError(f"checkpoint.url: {error}") from None
-    found = {
-        name: (spec.dtype, tuple(spec.shape))
-        for name, spec in manifest.tensors.items()
-        if name.startswith("model.")
-    }
-    if found != expected:
-        raise CheckpointMismatch(
-            f"checkpoint.url: {mismatch_message(refs[0].url, found, expected)}"
-        )
-    if other := changes(terms_in(manifest.extra), terms):
-        raise ConfigError(refusal(other, manifest.step, refs[0].url))
-
-
-def check_steps(steps: int, url: str) -> None:
-    """Raises ConfigError where the run would go on from a later step than its last."""
-    from elastic_ft.errors import StoreFailed
-    from elastic_ft.observe.outcome import check_resume_point
-    from elastic_ft.storage import checkpoints, owners
-    from elastic_ft.storage.store import open_store
-
-    store = open_store(url, deadline_s=20)
-    try:
-        refs = owners.counting(store, checkpoints.committed(store))
-    except StoreFailed as error:
-        raise StorageError(f"checkpoint.url: {error}") from None
-    for newest in refs[:1]:
-        check_resume_point(steps, newest.step, newest.url)

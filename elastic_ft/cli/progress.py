@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from elastic_ft.config import Job
+from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.observe.journal_text import brief
-from elastic_ft.observe.run_reader import RunReader
+from elastic_ft.observe.run_reader import RunReader, Watch
 
 STEP_LINE_EVERY_S = 5.0  # where there is no terminal
 WATCH_EVERY_S = 0.2
@@ -27,9 +28,9 @@ def say(text: str) -> None:
 class ProgressDisplay:
     """Says what a run does, from its folder: lines, and on a terminal a status below them."""
 
-    def __init__(self, job: Job, out: str) -> None:
+    def __init__(self, job: Job, out: str, watch: Watch | None = None) -> None:
         self._job = job
-        self._watch = RunReader(out).follow()
+        self._watch = watch or RunReader(out).follow()
         self._recent: deque[dict[str, Any]] = deque(maxlen=RATE_STEPS)
         self._began_s = time.monotonic()
         self._next_line_s = 0.0
@@ -79,17 +80,20 @@ class ProgressDisplay:
         long_ago = line["committed_at_s"] - RATE_S  # several steps may be committed at once
         start = max((i for i, s in enumerate(recent) if s["committed_at_s"] <= long_ago), default=0)
         first, after = recent[start], recent[start + 1 :]
-        text = f"step {line['step']}/{self._job.steps}  loss {line['loss']:.4f}"
+        known = self._job.steps < COUNT_MAX  # else a loop ends when it likes
+        of = f"/{self._job.steps}" if known else ""
+        text = f"step {line['step']}{of}  loss {line['loss']:.4f}"
         spent_s = line["committed_at_s"] - first["committed_at_s"]
         if after and spent_s > 1:
             tokens = sum(step["tokens"] for step in after)
             left_s = (self._job.steps - line["step"]) * spent_s / len(after)
-            text += f"  {tokens / spent_s:,.0f} tokens/s  ETA {_clock(left_s)}"
+            text += f"  {tokens / spent_s:,.0f} tokens/s"
+            text += f"  ETA {clock(left_s)}" if known else ""
         workers = line["world_size"]
         return f"{text}  {workers} worker{'s' * (workers != 1)}  generation {line['generation']}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_ft.cli.service_commands import ServiceUrl, is_job, resize_job
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.errors import ConfigError, JobFailed
@@ -21,13 +22,21 @@ POLL_S = 0.2
 
 
 def resize(
-    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a running job.")],
+    run_folder: Annotated[
+        str, typer.Argument(metavar="RUN", help="Its run folder, or its id at the service.")
+    ],
     workers: Annotated[int, typer.Option(metavar="N", help="Within min_workers..max_workers.")],
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="S", min=0, help="To wait for it to be formed.")
     ] = 300.0,
+    service: ServiceUrl = None,
 ) -> int:
-    """Ask a running job for another number of workers, and wait until it trains with them."""
+    """Ask a running job for another number of workers, and wait until it trains with them.
+
+    The service is asked for that many at most, as its other jobs let it have them.
+    """
+    if is_job(run_folder, service):
+        return resize_job(run_folder, service, workers)
     _check(RunReader(run_folder).job(), workers)
     journal = ResizeJournal(run_folder)
     journal.look()

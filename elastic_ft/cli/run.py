@@ -7,12 +7,14 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli import extensions
 from elastic_ft.cli.progress import ProgressDisplay, say
+from elastic_ft.cli.terminal import Ending, interrupts, result_of, stay
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, ElasticError
 from elastic_ft.observe.lines import local_path
@@ -21,6 +23,7 @@ from elastic_ft.observe.run_reader import RunReader
 
 if TYPE_CHECKING:
     from elastic_ft.cli.preflight import Checked, Place
+    from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
 COMPLETED, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -77,17 +80,18 @@ class How:
     chaos: str | None = None  # a scenario
     resumed: bool = False
     accept_changes: bool = False
+    foreground: bool = False  # the controller of plain processes is this very process
 
 
 def train(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
-    from elastic_ft.observe.handover import await_handover
+    from elastic_ft.observe.handover import NEXT_S, await_handover
 
     if _is_complete(job, out):
         return COMPLETED
     with contextlib.ExitStack() as unless_run:
         checked = check_start(job, out, where, how, unless_run)
-        await_handover(out, say)
+        await_handover(out, say, next_s=NEXT_S)
         if _is_complete(job, out):  # by the one that was asked
             return COMPLETED
         return conclude(run(job, out, where, checked, how, unless_run), out)
@@ -112,7 +116,8 @@ def check_start(
             _start_fork_server(unless_run)
 
     checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile)
-    say(f"{job.name}: {checked.parameters:,} parameters; {checked.data}")
+    size = "" if job.loop is not None else f"{checked.parameters:,} parameters; "
+    say(f"{job.name}: {size}{checked.data}")
     for warning in checked.warnings:
         say(f"warning: {warning}")
     return checked
@@ -120,19 +125,23 @@ def check_start(
 
 def _start_fork_server(unless_run: contextlib.ExitStack) -> None:
     """For workers: it imports torch, as the checks do, and neither has to wait for the other."""
-    from elastic_ft.hosts.local import kill_fork_server, start_fork_server
+    from elastic_ft.hosts.local.warm import start_warm, stop_warm
 
-    if start_fork_server():
-        unless_run.callback(kill_fork_server)
+    if start_warm():
+        unless_run.callback(stop_warm)
 
 
 @dataclass(slots=True)
 class EndOfRun:
-    """How a run ended. ``result``: what is in result.json; {} if it did not come so far."""
+    """How a run ended. ``result``: what is in result.json; {} if it did not come so far.
+
+    ``left``: it has not, it goes on without this process.
+    """
 
     result: dict[str, Any]
     error: str = ""
     unfired: list[str] = field(default_factory=list)
+    left: bool = False
 
 
 def run(
@@ -150,13 +159,20 @@ def run(
     ):
         _forget_result(out)
         unless_run.pop_all()
+        if where.processes and (how.foreground or by.in_foreground):
+            return _run_in_foreground(job, out, where, url, by, how)
         if where.processes:
             return _run_on_processes(job, out, where, url, by, how)
         return _run_on_ray(job, out, where, checked, by, how)
 
 
 def conclude(ended: EndOfRun, out: str) -> int:
+    if ended.left:
+        return COMPLETED
     result = ended.result
+    if not result and not ended.error and _is_anothers(out):  # it has removed our result.json
+        say(f"stopped: another start of the job has taken over; elastic-ft attach {out} shows it")
+        return INTERRUPTED
     status, reason = result.get("status", "failed"), result.get("reason") or ended.error
     if status == "stopped":
         say(f"stopped: {reason}; run folder: {out}")
@@ -171,7 +187,31 @@ def conclude(ended: EndOfRun, out: str) -> int:
     return COMPLETED
 
 
+def _is_anothers(out: str) -> bool:
+    from elastic_ft.storage import owners
+    from elastic_ft.storage.store import open_store
+
+    owner, ended = owners.newest(open_store(out))
+    return owner is not None and not ended
+
+
 def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: How) -> EndOfRun:
+    """Processes that nobody owns are started, and looked at until they have done the job."""
+    from elastic_ft.hosts.local.detached import DetachedRun
+
+    nodes = {f"n{i}": where.cpus_per_node for i in range(where.nodes)}
+    detached = DetachedRun(job, out, url, nodes, by.inside, how.accept_changes)
+    with by.injected(detached), interrupts() as came:  # from here on it goes on without us
+        detached.start()
+        say(f"what its processes print is in {detached.log}")
+        ended = stay(detached, out, came, stops=True)
+    if ended is None:
+        return EndOfRun({}, left=True)
+    result = result_of(ended, out)
+    return EndOfRun(result, unfired=by.unfired(result))
+
+
+def _run_in_foreground(job: Job, out: str, where: Where, url: str, by: Any, how: How) -> EndOfRun:
     """As ``hosts.local.run_local``, with a controller that signals can stop."""
     from elastic_ft.controller.controller import Controller
     from elastic_ft.hosts.local import LocalHost
@@ -195,35 +235,76 @@ def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how
     with contextlib.ExitStack() as stack:
         cluster = None
         if where.address is not None:
-            stack.enter_context(_connected(where.address))
+            stack.enter_context(connected(where.address))
         else:
             say(f"starting a Ray cluster of {where.nodes} nodes on this machine")
             cluster = stack.enter_context(by.local_cluster(where.nodes, where.cpus_per_node))
             cluster.connect()
         _quieten_ray()
         stack.enter_context(by.injected(cluster))
-        error = _fit(job, out, checked, how)
+        trainer = _trainer(job, out, checked, how)
+        if cluster is None:
+            fitting = Fitting(trainer)
+            with interrupts() as came:
+                ended = stay(fitting, out, came, stops=True)
+            if ended is None:
+                return EndOfRun({}, left=True)
+            error = ended.line
+        else:  # it ends with this process
+            # Ray has a handler of its own for SIGTERM; the trainer's, for SIGINT, stops cleanly.
+            signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+            error = _fit(trainer)
         result = RunReader(out).result()
         return EndOfRun(result, error, by.unfired(result))
 
 
-def _fit(job: Job, out: str, checked: Checked, how: How) -> str:
-    """Returns the error, one line; empty if there is none. result.json has the details."""
-    from ray.train import RunConfig, TrainingFailedError
+class Fitting:
+    """``fit`` in a thread: the job is the cluster's, and goes on without it."""
+
+    def __init__(self, trainer: ElasticTrainer) -> None:
+        self._trainer, self._error = trainer, ""
+        self._raised: BaseException | None = None
+        self._thread = threading.Thread(target=self._fit, name="fit", daemon=True)
+        self._thread.start()
+
+    def _fit(self) -> None:
+        try:
+            self._error = _fit(self._trainer)
+        except BaseException as error:
+            self._raised = error
+
+    def poll(self, timeout_s: float) -> Ending | None:
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return None
+        if self._raised is not None:
+            raise self._raised
+        return Ending(int(bool(self._error)), self._error)
+
+    def stop(self) -> None:
+        self._trainer.stop("interrupted")
+
+
+def _trainer(job: Job, out: str, checked: Checked, how: How) -> ElasticTrainer:
+    from ray.train import RunConfig
 
     from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
     folder = local_path(out)
     url = out.rstrip("/") if folder is None else str(folder)
     parent, _, name = url.rpartition("/")
-    trainer = ElasticTrainer(
+    return ElasticTrainer(
         job,
         run_config=RunConfig(name=name, storage_path=parent or "/"),
         faults=checked.faults.inside if checked.faults else (),
         accept_changes=how.accept_changes,
     )
-    # Ray has a handler of its own for SIGTERM; the trainer's, for SIGINT, stops cleanly.
-    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+
+
+def _fit(trainer: ElasticTrainer) -> str:
+    """Returns the error, one line; empty if there is none. result.json has the details."""
+    from ray.train import TrainingFailedError
+
     try:
         trainer.fit()
     except (TrainingFailedError, ElasticError) as error:
@@ -232,7 +313,7 @@ def _fit(job: Job, out: str, checked: Checked, how: How) -> str:
 
 
 @contextlib.contextmanager
-def _connected(address: str) -> Iterator[None]:
+def connected(address: str) -> Iterator[None]:
     """Raises ConfigError if there is no cluster at the address."""
     import ray
 

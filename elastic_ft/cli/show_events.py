@@ -8,23 +8,31 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_ft.cli.service_commands import ServiceUrl, events_of, is_job
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.alive import Vigil, seems_dead
 from elastic_ft.observe.run_reader import RunReader
 
 FOLLOW_EVERY_S = 0.2
-RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+RunFolder = Annotated[
+    str, typer.Argument(metavar="RUN", help="The folder of a run, or a job of the service.")
+]
 
 
 def events(
     run_folder: RunFolder,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until the run ends.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Every line of the journal.")] = False,
     goodput: Annotated[
         bool, typer.Option("--goodput", help="Where every second of every worker went.")
     ] = False,
+    service: ServiceUrl = None,
 ) -> int:
     """Tell the story of a run: what happened, who stood where, what it cost."""
+    if is_job(run_folder, service):
+        return events_of(run_folder, service, follow, raw)
     from elastic_ft.observe import journal_text
 
     run = RunReader(run_folder)
@@ -33,19 +41,7 @@ def events(
     vigil = Vigil(run_folder)
     while True:
         for line in tail.read():
-            try:
-                first_s = first_s or line["at_s"]
-                elapsed_s = line["at_s"] - first_s
-                told = (
-                    [journal_text.raw(line, elapsed_s)]
-                    if raw
-                    else list(journal_text.story(line, elapsed_s))
-                )
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                why = f"{type(error).__name__}: {error}"
-                raise ConfigError(
-                    f"{run_folder}: events.jsonl has a line that can't be told: {why}"
-                ) from None
+            first_s, told = _told(line, first_s, raw, run_folder)
             for text in told:
                 print(text, flush=True)
             ended, dead = line["event"] == "finished", ""
@@ -64,6 +60,25 @@ def events(
         print()
         print("\n".join(journal_text.goodput(_worker_seconds(run, result))))
     return 0
+
+
+def _told(
+    line: dict[str, Any], first_s: float, raw: bool, run_folder: str
+) -> tuple[float, list[str]]:
+    """When the first line was written, 0 before it; and this one in words. Raises ConfigError."""
+    from elastic_ft.observe import journal_text
+
+    try:
+        first_s = first_s or line["at_s"]
+        elapsed_s = line["at_s"] - first_s
+        if raw:
+            return first_s, [journal_text.raw(line, elapsed_s)]
+        return first_s, list(journal_text.story(line, elapsed_s))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{run_folder}: events.jsonl has a line that can't be told: {why}"
+        ) from None
 
 
 def replay(

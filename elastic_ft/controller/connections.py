@@ -9,9 +9,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from elastic_ft.controller.hearing import Hearing
-from elastic_ft.core import events as ev
-from elastic_ft.transport.control import WELCOME_TIMEOUT_S, ControlServer, Welcome
+from elastic_ft.core import commands as cmd
+from elastic_ft.core.assignment import KEEPER, WorkerId
+from elastic_ft.transport.control import (
+    WELCOME_TIMEOUT_S,
+    ControlServer,
+    Farewell,
+    Hello,
+    Welcome,
+)
 from elastic_ft.transport.reception import listen
+from elastic_ft.transport.tls import JobKey
 
 
 class Connections:
@@ -25,12 +33,20 @@ class Connections:
         ports: to listen on; None: the kernel's choice.
     """
 
-    def __init__(self, address: str, ports: range | None, *, tls: bool = False) -> None:
-        self.address, self.ports, self._tls = address, ports, tls
+    def __init__(
+        self,
+        address: str,
+        ports: range | None,
+        *,
+        tls: bool = False,
+        key: JobKey | None = None,
+    ) -> None:
+        """``key``: of the job; None: a new one. ``tls``: such a new one is for TLS."""
+        self.address, self.ports, self._tls, self._key = address, ports, tls, key
         self._store: Future[Any] | None = None
         self._server: ControlServer | None = None
 
-    def open(self, welcome: Callable[[ev.Member], Welcome], hearing: Hearing) -> None:
+    def open(self, welcome: Callable[[Hello], Welcome], hearing: Hearing) -> None:
         """``welcome``: for who has connected; called in the thread that reads it.
 
         What keeps the store from being served comes into the inbox. Raises ConfigError where
@@ -46,6 +62,7 @@ class Connections:
                 hearing.on_refused,
                 self.ports,
                 tls=self._tls,
+                key=self._key,
             )
         except BaseException:
             listener.close()
@@ -78,11 +95,11 @@ class Connections:
         assert self._store is not None, "open() comes first"
         return self.address, self._store.result(WELCOME_TIMEOUT_S).port
 
-    def send(self, worker: ev.WorkerId, message: Any) -> bool:
+    def send(self, worker: WorkerId, message: Any) -> bool:
         """A worker that can't be reached is lost; the connection's end says so."""
         return self.server.send(worker, message)
 
-    def hang_up(self, worker: ev.WorkerId) -> None:
+    def hang_up(self, worker: WorkerId) -> None:
         self.server.hang_up(worker)
 
     def await_workers_end(self, timeout_s: float, meanwhile: Callable[[], object]) -> None:
@@ -92,13 +109,18 @@ class Connections:
             meanwhile()
 
     def _are_workers_connected(self) -> bool:
-        return any(not name.startswith(ev.KEEPER) for name in self.server.connected())
+        return any(not name.startswith(KEEPER) for name in self.server.connected())
 
     def release_keepers(self) -> None:
         """The job has ended in good order: what they have is of no use any more."""
         for name in self.server.connected() if self.was_opened else ():
-            if name.startswith(ev.KEEPER):
-                self.send(name, ev.ReleaseWorker(name, "the job has ended"))
+            if name.startswith(KEEPER):
+                self.send(name, cmd.ReleaseWorker(name, "the job has ended"))
+
+    def say_farewell(self) -> None:
+        """To all: this controller ends and meant to, nobody comes after it."""
+        if self._server is not None:
+            self._server.send_all(Farewell())
 
     def close(self) -> None:
         """Idempotent. The store is closed with its last reference."""

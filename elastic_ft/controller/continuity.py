@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ft.config import Job
-from elastic_ft.core.events import CheckpointRef
+from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.terms import (
     DATA_KEYS,
     SAMPLES,
@@ -49,6 +49,20 @@ class Continuity:
     def terms(self) -> Terms:
         """What a checkpoint written now was trained under."""
         return self._job | self.data
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``go_on``."""
+        return {
+            "before": self._before,
+            "step": self._step,
+            "opened": self._opened,
+            "data": self.data,
+        }
+
+    def go_on(self, values: dict[str, Any]) -> None:
+        """As the one that gave ``values``, of the same job."""
+        self._before, self._step = dict(values["before"]), int(values["step"])
+        self._opened, self.data = bool(values["opened"]), dict(values["data"])
 
     def check(self, before: Terms, ref: CheckpointRef | None) -> None:
         """``before``: the terms of checkpoint ``ref``, which the run is to go on from.

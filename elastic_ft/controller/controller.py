@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,39 +24,43 @@ from elastic_ft.config import Job
 from elastic_ft.controller.connections import Connections
 from elastic_ft.controller.continuity import Continuity
 from elastic_ft.controller.diagnosis import Inquiries
+from elastic_ft.controller.durability import Durability
+from elastic_ft.controller.ending import ControllerEnding
 from elastic_ft.controller.executor import Executor
-from elastic_ft.controller.hearing import UNREADABLE, Hearing
+from elastic_ft.controller.hearing import UNREADABLE, Hearing, Said
+from elastic_ft.controller.heir import Heir
 from elastic_ft.controller.host import Host
 from elastic_ft.controller.inbox import Inbox
 from elastic_ft.controller.job_policy import policy_of
+from elastic_ft.controller.kills import Kills
 from elastic_ft.controller.observer import Observer, is_formed
+from elastic_ft.controller.opening import ControllerOpening
 from elastic_ft.controller.publisher import Publisher
 from elastic_ft.controller.takeover import Takeover
 from elastic_ft.controller.timers import Timers
 from elastic_ft.controller.watchdog import Watchdog
-from elastic_ft.core import deadlines
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.hangs import Progress
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.state import State, Turn
-from elastic_ft.errors import JobFailed, StoreFailed
+from elastic_ft.errors import JobFailed, StoreFailed, Superseded
 from elastic_ft.faults import PointFault
 from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.handover import await_handover
-from elastic_ft.observe.metrics import Metrics, write_targets
-from elastic_ft.observe.outcome import complete
-from elastic_ft.observe.run_folder import RunFolder, last_generation
-from elastic_ft.observe.run_reader import RunReader
-from elastic_ft.transport.control import Welcome
+from elastic_ft.observe.metrics import Metrics
+from elastic_ft.observe.report import ReportAtEnd
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.transport.tls import JobKey
 
 log = logging.getLogger(__name__)
 STEPS_EVERY_S = 0.1  # while nothing else happens, what workers tell of their steps is looked at
 RELEASED_S = 5.0  # for workers to end by themselves, before the host kills them
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of the run folder
-LINES = frozenset({ev.RecordStep, ev.Journal})  # commands that are done by writing one
+LINES = frozenset({cmd.RecordStep, cmd.Journal})  # commands that are done by writing one
 
 
-class Controller:
+class Controller(ControllerOpening, ControllerEnding):
     """Runs one job on a host, from its newest good checkpoint to its end.
 
     One thread, that of ``run``, has the core's state and does all that is done here. It never waits
@@ -77,6 +82,8 @@ class Controller:
         address: this machine's, as workers reach it.
         faults: to inject at named points.
         accept_changes: go on from a checkpoint that was trained under other terms, or another name.
+        key: the job's, the same for each of its controllers, which can adopt each other's workers
+            then. None: a new one, and nobody does.
     """
 
     def __init__(
@@ -89,13 +96,15 @@ class Controller:
         address: str = "127.0.0.1",
         faults: Sequence[PointFault] = (),
         accept_changes: bool = False,
+        key: JobKey | None = None,
     ) -> None:
         self.job, self.host, self.run_folder = job, host, run
         self.policy = policy_of(job)
         self.state = State()
         self.run_id = uuid.uuid4().hex[:12]
         self.checkpoint_url = checkpoint_url
-        self._connections = Connections(address, job.network.port_range, tls=job.network.tls)
+        network = job.network
+        self._connections = Connections(address, network.port_range, tls=network.tls, key=key)
         self._faults = tuple(faults)
         self._fired: set[int] = set()
         self._inbox = Inbox()
@@ -104,13 +113,29 @@ class Controller:
         self._publisher = Publisher(
             job, self.run_id, checkpoint_url, self.post, self._restoring_from, run.make_durable
         )
-        journal, elastic = self._observer.journal, job.elastic
-        self._continuity = Continuity(job, accept_changes, journal)
+        self._is_adoptable = self._observer.is_adoptable = key is not None
+        self._continuity = Continuity(job, accept_changes, self._observer.journal)
         self._takeover = Takeover(
             job, self.run_id, run, self._publisher, self._continuity, self._inbox, self._observer
         )
+        self._alive = Alive(run.path, followed=self._is_adoptable)
+        self._report = ReportAtEnd(run.path, job, run.check_owner)
+        self._in_charge = threading.Event()
+        self._ended_at_s = time.time()
+        self._closed = self._is_superseded = False
+        self._make_ways()
+        self._make_watchers()
+
+    def _make_ways(self) -> None:
+        """The parts through which an event comes, and what follows from it goes out."""
+        host, run, elastic = self.host, self.run_folder, self.job.elastic
         self._progress = Progress(elastic.hang_timeout_s, elastic.heartbeat_timeout_s)
-        self._inquiries = Inquiries(self._connections.send, host.kill_worker, journal)
+        self._kills = Kills(
+            host, self._publisher.confirm, elastic.heartbeat_timeout_s, is_remote=run.is_remote
+        )
+        self._inquiries = Inquiries(
+            self._connections.send, self._kills.worker, self._observer.journal
+        )
         self._executor = Executor(
             host,
             self._connections.send,
@@ -133,20 +158,37 @@ class Controller:
             self._faults,
             self._fired,
         )
+
+    def _make_watchers(self) -> None:
+        """Of who is silent, of the controller before this one, and of what is durable."""
         self._watchdog = Watchdog(
             lambda: self.state,
-            host,
+            self._kills,
             self._connections,
             self._observer,
-            run,
+            self.run_folder,
             self._publisher,
             self._inquiries,
             self._progress,
-            elastic.heartbeat_timeout_s,
+            self.job.elastic.heartbeat_timeout_s,
+            lambda places: self.host.use_places(places),
         )
-        self._alive = Alive(run.path)
-        self._ended_at_s = time.time()
-        self._closed = False
+        self._heir = Heir(
+            self.job,
+            self.host,
+            self.run_folder,
+            self._takeover,
+            self._connections,
+            self._observer,
+            self._executor,
+            self._hearing,
+            self._timers,
+            self._watchdog,
+            self._continuity,
+        )
+        self._durability = Durability(
+            self.run_folder, self._hearing.heard, self._connections.send, self.post
+        )
 
     @property
     def metrics(self) -> Metrics:
@@ -162,7 +204,12 @@ class Controller:
         self._observer.on_step = called
 
     @property
-    def _finish(self) -> ev.FinishJob | None:
+    def owner(self) -> int:
+        """This controller's number among all that the job has had, once it has taken it over."""
+        return self._publisher.claim.number
+
+    @property
+    def _finish(self) -> cmd.FinishJob | None:
         """How the job ends, once that is decided."""
         return self._takeover.finish or self._executor.finish
 
@@ -186,110 +233,54 @@ class Controller:
             return self._run_unless_complete()
         finally:
             self._alive.stop()
+            self._report.stop()
             self._publisher.close()  # again, where the run has come to its end
 
     def _run_unless_complete(self) -> dict[str, Any]:
         if ended := self._complete():
             return ended
-        with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
-            self._takeover.resumable()  # before anything is touched
-            # A controller that lives ends with a checkpoint: not a step of it is lost.
-            await_handover(self.run_folder.url, log.info)
-        if ended := self._complete():  # by the one that was asked
-            return ended
+        if not (self._is_adoptable and self._heir.look()):
+            with contextlib.suppress(StoreFailed):  # else it is waited for, once the folder is ours
+                self._takeover.resumable()  # before anything is touched
+                # A controller that lives ends with a checkpoint: not a step of it is lost.
+                await_handover(self.run_folder.url, log.info)
+            if ended := self._complete():  # by the one that was asked
+                return ended
         try:
             return self._run()
         except Exception as error:
             self._failed(error)
             raise
 
-    def _complete(self) -> dict[str, Any]:
-        """The result of the job that is complete; {} if it is not."""
-        ended = RunReader(self.run_folder.url).result()
-        if self.policy.from_scratch or not complete(ended, self.job.steps):
-            return {}
-        self.run_folder.close()
-        return ended
-
-    def _failed(self, error: Exception) -> None:
-        """The journal's last line says why, and a remote folder has it. Another job's does not."""
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        with contextlib.suppress(OSError, StoreFailed, JobFailed):  # it may be what has failed
-            if self.run_folder.is_ours:
-                self._observer.journal("controller_failed", self.state.generation, reason, {})
-        with contextlib.suppress(OSError):  # of a full disk: what it does not take is lost now
-            self.run_folder.close()
-
     def _run(self) -> dict[str, Any]:
         try:
             found = self._open()
-        except BaseException:
+        except BaseException as error:
+            self._is_superseded = isinstance(error, Superseded)
             self._close()  # whatever it had opened
             raise
         if found is None:
             return self._give_up()
         try:
-            before = last_generation(self.run_folder.path / "events.jsonl")
-            self._observer.begin(self.policy)
-            self._handle(ev.JobStarted(time.time(), found, before, self._takeover.recorded))
+            self._begin(found)
             while self._finish is None:
                 self._turn()
             self._connections.await_workers_end(RELEASED_S, self._hearing.hear_late_one)
             self._ended_at_s = time.time()
         except OSError as error:
-            if error.errno not in UNWRITABLE:
+            if error.errno not in UNWRITABLE and not self.run_folder.was_removed(error):
                 raise
             what = f"the run folder can't be written: {error.strerror}: {self.run_folder.path}"
             last = Turn(self.state, self.policy, time.time()).last_good()
             self._close()
             saved = self._takeover.saved_in_words(self._newest())
             raise JobFailed(f"{what}; {last}{saved}") from error
+        except Superseded:
+            self._is_superseded = True
+            raise
         finally:
             self._close()
         return self._result(self._finish)
-
-    # --------------------------------------------------------------------- set-up
-
-    def _open(self) -> tuple[ev.CheckpointRef, ...] | None:
-        """Returns the checkpoints to go on from; None if it is known by now how the job ends."""
-        found = self._takeover.complete(self._alive)
-        if found is None:
-            return None
-        self._connections.open(self._welcome, self._hearing)
-        self._serve_metrics()
-        self._publisher.sweep()
-        server = self._connections.server
-        self.host.start(self.post, (self._connections.address, server.port), server.key)
-        return found
-
-    def _serve_metrics(self) -> None:
-        network = self.job.network
-        port = self.metrics.serve(network.metrics_address, network.port_range)
-        served = network.metrics_address
-        served = self._connections.address if served in ("0.0.0.0", "::") else served
-        write_targets(self.run_folder.path, f"{served}:{port}")
-        fields = {"port": port, "run": self.run_id}
-        self._observer.journal("metrics_served", 0, "Prometheus metrics of this job", fields)
-
-    def _give_up(self) -> dict[str, Any]:
-        """The job has ended before it could begin: what is in the run folder stays as it is."""
-        assert self._finish is not None
-        self._observer.journal("finished", 0, self._finish.reason, {"status": self._finish.status})
-        self._publisher.close()
-        self._ended_at_s = time.time()
-        self.state = replace(self.state, committed=self._takeover.recorded)
-        return self._result(self._finish)
-
-    def _welcome(self, member: ev.Member) -> Welcome:
-        return Welcome(
-            self.job,
-            self.run_id,
-            self.checkpoint_url,
-            self._connections.store,
-            self._faults,
-            dict(self._continuity.data),
-            self._publisher.claim.number,
-        )
 
     # ------------------------------------------------------------------- the inbox
 
@@ -319,7 +310,9 @@ class Controller:
     def _listen(self, patience: float) -> None:
         """Does what all that came asks for; waits up to ``patience`` seconds where nothing has."""
         with self.run_folder.together():
-            for message in self._inbox.take(patience):
+            told = self._inbox.take(patience)
+            self._kills.awake()
+            for message in told:
                 if self._finish is None:
                     self._handle(message)
                 else:
@@ -330,25 +323,29 @@ class Controller:
 
     # -------------------------------------------------------------------- each event
 
-    def _step(self, event: ev.Event, sender: ev.Member | None = None) -> None:
-        """``sender``: who told it, if it came over the wire."""
+    def _step(self, event: ev.Event, said: Said | None = None) -> None:
+        """``said``: how it came, if over the wire."""
         if self._finish is not None:
             return
         now_s, before = time.time(), self.state
-        self._observer.record(event, now_s, before, self.policy)
+        self._observer.snapshot(now_s, before, self.policy, self._standing)
+        self._observer.record(event, now_s, before, said)
         self._take_note(event)
         try:
             self.state, commands = decide(before, event, self.policy)
         except UNREADABLE as error:
-            if sender is None:
+            if said is None:
                 raise
-            self._hearing.refuse(sender, f"{type(event).__name__}: {type(error).__name__}: {error}")
+            why = f"{type(event).__name__}: {type(error).__name__}: {error}"
+            self._hearing.refuse(said.member, why)
             return
         if isinstance(event, ev.TimerFired):  # who reached no safe point in time
-            late = [c.worker for c in commands if isinstance(c, ev.KillWorker)]
+            late = [c.worker for c in commands if isinstance(c, cmd.KillWorker)]
             self._inquiries.ask(before.ready[worker] for worker in late if worker in before.ready)
         if any(type(command) not in LINES for command in commands):
             self.run_folder.flush()  # first the record, then what follows from it
+            if self._is_adoptable and any(type(command) in cmd.LASTING for command in commands):
+                self._durability.now()
         self._observer.decides(now_s, event, self.state)
         for command in commands:
             self._execute(command)
@@ -367,7 +364,7 @@ class Controller:
         elif isinstance(event, ev.WorkerReady):
             self._executor.data_read[event.member.worker] = event.data
 
-    def _execute(self, command: ev.Command) -> None:
+    def _execute(self, command: cmd.Command) -> None:
         self._executor.execute(command, self.state)
 
     def _look_into(self, before: State, event: ev.Event) -> None:
@@ -384,55 +381,6 @@ class Controller:
         if state.phase == "running" or state.assignment is None:
             return ()
         return (state.assignment.source.url,)
-
-    # --------------------------------------------------------------------- the end
-
-    def _close(self) -> None:
-        """What no checkpoint has, keepers save first. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        # Who asks to stop gives it some seconds, and kills it then.
-        is_stopped = self._finish is not None and self._finish.status == "stopped"
-        if self._left_unsaved():
-            self._connections.close()
-            nbytes = 0 if is_stopped else max(self._hearing.kept.values(), default=0)
-            self.host.close(deadlines.save_s(nbytes, self.job.elastic.suspend_timeout_s))
-        else:
-            self._connections.release_keepers()
-            self.host.close()
-        self._connections.close()
-        self.metrics.close()
-        if self._connections.was_opened and self.run_folder.is_ours:
-            with contextlib.suppress(OSError):  # a disk that is full has said so before
-                write_targets(self.run_folder.path, "")
-        self._publisher.close(at_once=is_stopped)
-
-    def _left_unsaved(self) -> bool:
-        """Whether keepers may have steps that the next start would train again."""
-        if not self._connections.was_opened:
-            return False  # there were none
-        if self._finish is None:
-            return True
-        return self._finish.status != "completed" and self.state.committed > self._newest()
-
-    def _newest(self) -> int:
-        """The step of the newest checkpoint, 0 if there is none."""
-        return max((ref.step for ref in self.state.checkpoints), default=0)
-
-    def _result(self, finish: ev.FinishJob) -> dict[str, Any]:
-        for told in self._inbox.take(0.0):
-            self._hearing.hear_late(told)
-        if unsaved := self._left_unsaved():
-            saved = self._takeover.saved_in_words(self._newest())
-            finish = replace(finish, reason=finish.reason + saved)
-        result = self._observer.result(finish, self.state, self._ended_at_s, self._fired)
-        self.run_folder.drop_request()
-        self.run_folder.write_result(result)
-        if not unsaved:  # first: who is killed now leaves no keepers to be waited for
-            self._publisher.ended()
-        self.run_folder.close()
-        return result
 
 
 def is_steady(state: State) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import KEEPER, Member, WorkerId
 from elastic_ft.core.hangs import Mark
 from elastic_ft.core.state import State
 from elastic_ft.transport.control import Inspect, Stood
@@ -34,10 +35,10 @@ class Inquiry:
     generation: int
     cause: str
     due_s: float
-    entries: dict[ev.WorkerId, dict[str, Any]]
-    awaited: set[ev.WorkerId]
+    entries: dict[WorkerId, dict[str, Any]]
+    awaited: set[WorkerId]
     told: bool
-    frames: dict[ev.WorkerId, tuple[str, ...]] = field(default_factory=dict)
+    frames: dict[WorkerId, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Inquiries:
@@ -49,14 +50,14 @@ class Inquiries:
 
     def __init__(
         self,
-        send: Callable[[ev.WorkerId, Any], bool],
-        kill: Callable[[ev.WorkerId], object],
+        send: Callable[[WorkerId, Any], bool],
+        kill: Callable[[WorkerId], object],
         write: Write,
     ) -> None:
         self._send, self._kill, self._write = send, kill, write
-        self._points: dict[ev.WorkerId, str] = {}  # the last that each told of
-        self._asked: dict[ev.WorkerId, float] = {}  # until when its killing may wait
-        self._held: set[ev.WorkerId] = set()
+        self._points: dict[WorkerId, str] = {}  # the last that each told of
+        self._asked: dict[WorkerId, float] = {}  # until when its killing may wait
+        self._held: set[WorkerId] = set()
         self._early: list[Stood] = []  # before the inquiry was opened
         self._open: Inquiry | None = None
 
@@ -66,21 +67,21 @@ class Inquiries:
         times = [self._asked[worker] for worker in self._held]
         return min([*times, *([self._open.due_s] if self._open else [])], default=None)
 
-    def reached(self, worker: ev.WorkerId, point: str) -> None:
+    def reached(self, worker: WorkerId, point: str) -> None:
         self._points[worker] = point
 
     # ------------------------------------------------------------------------ asking
 
-    def ask(self, members: Iterable[ev.Member]) -> None:
+    def ask(self, members: Iterable[Member]) -> None:
         """Asks who hangs, and the keepers that can see it."""
         until_s = time.monotonic() + KILL_WAIT_S
         for member in members:
             question = Inspect(member.worker, member.pid)
-            asked = [self._send(to, question) for to in (member.worker, ev.KEEPER + member.node)]
+            asked = [self._send(to, question) for to in (member.worker, KEEPER + member.node)]
             if any(asked):
                 self._asked[member.worker] = until_s
 
-    def kill(self, worker: ev.WorkerId) -> None:
+    def kill(self, worker: WorkerId) -> None:
         """At once, or when the worker has been looked at."""
         if worker in self._asked and time.monotonic() < self._asked[worker]:
             self._held.add(worker)
@@ -92,7 +93,7 @@ class Inquiries:
         self._close()
         now_s = time.monotonic()
         suspects = {*self._asked, *_lost(event, before)}
-        entries: dict[ev.WorkerId, dict[str, Any]] = {}
+        entries: dict[WorkerId, dict[str, Any]] = {}
         for worker, rank in sorted(before.ranks.items(), key=lambda pair: pair[1]):
             member = before.ready.get(worker)
             if member is None:
@@ -114,7 +115,7 @@ class Inquiries:
             self.answer(early)
         self._early.clear()
 
-    def lost(self, worker: ev.WorkerId) -> None:
+    def lost(self, worker: WorkerId) -> None:
         """Its peers may have told of the broken group before its own end was known."""
         inquiry = self._open
         if inquiry is not None and worker in inquiry.entries:
@@ -154,7 +155,7 @@ class Inquiries:
         if self._open is not None and now_s >= self._open.due_s:
             self._close()
 
-    def _release(self, worker: ev.WorkerId) -> None:
+    def _release(self, worker: WorkerId) -> None:
         if worker in self._held:
             self._held.remove(worker)
             self._kill(worker)
@@ -179,7 +180,7 @@ class Inquiries:
         self._write("diagnosis", inquiry.generation, in_words(entries), fields)
 
 
-def _lost(event: ev.Event, before: State) -> set[ev.WorkerId]:
+def _lost(event: ev.Event, before: State) -> set[WorkerId]:
     """Whom an event accuses."""
     if isinstance(event, (ev.WorkerLost, ev.WorkerHung, ev.WorkerRaised)):
         return {event.worker}

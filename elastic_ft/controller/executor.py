@@ -6,6 +6,7 @@ outcome comes back as an event.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,8 @@ from elastic_ft.controller.host import Host
 from elastic_ft.controller.observer import Observer
 from elastic_ft.controller.publisher import Publisher
 from elastic_ft.controller.timers import Timers
-from elastic_ft.core import events as ev
+from elastic_ft.core import commands as cmd
+from elastic_ft.core.assignment import KEEPER, NodeId, WorkerId
 from elastic_ft.core.state import State
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.transport.control import forms, to_each
@@ -28,11 +30,12 @@ class Executor:
     send: to a worker or keeper. One that can't be reached is lost; its connection's end says so.
     fired: indices of the faults that have fired.
     data_read: by workers that are ready: what tells their data from other data.
+    avoided: nodes, and until when (unix time).
     finish: how the job ends, once that is decided.
     """
 
     host: Host
-    send: Callable[[ev.WorkerId, Any], bool]
+    send: Callable[[WorkerId, Any], bool]
     observer: Observer
     run_folder: RunFolder
     publisher: Publisher
@@ -40,47 +43,52 @@ class Executor:
     inquiries: Inquiries
     timers: Timers
     fired: Set[int]
-    data_read: dict[ev.WorkerId, dict[str, Any]] = field(default_factory=dict)
-    finish: ev.FinishJob | None = None
+    data_read: dict[WorkerId, dict[str, Any]] = field(default_factory=dict)
+    avoided: dict[NodeId, float] = field(default_factory=dict)
+    finish: cmd.FinishJob | None = None
 
-    def execute(self, command: ev.Command, state: State) -> None:
+    def execute(self, command: cmd.Command, state: State) -> None:
         """``state``: after the event that ``command`` came of."""
         EXECUTORS[type(command)](self, command, state)
 
     # --------------------------------------------------------------------- the host
 
-    def _want_workers(self, command: ev.WantWorkers, state: State) -> None:
+    def _want_workers(self, command: cmd.WantWorkers, state: State) -> None:
         self.host.want_workers(command.total)
 
-    def _avoid_node(self, command: ev.AvoidNode, state: State) -> None:
-        self.host.avoid_node(command.node, command.for_s)
+    def _avoid_node(self, command: cmd.AvoidNode, state: State) -> None:
+        self.avoid_node(command.node, command.for_s)
 
-    def _kill_worker(self, command: ev.KillWorker, state: State) -> None:
+    def avoid_node(self, node: NodeId, for_s: float) -> None:
+        self.avoided[node] = time.time() + for_s
+        self.host.avoid_node(node, for_s)
+
+    def _kill_worker(self, command: cmd.KillWorker, state: State) -> None:
         self.inquiries.kill(command.worker)
 
     # ---------------------------------------------------------- workers and keepers
 
     def _to_worker(
         self,
-        command: ev.ReleaseWorker | ev.Bench | ev.UseKeeper | ev.TakeCheckpoint,
+        command: cmd.ReleaseWorker | cmd.Bench | cmd.UseKeeper | cmd.TakeCheckpoint,
         state: State,
     ) -> None:
         self.send(command.worker, command)
 
-    def _drop_kept(self, command: ev.DropKept, state: State) -> None:
-        self.send(ev.KEEPER + command.node, command)
+    def _drop_kept(self, command: cmd.DropKept, state: State) -> None:
+        self.send(KEEPER + command.node, command)
 
-    def _pause(self, command: ev.PauseWorkers, state: State) -> None:
+    def _pause(self, command: cmd.PauseWorkers, state: State) -> None:
         fields = {"abort": command.abort}
         self.observer.decided("pausing", command.generation, command.reason, fields)
         self._to_workers(command, state)
 
-    def _to_workers(self, command: ev.PauseWorkers | ev.StopAtBoundary, state: State) -> None:
+    def _to_workers(self, command: cmd.PauseWorkers | cmd.StopAtBoundary, state: State) -> None:
         message = to_each(command)
         for worker in command.workers:
             self.send(worker, message)
 
-    def _form(self, command: ev.FormGeneration, state: State) -> None:
+    def _form(self, command: cmd.FormGeneration, state: State) -> None:
         assignment = command.assignment
         read = [self.data_read.get(member.worker, {}) for member in assignment.members]
         self.continuity.opened(most_common(read), assignment.generation - 1)
@@ -92,48 +100,48 @@ class Executor:
 
     # ---------------------------------------------------------------- what is written
 
-    def _record_step(self, command: ev.RecordStep, state: State) -> None:
+    def _record_step(self, command: cmd.RecordStep, state: State) -> None:
         self.observer.step(command)
 
-    def _roll_back(self, command: ev.RollBack, state: State) -> None:
+    def _roll_back(self, command: cmd.RollBack, state: State) -> None:
         self.run_folder.truncate(command.step)
 
-    def _journal(self, command: ev.Journal, state: State) -> None:
+    def _journal(self, command: cmd.Journal, state: State) -> None:
         self.observer.decided(command.event, command.generation, command.reason, command.fields)
 
-    def _commit_checkpoint(self, command: ev.CommitCheckpoint, state: State) -> None:
+    def _commit_checkpoint(self, command: cmd.CommitCheckpoint, state: State) -> None:
         layout = str(state.assignment.layout) if state.assignment else ""
         self.publisher.commit(command, layout, self.continuity.terms)
 
-    def _abandon_checkpoint(self, command: ev.AbandonCheckpoint, state: State) -> None:
+    def _abandon_checkpoint(self, command: cmd.AbandonCheckpoint, state: State) -> None:
         self.publisher.abandon(command)
 
     # -------------------------------------------------------------------- its own
 
-    def _start_timer(self, command: ev.StartTimer, state: State) -> None:
+    def _start_timer(self, command: cmd.StartTimer, state: State) -> None:
         self.timers.start(command)
 
-    def _finish_job(self, command: ev.FinishJob, state: State) -> None:
+    def _finish_job(self, command: cmd.FinishJob, state: State) -> None:
         self.finish = command
 
 
 EXECUTORS: dict[type, Callable[[Executor, Any, State], None]] = {
-    ev.WantWorkers: Executor._want_workers,
-    ev.AvoidNode: Executor._avoid_node,
-    ev.KillWorker: Executor._kill_worker,
-    ev.ReleaseWorker: Executor._to_worker,
-    ev.Bench: Executor._to_worker,
-    ev.UseKeeper: Executor._to_worker,
-    ev.TakeCheckpoint: Executor._to_worker,
-    ev.DropKept: Executor._drop_kept,
-    ev.PauseWorkers: Executor._pause,
-    ev.StopAtBoundary: Executor._to_workers,
-    ev.FormGeneration: Executor._form,
-    ev.RecordStep: Executor._record_step,
-    ev.RollBack: Executor._roll_back,
-    ev.Journal: Executor._journal,
-    ev.CommitCheckpoint: Executor._commit_checkpoint,
-    ev.AbandonCheckpoint: Executor._abandon_checkpoint,
-    ev.StartTimer: Executor._start_timer,
-    ev.FinishJob: Executor._finish_job,
+    cmd.WantWorkers: Executor._want_workers,
+    cmd.AvoidNode: Executor._avoid_node,
+    cmd.KillWorker: Executor._kill_worker,
+    cmd.ReleaseWorker: Executor._to_worker,
+    cmd.Bench: Executor._to_worker,
+    cmd.UseKeeper: Executor._to_worker,
+    cmd.TakeCheckpoint: Executor._to_worker,
+    cmd.DropKept: Executor._drop_kept,
+    cmd.PauseWorkers: Executor._pause,
+    cmd.StopAtBoundary: Executor._to_workers,
+    cmd.FormGeneration: Executor._form,
+    cmd.RecordStep: Executor._record_step,
+    cmd.RollBack: Executor._roll_back,
+    cmd.Journal: Executor._journal,
+    cmd.CommitCheckpoint: Executor._commit_checkpoint,
+    cmd.AbandonCheckpoint: Executor._abandon_checkpoint,
+    cmd.StartTimer: Executor._start_timer,
+    cmd.FinishJob: Executor._finish_job,
 }

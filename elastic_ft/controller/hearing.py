@@ -19,12 +19,13 @@ from elastic_ft.controller.diagnosis import Inquiries
 from elastic_ft.controller.inbox import Inbox
 from elastic_ft.controller.observer import Observer
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import KEEPER, Member, NodeId, WorkerId
 from elastic_ft.core.hangs import Progress
 from elastic_ft.core.state import State
 from elastic_ft.errors import Superseded
 from elastic_ft.faults import PointFault
-from elastic_ft.transport.control import FaultFired, Heartbeat, NodeHealth, Note, Stood
-from elastic_ft.transport.messages import MessageRefused
+from elastic_ft.transport.control import FaultFired, Heartbeat, Hello, NodeHealth, Note, Stood
+from elastic_ft.transport.messages import MessageRefused, Numbered
 
 # What handling a message may raise for what is in it.
 UNREADABLE = (MessageRefused, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
@@ -35,17 +36,22 @@ JOURNALS_OWN = frozenset({"at_s", "seq", "event", "generation", "reason"})
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What came over a worker's, or a keeper's, connection."""
+    """What came over a worker's, or a keeper's, connection.
 
-    member: ev.Member
+    ``sender``, ``number``: as it is numbered (``transport.outbox``); "", 0: it is not.
+    """
+
+    member: Member
     message: Any
+    sender: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RefusedMessage:
     """Over such a connection came what could not be read."""
 
-    member: ev.Member
+    member: Member
     reason: str
 
 
@@ -62,40 +68,57 @@ class Hearing:
     others are for the controller's thread.
 
     Attributes:
-        step: tells the core an event, and who said so (None: no member).
+        step: tells the core an event, and how it was said (None: by no member).
         state: the core's, as it is now.
         hang_up: ends a member's connection.
         fired: indices of ``faults`` that have fired.
         is_steady: steps go by: what workers tell of them can wait a little.
         kept: bytes that each node's keeper has, as it last said.
+        heard: of each sender, the number up to which its messages were journalled.
     """
 
     inbox: Inbox
-    step: Callable[[ev.Event, ev.Member | None], None]
+    step: Callable[[ev.Event, Said | None], None]
     state: Callable[[], State]
     observer: Observer
     progress: Progress
     inquiries: Inquiries
-    hang_up: Callable[[ev.WorkerId], None]
+    hang_up: Callable[[WorkerId], None]
     faults: Sequence[PointFault]
     fired: set[int]
     is_steady: bool = False
-    kept: dict[ev.NodeId, int] = field(default_factory=dict)
+    kept: dict[NodeId, int] = field(default_factory=dict)
+    heard: dict[str, int] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ any thread
 
-    def on_message(self, member: ev.Member, message: Any) -> None:
-        if self.is_steady and type(message) in OF_STEPS:
-            self.inbox.put_aside(Said(member, message))
-        else:
-            self.inbox.put(Said(member, message))
+    def on_hello(self, hello: Hello) -> None:
+        """Before all that it says."""
+        now_s = time.time()
+        if hello.owner and hello.keeper is not None:
+            self.inbox.put(ev.KeeperReturned(now_s, hello.keeper))
+        elif hello.owner:
+            self.inbox.put(ev.WorkerReturned(now_s, hello.member.worker, hello.generation))
 
-    def on_refused(self, member: ev.Member, reason: str) -> None:
+    def on_message(self, hello: Hello, message: Any) -> None:
+        if isinstance(message, Hello):
+            self.on_hello(message)
+            return
+        if isinstance(message, Numbered):
+            said = Said(hello.member, message.message, hello.sender, message.number)
+        else:
+            said = Said(hello.member, message)
+        if self.is_steady and type(said.message) in OF_STEPS:
+            self.inbox.put_aside(said)
+        else:
+            self.inbox.put(said)
+
+    def on_refused(self, member: Member, reason: str) -> None:
         self.inbox.put(RefusedMessage(member, reason))
 
-    def on_connection_end(self, member: ev.Member, silent_s: float) -> None:
+    def on_connection_end(self, member: Member, silent_s: float) -> None:
         now, why = time.time(), "its connection ended"
-        if member.worker.startswith(ev.KEEPER):
+        if member.worker.startswith(KEEPER):
             self.inbox.put(ev.KeeperLost(now, member.node))
         else:
             self.inbox.put(ev.WorkerLost(now, member.worker, why, round(silent_s, 4)))
@@ -119,15 +142,21 @@ class Hearing:
         self._told(event)
 
     def _hear(self, said: Said) -> None:
-        """What is said may be wrong in ways that no type can tell."""
-        member, message = said.member, said.message
-        if type(message) in EVENTS:
-            self.step(message, member)
-            return
+        """Once. What is said may be wrong in ways that no type can tell."""
+        if said.number and said.number <= self.heard.get(said.sender, 0):
+            return  # told again, and journalled before
+        message = said.message
         try:
-            LISTENERS[type(message)](self, message)
+            if type(message) in EVENTS:
+                self.step(message, said)
+            else:
+                LISTENERS[type(message)](self, message, said)
         except UNREADABLE as error:
-            self.refuse(member, f"{type(message).__name__}: {type(error).__name__}: {error}")
+            if type(message) in EVENTS:
+                raise  # the core's own trouble
+            self.refuse(said.member, f"{type(message).__name__}: {type(error).__name__}: {error}")
+        if said.number:  # after it is in the journal: a snapshot of it says so
+            self.heard[said.sender] = said.number
 
     def _refused(self, message: RefusedMessage) -> None:
         self.refuse(message.member, message.reason)
@@ -151,31 +180,31 @@ class Hearing:
         with contextlib.suppress(queue.Empty):
             self.hear_late(self.inbox.get(0.02))
 
-    def refuse(self, member: ev.Member, reason: str) -> None:
+    def refuse(self, member: Member, reason: str) -> None:
         """Nothing that a worker says may end the job: it is its last word."""
         fields = {"worker": member.worker}
         self.observer.journal("message_refused", self.state().generation, reason, fields)
         self.hang_up(member.worker)
 
-    def _heartbeat(self, beat: Heartbeat) -> None:
+    def _heartbeat(self, beat: Heartbeat, said: Said) -> None:
         self.inquiries.reached(beat.worker, beat.point)
         now = time.monotonic()
         self.progress.beat(beat.worker, beat.step, beat.place, beat.points, now)
 
-    def _node_health(self, message: NodeHealth) -> None:
+    def _node_health(self, message: NodeHealth, said: Said) -> None:
         self.progress.keeper_beat(message.node, time.monotonic())
         self.kept[message.node] = message.keeper_memory
         self.observer.health(message)
 
-    def _note(self, note: Note) -> None:
+    def _note(self, note: Note, said: Said | None = None) -> None:
         if clash := JOURNALS_OWN & note.fields.keys():
             raise MessageRefused(f"a note with the journal's own fields: {sorted(clash)}")
-        self.observer.journal(note.event, note.generation, note.reason, note.fields)
+        self.observer.journal(note.event, note.generation, note.reason, note.fields, said)
 
-    def _stood(self, message: Stood) -> None:
+    def _stood(self, message: Stood, said: Said) -> None:
         self.inquiries.answer(message)
 
-    def _fault_fired(self, message: FaultFired) -> None:
+    def _fault_fired(self, message: FaultFired, said: Said) -> None:
         fault = self.faults[message.index]
         self.fired.add(message.index)
         self.observer.journal(
@@ -189,11 +218,12 @@ class Hearing:
                 "at_step": message.step,
                 "fired_at_s": message.at_s,
             },
+            said,
         )
 
 
 # Of what workers and keepers say, beside events.
-LISTENERS: dict[type, Callable[[Hearing, Any], None]] = {
+LISTENERS: dict[type, Callable[[Hearing, Any, Said], None]] = {
     Heartbeat: Hearing._heartbeat,
     NodeHealth: Hearing._node_health,
     Note: Hearing._note,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from elastic_ft.core.events import Assignment, Event, NodeId, WorkerId
+from elastic_ft.core.assignment import Assignment, NodeId, WorkerId
+from elastic_ft.core.events import Event
 from elastic_ft.transport.tls import JobKey
 
 Inbox = Callable[[Event], None]  # thread-safe; how a host reports
@@ -25,25 +26,44 @@ WORKER_ENVIRONMENT = {
 class Host(Protocol):
     """Starts and kills worker processes, and reports what becomes of them.
 
-    A started worker calls ``worker.worker.run_worker`` with the controller's address; from then
-    on the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
+    A started worker calls ``this_process.run_worker`` with the controller's address; from then on
+    the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
     a process's end (the connection's end reports too: first come, first served), ``NodeLost`` and
-    ``NodeDraining``. On each node that hosts workers it keeps a ``keeper.keeper.run_keeper``
+    ``NodeDraining``. On each node that hosts workers it keeps a ``keeper.keeper.NodeKeeper``
     running, in a process of its own, and starts another, a few times, where one has ended.
 
+    Workers and keepers may outlive their controller, and then belong to the next one's host. They
+    connect with the same key, which is the host's to keep: who makes the host gives the same one to
+    each controller of a run (``Controller(key=...)``).
+
     Who calls: the controller, each method in its one thread, on which everybody waits; after
-    ``start``, which is first, until ``close``, which is last. So no method blocks for longer than a
-    few milliseconds, ``start`` (a fork server may have to come up) and ``close`` excepted: starting
-    a process, asking a cluster, killing happen in threads of the host's own. Those call the inbox
-    that ``start`` is given: it may be called from any thread and never blocks. Failing to start a
-    worker is no exception but ``WorkerLost``, or patience: capacity may come.
+    ``start``, which only ``survivors`` and ``use_places`` come before, until ``close`` or
+    ``leave``, of which one is last. So no method blocks for longer than a few milliseconds,
+    ``start`` (a fork server may have to come up) and ``close`` excepted: starting a process, asking
+    a cluster, killing happen in threads of the host's own. Those call the inbox that ``start`` is
+    given: it may be called from any thread and never blocks. Failing to start a worker is no
+    exception but ``WorkerLost``, or patience: capacity may come.
     """
 
+    def survivors(self) -> frozenset[WorkerId]:
+        """Workers, and keepers (``KEEPER`` and the node), of this run that live, and that a
+        controller before this one had started. They are this host's from now on: it tells of their
+        end, kills them, counts them among those that are wanted. Empty: there is nobody.
+
+        Called once at most, before ``start``; it may take as long as that. Where they are not
+        adopted they end by themselves, which is told as any worker's end.
+        """
+
     def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
-        """Called once, before anything else. Workers connect to ``address`` with ``key``."""
+        """Called once, before all but ``survivors``. Workers connect to ``address`` with
+        ``key``; those that survived find it themselves (``transport.succession``)."""
 
     def want_workers(self, total: int) -> None:
         """Keep ``total`` workers alive or starting; start replacements as capacity allows."""
+
+    def use_places(self, places: dict[NodeId, int]) -> None:
+        """Start workers on these nodes alone, no more than so many on each, until other places are
+        named. Those that are elsewhere stay. May come before ``start``."""
 
     def avoid_node(self, node: NodeId, for_s: float) -> None:
         """Start no worker on ``node`` for so long; those that are there stay."""
@@ -64,4 +84,9 @@ class Host(Protocol):
         """Kill what is left and free everything. Bounded.
 
         ``keepers_s``: keepers first get so long to end by themselves: they save what they have.
+        """
+
+    def leave(self) -> None:
+        """Free what is this process's own, and kill nobody: another controller has the job, and
+        whoever lives is its. Bounded. In place of ``close``, and at any time.
         """

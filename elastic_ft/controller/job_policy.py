@@ -6,8 +6,10 @@ from elastic_ft.config import Job
 from elastic_ft.controller.publisher import CHECKPOINTS_KNOWN
 from elastic_ft.core import deadlines
 from elastic_ft.core.hangs import LAST_RESORT_TIMEOUTS
-from elastic_ft.core.layouts.planner import Planning
+from elastic_ft.core.layouts.layout_plan import Planning
 from elastic_ft.core.policy import Policy, same_names
+
+RETURN_S = 5.0  # for workers and keepers to look, and call
 
 
 def policy_of(job: Job) -> Policy:
@@ -22,6 +24,8 @@ def policy_of(job: Job) -> Policy:
         "pause_timeout_s": pause_s,
         "boundary_timeout_s": LAST_RESORT_TIMEOUTS * elastic.hang_timeout_s + pause_s,
         "publish_timeout_s": elastic.suspend_timeout_s,
+        # Whose controller is stopped hears that from its silence alone, and looks now and then.
+        "return_timeout_s": 1.5 * elastic.heartbeat_timeout_s + RETURN_S,
         "checkpoint_every_s": None if checkpoint.every_s == "auto" else checkpoint.every_s,
         "checkpoint_auto": checkpoint.every_s == "auto",
     }

@@ -9,9 +9,10 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_ft.config import Job
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.records import Recovery
@@ -26,6 +27,15 @@ from elastic_ft.transport.control import NodeHealth
 
 log = logging.getLogger(__name__)
 FLAT = frozenset({ev.StepApplied, ev.StepHeld})  # by the thousand: no deep copy of them
+
+
+class Numbering(Protocol):
+    """What a sender has numbered: ``hearing.Said``."""
+
+    @property
+    def sender(self) -> str: ...
+    @property
+    def number(self) -> int: ...
 
 
 class Observer:
@@ -49,22 +59,41 @@ class Observer:
         self._unshown = 0  # events that the metrics have not been told of
         self.last_step: dict[str, Any] = {}
         self.on_step: Callable[[dict[str, Any]], None] | None = None
+        self.is_adoptable = False  # the inbox has all that the next controller needs
 
     # ------------------------------------------------------------------- each event
 
-    def record(self, event: ev.Event, now_s: float, state: State, policy: Policy) -> None:
+    def snapshot(
+        self, now_s: float, state: State, policy: Policy, beside: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Before ``record``, now and then: what came before need not be told again."""
+        is_full = self._folder.inbox_is_full
+        if not is_full and not (self.is_adoptable and self._folder.snapshot_is_due):
+            return
+        write = self._folder.begin_inbox if is_full else self._folder.snapshot
+        found = beside() if self.is_adoptable else None
+        write(now_s, self._policy_line(policy), snapshots.encode(state), found)
+
+    def record(
+        self, event: ev.Event, now_s: float, state: State, said: Numbering | None = None
+    ) -> None:
         """First: what the core is about to be told, so that it can be told again
         (``observe.replay``).
 
-        Steps come by the thousand: without their metrics, which decide nothing.
+        Steps come by the thousand: without their metrics, which decide nothing. Those that are a
+        step's, told by the first of its workers, stay where its line may have to be made up.
         """
         self._unshown += 1
-        if self._folder.inbox_is_full:
-            self._folder.begin_inbox(now_s, self._policy_line(policy), snapshots.encode(state))
         fields = fields_of(event) if type(event) in FLAT else asdict(event)
         line = {"type": type(event).__name__, "told_at_s": now_s, **fields}
-        line.pop("metrics", None)
-        self._folder.record_inbox(line)
+        if not (self.is_adoptable and isinstance(event, ev.StepApplied) and is_first(event, state)):
+            line.pop("metrics", None)
+        self._folder.record_inbox(line | self._numbered(said))
+
+    def _numbered(self, said: Numbering | None) -> dict[str, Any]:
+        if said is None or not said.number or not self.is_adoptable:
+            return {}
+        return {"from": said.sender, "n": said.number}
 
     def decides(self, now_s: float, event: ev.Event, state: State) -> None:
         """Before the commands that follow: one of them may write the job's last line."""
@@ -75,7 +104,7 @@ class Observer:
         self,
         now_s: float,
         event: ev.Event,
-        commands: Sequence[ev.Command],
+        commands: Sequence[cmd.Command],
         before: State,
         state: State,
     ) -> None:
@@ -97,9 +126,23 @@ class Observer:
 
     # -------------------------------------------------------------------- the lines
 
-    def begin(self, policy: Policy) -> None:
+    def begin(self, policy: Policy, beside: dict[str, Any]) -> None:
         """The core's own journal begins with the policy that it follows."""
-        self._folder.record_inbox(self._policy_line(policy))
+        line = self._policy_line(policy)
+        self._folder.record_inbox(line | ({"beside": beside} if self.is_adoptable else {}))
+
+    def as_json(self) -> dict[str, Any]:
+        """Of ``Standing``, what is kept here."""
+        return {"accounts": self._accounts.as_json(), "startup": self._startup.parts}
+
+    def go_on(self, accounts: Accounts, startup: dict[str, Any], state: State) -> None:
+        """As an earlier controller that was here."""
+        self._accounts = accounts
+        self._startup.parts = startup
+        self._recoveries = {found.generation: found for found in state.recoveries}
+        self._unshown = 1
+        if state.phase == "running" and state.assignment is not None:
+            self.metrics.formed(state.assignment)
 
     def _policy_line(self, policy: Policy) -> dict[str, Any]:
         return {"type": "Policy", "at_s": self.started_at_s, **asdict(policy)}
@@ -108,10 +151,18 @@ class Observer:
         """A line of the journal that the core has asked for."""
         self._write(event, generation, reason, fields)
 
-    def journal(self, event: str, generation: int, reason: str, fields: dict[str, Any]) -> None:
+    def journal(
+        self,
+        event: str,
+        generation: int,
+        reason: str,
+        fields: dict[str, Any],
+        said: Numbering | None = None,
+    ) -> None:
         """A line of the journal that the core did not ask for: a replay leaves it out."""
         line = self._write(event, generation, reason, fields)
-        self._folder.record_inbox({"type": "Noted", "at_s": line["at_s"], "seq": line["seq"]})
+        noted = {"type": "Noted", "at_s": line["at_s"], "seq": line["seq"]} | self._numbered(said)
+        self._folder.record_inbox(noted | ({"noted": line} if self.is_adoptable else {}))
 
     def _write(
         self, event: str, generation: int, reason: str, fields: dict[str, Any]
@@ -121,7 +172,7 @@ class Observer:
         log.info("g%d %s: %s", generation, event, reason)
         return line
 
-    def step(self, command: ev.RecordStep) -> None:
+    def step(self, command: cmd.RecordStep) -> None:
         """A line of steps.jsonl, and of the ledger."""
         metrics = dict(command.metrics)
         sample_ids = metrics.pop("sample_ids", None)
@@ -151,7 +202,7 @@ class Observer:
         self.metrics.goodput(self._accounts.totals(time.time()))
 
     def result(
-        self, finish: ev.FinishJob, state: State, ended_at_s: float, fired: Collection[int]
+        self, finish: cmd.FinishJob, state: State, ended_at_s: float, fired: Collection[int]
     ) -> dict[str, Any]:
         """What is in result.json. ``fired``: indices of faults."""
         self._folder.record_inbox({"type": "Ended", "at_s": ended_at_s})
@@ -174,6 +225,12 @@ class Observer:
             "faults_fired": sorted(fired),
             "ended_at_s": round(ended_at_s, 3),
         }
+
+
+def is_first(event: ev.StepApplied, state: State) -> bool:
+    """Whether the metrics of a step are those that ``event`` has (``core.commits``)."""
+    pending = state.pending.get(event.step)
+    return event.step > state.committed and (pending is None or not pending.metrics)
 
 
 def is_formed(before: State, state: State) -> bool:

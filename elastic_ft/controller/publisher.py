@@ -20,7 +20,9 @@ from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.controller import rescue
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import CheckpointRef, NodeId
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.terms import Terms, terms_in
 from elastic_ft.errors import StateDamaged, StoreFailed, Superseded
@@ -30,6 +32,7 @@ from elastic_ft.storage.store import Store, open_store
 from elastic_ft.transport.control import Note
 
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
+CONFIRM_AGAIN_S = 1.0
 CLOSE_S = 60.0  # for what is still to be deleted
 
 
@@ -55,7 +58,7 @@ class Errands(threading.Thread):
 
 class Publisher:
     """Args:
-    run: this start of the controller; names all that it writes.
+    run: this start of the controller; names all that it writes, and its workers write.
     post: takes the events, and ``Superseded``, from any thread.
     in_use: the checkpoints that workers may be reading; they are not deleted.
     record: makes the steps recorded so far durable, from any thread; a manifest comes after.
@@ -70,7 +73,8 @@ class Publisher:
         in_use: Callable[[], tuple[str, ...]],
         record: Callable[[], None],
     ) -> None:
-        self._job, self._run, self._post, self._in_use = job, run, post, in_use
+        self._job, self._post, self._in_use = job, post, in_use
+        self._owner = self._run = run
         self._record = record
         self._store: Store = open_store(url)
         self._claim: owners.Claim | None = None
@@ -80,7 +84,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
         self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
         self._looking = self._is_hurried = False
-        self._not_deleted: list[ev.AbandonCheckpoint] = []
+        self._not_deleted: list[cmd.AbandonCheckpoint] = []
         self._deletes.start()
         self._looks.start()
 
@@ -96,23 +100,52 @@ class Publisher:
 
     # ------------------------------------------------------------------------ ownership
 
-    def take_over(self, run_folder: str, behind: Collection[str], renamed: bool = False) -> None:
+    def take_over(
+        self,
+        run_folder: str,
+        behind: Collection[str],
+        renamed: bool = False,
+        address: str = "",
+        adopts: str = "",
+    ) -> None:
         """The checkpoint URL is this run's from now on.
 
         Args:
             behind: the runs that this one has superseded in its run folder.
             renamed: another job's URL is this one's, under its earlier name.
+            address: where its workers can call this controller, should they have had another.
+            adopts: the run whose workers these are: what they write goes on under its name.
 
         Raises UsageError where the URL is another job's; Superseded where this run is; StoreFailed.
         """
         self._claim = owners.take_over(
             self._store,
             job=self._job.name,
-            run=self._run,
+            run=self._owner,
             run_folder=run_folder,
             behind=behind,
             renamed=renamed,
+            address=address,
+            adopts=adopts,
         )
+        self._run = adopts or self._owner
+        if adopts:
+            self._looks.submit(self._settle_in)
+
+    def _settle_in(self) -> None:
+        """After an adoption: what the one before may publish from now on does not count; and one
+        that had adopted the run itself leaves nothing to rescue under its own name."""
+        try:
+            self.claim.checkpoints()
+            before = self.claim.before
+            if before is not None and before.adopts == self._run:
+                self.claim.ended(before.run)
+        except Exception as error:  # the next start looks for what is not there
+            self._warn(0, f"the change of the controller: {type(error).__name__}: {error}")
+
+    @property
+    def has_claim(self) -> bool:
+        return self._claim is not None
 
     @property
     def claim(self) -> owners.Claim:
@@ -129,7 +162,8 @@ class Publisher:
         if self._claim is None:  # the store was away from the start
             return
         try:
-            self.claim.ended()
+            for run in {self._owner, self._run}:
+                self.claim.ended(run)
         except StoreFailed as error:  # the next start looks for what is not there
             self._warn(0, f"the end of this run is not recorded: {error}")
 
@@ -148,17 +182,32 @@ class Publisher:
             self._warn(0, f"who owns the checkpoint URL: {type(error).__name__}: {error}")
         self._looking = False
 
+    def confirm(self, then: Callable[[], None]) -> None:
+        """``then`` is called, from a thread here, once the store says that nobody else has the job.
+        If another has, ``Superseded`` is posted instead."""
+        self._looks.submit(lambda: self._confirm(then))
+
+    def _confirm(self, then: Callable[[], None]) -> None:
+        try:
+            self.claim.check()
+        except Superseded as error:
+            self._post(error)
+        except Exception as error:  # not known: it is asked again
+            self._warn(0, f"who owns the checkpoint URL: {type(error).__name__}: {error}")
+            time.sleep(CONFIRM_AGAIN_S)
+            self.confirm(then)
+        else:
+            then()
+
     # ---------------------------------------------------------------- before the start
 
-    def resumable(self) -> tuple[ev.CheckpointRef, ...]:
+    def resumable(self) -> tuple[CheckpointRef, ...]:
         """What is committed and counts, the newest first. Raises StoreFailed."""
         if self._claim is None:  # nothing is decided yet: a look
             return owners.counting(self._store, checkpoints.committed(self._store))
         return self._claim.checkpoints()
 
-    def terms_of(
-        self, found: tuple[ev.CheckpointRef, ...]
-    ) -> tuple[Terms, ev.CheckpointRef | None]:
+    def terms_of(self, found: tuple[CheckpointRef, ...]) -> tuple[Terms, CheckpointRef | None]:
         """The terms of the newest of these that can be read, and which it is. {}: it has none, as
         none had that this program once wrote. Raises StoreFailed.
         """
@@ -179,7 +228,7 @@ class Publisher:
     def gather(
         self,
         run: str,
-        expected: Mapping[ev.NodeId, float],
+        expected: Mapping[NodeId, float],
         patience: rescue.RescueDeadlines,
         wait: Callable[[float], None] = time.sleep,
         whoever: bool = False,
@@ -225,15 +274,15 @@ class Publisher:
 
     # ---------------------------------------------------------------------- commands
 
-    def commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
+    def commit(self, command: cmd.CommitCheckpoint, layout: str, terms: Terms) -> None:
         """Verifies the shards and publishes the manifest."""
         self._pool.submit(self._commit, command, layout, terms)
 
-    def abandon(self, command: ev.AbandonCheckpoint) -> None:
+    def abandon(self, command: cmd.AbandonCheckpoint) -> None:
         """Deletes what was written of it."""
         self._deletes.submit(partial(self._abandon, command))
 
-    def _commit(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> None:
+    def _commit(self, command: cmd.CommitCheckpoint, layout: str, terms: Terms) -> None:
         began = time.monotonic()
         try:
             manifest = self._signed(self._manifest(command, layout, terms))
@@ -253,7 +302,7 @@ class Publisher:
         self._newest = manifest
         self._deletes.submit(partial(self._clean_up, manifest, done.ref))
 
-    def _manifest(self, command: ev.CommitCheckpoint, layout: str, terms: Terms) -> Manifest:
+    def _manifest(self, command: cmd.CommitCheckpoint, layout: str, terms: Terms) -> Manifest:
         return Manifest(
             job=self._job.name,
             run=self._run,
@@ -267,7 +316,7 @@ class Publisher:
             extra={"terms": dict(terms)},
         )
 
-    def _clean_up(self, newest: Manifest, ref: ev.CheckpointRef) -> None:
+    def _clean_up(self, newest: Manifest, ref: CheckpointRef) -> None:
         """Deletes what nobody needs now that ``newest`` is published, and reads back whole."""
         if newest is self._newest and self._reads_back(newest, ref):
             self._prune(newest)
@@ -275,7 +324,7 @@ class Publisher:
         for abandoned in left:  # the store works again
             self._abandon(abandoned)
 
-    def _reads_back(self, newest: Manifest, ref: ev.CheckpointRef) -> bool:
+    def _reads_back(self, newest: Manifest, ref: CheckpointRef) -> bool:
         """Whether it is all there, as it was written. Its shards were published by their lengths.
 
         Takes its time, at the rate at which its workers together may write: where others are
@@ -323,7 +372,7 @@ class Publisher:
         for warning in warnings:
             self._warn(newest.generation, warning)
 
-    def _abandon(self, command: ev.AbandonCheckpoint) -> None:
+    def _abandon(self, command: cmd.AbandonCheckpoint) -> None:
         prefix = checkpoints.attempt_prefix(self._run, command.generation, command.step)
         try:
             self.claim.check()

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from elastic_ft.core.events import NodeId, RecordStep
+from elastic_ft.core.assignment import NodeId
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
 from elastic_ft.core.rescuing import Cut, candidates

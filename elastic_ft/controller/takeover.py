@@ -15,7 +15,6 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 from elastic_ft.config import Job
@@ -31,7 +30,9 @@ from elastic_ft.controller.rescue import (
     is_known,
     keepers_named,
 )
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.observe.alive import Alive, Sign, find
@@ -41,13 +42,19 @@ from elastic_ft.observe.run_folder import RunFolder, last_generation
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 FOR_ONE_START = {"checkpoint": {"from_scratch"}}  # of the job: not in job.yaml
+ADOPT_SHARE = 0.8  # of the time for which survivors look for a controller; clocks may differ
 KEEPERS_BEGIN_S = 5.0  # to say so to a slow store, once they know that their controller is gone
+
+
+class TooLate(Exception):
+    """Nobody was in charge for so long that survivors save and leave by now."""
 
 
 class Takeover:
     """Of one start of a controller, in its thread.
 
     Attributes:
+        run_id: under which keepers save, if they must.
         recorded: steps in the run folder.
         finish: how the job ends, if that is known before anything is started.
     """
@@ -62,28 +69,61 @@ class Takeover:
         inbox: Inbox,
         observer: Observer,
     ) -> None:
-        self._job, self._run_id = job, run_id
+        self._job, self.run_id = job, run_id
         self._folder, self._publisher = folder, publisher
         self._continuity, self._inbox, self._observer = continuity, inbox, observer
         self._suspend_timeout_s = job.elastic.suspend_timeout_s
         self._awaited: set[str] = set()  # runs whose keepers were waited for
-        self._last_sign: Sign | None = None  # of life, of the controller before this one
+        # Of life, of the controller before this one; None once it says nothing of its keepers.
+        self._last_sign: Sign | None = None
+        self._sign_at_start: Sign | None = None
         self.recorded = 0
-        self.finish: ev.FinishJob | None = None
+        self.finish: cmd.FinishJob | None = None
 
-    def complete(self, alive: Alive) -> tuple[ev.CheckpointRef, ...] | None:
+    def claim_folder(self, alive: Alive) -> tuple[str, ...]:
+        """First: nobody else writes in the run folder from now on. Returns the runs there that did
+        not end. Raises JobFailed, StoreFailed, UsageError."""
+        self._last_sign = self._sign_at_start = find(
+            self._folder.url
+        )  # it may have lived while we waited for it
+        killed = self._take_over_folder()
+        alive.start()
+        self._folder.forget_result()
+        self._folder.repair()
+        return killed
+
+    def claim(
+        self,
+        killed: tuple[str, ...],
+        address: str = "",
+        adopts: str = "",
+        before: Callable[[], object] = lambda: None,
+    ) -> bool:
+        """Nobody else publishes a checkpoint from now on. ``address``, ``adopts``: as of
+        ``owners.Owner``. ``before``: called before each attempt, may raise. False: the job ends
+        before. Raises UsageError, Superseded."""
+
+        def take() -> bool:
+            before()
+            return self._take_over_checkpoints(killed, address, adopts)
+
+        return bool(self._when_readable(take))
+
+    def adoptable_until_s(self, last_s: float) -> float:
+        """Until when survivors can be counted on to be adopted (unix time). ``last_s``: when the
+        controller before this one was last told anything."""
+        sign = self._sign_at_start
+        if sign is not None and sign.in_charge:
+            last_s = max(last_s, sign.at_s)
+        return last_s + ADOPT_SHARE * self._job.elastic.controller_timeout_s
+
+    def complete(self, killed: tuple[str, ...]) -> tuple[CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from; None if it is known by now how the job ends.
 
         Raises JobFailed, StoreFailed, ConfigError, UsageError.
         """
-        self._last_sign = find(self._folder.url)  # it may have lived while we waited for it
-        # First: nobody else writes in either place from now on.
-        killed = self._take_over_folder()
-        alive.start()
-        self._folder.forget_result()
-        if not self._when_readable(partial(self._take_over_checkpoints, killed)):
+        if not self.claim(killed):
             return None
-        self._folder.repair()
         self.recorded = self._folder.last_step()
         if not self._when_readable(self._rescue_all):
             return None
@@ -92,8 +132,8 @@ class Takeover:
         return None if found is None else self._begin(found, killed)
 
     def _begin(
-        self, found: tuple[ev.CheckpointRef, ...], killed: tuple[str, ...]
-    ) -> tuple[ev.CheckpointRef, ...]:
+        self, found: tuple[CheckpointRef, ...], killed: tuple[str, ...]
+    ) -> tuple[CheckpointRef, ...]:
         """Makes the record what the newest of ``found`` is of, and says so."""
         folder, recorded = self._folder, self.recorded
         folder.write_job(self._job.model_dump(mode="json", exclude=FOR_ONE_START))
@@ -123,9 +163,7 @@ class Takeover:
         until_s, pause_s = time.monotonic() + self._suspend_timeout_s, REREAD_MIN_S
         while True:
             try:
-                return self._folder.take_over(
-                    self._run_id, self._job.name, self._continuity.accepts
-                )
+                return self._folder.take_over(self.run_id, self._job.name, self._continuity.accepts)
             except StoreFailed as error:
                 if time.monotonic() + pause_s > until_s:
                     raise
@@ -137,12 +175,12 @@ class Takeover:
                 raise JobFailed(f"{asked}; {why}") from asked
             pause_s = min(2 * pause_s, REREAD_MAX_S)
 
-    def _take_over_checkpoints(self, killed: tuple[str, ...]) -> bool:
+    def _take_over_checkpoints(self, killed: tuple[str, ...], address: str, adopts: str) -> bool:
         renamed = self._continuity.accepts
-        self._publisher.take_over(self._folder.url, behind=killed, renamed=renamed)
+        self._publisher.take_over(self._folder.url, killed, renamed, address, adopts)
         return True
 
-    def resumable(self) -> tuple[ev.CheckpointRef, ...]:
+    def resumable(self) -> tuple[CheckpointRef, ...]:
         """Raises StoreFailed; ConfigError where the job would go on under other terms, or is beyond
         its last step."""
         found = self._publisher.resumable()
@@ -166,7 +204,7 @@ class Takeover:
                 why = f"the store can't be read: {error}"
                 self._last_sign = None  # nor could keepers say a word there, for however long
             if past_s >= timeout_s:
-                self.finish = ev.FinishJob("suspended", f"{why}; for {past_s:.0f} s now")
+                self.finish = cmd.FinishJob("suspended", f"{why}; for {past_s:.0f} s now")
                 return None
             if pause_s == REREAD_MIN_S:
                 tried = f"tried again for up to {timeout_s:g} s"
@@ -177,7 +215,7 @@ class Takeover:
                 pause_s = min(2 * pause_s, REREAD_MAX_S)
                 continue
             if isinstance(told, ev.StopRequested):  # nobody else can say anything yet
-                self.finish = ev.FinishJob("stopped", f"{told.reason}; {why}")
+                self.finish = cmd.FinishJob("stopped", f"{told.reason}; {why}")
                 return None
 
     def _rescue_all(self) -> bool:
@@ -186,7 +224,7 @@ class Takeover:
             try:
                 self._rescue(run)
             except InterruptedError as error:
-                self.finish = ev.FinishJob("stopped", str(error))
+                self.finish = cmd.FinishJob("stopped", str(error))
                 return False
         return True
 
@@ -270,11 +308,11 @@ class Takeover:
         """What keepers have saved of this run, for the next one. ``newest``: checkpoint's step."""
         at_once = RescueDeadlines(begin_s=0.0, quiet_s=0.0, whole_s=0.0)
         try:
-            shards = self._publisher.gather(self._run_id, {}, at_once).shards
+            shards = self._publisher.gather(self.run_id, {}, at_once).shards
         except StoreFailed as error:
             return f"; what keepers saved is not known: {error}"
         recorded, computed_by = self._folder.last_step(), self._folder.computed_by()
-        saved = compose(shards, self._job.name, self._run_id, recorded, None, computed_by, newest)
+        saved = compose(shards, self._job.name, self.run_id, recorded, None, computed_by, newest)
         if saved is None or saved.manifest.step <= newest:
             return "; keepers have saved no newer step"
         return f"; keepers have saved step {saved.manifest.step}, where the next start begins"

@@ -6,6 +6,7 @@ import heapq
 import time
 from collections.abc import Iterator
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 
 
@@ -14,10 +15,15 @@ class Timers:
         self._due: list[tuple[float, int, ev.TimerFired]] = []
         self._count = 0  # in the order in which they were started, of those due at one time
 
-    def start(self, command: ev.StartTimer) -> None:
+    def start(self, command: cmd.StartTimer) -> None:
         self._count += 1
         fired = ev.TimerFired(0.0, command.timer, command.generation)
         heapq.heappush(self._due, (time.monotonic() + command.after_s, self._count, fired))
+
+    def pending(self) -> list[tuple[float, str, int]]:
+        """Of each: when it is due (unix), its name, its generation."""
+        now_s = time.time() - time.monotonic()
+        return [(round(now_s + due_s, 6), t.timer, t.generation) for due_s, _, t in self._due]
 
     @property
     def next_s(self) -> float | None:

@@ -8,17 +8,25 @@ from dataclasses import dataclass
 
 from elastic_ft.controller.connections import Connections
 from elastic_ft.controller.diagnosis import Inquiries
-from elastic_ft.controller.host import Host
+from elastic_ft.controller.kills import Kills
 from elastic_ft.controller.observer import Observer
 from elastic_ft.controller.publisher import Publisher
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import KEEPER
 from elastic_ft.core.hangs import Progress
 from elastic_ft.core.state import State
+from elastic_ft.observe import handover, stop_request
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.transport.control import PULSES_PER_TIMEOUT, Pulse
 
 WATCH_EVERY_S = 0.25
 ACCOUNT_EVERY_S = 1.0
+STOPS = {
+    handover.NAME: "another start of the job takes over",
+    stop_request.NAME: stop_request.WITH_CHECKPOINT,
+    stop_request.NOW: stop_request.AT_ONCE,
+}
 
 
 @dataclass(slots=True)
@@ -27,11 +35,13 @@ class Watchdog:
 
     Attributes:
         state: the core's, as it is now.
+        use_places: the host's.
         due_s: when it looks again, on the monotonic clock.
+        request: the last one for another number of workers.
     """
 
     state: Callable[[], State]
-    host: Host
+    kills: Kills
     connections: Connections
     observer: Observer
     run_folder: RunFolder
@@ -39,9 +49,12 @@ class Watchdog:
     inquiries: Inquiries
     progress: Progress
     heartbeat_timeout_s: float
+    use_places: Callable[[dict[str, int]], None]
     due_s: float = 0.0
+    request: str = ""
     _account_due_s: float = 0.0
     _pulse_due_s: float = 0.0
+    _at_once: bool = False  # it was asked for, and told
 
     def look(self) -> Iterator[ev.Event]:
         """Each event is to be handled before the next one is looked for."""
@@ -64,30 +77,36 @@ class Watchdog:
         yield from self._hung_workers(now)
 
     def _requests(self) -> Iterator[ev.Event]:
-        """Someone outside may ask for another number of workers, or to hand the job over."""
-        state = self.state()
+        """Someone outside may ask for another number of workers, or to end, for whatever reason."""
+        state, folder = self.state(), self.run_folder
         if state.phase == "ended":
             return
         try:
-            asked = self.run_folder.new_request()
-            hand_over = self.run_folder.is_asked_to_hand_over() and not state.stopping
+            asked = folder.new_request()
+            stops = [why for name, why in STOPS.items() if folder.is_asked(name)]
         except (OSError, ValueError) as error:
             fields = {"workers": 0, "request": ""}
             self.observer.journal("resize_refused", state.generation, str(error), fields)
             return
-        if asked is not None:
+        if asked is not None and (not asked.request or asked.request != self.request):
+            self.request = asked.request
+            if asked.places:
+                self.use_places(asked.places)
             yield ev.ResizeRequested(time.time(), asked.workers, asked.request)
-        if hand_over:
-            yield ev.StopRequested(time.time(), "another start of the job takes over")
+        if stops and not state.stopping:
+            yield ev.StopRequested(time.time(), stops[0])
+        elif stop_request.AT_ONCE in stops and not self._at_once:
+            self._at_once = True
+            yield ev.StopRequested(time.time(), stop_request.AT_ONCE)
 
     def _silent_keepers(self, now: float) -> Iterator[ev.Event]:
         """Stopped, swapped out, cut off: it may come back, but as nobody's keeper."""
         for node, silent in self.progress.silent_keepers(self.state(), now).items():
-            name = ev.KEEPER + node
+            name = KEEPER + node
             self.connections.server.dismiss(
-                name, ev.ReleaseWorker(name, f"{silent.reason}: it was replaced")
+                name, cmd.ReleaseWorker(name, f"{silent.reason}: it was replaced")
             )
-            self.host.kill_keeper(node)
+            self.kills.keeper(node)
             yield ev.KeeperLost(time.time(), node, silent.reason)
 
     def _hung_workers(self, now: float) -> Iterator[ev.Event]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import isqrt
+from typing import Protocol
 
 SampleIds = tuple[int, ...]
 LedgerLine = tuple[int, SampleIds]  # step, the ids it consumed in data order
@@ -125,8 +126,15 @@ def deal(micro_batches: int, ranks: int) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in pairwise(accumulate(counts, initial=0)))
 
 
+class SampleOrder(Protocol):
+    """Which samples lie where in a run; ``DataOrder``, or another pure function of a position."""
+
+    def sample_ids(self, position_start: int, position_stop: int, /) -> SampleIds:
+        """The ids at the global positions [start, stop), in order: epoch * N + dataset index."""
+
+
 def step_batch(
-    order: DataOrder,
+    order: SampleOrder,
     step: int,
     global_batch_size: int,
     micro_batch_size: int,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic_ft.core.assignment import NodeId, WorkerId
+from elastic_ft.core.commands import AvoidNode
 from elastic_ft.core.commits import finish
-from elastic_ft.core.events import AvoidNode, NodeId, WorkerId
 from elastic_ft.core.standby import release
 from elastic_ft.core.state import Turn
 from elastic_ft.core.world import choose_world

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from elastic_ft.core.events import Member
+from elastic_ft.core.assignment import Member
 from elastic_ft.core.layouts.layout import Layout
 
 

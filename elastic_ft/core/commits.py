@@ -6,28 +6,29 @@ from dataclasses import replace
 from itertools import chain
 from statistics import median
 
-from elastic_ft.core.events import (
+from elastic_ft.core.assignment import CheckpointRef, WorkerId
+from elastic_ft.core.commands import (
     AbandonCheckpoint,
-    CheckpointCommitted,
-    CheckpointDamaged,
-    CheckpointFailed,
-    CheckpointRef,
     CommitCheckpoint,
     FinishJob,
     RecordStep,
     ReleaseWorker,
-    ShardsFailed,
-    ShardsWritten,
     StartTimer,
-    StepApplied,
-    StepHeld,
     TakeCheckpoint,
     WantWorkers,
+)
+from elastic_ft.core.events import (
+    CheckpointCommitted,
+    CheckpointDamaged,
+    CheckpointFailed,
+    ShardsFailed,
+    ShardsWritten,
+    StepApplied,
+    StepHeld,
     WorkerDone,
-    WorkerId,
 )
 from elastic_ft.core.intervals import checkpoint_every_s
-from elastic_ft.core.keepers import drop_old
+from elastic_ft.core.keepers import drop_old, note_held
 from elastic_ft.core.records import CheckpointAttempt, PendingStep, Writers
 from elastic_ft.core.state import CLOSED_KEPT, State, Turn, is_current
 
@@ -42,6 +43,7 @@ FIRST_WRITE_S = 5.0  # before one was measured
 WRITES_REMEMBERED = 5  # their median counts: one slow upload is no new truth
 PUBLISH = "publish"  # a timer; its name goes on with the attempt's step and generation
 CHECKPOINT_MIN_S, CHECKPOINT_MAX_S = 60.0, 3600.0
+ENDED = "the job has ended"
 
 # --------------------------------------------------------------------- committing steps
 
@@ -63,6 +65,7 @@ def step_held(turn: Turn, event: StepHeld) -> None:
     bit = 1 << turn.state.ranks[event.worker]
     if not pending.held & bit:  # else it was said before the worker lost its keeper
         turn.set(unkept=turn.state.unkept - {event.worker})
+    note_held(turn, event)
     _set_pending(turn, event.step, replace(pending, held=pending.held | bit))
     commit_steps(turn)
 
@@ -130,6 +133,9 @@ def await_checkpoint(turn: Turn) -> None:
 def ask_for_checkpoint(turn: Turn) -> None:
     """It is due; not while the one before is being written, nor when nothing is new."""
     state = turn.state
+    if state.adoption is not None and state.adoption.workers:  # who is to begin it, may not hear
+        turn.timer("checkpoint", turn.policy.return_timeout_s)
+        return
     newest = max((ref.step for ref in state.checkpoints), default=0)
     if not state.uploads.attempts and state.committed > newest and not state.stopping:
         turn.do(TakeCheckpoint(turn.members[0].worker))
@@ -267,10 +273,22 @@ def _commit_checkpoints(turn: Turn) -> None:
             abandon(turn, attempt, "this step has a checkpoint already")
         elif not any(a.committing and a.step == attempt.step for a in turn.state.uploads.attempts):
             _put_attempt(turn, replace(attempt, committing=True))
-            shards = tuple(chain.from_iterable(attempt.written.values()))
-            turn.do(CommitCheckpoint(attempt.step, attempt.generation, shards, attempt.tensors))
+            turn.do(_publication(attempt))
             timer = f"{PUBLISH} {attempt.step} {attempt.generation}"
             turn.do(StartTimer(timer, 0, turn.policy.publish_timeout_s))
+
+
+def _publication(attempt: CheckpointAttempt) -> CommitCheckpoint:
+    shards = tuple(chain.from_iterable(attempt.written.values()))
+    return CommitCheckpoint(attempt.step, attempt.generation, shards, attempt.tensors)
+
+
+def publish_again(turn: Turn) -> None:
+    """Whose outcome is not known: who was to publish it may have ended before, or after."""
+    for attempt in turn.state.uploads.attempts:
+        if attempt.committing:
+            _put_attempt(turn, replace(attempt, again=True))
+            turn.do(_publication(attempt))
 
 
 def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
@@ -323,7 +341,10 @@ def checkpoint_damaged(turn: Turn, event: CheckpointDamaged) -> None:
 
 
 def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
+    again = any(a.again and a.step == event.step for a in turn.state.uploads.attempts)
     _settle_attempt(turn, event.step)
+    if again:  # that says nothing of the first time
+        _note_unsettled(turn, event.step)
     turn.journal("checkpoint_failed", event.reason, step=event.step)
     _commit_checkpoints(turn)
     finish_if_done(turn)
@@ -336,12 +357,17 @@ def publish_overdue(turn: Turn, attempt: str) -> None:
         if (overdue.step, overdue.generation) != (step, generation):
             continue
         _close(turn, overdue)
-        uploads = turn.state.uploads
-        turn.set(uploads=replace(uploads, unsettled_step=max(uploads.unsettled_step, step)))
+        _note_unsettled(turn, step)
         reason = f"neither published nor refused within {turn.policy.publish_timeout_s:g} s"
         turn.journal("checkpoint_failed", reason, step=step)
         _commit_checkpoints(turn)
         finish_if_done(turn)
+
+
+def _note_unsettled(turn: Turn, step: int) -> None:
+    """It may yet appear."""
+    uploads = turn.state.uploads
+    turn.set(uploads=replace(uploads, unsettled_step=max(uploads.unsettled_step, step)))
 
 
 def _settle_attempt(turn: Turn, step: int) -> None:
@@ -378,9 +404,10 @@ def finish_if_done(turn: Turn) -> None:
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:
-    turn.set(phase="ended", status=status)
-    turn.do(WantWorkers(0, "the job has ended"))
+    end = FinishJob(status, reason, turn.state.state_digest)
+    turn.set(phase="ended", finish=end)
+    turn.do(WantWorkers(0, ENDED))
     for worker in turn.state.ready:
-        turn.do(ReleaseWorker(worker, "the job has ended"))
+        turn.do(ReleaseWorker(worker, ENDED))
     turn.journal("finished", reason, status=status)
-    turn.do(FinishJob(status, reason, turn.state.state_digest))
+    turn.do(end)

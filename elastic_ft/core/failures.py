@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import NodeId, Source, Tier, WorkerId
 from elastic_ft.core.blame import explain_break, forget_losses
 from elastic_ft.core.commits import abandon_attempts_of, finish
 from elastic_ft.core.generations import escalate, explain, pause, who_is_late
@@ -24,14 +26,14 @@ from elastic_ft.core.state import Turn, is_current
 def worker_lost(turn: Turn, event: ev.WorkerLost) -> None:
     has_ended(turn, event.worker)
     if event.worker in turn.state.ready:  # cut off, perhaps alive: it must not come back (I1)
-        turn.do(ev.KillWorker(event.worker, f"it is lost: {event.cause}"))
-    _lose(turn, [event.worker], "worker_lost", event.cause, event.silent_s)
+        turn.do(cmd.KillWorker(event.worker, f"it is lost: {event.cause}"))
+    lose(turn, [event.worker], "worker_lost", event.cause, event.silent_s)
 
 
 def worker_hung(turn: Turn, event: ev.WorkerHung) -> None:
     if event.worker in turn.state.ready:
-        turn.do(ev.KillWorker(event.worker, event.reason))
-    _lose(turn, [event.worker], "worker_hung", event.reason, event.silent_s)
+        turn.do(cmd.KillWorker(event.worker, event.reason))
+    lose(turn, [event.worker], "worker_hung", event.reason, event.silent_s)
 
 
 def node_lost(turn: Turn, event: ev.NodeLost) -> None:
@@ -39,7 +41,7 @@ def node_lost(turn: Turn, event: ev.NodeLost) -> None:
     gone = [m.worker for m in state.ready.values() if m.node == event.node]
     turn.journal("node_lost", event.cause, node=event.node, workers=gone)
     for worker in gone:  # cut off, perhaps still running: it must not come back (I1)
-        turn.do(ev.KillWorker(worker, f"node {event.node} is lost"))
+        turn.do(cmd.KillWorker(worker, f"node {event.node} is lost"))
     turn.set(draining={n: at_s for n, at_s in state.draining.items() if n != event.node})
     is_read = reads_from(turn, event.node)
     forget_keeper(turn, event.node)
@@ -50,7 +52,7 @@ def node_lost(turn: Turn, event: ev.NodeLost) -> None:
         for m in state.episode.before.members
     ):
         turn.set(episode=replace(state.episode, cause="node_lost"))
-    _lose(turn, gone, "node_lost", event.cause)
+    lose(turn, gone, "node_lost", event.cause)
     if is_read and turn.state.generation == state.generation:  # none of its workers takes part
         _stop_reading(turn, event.node)
 
@@ -60,12 +62,12 @@ def pause_overdue(turn: Turn) -> None:
     if not late:
         return
     for worker in late:
-        turn.do(ev.KillWorker(worker, "it reached no safe point in time"))
-    _lose(turn, late, "worker_hung", "it reached no safe point in time")
+        turn.do(cmd.KillWorker(worker, "it reached no safe point in time"))
+    lose(turn, late, "worker_hung", "it reached no safe point in time")
 
 
-def _lose(
-    turn: Turn, workers: list[ev.WorkerId], cause: str, reason: str, noticed_s: float = 0.0
+def lose(
+    turn: Turn, workers: list[WorkerId], cause: str, reason: str, noticed_s: float = 0.0
 ) -> None:
     """Removes workers from the world; repeats are ignored."""
     before = turn.state
@@ -92,18 +94,23 @@ def _lose(
 
 
 def keeper_lost(turn: Turn, event: ev.KeeperLost) -> None:
-    if event.node not in turn.state.keepers:
+    lose_keeper(turn, event.node, event.cause)
+
+
+def lose_keeper(turn: Turn, node: NodeId, cause: str) -> None:
+    """``cause`` as of ``KeeperLost``."""
+    if node not in turn.state.keepers:
         return
     what = "its workers' snapshots are their own now"
-    reason = f"{event.cause}: {what}" if event.cause else what
-    turn.journal("keeper_lost", reason, node=event.node)
-    is_read = reads_from(turn, event.node)
-    forget_keeper(turn, event.node)
+    reason = f"{cause}: {what}" if cause else what
+    turn.journal("keeper_lost", reason, node=node)
+    is_read = reads_from(turn, node)
+    forget_keeper(turn, node)
     if is_read:
-        _stop_reading(turn, event.node)
+        _stop_reading(turn, node)
 
 
-def _stop_reading(turn: Turn, node: ev.NodeId) -> None:
+def _stop_reading(turn: Turn, node: NodeId) -> None:
     """Its keeper may be stopped, or its machine gone: who asks it would wait for long."""
     reason = f"the keeper of {node}, from which a shard is read, is lost"
     pause(turn, "keeper_lost", reason, abort=True, nodes=(node,))
@@ -133,7 +140,7 @@ def worker_raised(turn: Turn, event: ev.WorkerRaised) -> None:
         reason = f"{event.worker} raised at step {event.step}{again}: {event.error}"
         finish(turn, "failed", f"{reason}; {turn.last_good()}")
     elif event.whose == ev.ITS_DEVICE:
-        _lose(turn, [event.worker], "worker_lost", event.error)
+        lose(turn, [event.worker], "worker_lost", event.error)
     elif state.phase in ("running", "forming"):
         pause(turn, "worker_raised", f"{event.worker} raised: {event.error}", abort=True)
     elif state.phase == "pausing":
@@ -198,9 +205,9 @@ def source_refused(turn: Turn, event: ev.SourceRefused) -> None:
         pause(turn, "source_refused", reason, abort=True, counts=not is_unread)
 
 
-def _strike(turn: Turn, source: ev.Source, event: ev.SourceRefused) -> None:
+def _strike(turn: Turn, source: Source, event: ev.SourceRefused) -> None:
     """It is damaged: nobody is to go on from it."""
-    if source.tier is ev.Tier.CHECKPOINT and event.holder == source.url:
+    if source.tier is Tier.CHECKPOINT and event.holder == source.url:
         kept = tuple(ref for ref in turn.state.checkpoints if ref.url != event.holder)
         turn.set(checkpoints=kept)
         turn.journal("checkpoint_refused", event.reason, step=source.step, url=event.holder)

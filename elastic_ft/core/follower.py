@@ -3,6 +3,10 @@
 A worker takes part in one generation, or it is at its safe point: no group of it is left, and its
 state is plain tensors. It can be told anything at any time (``hear``); what has to wait for the
 safe point waits there (``rest``). The real worker and the simulated one both follow this.
+
+While its line is lost it hears nothing, and goes on: trains, rests, or waits in forming. Another
+controller's line changes nothing by itself: that one says again what may not have been heard
+(``adoption``), and said twice it is done once. It asks ``fence`` of who returns.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ft.core.events import Bench, PauseWorkers, ReleaseWorker
+from elastic_ft.core.commands import Bench, PauseWorkers, ReleaseWorker
 
 CONTROLLER_GONE = "the controller is gone"
 
@@ -30,7 +34,8 @@ class BeginGeneration:
 
 @dataclass(frozen=True, slots=True)
 class LineEnded:
-    """The connection to the controller has ended: nobody can commit a step any more."""
+    """There is no controller any more, and for so long that none is to be expected: nobody can
+    commit a step."""
 
 
 Heard = PauseWorkers | BeginGeneration | Bench | ReleaseWorker | LineEnded

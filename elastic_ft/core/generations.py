@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment, NodeId, Source, Tier, WorkerId
 from elastic_ft.core.blame import blame_joiners, count_end, count_losses, explain_break
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.commits import abandon_void_attempts, await_checkpoint, commit_steps, finish
@@ -22,6 +24,7 @@ from elastic_ft.core.restoring import (
     count_redone,
     held_by,
     is_worth_waiting,
+    lineage_of,
     needed_donors,
     no_way_on,
     pending_after_restore,
@@ -43,7 +46,7 @@ def pause(
     *,
     abort: bool,
     noticed_s: float = 0.0,
-    nodes: Iterable[ev.NodeId] = (),
+    nodes: Iterable[NodeId] = (),
     counts: bool = True,
 ) -> None:
     """Opens the next generation: fence the running one and collect what the survivors hold.
@@ -59,10 +62,10 @@ def pause(
         episode = Episode(cause, turn.at_s, noticed_s, state.assignment)
         turn.set(episode=episode)
     workers = tuple(turn.holders())
-    turn.set(phase="pausing", generation=state.generation + 1, abort=abort)
+    turn.set(phase="pausing", generation=turn.next_generation(), abort=abort)
     turn.set(asked=workers, answered=0, paused=Table())
     if workers:
-        turn.do(ev.PauseWorkers(turn.state.generation, workers, abort, reason))
+        turn.do(cmd.PauseWorkers(turn.state.generation, workers, abort, reason))
     if abort:
         turn.timer("pause", turn.policy.pause_timeout_s)
     else:
@@ -74,7 +77,7 @@ def escalate(turn: Turn, reason: str) -> None:
     turn.set(abort=True)
     workers = tuple(w for w in turn.holders() if w not in turn.state.paused)
     if workers:
-        turn.do(ev.PauseWorkers(turn.state.generation, workers, True, reason))
+        turn.do(cmd.PauseWorkers(turn.state.generation, workers, True, reason))
     turn.timer("pause", turn.policy.pause_timeout_s)
 
 
@@ -84,7 +87,7 @@ def _break_off(turn: Turn, cause: str, why: str) -> None:
         escalate(turn, why)
 
 
-def explain(turn: Turn, why: str, nodes: Iterable[ev.NodeId]) -> None:
+def explain(turn: Turn, why: str, nodes: Iterable[NodeId]) -> None:
     """Meanwhile somebody was lost on ``nodes``, who may be why the generation broke."""
     explain_break(turn)
     if count_losses(turn, nodes, why) and not turn.state.abort:
@@ -110,7 +113,7 @@ def _give_up_group(turn: Turn, reason: str) -> None:
         _break_off(turn, "collective_failed", reason)
 
 
-def who_is_late(turn: Turn) -> list[ev.WorkerId]:
+def who_is_late(turn: Turn) -> list[WorkerId]:
     return [w for w in turn.holders() if w not in turn.state.paused]
 
 
@@ -139,6 +142,7 @@ def has_news(before: State, now: State) -> bool:
     return (
         before.phase != "pausing"
         or before.paused is not now.paused
+        or before.adoption is not now.adoption
         or len(before.ready) > len(now.ready)
         or len(before.keepers) > len(now.keepers)
         or (
@@ -154,7 +158,8 @@ def has_news(before: State, now: State) -> bool:
 
 
 def have_paused(turn: Turn) -> bool:
-    """Whether all holders are at a safe point, or gone.
+    """Whether all holders are at a safe point, or gone; and who is ready has called the controller,
+    where that has changed: nobody else can be told of what is formed.
 
     They only become fewer in a pause, and none takes its answer back: those at the front of
     ``asked`` that are dealt with are looked at once.
@@ -164,7 +169,8 @@ def have_paused(turn: Turn) -> bool:
     while first < len(asked) and (asked[first] in paused or asked[first] not in ready):
         first += 1
     turn.set(answered=first)
-    return first == len(asked)
+    is_known = state.adoption is None or not state.adoption.workers
+    return first == len(asked) and is_known
 
 
 # --------------------------------------------------------------------------------- how one begins
@@ -172,13 +178,13 @@ def have_paused(turn: Turn) -> bool:
 
 def form_first(turn: Turn) -> None:
     """Nobody has anything to break off: all are paused, as it were."""
-    turn.set(generation=turn.state.generation + 1, phase="pausing")
+    turn.set(generation=turn.next_generation(), phase="pausing")
 
 
 def form_again(turn: Turn) -> None:
     """Leaves suspension: a generation of its own, as everyone is paused in an older one."""
     if not waits_for_store(turn):  # else its timer says when
-        turn.set(generation=turn.state.generation + 1, phase="pausing")
+        turn.set(generation=turn.next_generation(), phase="pausing")
 
 
 def form(turn: Turn) -> None:
@@ -200,13 +206,10 @@ def form(turn: Turn) -> None:
     _begin(turn, world, source, why)
 
 
-def _must_wait(turn: Turn, source: ev.Source, why: str) -> bool:
+def _must_wait(turn: Turn, source: Source, why: str) -> bool:
     """Whether nothing forms from ``source`` by now: it is waited, or the job has ended."""
     state = turn.state
     if source.step < state.committed and is_worth_waiting(turn, source.step):
-        return True
-    if source.tier is ev.Tier.INITIAL and state.committed and not turn.policy.from_scratch:
-        finish(turn, "failed", no_way_on(state.committed, why))
         return True
     if source.step < state.committed and source.step < state.uploads.unsettled_step:
         reason = (
@@ -214,17 +217,20 @@ def _must_wait(turn: Turn, source: ev.Source, why: str) -> bool:
         )
         finish(turn, "suspended", f"{reason}; {turn.last_good()}")
         return True
+    if source.tier is Tier.INITIAL and state.committed and not turn.policy.from_scratch:
+        finish(turn, "failed", no_way_on(state.committed, why))
+        return True
     if waits_for_store(turn, source):
         suspend_reading(turn)
         return True
     return False
 
 
-def _begin(turn: Turn, world: World, source: ev.Source, why: str) -> None:
+def _begin(turn: Turn, world: World, source: Source, why: str) -> None:
     state, members = turn.state, world.members
     donors = tuple(needed_donors(turn, members, source.holders.values()))
     keep = {m.worker for m in (*members, *donors)}
-    assignment = ev.Assignment(
+    assignment = Assignment(
         generation=state.generation,
         members=members,
         donors=donors,
@@ -237,9 +243,10 @@ def _begin(turn: Turn, world: World, source: ev.Source, why: str) -> None:
     for member in state.ready.values():
         if member.worker not in keep and member.node in state.draining:
             release(turn, member.worker, "its node is draining")
+    _tell_formed_by_its_state(turn, source)
     writers = recent_writers(turn, assignment)
     abandon_void_attempts(turn, writers)
-    turn.set(lineage=state.lineage.on(state.generation, source.step))
+    turn.set(lineage=lineage_of(turn, source).on(state.generation, source.step))
     turn.set(
         phase="forming",
         assignment=assignment,
@@ -256,7 +263,7 @@ def _begin(turn: Turn, world: World, source: ev.Source, why: str) -> None:
         pending=pending_after_restore(turn, assignment),
     )
     forget_void(turn)
-    turn.do(ev.FormGeneration(assignment))
+    turn.do(cmd.FormGeneration(assignment))
     turn.timer("form", _form_timeout_s(turn))
 
 
@@ -302,13 +309,21 @@ def _form_timeout_s(turn: Turn) -> float:
 
 def resumed(turn: Turn, event: ev.Resumed) -> None:
     state = turn.state
-    rank = state.ranks.get(event.worker)
-    if event.generation != state.generation or state.phase != "forming" or rank is None:
+    rank, assignment = state.ranks.get(event.worker), state.assignment
+    if rank is None or assignment is None or event.generation != assignment.generation:
+        return
+    if state.phase != "forming" and not (state.phase == "pausing" and state.adoption is not None):
+        return
+    if state.resumed == turn.everyone():
         return
     turn.set(resumed=state.resumed | 1 << rank)
     turn.set(bytes_moved=state.bytes_moved + event.bytes_received)
-    if turn.state.resumed == turn.everyone():
+    if turn.state.resumed != turn.everyone():
+        return
+    if state.phase == "forming":
         _formed(turn)
+    else:  # all had resumed, as is told now, when the controller went and it was given up
+        _tell_formed(turn, assignment)
 
 
 def _formed(turn: Turn) -> None:
@@ -319,24 +334,37 @@ def _formed(turn: Turn) -> None:
     refused = frozenset(entry for entry in state.refused if entry[0] not in state.ready)
     turn.set(phase="running", refused=refused, outage=None, unreached={})
     dismiss(turn, assignment)
+    _tell_formed(turn, assignment)
+    close_episode(turn, assignment)
+    await_checkpoint(turn)
+    commit_steps(turn)
+
+
+def _tell_formed_by_its_state(turn: Turn, source: Source) -> None:
+    """A step takes all members: where one was made, they had formed, whoever lived to say so."""
+    former = turn.state.assignment
+    if former is None or turn.state.resumed == turn.everyone():
+        return
+    if source.generation == former.generation and source.step > former.source.step:
+        _tell_formed(turn, former)
+
+
+def _tell_formed(turn: Turn, assignment: Assignment) -> None:
     members = [
         {"worker": m.worker, "rank": rank, "pid": m.pid, "node": m.node, "host": m.host}
         | {"raylet_pid": m.raylet_pid, "domain": m.domain}
         for rank, m in enumerate(assignment.members)
     ]
-    idle = {worker: why for worker, why in state.idle.items() if worker in turn.state.ready}
-    turn.journal(
-        "generation_formed",
-        assignment.reason + idle_in_words(idle),
-        step=assignment.source.step,
-        layout=str(assignment.layout),
-        world_size=len(members),
-        wanted=turn.workers_max,
-        idle=[{"worker": worker, "reason": why} for worker, why in idle.items()],
-        source=str(assignment.source.tier),
-        members=members,
-        buddies=list(assignment.buddies),
-    )
-    close_episode(turn, assignment)
-    await_checkpoint(turn)
-    commit_steps(turn)
+    idle = {worker: why for worker, why in turn.state.idle.items() if worker in turn.state.ready}
+    fields = {
+        "step": assignment.source.step,
+        "layout": str(assignment.layout),
+        "world_size": len(members),
+        "wanted": turn.workers_max,
+        "idle": [{"worker": worker, "reason": why} for worker, why in idle.items()],
+        "source": str(assignment.source.tier),
+        "members": members,
+        "buddies": list(assignment.buddies),
+    }
+    reason = assignment.reason + idle_in_words(idle)
+    turn.do(cmd.Journal("generation_formed", assignment.generation, reason, fields))

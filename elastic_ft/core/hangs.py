@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
-from elastic_ft.core.events import NodeId, WorkerId
+from elastic_ft.core.assignment import NodeId, WorkerId
 from elastic_ft.core.state import State
 
 FIRST_STEP_TIMEOUTS = 4  # hang timeouts to stand still for, before any step was measured
@@ -112,7 +112,10 @@ class Progress:
 
     def judge(self, state: State, now_s: float) -> Judgement:
         """Silence tells of everyone; standing still of members that train, or are on their way to
-        a boundary. Breaking off and forming have deadlines of their own."""
+        a boundary. Breaking off and forming have deadlines of their own. Who has still to call a
+        new controller says nothing to it: ``Policy.return_timeout_s`` is for them."""
+        for worker in state.adoption.workers if state.adoption else ():
+            self.marks[worker] = Mark(0, 0, 0, now_s, now_s)
         silent = find_silent(self._of(state, state.ready, now_s), now_s, self._heartbeat_timeout_s)
         if silent:
             return Judgement(silent)
@@ -127,7 +130,10 @@ class Progress:
         return Judgement(behind, "" if behind else stuck)
 
     def silent_keepers(self, state: State, now_s: float) -> dict[NodeId, Hung]:
-        """In whatever phase. One that starts again is as of its first word."""
+        """In whatever phase. One that starts again is as of its first word, as is one that has
+        still to call a new controller."""
+        for node in state.adoption.keepers if state.adoption else ():
+            self._keepers_heard_at_s[node] = now_s
         heard = {node: self._keepers_heard_at_s.get(node, now_s) for node in state.keepers}
         self._keepers_heard_at_s = heard
         return {

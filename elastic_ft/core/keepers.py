@@ -6,17 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from elastic_ft.core.events import (
-    DropKept,
-    Holding,
-    KeeperHolds,
-    KeeperReady,
-    NodeId,
-    Tier,
-    Unkept,
-    UseKeeper,
-    WorkerId,
-)
+from elastic_ft.core.assignment import Holding, NodeId, Tier, WorkerId
+from elastic_ft.core.commands import DropKept, UseKeeper
+from elastic_ft.core.events import KeeperHolds, KeeperReady, StepHeld, Unkept
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.records import Lacking, LeftBy, PendingStep
 from elastic_ft.core.source import Cut
@@ -60,7 +52,9 @@ def reads_from(turn: Turn, node: NodeId) -> bool:
 
 
 def forget_keeper(turn: Turn, node: NodeId) -> None:
-    left = turn.state.left
+    left, adoption = turn.state.left, turn.state.adoption
+    if adoption is not None and node in adoption.keepers:
+        turn.set(adoption=replace(adoption, keepers=adoption.keepers.without([node])))
     turn.set(
         keepers={n: keeper for n, keeper in turn.state.keepers.items() if n != node},
         left=replace(
@@ -96,7 +90,9 @@ def keeper_holds(turn: Turn, event: KeeperHolds) -> None:
 
 def _note_left(turn: Turn, event: KeeperHolds) -> None:
     state, left, pair = turn.state, turn.state.left, (event.node, event.worker)
-    if event.node not in state.keepers or pair in left.shards or pair in left.early:
+    if event.node not in state.keepers:
+        return
+    if (pair in left.early or pair in left.shards) and not _is_newer(turn, event):
         return
     early = left.early
     if event.worker in state.ready:  # the keeper saw it first
@@ -119,8 +115,33 @@ def _note_left(turn: Turn, event: KeeperHolds) -> None:
             steps=left.steps | steps,
         )
     )
-    if not of_this_history(state.lineage, {pair: event.holdings}):
-        drop_left(turn, [pair])
+    drop_left(turn, _void(turn, {pair: event.holdings}))
+
+
+def _is_newer(turn: Turn, event: KeeperHolds) -> bool:
+    """Than what the keeper told of this worker before, taking it for ended: it lived, and has used
+    the keeper again since the controller changed."""
+    known = turn.state.left.shards.get((event.node, event.worker))
+    if known is None:
+        return any(held.step >= turn.state.committed for held in event.holdings)
+    before, now = (
+        max(((held.generation, held.step) for held in some), default=(0, 0))
+        for some in (known, event.holdings)
+    )
+    return now > before
+
+
+def note_held(turn: Turn, event: StepHeld) -> None:
+    """What a keeper told of a worker, taking it for ended, was not its last word, where that holds
+    a newer step and may use the keeper again, since the controller changed."""
+    state, left = turn.state, turn.state.left
+    member = state.ready.get(event.worker)
+    if member is None or state.adoption is None or (member.node, event.worker) not in left.early:
+        return
+    pair = (member.node, event.worker)
+    told = [(held.generation, held.step) for held in left.shards.get(pair, ())]
+    if (event.generation, event.step) > max(told, default=(0, 0)):
+        turn.set(left=replace(left, early=left.early - {pair}))
 
 
 def drop_left(turn: Turn, pairs: Iterable[LeftBy]) -> None:
@@ -150,7 +171,15 @@ def forget_void(turn: Turn) -> None:
     state, left = turn.state, turn.state.left
     steps = {known: line for known, line in left.steps.items() if known[0] > state.committed}
     turn.set(left=replace(left, steps=steps))
-    drop_left(turn, left.shards.keys() - of_this_history(state.lineage, left.shards).keys())
+    drop_left(turn, _void(turn, left.shards))
+
+
+def _void(turn: Turn, shards: Mapping[LeftBy, tuple[Holding, ...]]) -> set[LeftBy]:
+    """Of these, what has nothing but steps that were trained again. Those after the last committed
+    one count again if the newest generation comes to nothing (``restoring.choose_source``)."""
+    lineage, committed = turn.state.lineage, turn.state.committed
+    good = [of_this_history(one, shards) for one in (lineage, lineage.up_to(committed))]
+    return shards.keys() - good[0].keys() - good[1].keys()
 
 
 def of_this_history(

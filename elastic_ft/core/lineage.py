@@ -27,6 +27,11 @@ class Lineage:
         before = tuple(entry for entry in self.begun if entry[1] < step)
         return Lineage((*before, (generation, step))[-KEPT:])
 
+    def up_to(self, step: int) -> Lineage:
+        """As if no generation had begun at ``step`` or later: the one that computed ``step`` goes
+        on after it."""
+        return Lineage(tuple(entry for entry in self.begun if entry[1] < step))
+
     def generation_of(self, step: int) -> int | None:
         """Which computed ``step``; 0 for the seed's state, None if that is not known any more."""
         if step == 0:

@@ -17,7 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.adoption import (
+    RETURN,
+    controller_changed,
+    keeper_returned,
+    note_complete,
+    respite_s,
+    return_overdue,
+    worker_returned,
+)
+from elastic_ft.core.assignment import Member
 from elastic_ft.core.commits import (
     PUBLISH,
     ask_for_checkpoint,
@@ -77,9 +88,9 @@ from elastic_ft.core.world import (
 )
 
 
-def step(state: State, event: ev.Event, policy: Policy) -> tuple[State, tuple[ev.Command, ...]]:
+def step(state: State, event: ev.Event, policy: Policy) -> tuple[State, tuple[cmd.Command, ...]]:
     """Returns the next state and what is to be done about it."""
-    if state.phase == "ended":
+    if state.phase == "ended" and not isinstance(event, AFTER_THE_END):
         return state, ()
     turn = Turn(state, policy, event.at_s)
     handlers[type(event)](turn, event)
@@ -89,6 +100,7 @@ def step(state: State, event: ev.Event, policy: Policy) -> tuple[State, tuple[ev
 
 def settle(turn: Turn, before: State) -> None:
     """Whatever the event was: what ends a phase by itself ends it here, and nowhere else."""
+    note_complete(turn)
     if turn.state.phase == "running" and before.phase == "forming":
         _follow_wishes(turn)
     if turn.state.phase == "pausing" and has_news(before, turn.state) and have_paused(turn):
@@ -117,7 +129,7 @@ def _job_started(turn: Turn, event: ev.JobStarted) -> None:
     )
     turn.journal("job_started", start, step=committed)
     spares = f" and {turn.policy.spares} spares" if turn.policy.spares else ""
-    turn.do(ev.WantWorkers(wanted(turn), f"max_workers{spares}"))
+    turn.do(cmd.WantWorkers(wanted(turn), f"max_workers{spares}"))
     turn.timer("start", turn.policy.start_timeout_s)
 
 
@@ -128,7 +140,7 @@ def _worker_ready(turn: Turn, event: ev.WorkerReady) -> None:
     turn.set(ready=state.ready.put(member.worker, member))
     turn.journal("worker_ready", "up and warm", worker=member.worker, node=member.node)
     if keeper := state.keepers.get(member.node):
-        turn.do(ev.UseKeeper(member.worker, keeper))
+        turn.do(cmd.UseKeeper(member.worker, keeper))
     if member.node in state.draining:
         release(turn, member.worker, "its node is draining")
     elif state.phase == "starting":
@@ -180,7 +192,7 @@ def _resize_requested(turn: Turn, event: ev.ResizeRequested) -> None:
         return
     turn.journal("resize_requested", f"{event.workers} workers are wanted", **fields)
     turn.set(target=event.workers)
-    turn.do(ev.WantWorkers(wanted(turn), "resize"))
+    turn.do(cmd.WantWorkers(wanted(turn), "resize"))
     phase = turn.state.phase
     if phase == "starting" and len(turn.usable()) == turn.workers_max:
         form_first(turn)
@@ -221,7 +233,7 @@ def _node_draining(turn: Turn, event: ev.NodeDraining) -> None:
         _leave_draining(turn)
 
 
-def _newest_of(turn: Turn, member: ev.Member) -> int:
+def _newest_of(turn: Turn, member: Member) -> int:
     """The last step of this history that it may hold something of; -1: it never had a part."""
     if member.worker in turn.state.ranks:
         return turn.state.committed
@@ -287,11 +299,11 @@ def _stop_requested(turn: Turn, event: ev.StopRequested) -> None:
         return
     if turn.state.phase == "running":
         _stop(turn)
-    turn.do(ev.StartTimer("stop", 0, turn.policy.stop_timeout_s))
+    turn.do(cmd.StartTimer("stop", 0, turn.policy.stop_timeout_s))
 
 
 def _stop(turn: Turn) -> None:
-    turn.do(ev.StopAtBoundary(tuple(turn.live_members()), turn.state.stopping))
+    turn.do(cmd.StopAtBoundary(tuple(turn.live_members()), turn.state.stopping))
 
 
 # -------------------------------------------------------------------------------------- deadlines
@@ -303,7 +315,10 @@ def _timer_fired(turn: Turn, event: ev.TimerFired) -> None:
     if act := LASTING_TIMERS.get(name):
         act(turn, whose)
     elif event.generation == turn.state.generation and (name, turn.state.phase) in TIMERS:
-        TIMERS[name, turn.state.phase](turn)
+        if left_s := respite_s(turn, name):
+            turn.timer(name, left_s)
+        else:
+            TIMERS[name, turn.state.phase](turn)
 
 
 def _stop_overdue(turn: Turn, _: str) -> None:
@@ -359,7 +374,10 @@ LASTING_TIMERS: dict[str, Callable[[Turn, str], None]] = {
     RELEASE: release_overdue,
     PUBLISH: publish_overdue,
     REREAD: _read_again,
+    RETURN: return_overdue,
 }
+# What the core has to say to, although there is nothing to decide any more.
+AFTER_THE_END = (ev.ControllerChanged, ev.WorkerReturned)
 
 handlers: dict[type, Callable[[Turn, Any], None]] = {
     ev.JobStarted: _job_started,
@@ -369,6 +387,7 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     ev.NodeLost: node_lost,
     ev.NodeDraining: _node_draining,
     ev.KeeperReady: keeper_ready,
+    ev.KeeperReturned: keeper_returned,
     ev.KeeperLost: keeper_lost,
     ev.KeeperHolds: keeper_holds,
     ev.Unkept: _unkept,
@@ -390,4 +409,6 @@ handlers: dict[type, Callable[[Turn, Any], None]] = {
     ev.StopRequested: _stop_requested,
     ev.ResizeRequested: _resize_requested,
     ev.TimerFired: _timer_fired,
+    ev.ControllerChanged: controller_changed,
+    ev.WorkerReturned: worker_returned,
 }

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_ft.core.assignment import Source, WorkerId
+from elastic_ft.core.commands import StartTimer
 from elastic_ft.core.commits import finish
-from elastic_ft.core.events import Source, SourceRefused, StartTimer, WorkerId
+from elastic_ft.core.events import SourceRefused
 from elastic_ft.core.records import Outage, Unreached
 from elastic_ft.core.state import Turn
 from elastic_ft.core.world import choose_world

@@ -29,7 +29,7 @@ class Cut:
         offsets, sizes = [0] * len(shape), list(shape)
         for axis, index, count in (
             (self.tp, place.tp, layout.tp),
-            (self.shard, place.dp_shard, layout.dp_shard),
+            (self.shard, place.dp_shard, layout.state_shards),
         ):
             if axis is not None:
                 chunk = -(-sizes[axis] // count)
@@ -108,7 +108,7 @@ def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: ShardPlace
     """
     axes = (None, *range(len(shape)))
     by_tp = axes if layout.tp > 1 else (None,)
-    by_shard = axes if layout.dp_shard > 1 else (None,)
+    by_shard = axes if layout.state_shards > 1 else (None,)
     for tp, shard in product(by_tp, by_shard):
         if Cut(tp, shard).box(shape, layout, place) == box:
             return Cut(tp, shard)

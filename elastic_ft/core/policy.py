@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic_ft.core.layouts.layout import LayoutWish
-from elastic_ft.core.layouts.planner import Planning
+from elastic_ft.core.layouts.layout_plan import Planning
 
 
 @dataclass(frozen=True)  # no slots: the job file has its defaults from these
@@ -33,6 +33,7 @@ class Policy(LayoutWish):
     suspend_timeout_s: float = 1800
     pause_timeout_s: float = 10
     release_timeout_s: float = 30
+    return_timeout_s: float = 2  # for workers and keepers to call the next controller
     form_timeout_s: float = 60
     boundary_timeout_s: float = 70  # a running step to end: hangs are noticed sooner
     stop_timeout_s: float = 120

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_ft.core.events import Assignment, Holding, NodeId, WorkerId
+from elastic_ft.core.assignment import Assignment, Holding, NodeId, WorkerId
 from elastic_ft.core.table import Table
 
 LeftBy = tuple[NodeId, WorkerId]  # an ended worker, and the node whose keeper has what it left
@@ -69,6 +69,7 @@ class CheckpointAttempt:
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     took_s: float = 0.0  # the slowest writer so far
     committing: bool = False
+    again: bool = False  # an earlier controller may have published it, or be about to
 
     @property
     def is_whole(self) -> bool:
@@ -153,6 +154,31 @@ class Unreached:
     generation: int  # the last one that could not
     tries: int
     alone: frozenset[WorkerId]
+
+
+@dataclass(frozen=True, slots=True)
+class Adoption:
+    """A controller that goes on where another was.
+
+    Attributes:
+        controller: its number.
+        at_s: since when it is in charge.
+        workers: that are ready, and have not called it.
+        keepers: the nodes of those that have not called it.
+        newest: the newest generation that any worker who called has heard of.
+        said: the journal has that nobody is waited for any more.
+    """
+
+    controller: int
+    at_s: float
+    workers: Table[WorkerId, None] = field(default_factory=Table)
+    keepers: Table[NodeId, None] = field(default_factory=Table)
+    newest: int = 0
+    said: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.workers and not self.keepers
 
 
 @dataclass(frozen=True, slots=True)

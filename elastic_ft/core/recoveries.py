@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+from elastic_ft.core.assignment import Assignment, WorkerId
 from elastic_ft.core.commits import PLANNED
-from elastic_ft.core.events import Assignment, NodeLost, WorkerId
+from elastic_ft.core.events import NodeLost
 from elastic_ft.core.records import Recovery
 from elastic_ft.core.state import RECOVERIES_KEPT, Turn
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from itertools import islice
 
+from elastic_ft.core.commands import AvoidNode, KillWorker
 from elastic_ft.core.commits import finish
-from elastic_ft.core.events import EVERYONES, ITS_OWN, AvoidNode, KillWorker, WorkerRaised
+from elastic_ft.core.events import EVERYONES, ITS_OWN, WorkerRaised
 from elastic_ft.core.standby import release
 from elastic_ft.core.state import Turn
 from elastic_ft.core.world import wanted

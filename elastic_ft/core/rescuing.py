@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from elastic_ft.core.events import RecordStep
+from elastic_ft.core.commands import RecordStep
 
 Cut = tuple[int, int, str]  # step, generation that computed it, shard space
 

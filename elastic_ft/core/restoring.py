@@ -9,15 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from elastic_ft.core.events import (
-    Assignment,
-    Holding,
-    Member,
-    RollBack,
-    Source,
-    Tier,
-)
+from elastic_ft.core.assignment import Assignment, Holding, Member, Source, Tier
+from elastic_ft.core.commands import RollBack
 from elastic_ft.core.keepers import await_keepers, awaited_beyond, of_this_history
+from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.records import PendingStep, Writers
 from elastic_ft.core.source import choose, missing_of
 from elastic_ft.core.state import Turn
@@ -30,8 +25,29 @@ WRITERS_KEPT = 4  # generations whose checkpoints may still be on their way
 
 
 def choose_source(turn: Turn) -> tuple[Source, str]:
-    """From what the living hold; from what the dead left too where that is better."""
-    state, (held, left) = turn.state, _known_holdings(turn)
+    """From what the living hold; from what the dead left too where that is better.
+
+    Committed steps are not given up for the sake of a generation that began, and of whose steps
+    nothing is left: then those that the one before it had computed, after the last committed one,
+    count again.
+    """
+    state = turn.state
+    found = _choose(turn, state.lineage)
+    if found[0].step >= state.committed:
+        return found
+    before = _choose(turn, state.lineage.up_to(state.committed))
+    return before if before[0].step >= state.committed else found
+
+
+def lineage_of(turn: Turn, source: Source) -> Lineage:
+    """The history that ``source`` is of."""
+    lineage = turn.state.lineage
+    is_of_it = lineage.has(source.step, source.generation)
+    return lineage if is_of_it else lineage.up_to(turn.state.committed)
+
+
+def _choose(turn: Turn, lineage: Lineage) -> tuple[Source, str]:
+    state, (held, left) = turn.state, _known_holdings(turn, lineage)
     found = choose(held, state.checkpoints, state.refused)
     if not state.left.shards:
         return found
@@ -47,14 +63,14 @@ def choose_source(turn: Turn) -> tuple[Source, str]:
 Holdings = dict[str, tuple[Holding, ...]]
 
 
-def _known_holdings(turn: Turn) -> tuple[Holdings, Holdings]:
+def _known_holdings(turn: Turn, lineage: Lineage) -> tuple[Holdings, Holdings]:
     """Of this history: the living's, and what the dead left."""
     state = turn.state
     held = {worker: held for worker, held in state.paused.items() if worker in state.ready}
     left = {
         state.keepers[n].left_by(worker): some for (n, worker), some in state.left.shards.items()
     }
-    return of_this_history(state.lineage, held), of_this_history(state.lineage, left)
+    return of_this_history(lineage, held), of_this_history(lineage, left)
 
 
 def _is_better(one: Source, other: Source) -> bool:
@@ -72,7 +88,7 @@ def is_worth_waiting(turn: Turn, step: int) -> bool:
         return True
     if not awaited_beyond(turn, step):
         return False
-    held, left = _known_holdings(turn)
+    held, left = _known_holdings(turn, turn.state.lineage)
     await_keepers(turn, step, missing_of(held | left, turn.state.refused, step))
     return True
 
@@ -153,6 +169,7 @@ def _known(turn: Turn, step: int, old: Assignment) -> PendingStep:
     generation = old.generation if computed_by is None else computed_by
     unheard = PendingStep(generation, len(old.members), str(old.layout), {})
     said = state.pending.get(step, unheard)
+    said = said if said.generation == generation else unheard
     return said if said.metrics else state.left.steps.get((step, generation), said)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from elastic_ft.core.events import Assignment, Basis, Keeper, Source, Tier, WorkerId
+from elastic_ft.core.assignment import Assignment, Basis, Keeper, Source, Tier, WorkerId
 from elastic_ft.core.layouts.layout import Layout
 
 

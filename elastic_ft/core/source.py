@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from elastic_ft.core.events import (
-    TIER_ORDER,
-    CheckpointRef,
-    Holding,
-    Source,
-    Tier,
-)
+from elastic_ft.core.assignment import TIER_ORDER, CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 
 # (holder or URL, step, shard) whose state proved damaged; no shard: all that it has of the step.

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic_ft.core.assignment import Assignment, WorkerId
+from elastic_ft.core.commands import Bench, KillWorker, ReleaseWorker, StartTimer
 from elastic_ft.core.commits import abandon_attempts_of
-from elastic_ft.core.events import (
-    Assignment,
-    Bench,
-    KillWorker,
-    ReleaseWorker,
-    StartTimer,
-    WorkerId,
-)
+from elastic_ft.core.keepers import await_report
 from elastic_ft.core.state import Turn
 from elastic_ft.core.world import surplus, wanted
 
@@ -20,8 +15,11 @@ RELEASE = "release"  # a timer; its name goes on with the worker that it is for
 
 
 def release(turn: Turn, worker: WorkerId, reason: str) -> None:
-    """It is to end by itself; a hung one would keep its place for good."""
+    """It is to end by itself; a hung one would keep its place for good. What it leaves with its
+    keeper is of use until those who stay hold a newer step."""
     turn.do(ReleaseWorker(worker, reason))
+    if (member := turn.state.ready.get(worker)) is not None:
+        await_report(turn, member.node, worker, turn.out_since(worker))
     turn.forget([worker])
     turn.set(releasing=turn.state.releasing | {worker})
     turn.do(StartTimer(f"{RELEASE} {worker}", 0, turn.policy.release_timeout_s))

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypedDict, TypeVar, Unpack
 
-from elastic_ft.core.events import (
+from elastic_ft.core.assignment import (
     Assignment,
     CheckpointRef,
-    Command,
     Holding,
-    Journal,
     Keeper,
     Member,
     NodeId,
-    StartTimer,
     WorkerId,
 )
+from elastic_ft.core.commands import Command, FinishJob, Journal, StartTimer
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.records import (
+    Adoption,
     Episode,
     LeftBehind,
     Outage,
@@ -101,7 +100,8 @@ class State:
     suspects: dict[WorkerId, int] = field(default_factory=dict)  # others, and what broke with them
     user_failures: tuple[int, int, int] = (-1, 0, 0)  # last step, how many in a row, generation
     stopping: str = ""
-    status: str = ""
+    finish: FinishJob | None = None  # how the job has ended
+    adoption: Adoption | None = None  # since the last time that the controller changed
 
 
 class Changes(TypedDict, total=False):
@@ -159,7 +159,8 @@ class Changes(TypedDict, total=False):
     suspects: dict[WorkerId, int]
     user_failures: tuple[int, int, int]
     stopping: str
-    status: str
+    finish: FinishJob | None
+    adoption: Adoption | None
 
 
 class Turn:
@@ -193,6 +194,9 @@ class Turn:
             gone = Table(dict.fromkeys(islice(gone, len(gone) - kept, None)))
         leaving, benched = _without(state.leaving, out), _without(state.benched, out)
         self.set(ready=state.ready.without(out), gone=gone, leaving=leaving, benched=benched)
+        if state.adoption is not None and state.adoption.workers:
+            waiting = state.adoption.workers.without(out)
+            self.set(adoption=replace(state.adoption, workers=waiting))
 
     def timer(self, name: str, after_s: float) -> None:
         self.do(StartTimer(name, self.state.generation, after_s))
@@ -227,6 +231,15 @@ class Turn:
         assignment = self.state.assignment
         donors = assignment.donors if assignment else ()
         return worker in self.state.ranks or any(worker == donor.worker for donor in donors)
+
+    def may_hold(self, worker: WorkerId) -> bool:
+        """Whether ``holders`` has it, if it is alive."""
+        return self.takes_part(worker) or worker in self.state.benched
+
+    def next_generation(self) -> int:
+        """Above every number that anybody has heard of (I1)."""
+        adoption = self.state.adoption
+        return 1 + max(self.state.generation, adoption.newest if adoption else 0)
 
     def out_since(self, worker: WorkerId) -> int:
         """The first generation that ``worker`` has no part in; 0 if it never had one in any."""

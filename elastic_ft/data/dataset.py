@@ -18,7 +18,9 @@ from torch.utils.data import default_collate
 
 from elastic_ft.config import DataConfig, Job
 from elastic_ft.data.corpus import Corpus, open_corpus
+from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.data.prefetch import Prefetcher
+from elastic_ft.data.token_shards import TokenShards, find_shards
 from elastic_ft.errors import DataError, redacted
 from elastic_ft.models.build import build_model
 from elastic_ft.models.imports import call_object, import_object, one_line
@@ -54,6 +56,7 @@ class DataBundle:
     sequence_length: int | None
     description: str  # one line, for people
     fingerprint: str | None = None  # of the tokens: differs if two workers read different data
+    order: EpochOrder | None = None  # of the samples, if that is not the job's own
 
 
 def positions_in_documents(tokens: Tensor, end_id: int) -> Tensor:
@@ -112,6 +115,12 @@ class Collated:
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """As torch's own loader asks: at once, where the dataset can."""
+        if hasattr(self.dataset, "__getitems__"):
+            return list(self.dataset.__getitems__(indices))
+        return [self.dataset[index] for index in indices]
+
     def collate(self, samples: list[Any]) -> Any:
         return default_collate(samples)
 
@@ -124,7 +133,10 @@ def open_dataset(config: DataConfig, seed: int) -> DataBundle:
     (train, evaluation); it is given ``seed`` too if it has a parameter of that name and no kwarg.
     Raises DataError or StorageError, one line.
     """
-    bundle = _open_url(config) if config.url is not None else _open_path(config, seed)
+    if config.url is None:
+        bundle = _open_path(config, seed)
+    else:
+        bundle = _open_shards(config) if config.format == "token_shards" else _open_url(config)
     if config.eval_every_steps and bundle.evaluation is None:
         raise DataError(
             f"data.eval_every_steps: {config.eval_every_steps}, but no samples are held out "
@@ -136,14 +148,7 @@ def open_dataset(config: DataConfig, seed: int) -> DataBundle:
 def _open_url(config: DataConfig) -> DataBundle:
     corpus = open_corpus(config)
     length = config.sequence_length + 1
-    windows = corpus.token_count // length
-    if windows == 0:
-        raise DataError(
-            f"data.url: {config.url}: found {corpus.token_count} tokens, one sample needs {length} "
-            f"(data.sequence_length {config.sequence_length} and the next token)"
-        )
-    held_out = int(windows * config.eval_fraction)
-    train = windows - held_out
+    train, held_out = _split(config, corpus.token_count // length, corpus.token_count)
     return DataBundle(
         train=Windows(corpus, length, 0, train),
         evaluation=Windows(corpus, length, train, held_out) if held_out else None,
@@ -151,11 +156,42 @@ def _open_url(config: DataConfig) -> DataBundle:
         sequence_length=config.sequence_length,
         description=(
             f"{redacted(str(config.url))}: {corpus.file_count} files, {corpus.token_count} tokens, "
-            f"vocabulary {corpus.vocab_size}; {train} training and {held_out} held-out samples of "
-            f"{config.sequence_length} tokens"
+            f"vocabulary {corpus.vocab_size}; {_in_words(config, train, held_out)}"
         ),
         fingerprint=corpus.fingerprint,
     )
+
+
+def _open_shards(config: DataConfig) -> DataBundle:
+    shards, fingerprint = find_shards(config)
+    train, held_out = _split(config, shards.count, shards.count * shards.length)
+    return DataBundle(
+        train=TokenShards(shards, 0, train),
+        evaluation=TokenShards(shards, train, held_out) if held_out else None,
+        vocab_size=config.vocab_size,
+        sequence_length=config.sequence_length,
+        description=(
+            f"{redacted(str(config.url))}: {len(shards.keys)} files read where they are, "
+            f"vocabulary {config.vocab_size}; {_in_words(config, train, held_out)}"
+        ),
+        fingerprint=fingerprint,
+    )
+
+
+def _split(config: DataConfig, windows: int, tokens: int) -> tuple[int, int]:
+    """How many train, and how many are held out."""
+    if windows == 0:
+        raise DataError(
+            f"data.url: {config.url}: found {tokens} tokens, one sample needs "
+            f"{config.sequence_length + 1} (data.sequence_length {config.sequence_length} and the "
+            f"next token)"
+        )
+    held_out = int(windows * config.eval_fraction)
+    return windows - held_out, held_out
+
+
+def _in_words(config: DataConfig, train: int, held_out: int) -> str:
+    return f"{train} training and {held_out} held-out samples of {config.sequence_length} tokens"
 
 
 def _open_path(config: DataConfig, seed: int) -> DataBundle:

@@ -8,6 +8,7 @@ of a step: the reading, not the plan of it (I2).
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from elastic_ft.data.draws import Draws
 from elastic_ft.errors import GroupBroken
 
 MicroBatch = tuple[int, ...]  # ids of its samples, see core.batches
@@ -44,10 +46,13 @@ class Prefetcher:
         collate: Callable[[list[Any]], Any] | None = None,
         *,
         depth_steps: int = 2,
+        draws: Draws | None = None,
     ) -> None:
+        """``draws``: of a dataset that may draw from the global generators. One that does is read
+        while ``get`` waits for it, and at no other time."""
         self._dataset = dataset
         self._collate = collate or dataset.collate
-        self._depth_steps = depth_steps
+        self._depth_steps, self._draws, self._waiting = depth_steps, draws, False
         self._changed = threading.Condition()
         self._wanted: dict[int, list[MicroBatch]] = {}
         self._loaded: dict[tuple[int, MicroBatch], Loaded] = {}
@@ -82,22 +87,30 @@ class Prefetcher:
         with self._changed:
             if step not in self._wanted:
                 raise ValueError(f"step {step} was not requested; wanted: {sorted(self._wanted)}")
-            before, fewest = self._cancellations, 0
-            deadline_s = 0.0
-            while missing := self._missing(step):
-                self._raise_failure(step)
-                if not deadline_s or len(missing) < fewest:
-                    fewest, deadline_s = len(missing), time.monotonic() + timeout_s
-                if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
-                    raise TimeoutError(
-                        f"step {step}: {len(missing)} micro-batches not loaded, and no other for "
-                        f"{timeout_s:g} s, the first of them {missing[0]}"
-                    )
-                if self._cancellations != before or self._closed:
-                    raise GroupBroken(f"step {step}: its data was cancelled by a new generation")
+            self._waiting = True
+            self._changed.notify_all()
+            try:
+                self._await(step, timeout_s)
+            finally:
+                self._waiting = False
             micro_batches = self._wanted.pop(step)
             self._forget_outside(step)
             return [self._loaded[step, ids] for ids in micro_batches]
+
+    def _await(self, step: int, timeout_s: float) -> None:
+        before, fewest = self._cancellations, 0
+        deadline_s = 0.0
+        while missing := self._missing(step):
+            self._raise_failure(step)
+            if not deadline_s or len(missing) < fewest:
+                fewest, deadline_s = len(missing), time.monotonic() + timeout_s
+            if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+                raise TimeoutError(
+                    f"step {step}: {len(missing)} micro-batches not loaded, and no other for "
+                    f"{timeout_s:g} s, the first of them {missing[0]}"
+                )
+            if self._cancellations != before or self._closed:
+                raise GroupBroken(f"step {step}: its data was cancelled by a new generation")
 
     def cancel(self) -> None:
         """Drops every request and wakes a waiting ``get``; what is loaded is kept."""
@@ -148,12 +161,16 @@ class Prefetcher:
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._next() is not None)
+                self._changed.wait_for(lambda: self._closed or self._may_read())
                 if self._closed:
                     return
                 key = self._next()
             assert key is not None
             self._load(key)
+
+    def _may_read(self) -> bool:
+        draws = self._draws is not None and self._draws.known is not False
+        return (self._waiting or not draws) and self._next() is not None
 
     def _next(self) -> tuple[int, MicroBatch] | None:
         for step in sorted(self._wanted):
@@ -176,7 +193,16 @@ class Prefetcher:
 
     def _read(self, wanted: MicroBatch) -> Loaded:
         ids, samples, count = [], [], len(self._dataset)
-        for sample_id in wanted:
-            samples.append(self._dataset[sample_id % count])
-            ids.append(sample_id)
-        return Loaded(tuple(ids), self._collate(samples))
+        draws = self._draws
+        together = getattr(self._dataset, "__getitems__", None)
+        if together is not None and (draws is None or draws.known is False):
+            return Loaded(wanted, self._collate(together([i % count for i in wanted])))
+        with draws.apart() if draws is not None else contextlib.nullcontext():
+            for sample_id in wanted:
+                if draws is not None:
+                    draws.begin(sample_id)
+                samples.append(self._dataset[sample_id % count])
+                ids.append(sample_id)
+            if draws is not None:
+                draws.begin(wanted[0], collating=True)
+            return Loaded(tuple(ids), self._collate(samples))

@@ -30,20 +30,34 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """Graphs of layers that a worker has compiled, or found in its node's cache."""
+
+    graphs: int  # in a step, which took longer for it
+    warmed: int  # before the first one
+    warmed_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """What applying the gradients did."""
 
     grad_norm: float  # global, before clipping
     skipped: bool = False  # the gradients were not finite: nothing was applied
     note: str = ""  # for the journal: why, where that is not as usual
+    compiled: Compiled | None = None  # in this step, if anything was
 
 
-class Engine(Protocol):
-    """Attributes:
+class StateEngine(Protocol):
+    """What has the state of a world's rank, whoever makes its steps.
+
+    Attributes:
+    device: that it is on.
     intact: the live state is that of one step: False while an optimizer step is under way.
     can_be_left: ``detach`` can do without the thread that is in a collective for good.
     """
 
+    device: torch.device
     intact: bool
     can_be_left: bool
 
@@ -82,6 +96,10 @@ class Engine(Protocol):
 
     def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
         """How many micro-batches each rank must run, given how many each was dealt."""
+
+
+class Engine(StateEngine, Protocol):
+    """A job's model, which it runs itself."""
 
     def run_batch(
         self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach

@@ -25,6 +25,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box, boxes_of_range
 from elastic_ft.engines import deepspeed_private
+from elastic_ft.engines.activations import checkpoint_activations
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
@@ -33,7 +34,6 @@ from elastic_ft.engines.modules import (
     DTYPES,
     FirstGradients,
     Terms,
-    checkpoint_activations,
     inside,
     plain_name,
     seed_for,
@@ -135,8 +135,8 @@ class DeepSpeedEngine:
         with torch.device("meta"):
             module = self._factory()
         self._blocks = block_modules(module)
-        if self.job.parallel.activation_checkpointing:
-            self._blocks = checkpoint_activations(module, self._blocks)
+        if again := self.job.parallel.activation_checkpointing:
+            self._blocks = checkpoint_activations(module, self._blocks, again)
         to_empty(module, self.device)
         buffers = {plain_name(n): b for n, b in module.named_buffers()}
         for name, value in self._computed.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -42,13 +42,21 @@ def check_reduced(laid_out: LaidOut, runner: nn.Module | None, replicas: int) ->
     """
     parameters = laid_out.parameters.values()
     all_present = all(p.grad is not None for p in parameters if p.requires_grad)
-    is_reduced = True
     if isinstance(runner, DistributedDataParallel):
-        if not all_present:
-            check_all_used(laid_out.parameters)
-        is_reduced = torch_private.is_reduced(runner)
+        check_all_reduced(laid_out.parameters, runner)
     elif replicas > 1 and not all_present:  # else the next step would have it
-        is_reduced = not any(map(torch_private.is_owed, laid_out.parts))
+        _check(not any(map(torch_private.is_owed, laid_out.parts)))
+
+
+def check_all_reduced(
+    parameters: Mapping[str, nn.Parameter], runner: DistributedDataParallel
+) -> None:
+    """After the last backward through ``runner``, which has these. Raises ConfigError."""
+    check_all_used(parameters)
+    _check(torch_private.is_reduced(runner))
+
+
+def _check(is_reduced: bool) -> None:
     if not is_reduced:
         raise ConfigError(
             "parallel.unused_parameters: a step's last micro-batch does not use all parameters "

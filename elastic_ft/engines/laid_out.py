@@ -15,21 +15,25 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.engines.modules import DTYPES, checkpoint_activations, plain_name, to_empty
+from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_memory
+from elastic_ft.engines.compiling import check_compiled, compile_blocks
+from elastic_ft.engines.modules import DTYPES, mixed_precision, plain_name, to_empty
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.engines.pipeline import Pipeline, TiedWeight, check_batch, check_pipeline, cut
 from elastic_ft.engines.tensor_parallel import check_tensor_parallel, parallelize
 from elastic_ft.engines.unused import use_all
+from elastic_ft.errors import ConfigError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules
-from elastic_ft.models.decoder import Decoder, DecoderStage
+from elastic_ft.models.context_parallel import ContextShare
+from elastic_ft.models.decoder import Attention, Decoder, DecoderStage
 
 
 @dataclass(eq=False, slots=True)
@@ -118,17 +122,37 @@ def is_cut_alone(job: Job, layout: Layout, device: torch.device) -> bool:
 def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> None:
     """Raises ConfigError for a model that can't be laid out as asked. ``model``: may be on meta."""
     parallel = job.parallel
+    if parallel.loss_chunk_tokens and not isinstance(model, Decoder):
+        raise ConfigError(
+            "parallel.loss_chunk_tokens: is of the built-in decoder (model.preset), found "
+            f"{type(model).__name__}"
+        )
+    check_compiled(job, model)
+    if parallel.cp > 1 and not isinstance(model, Decoder):
+        raise ConfigError(
+            "parallel.cp: ranks share positions of the built-in decoder (model.preset), found "
+            f"{type(model).__name__}"
+        )
     check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
     check_pipeline(model, job.parallel.pp, job.parallel.schedule)
 
 
 def check_data(job: Job, samples: Any) -> None:
     """Raises ConfigError for samples that the layout can't run. Reads one if it depends on that."""
-    if job.parallel.pp > 1:
-        check_batch(samples.collate([samples[0]]))
+    parallel = job.parallel
+    if parallel.pp > 1 or parallel.cp > 1:
+        check_batch(samples.collate([samples[0]]), "pp" if parallel.pp > 1 else "cp")
 
 
 # ------------------------------------------------------------------------------- helpers
+
+
+def share_positions(part: Decoder | DecoderStage, context: ContextShare) -> None:
+    """From now on ``part`` takes this rank's positions alone."""
+    part.context = context
+    for module in part.modules():
+        if isinstance(module, Attention):
+            module.context = context
 
 
 def _layout(groups: Groups) -> Layout:
@@ -153,10 +177,18 @@ def _prepare(
         assert groups.mesh is not None
         parallelize(part, groups.mesh["tp"], job.parallel.tp_plan)
     blocks = [*part.layers.values()] if isinstance(part, DecoderStage) else block_modules(part)
-    if job.parallel.activation_checkpointing:
-        blocks = checkpoint_activations(part, blocks)
+    if again := job.parallel.activation_checkpointing:
+        blocks = checkpoint_activations(part, blocks, again)
+    if job.parallel.compile:
+        compile_blocks(blocks)
+    if job.parallel.offload_activations and device.type == "cuda":
+        keep_in_host_memory(blocks)
+    if isinstance(part, Decoder | DecoderStage):
+        part.loss_chunk_tokens = job.parallel.loss_chunk_tokens
+        if groups is not None and groups.context is not None:
+            share_positions(part, ContextShare(groups.context, _layout(groups).tp))
     if groups is not None and _needs_fsdp(job, _layout(groups), device):
-        _shard(job, part, blocks, groups)
+        shard(job, part, blocks, groups)
     to_empty(part, device)
     if job.parallel.unused_parameters:
         use_all(part, [] if groups is None else blocks)
@@ -166,18 +198,17 @@ def _prepare(
 def _needs_fsdp(job: Job, layout: Layout, device: torch.device) -> bool:
     """For gradients of several data ranks, or for compute in another dtype."""
     is_lower = DTYPES[job.precision.dtype] is not torch.float32
-    return layout.data_parallel_size > 1 or is_lower or is_cut_alone(job, layout, device)
+    return layout.gradient_size > 1 or is_lower or is_cut_alone(job, layout, device)
 
 
-def _shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Groups) -> None:
+def shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Groups) -> None:
+    """Cuts ``module`` by FSDP2, each of its ``blocks`` by itself."""
     layout, mesh = _layout(groups), groups.mesh
     assert mesh is not None
     names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     if layout.tp > 1:  # logits are a view of a DTensor's; nothing here writes to them
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    policy, dtype = MixedPrecisionPolicy(), DTYPES[job.precision.dtype]
-    if dtype is not torch.float32:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = mixed_precision(DTYPES[job.precision.dtype])
     # A pipeline's micro-batches come in turns: gathering anew for each costs more.
     gathers_often = layout.pp == 1 and job.parallel.reshard_after_backward
     for block in [*blocks, module]:

@@ -10,25 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from elastic_ft.faults import Reach
-from elastic_ft.torch_private import CheckpointImpl, checkpoint_wrapper
 
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def checkpoint_activations(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    """Recomputes each block's activations in backward. Returns the wrapped blocks."""
-    wanted, wrapped = {id(block) for block in blocks}, []
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in wanted:
-                wrapper = checkpoint_wrapper(child, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-                parent.register_module(name, wrapper)
-                wrapped.append(wrapper)
-    return wrapped
 
 
 def to_empty(module: nn.Module, device: torch.device) -> None:
@@ -43,6 +31,13 @@ def to_empty(module: nn.Module, device: torch.device) -> None:
     for (first, first_name), *others in places.values():
         for part, name in others:
             setattr(part, name, getattr(first, first_name))
+
+
+def mixed_precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """FSDP2's, to compute in ``dtype``; gradients are reduced in float32."""
+    if dtype is torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
 def plain_name(name: str) -> str:

@@ -25,6 +25,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
 from elastic_ft.engines.base import MicroBatch, Update
+from elastic_ft.engines.compiling import Compiler
 from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
@@ -32,6 +33,7 @@ from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import DTYPES, FirstGradients, Terms, inside, seed_for, to_device
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import Pipeline, micro_batches_to_run
+from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import computed_buffers, initial_parts
@@ -83,6 +85,7 @@ class NativeEngine:
         self._loss_scale = LossScale(job)
         self._listed: tuple[dict[str, torch.Tensor], LocalState] | None = None
         self._settled = False  # FSDP2's first forward may move its parameters
+        self._compiler: Compiler | None = None  # as the job wishes; prepared
         self.intact = True
 
     # ------------------------------------------------------------------ layout
@@ -91,8 +94,19 @@ class NativeEngine:
         torch_private.forget_meshes()  # imports what the first teardown needs
         with torch.device("meta"):
             laid_out.check_parallel(self.job, self._factory(), self._sequence_length)
+        if (
+            self.job.parallel.cp > 1
+            and self.device.type == "cuda"
+            and self._compute_dtype is torch.float32
+        ):
+            raise ConfigError("parallel.cp: on GPUs needs precision.dtype bf16 or fp16, found fp32")
         self._computed = computed_buffers(self._factory)
         warm_optimizer(self.job.optimizer)
+        if self.job.parallel.compile:
+            self._compiler = Compiler(self.job, self.device)
+            with torch.device("meta"):
+                model = self._factory()
+            self._compiler.warm_up(model, whole=self.job.parallel.strategy == "ddp")
 
     def keeps(self, layout: Layout) -> bool:
         return self._is_whole(layout) and self._replicated and self._laid_out is not None
@@ -116,6 +130,8 @@ class NativeEngine:
                 torch_private.set_group_timeout(
                     groups.mesh.get_group(name), groups.operation_timeout_s
                 )
+            if groups.context is not None:
+                torch_private.set_group_timeout(groups.context, groups.operation_timeout_s)
             self._lay_out(groups)
             self._runner = self._model.parts[0]
         self._replicated = replicated
@@ -161,7 +177,7 @@ class NativeEngine:
         if self._listed is None or not _same_objects(sources, self._listed[0]):
             volatile = {f"model.{name}" for name in self._model.buffers}
             listed = {
-                name: replace(_state_tensor(tensor), volatile=name in volatile)
+                name: replace(state_tensor(tensor), volatile=name in volatile)
                 for name, tensor in sources.items()
             }
             self._listed = sources, listed
@@ -232,7 +248,7 @@ class NativeEngine:
     ) -> tuple[float, int]:
         assert self._groups is not None and self._runner is not None
         # Gradients are averaged over ranks: the factor makes their sum the mean over tokens.
-        ranks = self._groups.assignment.layout.data_parallel_size
+        ranks = self._groups.assignment.layout.gradient_size
         factor = ranks / self._nominal_tokens * self._loss_scale.factor
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), Terms()
         self._watch_first_gradients(reach)
@@ -349,6 +365,8 @@ class NativeEngine:
             self._loss_scale.applied()
         else:
             update = self._loss_scale.skipped(step, norm)
+        if self._compiler is not None:
+            update = replace(update, compiled=self._compiler.take())
         optimizer.zero_grad(set_to_none=True)
         return update
 
@@ -366,7 +384,7 @@ class NativeEngine:
         for part in parts:
             part.eval()
         try:
-            with torch.no_grad(), self._autocast():
+            with torch.no_grad(), self._autocast(), _eagerly(self._compiler):
                 if pipeline is not None:
                     return self._counted(*pipeline.evaluate(micro_batches))
                 for micro_batch in micro_batches:
@@ -383,11 +401,18 @@ class NativeEngine:
 # ------------------------------------------------------------------------------- helpers
 
 
+def _eagerly(compiler: Compiler | None) -> contextlib.AbstractContextManager[Any]:
+    """An evaluation has graphs and shapes of its own, and is not worth compiling."""
+    if compiler is None:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def _same_objects(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
 
 
-def _state_tensor(tensor: torch.Tensor) -> StateTensor:
+def state_tensor(tensor: torch.Tensor) -> StateTensor:
     tensor, shape = tensor.detach(), tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return StateTensor(shape, Box.whole(shape), tensor)

@@ -19,7 +19,7 @@ from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.modules import local_part
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderStage
-from elastic_ft.models.loss import IGNORED_LABEL, cross_entropy_sum
+from elastic_ft.models.loss import IGNORED_LABEL
 
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -157,7 +157,7 @@ class Pipeline:
 
         Returns (loss sum, tokens), of the rank that has the last stage; (0, 0) of the others.
         """
-        batches = [tokens_and_targets(m, self._device) for m in micro_batches]
+        batches = [self._read(m) for m in micro_batches]
         tokens, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
         if self._runner is None:
             self._runner = self._make_runner(len(batches), batches[0][0].shape)
@@ -171,6 +171,12 @@ class Pipeline:
         if not self.has_last:
             return 0.0, 0
         return float(self._total), int((targets != IGNORED_LABEL).sum())
+
+    def _read(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """This rank's positions, where ranks share them."""
+        tokens, targets = tokens_and_targets(micro_batch, self._device)
+        context = next(iter(self.stages.values())).context
+        return (tokens, targets) if context is None else context.cut(tokens, targets)
 
     def _make_runner(self, micro_batches: int, shape_BT: torch.Size) -> Any:
         pipelining, stages = _pipelining(), []
@@ -202,14 +208,17 @@ class Pipeline:
         batch, length = shape_BT
         between = (batch, length // self._tp, part.config.dim)
         received = shape_BT if part.embedding is not None else between
-        return received, between if part.output is None else (*shape_BT, part.config.vocab_size)
+        if part.output is None:
+            return received, between
+        width = part.config.dim if part.loss_chunk_tokens else part.config.vocab_size
+        return received, (*shape_BT, width)
 
     def _like(self, shape: Any, activations: bool) -> Tensor:
         dtype = self._dtype if activations else torch.int64
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=activations)
 
-    def _loss(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        loss = cross_entropy_sum(logits_BTV, targets_BT)
+    def _loss(self, output: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = self.stages[self._count - 1].loss_sum(output, targets_BT)
         self._total += loss.detach().double()
         return loss * self._factor
 
@@ -217,15 +226,15 @@ class Pipeline:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
         total, count = 0.0, 0
         for micro_batch in micro_batches:
-            tokens, targets = tokens_and_targets(micro_batch, self._device)
-            logits = self._forward(tokens)
-            if logits is not None:
-                total += float(cross_entropy_sum(logits, targets))
+            tokens, targets = self._read(micro_batch)
+            output = self._forward(tokens)
+            if output is not None:
+                total += float(self.stages[self._count - 1].loss_sum(output, targets))
                 count += int((targets != IGNORED_LABEL).sum())
         return total, count
 
     def _forward(self, tokens_BT: Tensor) -> Tensor | None:
-        """One micro-batch through all stages, one after the other; logits of the last one."""
+        """One micro-batch through all stages, one after the other; what the last one returns."""
         owners = {
             stage: rank
             for rank in range(self._pp)
@@ -249,16 +258,17 @@ class Pipeline:
         return x if self.has_last else None
 
 
-def check_batch(batch: Any) -> None:
-    """Raises ConfigError for a micro-batch that stages can't take: masks and positions would have
-    to go from each to the next."""
+def check_batch(batch: Any, key: str = "pp") -> None:
+    """Raises ConfigError for a micro-batch that ``parallel.<key>`` can't have: masks and positions
+    would have to go from stage to stage, or to all who share a sequence."""
+    who = "stages" if key == "pp" else "ranks that share positions"
     is_named = isinstance(batch, Mapping)
     if not is_named or "tokens" not in batch:
         found = f"{sorted(batch)}" if is_named else f"a {type(batch).__name__}"
-        raise ConfigError(f"parallel.pp: stages take batches with tokens, found {found}")
+        raise ConfigError(f"parallel.{key}: {who} take batches with tokens, found {found}")
     if odd := batch.keys() - {"tokens", "labels"}:
         raise ConfigError(
-            f"parallel.pp: stages take tokens and labels, found {min(odd)} in a batch"
+            f"parallel.{key}: {who} take tokens and labels, found {min(odd)} in a batch"
         )
 
 

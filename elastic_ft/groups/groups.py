@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,11 +26,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from elastic_ft import torch_private
-from elastic_ft.core.events import Member, NodeId, WorkerId
+from elastic_ft.core.assignment import Member, NodeId, WorkerId
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import Share
-from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import GroupBroken
+from elastic_ft.groups.rendezvous import Rendezvous, error_in_line
 from elastic_ft.groups.store_links import (
     Address,
     SealedStore,
@@ -40,7 +39,6 @@ from elastic_ft.groups.store_links import (
     inet_sockets,
     shut_down,
 )
-from elastic_ft.transport.messages import MessageRefused, Packed, pack, unpack
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,31 +63,14 @@ class Peer:
     listeners: tuple[Address, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Everyones:
-    """Values by participant, each different one once, with how many in a row have it."""
-
-    values: tuple[bytes, ...]
-    runs: tuple[tuple[int, int], ...]  # number of the value, participants
-
-    @staticmethod
-    def of(listed: list[bytes]) -> _Everyones:
-        numbers: dict[bytes, int] = {}
-        found = [numbers.setdefault(value, len(numbers)) for value in listed]
-        runs = tuple((number, len([*some])) for number, some in groupby(found))
-        return _Everyones(tuple(numbers), runs)
-
-    def listed(self) -> list[bytes]:
-        return [self.values[number] for number, count in self.runs for _ in range(count)]
-
-
-class Groups:
+class Groups(Rendezvous):
     """The groups of one generation, as seen by one worker.
 
     Attributes:
         rank: rank in the world, or None for a donor.
         world_size: members of the world.
         mesh: over the non-trivial dimensions of the layout; None where all of them are one.
+        context: the ranks that share positions; None where none do.
         host: a Gloo group over members and donors (in that order), for host memory.
         participant: this worker's rank in ``host``.
         peers: everyone in ``host``, this worker included, once the groups have formed.
@@ -107,11 +88,11 @@ class Groups:
     ) -> None:
         self.assignment, self.worker, self._node = assignment, member.worker, member.node
         self.rank, self.world_size = assignment.rank, assignment.members
-        self.participant, self.participants = assignment.participant, assignment.participants
+        super().__init__(assignment.participant, assignment.participants, meet_timeout_s)
         self.peers: tuple[Peer, ...] = ()
         self.mesh: DeviceMesh | None = None
+        self.context: dist.ProcessGroup | None = None
         self.host: Any = None
-        self.store: dist.Store | None = None
         self._bare_store: dist.Store | None = None
         self._sealed_store: SealedStore | None = None  # torch keeps no hold on what is Python of it
         self._links = store if isinstance(store, StoreLinks) else StoreLinks(store, meet_timeout_s)
@@ -121,7 +102,7 @@ class Groups:
         self._lock = threading.Lock()
         self._aborted = ""
         self.uses_nccl, self._backend = False, backend
-        self._operation_timeout_s = self._meet_timeout_s = meet_timeout_s
+        self._operation_timeout_s = meet_timeout_s
         self._guarded: set[Closable] = set()
         self._aborting: list[tuple[Any, threading.Thread]] = []  # NCCL's communicators
         self.bytes_received = 0
@@ -151,7 +132,7 @@ class Groups:
             raise
         except Exception as error:  # torch raises many types; all mean: this generation is broken
             raise GroupBroken(
-                f"forming generation {self.generation}: {_one_line(error)}"
+                f"forming generation {self.generation}: {error_in_line(error)}"
             ) from error
         self._operation_timeout_s = operation_timeout_s
         if self.rank is not None:
@@ -203,6 +184,7 @@ class Groups:
                 device_id=device if self.uses_nccl else None,
             )
             self.mesh = _make_mesh(self.assignment.layout, device)
+            self.context = _make_context(self.assignment.layout)
 
     def _connected(self, connect: Callable[[], T]) -> T:
         """What ``connect`` returns. Raises GroupBroken once these groups are aborted.
@@ -233,75 +215,6 @@ class Groups:
         with self._lock:
             self._own_listeners, self._gloo_listeners = frozenset(own), everyones
 
-    def barrier(self, name: str, timeout_s: float | None = None) -> None:
-        """Waits until every participant is here. Over the store: it works before any group does.
-
-        ``timeout_s``: as of ``exchange``.
-        """
-        assert self.store is not None
-        try:
-            if self.store.add(f"{name}/count", 1) == self.participants:
-                self.store.set(f"{name}/all", b"1")
-            self._await(f"{name}/all", timeout_s=timeout_s)
-        except Exception as error:
-            raise GroupBroken(f"barrier {name}: {_one_line(error)}") from error
-
-    def exchange(self, name: str, value: bytes, timeout_s: float | None = None) -> list[bytes]:
-        """Returns every participant's value, in participant order.
-
-        The first one collects them, so that all the others read one value: equal ones once.
-        ``timeout_s``: for all to be here; None where they only have to meet.
-        """
-        assert self.store is not None
-        try:
-            self.store.set(f"{name}/{self.participant}", value)
-            if self.participant == 0:
-                everyones = _Everyones.of(self._collect(name, timeout_s))
-                self.store.set(f"{name}/all", pack(Packed(everyones)))
-            self._await(f"{name}/all", timeout_s=timeout_s)
-            return decoder(_Everyones)(unpack(self.store.get(f"{name}/all"))).listed()
-        except Exception as error:
-            raise GroupBroken(f"exchange {name}: {_one_line(error)}") from error
-
-    def _collect(self, name: str, timeout_s: float | None) -> list[bytes]:
-        assert self.store is not None
-        keys = [f"{name}/{peer}" for peer in range(self.participants)]
-        self._await(*keys, timeout_s=timeout_s)
-        return [self.store.get(key) for key in keys]
-
-    def _await(self, *keys: str, timeout_s: float | None = None) -> None:
-        assert self.store is not None
-        timeout_s = self._meet_timeout_s if timeout_s is None else timeout_s
-        self.store.wait([*keys], datetime.timedelta(seconds=timeout_s))
-
-    def exchange_values(self, name: str, value: T, timeout_s: float | None = None) -> list[T]:
-        """Every participant's data class, in participant order; of equal ones, the same."""
-        raw = self.exchange(name, pack(value), timeout_s)
-        try:
-            decode = decoder(type(value))  # type: ignore[arg-type]
-            known = {each: decode(unpack(each)) for each in set(raw)}
-        except (MessageRefused, Undecodable) as error:
-            raise GroupBroken(f"exchange {name}: {error}") from error
-        return [known[each] for each in raw]
-
-    def publish(self, name: str, make: Callable[[], bytes]) -> None:
-        """The first to come puts what ``make`` returns into the store, for all."""
-        assert self.store is not None
-        try:
-            if self.store.add(f"{name}/said", 1) == 1:
-                self.store.set(name, make())
-        except Exception as error:
-            raise GroupBroken(f"publishing {name}: {_one_line(error)}") from error
-
-    def published(self, name: str) -> bytes:
-        """What was published, before an ``exchange``, by whoever knows ``name``."""
-        assert self.store is not None
-        try:
-            self._await(name)
-            return bytes(self.store.get(name))
-        except Exception as error:
-            raise GroupBroken(f"reading {name}: {_one_line(error)}") from error
-
     def wait(self, *works: Any) -> None:
         """Waits for transfers over ``host``. Raises GroupBroken if one fails, is late or aborted.
 
@@ -328,7 +241,7 @@ class Groups:
         try:
             ended.result()
         except Exception as error:
-            raise GroupBroken(_one_line(error)) from error
+            raise GroupBroken(error_in_line(error)) from error
 
     @contextlib.contextmanager
     def guard(self, connection: Closable) -> Iterator[None]:
@@ -410,8 +323,8 @@ class Groups:
         for _, thread in self._aborting:  # what is not aborted is flushed when it is destroyed
             thread.join(self._operation_timeout_s)
         if in_use is not None:
-            in_use += [self.host, self.mesh, *torch_private.process_groups()]
-        self.mesh = None
+            in_use += [self.host, self.mesh, self.context, *torch_private.process_groups()]
+        self.mesh = self.context = None
         self.host = None
         self.store = self._bare_store = None
         if dist.is_initialized():
@@ -427,12 +340,19 @@ def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
 
 
+def _make_context(layout: Layout) -> dist.ProcessGroup | None:
+    """This rank's group of those that share positions."""
+    if layout.cp == 1:
+        return None
+    sharing = {layout.context_of(rank) for rank in range(layout.world_size)}
+    ordered = [list(ranks) for ranks in sorted(sharing, key=lambda ranks: ranks.start)]
+    own, _ = dist.new_subgroups_by_enumeration(ordered)
+    assert own is not None
+    return own
+
+
 def _abort(backend: Any) -> None:
     try:
         backend.abort()
     except RuntimeError as error:  # this process will be killed for not coming to its safe point
-        log.warning("aborting a communicator: %s", _one_line(error))
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        log.warning("aborting a communicator: %s", error_in_line(error))

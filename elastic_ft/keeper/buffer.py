@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from elastic_ft.core.events import Holding
+from elastic_ft.core.assignment import Holding
 from elastic_ft.core.sharding import Box
 
 ALIGNMENT = 64  # bytes

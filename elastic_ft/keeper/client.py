@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from elastic_ft.core.events import (
-    Holding,
-    Keeper,
-    Source,
-    Tier,
-    WorkerId,
-)
+from elastic_ft.core.assignment import Holding, Keeper, Source, Tier, WorkerId
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StateDamaged, StateUnreadable
 from elastic_ft.keeper.buffer import Schema

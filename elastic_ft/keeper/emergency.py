@@ -31,7 +31,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from elastic_ft.core.events import Holding, NodeId, RecordStep
+from elastic_ft.core.assignment import Holding, NodeId
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.errors import StoreFailed
 from elastic_ft.keeper.buffer import Bytes, Schema, cut, is_whole, label
 from elastic_ft.storage import checkpoints

@@ -5,7 +5,8 @@ snapshots (and the copies it keeps for peers) straight into them; the keeper lea
 sealed. When the worker is gone (killed, aborted, out of memory), the keeper tells the controller
 what it left, and serves it to whoever needs it. It also writes checkpoints to the object store,
 from the same memory: uploads take neither the interpreter lock nor a copy from training. When the
-controller is gone, what it has goes there, too, and then it ends (``keeper.emergency``).
+controller is gone and there is no other, what it has goes there, too, and then it ends
+(``keeper.emergency``).
 
 Buffers are anonymous memory (memfd), opened by workers through /proc: nothing is left behind
 whoever is killed, and a small /dev/shm (64 MiB in a default container) is no limit.
@@ -29,19 +30,9 @@ import numpy as np
 import psutil
 import xxhash
 
-from elastic_ft.core.events import (
-    KEEPER,
-    DropKept,
-    Holding,
-    Keeper,
-    KeeperHolds,
-    KeeperReady,
-    Member,
-    NodeId,
-    RecordStep,
-    ReleaseWorker,
-    WorkerId,
-)
+from elastic_ft.core.assignment import KEEPER, Holding, Keeper, Member, NodeId, WorkerId
+from elastic_ft.core.commands import DropKept, RecordStep, ReleaseWorker
+from elastic_ft.core.events import KeeperHolds, KeeperReady
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.keeper import emergency
@@ -66,10 +57,10 @@ from elastic_ft.keeper.protocol import (
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
-from elastic_ft.transport.control import Inspect, NodeHealth, connect
+from elastic_ft.transport.control import Inspect, NodeHealth, Welcome
+from elastic_ft.transport.lifeline import Lifeline
 from elastic_ft.transport.messages import MessageRefused
 from elastic_ft.transport.reception import Reception
-from elastic_ft.transport.succession import Succession
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Channel
 
@@ -136,32 +127,68 @@ class NodeKeeper:
         self._left: dict[WorkerId, BufferOwner] = {}  # workers that are gone, with what they sealed
         self._stores: dict[str, Store] = {}
         member = Member(KEEPER + node, node, os.uname().nodename, os.getpid())
-        self._controller, self._welcome = connect(controller, key, member)
+        self._controller = Lifeline(controller, key, member)
+        self._welcome = self._controller.welcome
         ports = self._welcome.job.network.port_range
         self._reception = Reception("keeper", host, key, TO_KEEPER, self._serve, ports)
         address = (host, self._reception.port)
         self._reception.start()
+        self._controller.keeper = Keeper(node, address)
         threading.Thread(target=self._watch_node, name="keeper-health", daemon=True).start()
-        self._controller.send(KeeperReady(time.time(), Keeper(node, address)))
+        self._controller.send(KeeperReady(time.time(), self._controller.keeper))
+
+    @property
+    def is_alone(self) -> bool:
+        """Its controller has ended, or says nothing, and another is looked for."""
+        return self._controller.is_alone
+
+    @property
+    def silent_s(self) -> float:
+        """Since the controller was last heard."""
+        return self._controller.silent_s
+
+    @property
+    def timeout_s(self) -> float:
+        """For who is asked whether it lives."""
+        return self._welcome.job.elastic.heartbeat_timeout_s
+
+    @property
+    def notices(self) -> str:
+        """The job's ``elastic.notices``."""
+        return self._welcome.job.elastic.notices
 
     def serve(self) -> None:
-        """Follows the controller until it is gone, then saves what is here. Blocks."""
-        succession = Succession(self._controller, self._welcome, self._store)
-        succession.start()
+        """Follows controllers until there is none, then saves what is here. Blocks."""
+        self._controller.start(self._tell_again)
+        try:
+            self._follow()
+        finally:
+            self._controller.close()
+
+    def _follow(self) -> None:
         while True:
             try:
                 message = self._controller.receive()
-                succession.heard()
+                if isinstance(message, DropKept):
+                    self._drop(message.worker)
+                elif isinstance(message, Inspect):
+                    inspect(self._controller, message.worker, message.pid)
             except EOFError:
-                self._save()
-                return
-            if isinstance(message, DropKept):
-                self._drop(message.worker)
-            elif isinstance(message, Inspect):
-                inspect(self._controller, message.worker, message.pid)
-            elif isinstance(message, ReleaseWorker):  # it publishes, or has another in our place
+                break
+            except Exception:  # what is here is saved all the same
+                log.exception("keeper of %s: what the controller says can't be done", self.node)
+                break
+            if isinstance(message, ReleaseWorker):  # it publishes, or has another in our place
                 log.info("keeper of %s ends: %s", self.node, message.reason)
                 return
+        self._save()
+
+    def _tell_again(self, welcome: Welcome) -> None:
+        """To the next controller: what ended workers left here."""
+        with self._lock:
+            left = [*self._left.values()]
+        for owner in left:
+            self._tell_left(owner)
 
     def _save(self) -> None:
         """The controller can publish nothing any more: see ``keeper.emergency``."""
@@ -267,6 +294,10 @@ class NodeKeeper:
             self._owners.pop(owner.worker, None)
             owner.free(sealed=False)
             self._left[owner.worker] = owner
+        self._tell_left(owner)
+
+    def _tell_left(self, owner: BufferOwner) -> None:
+        with self._lock:
             held = tuple(holding for _, holding in owner.sealed())
             newest = max((holding.step for holding in held), default=0)
             record = tuple(line for step, line in sorted(owner.record.items()) if step <= newest)
@@ -365,7 +396,7 @@ class NodeKeeper:
                 nbytes = sum(s.buffer.nbytes for s in (*owned, *left))
             disk = psutil.disk_usage(tempfile.gettempdir())
             health = NodeHealth(self.node, nbytes, free_memory(), disk.free)
-            if not self._controller.send(health):
+            if not self._controller.send(health) and self._controller.is_closed:
                 return
             time.sleep(every_s)
 
@@ -383,8 +414,3 @@ def free_memory() -> int:
         return min(free, int(limit.read_text()) - int(used.read_text()))
     except (OSError, ValueError):  # no container, or one without a limit ("max")
         return free
-
-
-def run_keeper(controller: tuple[str, int], key: JobKey, node: NodeId, host: str) -> None:
-    """Keeps the snapshots of ``node`` until the controller is gone. Blocks."""
-    NodeKeeper(controller, key, node, host).serve()

@@ -16,23 +16,23 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from elastic_ft.core.events import WorkerId
+from elastic_ft.core.assignment import WorkerId
 from elastic_ft.transport.control import Stood
+from elastic_ft.transport.lifeline import Lifeline
 from elastic_ft.transport.stacks import FRAMES_MAX, frame_line
-from elastic_ft.transport.wire import Channel
 
 KERNEL_FRAMES_MAX = 6
 SPY_TIMEOUT_S = 5.0  # the controller waits for less: what comes later is still in the journal
 
 
-def inspect(channel: Channel, worker: WorkerId, pid: int) -> None:
+def inspect(controller: Lifeline, worker: WorkerId, pid: int) -> None:
     """Tells the controller what can be seen of a process of this node, in a thread of its own."""
 
     def look() -> None:
         process = process_facts(pid)
-        channel.send(Stood(worker, "keeper", process=process))
+        controller.send(Stood(worker, "keeper", process=process))
         frames = spy(pid)
-        channel.send(Stood(worker, "keeper", frames=frames, process=process, last=True))
+        controller.send(Stood(worker, "keeper", frames=frames, process=process, last=True))
 
     threading.Thread(target=look, name="inspect", daemon=True).start()
 

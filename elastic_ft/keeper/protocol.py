@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ft.core.assignment import Holding, WorkerId
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.deadlines import upload_s
-from elastic_ft.core.events import (
-    Holding,
-    RecordStep,
-    WorkerId,
-)
 from elastic_ft.core.sharding import Box
 from elastic_ft.keeper.buffer import Schema
 from elastic_ft.transport.messages import MESSAGE_BYTES_MAX, Messages

@@ -135,6 +135,26 @@ def _build_transformers(
         raise ModelError(f"model.transformers: {one_line(error)}") from error
 
 
+def configuration(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
+    """The config.json of a ``model.transformers``, with which ``from_pretrained`` takes weights of
+    these ``shapes``, by their names. Raises ModelError."""
+    if config.transformers is None:
+        raise ModelError("model.transformers: this job has another model: no config.json tells it")
+    with torch.device("meta"):
+        made = build_model(config, vocab_size=None, sequence_length=None)
+        words = made.get_input_embeddings().weight  # type: ignore[operator]
+        (name,) = (name for name, p in made.named_parameters() if p is words)
+        if name not in shapes:
+            raise ModelError(f"model.transformers: the checkpoint has no {name}")
+        made = build_model(config, vocab_size=shapes[name][0], sequence_length=None)
+    differing = [n for n, p in made.named_parameters() if shapes.get(n) != tuple(p.shape)]
+    if differing:
+        found = shapes.get(differing[0])
+        raise ModelError(f"model.transformers: {differing[0]} is {found} in the checkpoint")
+    made.config.architectures = [type(made).__name__]  # type: ignore[union-attr]
+    return bytes(made.config.to_json_string().encode())  # type: ignore[union-attr, operator]
+
+
 def _known(values: dict[str, Any], defaults: Any, model_type: str) -> dict[str, Any]:
     """Without what does not matter here; transformers itself keeps unknown keys without a word."""
     known = {"attn_implementation", "torch_dtype", "dtype", *MEANINGLESS}

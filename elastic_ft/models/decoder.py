@@ -21,7 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ft.core.sharding import Box
+from elastic_ft.models.chunked_loss import chunked_cross_entropy_sum
+from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.initial import draw
+from elastic_ft.models.loss import cross_entropy_sum
 
 INITIAL_STD = 0.02
 
@@ -129,8 +132,24 @@ def who_attends(attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None
     return allowed_BTT[:, None]
 
 
+def turns_of(
+    config: DecoderConfig, x: Tensor, positions: int, context: ContextShare | None
+) -> Tensor:
+    """``rotations`` of this rank's ``positions``, on the device of ``x``."""
+    if context is None:
+        return rotations(positions, config.head_dim, config.rope_theta, x.device)
+    own = context.positions(positions, x.device)[None]
+    return rotations(positions, config.head_dim, config.rope_theta, x.device, own)
+
+
 class Attention(nn.Module):
-    """Causal grouped-query self-attention."""
+    """Causal grouped-query self-attention.
+
+    Attributes:
+        context: where ranks share positions.
+    """
+
+    context: ContextShare | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -147,6 +166,9 @@ class Attention(nn.Module):
         q_BTHE = rotate(self.query(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
         k_BTKE = rotate(self.key(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
         v_BTKE = self.value(x_BTD).unflatten(-1, (-1, self.head_dim))
+        if self.context is not None:
+            mixed_BTHE = self.context.attend(q_BTHE, k_BTKE, v_BTKE)
+            return self.output(mixed_BTHE.flatten(-2))
         # Expanded by hand: with enable_gqa, float32 on CUDA falls back to the quadratic kernel.
         k_BTHE = k_BTKE.repeat_interleave(self.queries_per_kv, dim=2)
         v_BTHE = v_BTKE.repeat_interleave(self.queries_per_kv, dim=2)
@@ -193,7 +215,14 @@ class Decoder(nn.Module):
 
     Parameters hold torch's defaults until they are filled from ``initial_tensor``; ``initialise``
     does that for a whole model.
+
+    Attributes:
+        loss_chunk_tokens: of so many tokens at a time are the logits of a loss made, if it is set.
+        context: where ranks share positions: inputs are then this rank's (``ContextShare.cut``).
     """
+
+    loss_chunk_tokens: int | None = None
+    context: ContextShare | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -210,8 +239,10 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor:
-        """Returns logits [B, T, V] for int64 ``tokens`` [B, T].
+        """Returns logits [B, T, V] for int64 ``tokens`` [B, T]; of ``targets`` (int64 [B, T]; with
+        ``loss_chunk_tokens`` alone) the sum of the cross-entropy.
 
         ``attention_mask`` [B, T]: 0 for tokens that none attends to. ``position_ids`` int64 [B, T]:
         documents, which do not attend to each other, begin where they fall.
@@ -222,13 +253,20 @@ class Decoder(nn.Module):
             raise ValueError(
                 f"{length} tokens exceed max_sequence_length {self.config.max_sequence_length}"
             )
-        head_dim, theta = self.config.head_dim, self.config.rope_theta
-        turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
+        turns = turns_of(self.config, tokens_BT, length, self.context)
+        if position_ids is not None:
+            head_dim, theta = self.config.head_dim, self.config.rope_theta
+            turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
         attends = who_attends(attention_mask, position_ids)
         x_BTD = self.embedding(tokens_BT)
         for layer in self.layers:
             x_BTD = layer(x_BTD, turns, attends=attends)
-        return self.output(self.norm(x_BTD))
+        x_BTD = self.norm(x_BTD)
+        if targets is None:
+            return self.output(x_BTD)
+        assert self.loss_chunk_tokens is not None
+        weight = self.output.weight  # here alone it is whole, under FSDP
+        return chunked_cross_entropy_sum(x_BTD, weight, targets, self.loss_chunk_tokens)
 
     def stage(self, layers: range) -> DecoderStage:
         """Returns the part of this model that has ``layers`` and, at either end, what is beyond."""
@@ -276,8 +314,12 @@ class DecoderStage(nn.Module):
     """Consecutive layers of a decoder; the first stage embeds, the last one projects.
 
     Parameters have the names that they have in the whole model. ``length`` is that of the whole
-    sequence: under sequence parallelism a stage sees a part of it.
+    sequence: under sequence parallelism a stage sees a part of it. With ``loss_chunk_tokens`` the
+    last one leaves the projection to the loss. With ``context`` a sequence is this rank's part.
     """
+
+    loss_chunk_tokens: int | None = None
+    context: ContextShare | None = None
 
     def __init__(self, whole: Decoder, layers: range) -> None:
         super().__init__()
@@ -290,10 +332,20 @@ class DecoderStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of tokens int64 [B, T] or what the stage before returned [B, T, D]."""
-        config = self.config
-        turns = rotations(self.length, config.head_dim, config.rope_theta, x.device)
+        turns = turns_of(self.config, x, self.length, self.context)
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
             x = layer(x, turns)
-        return x if self.output is None else self.output(self.norm(x))
+        if self.output is None:
+            return x
+        x = self.norm(x)
+        return x if self.loss_chunk_tokens else self.output(x)
+
+    def loss_sum(self, output: Tensor, targets_BT: Tensor) -> Tensor:
+        """Of what the last stage has returned, the sum of the cross-entropy."""
+        if not self.loss_chunk_tokens:
+            return cross_entropy_sum(output, targets_BT)
+        assert self.output is not None
+        weight, chunk = self.output.weight, self.loss_chunk_tokens
+        return chunked_cross_entropy_sum(output, weight, targets_BT, chunk)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_ft.config import Job, ModelConfig
-from elastic_ft.core.layouts.costs import ModelShape, Work
+from elastic_ft.core.layouts.work import ModelShape, Work
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models.build import block_modules, build_model
 from elastic_ft.models.decoder import PRESETS, DecoderConfig
@@ -61,6 +61,8 @@ def describe_job(job: Job) -> Work:
         optimizer_bytes=8 if adam else momentum,
         gathers_once=not job.parallel.reshard_after_backward,
         reduces_once=job.parallel.reduce_gradients == "step",
+        loss_chunk_tokens=job.parallel.loss_chunk_tokens,
+        offloads=job.parallel.offload_activations,
     )
 
 

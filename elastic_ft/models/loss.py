@@ -27,7 +27,9 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
     target out. Labels line up with tokens and are shifted here, as in transformers. Of the same
     shape, ``"attention_mask"`` (0: padding, no target either unless labels say so) and
     ``"position_ids"`` go to the model. A transformers model takes ``"input_ids"`` for tokens. In
-    training, a mixture of experts adds its routers' loss, times the count.
+    training, a mixture of experts adds its routers' loss, times the count. A decoder whose
+    ``loss_chunk_tokens`` is set is given the targets, and returns the sum itself. Where ranks
+    share positions (``context``) sum and number are of this rank's.
 
     Any other batch: a dict is passed as keywords, a tuple or list as arguments, anything else as
     the one argument, and the model must return (sum of losses, count) itself. Raises TypeError
@@ -45,25 +47,36 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
-    bare = getattr(model, "module", model)  # of DDP, DeepSpeed
-    return any(kind.__module__.startswith("transformers.") for kind in type(bare).__mro__)
+    return any(kind.__module__.startswith("transformers.") for kind in type(_bare(model)).__mro__)
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Without what DDP or DeepSpeed puts around it."""
+    return getattr(model, "module", model)
 
 
 def _next_token_loss(
     model: nn.Module, tokens: Tensor, labels: Tensor | None = None, **more: Tensor
 ) -> tuple[Tensor, Tensor | int]:
-    output = model(tokens[:, :-1], **{key: value[:, :-1] for key, value in more.items()})
+    inputs = {key: value[:, :-1] for key, value in more.items()}
     if labels is None and "attention_mask" in more:
         labels = tokens.masked_fill(more["attention_mask"] == 0, IGNORED_LABEL)
+    targets = (tokens if labels is None else labels)[:, 1:]
+    tokens, context = tokens[:, :-1], getattr(_bare(model), "context", None)
+    if context is not None:  # after the shift: each rank has the targets of its own positions
+        tokens, targets = context.cut(tokens, targets)
+    is_counted = labels is not None or context is not None
+    count = (targets != IGNORED_LABEL).sum() if is_counted else targets.numel()
+    if getattr(_bare(model), "loss_chunk_tokens", None):
+        return model(tokens, targets=targets, **inputs), count
+    output = model(tokens, **inputs)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
         raise TypeError(
             f"the model returned {type(output).__name__} for a token batch; expected logits "
             "[batch, positions, vocabulary] or an object with .logits"
         )
-    targets = (tokens if labels is None else labels)[:, 1:]
     total = cross_entropy_sum(logits, targets)
-    count = targets.numel() if labels is None else (targets != IGNORED_LABEL).sum()
     router = router_loss(model, output)
     return (total, count) if router is None else (total + router * count, count)
 
@@ -77,7 +90,7 @@ def router_loss(model: nn.Module, output: Any) -> Tensor | None:
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor) or not model.training:
         return None
-    bare = getattr(model, "module", model)  # of DDP
+    bare = _bare(model)
     coefficient = getattr(getattr(bare, "config", None), "router_aux_loss_coef", None)
     if coefficient is None:
         raise TypeError(

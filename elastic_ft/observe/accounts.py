@@ -28,10 +28,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Member, Tier, WorkerId
 from elastic_ft.core.state import State
+from elastic_ft.observe.node_accounts import NodeAccounts
 
 PRODUCTIVE, WASTED = "productive_step", "wasted_progress_from_disruption"
 NOTICING, FENCING, FORMING, RESHARDING = "noticing", "fencing", "forming", "resharding"
@@ -44,6 +48,7 @@ CLASSES = (
 )
 TRAINING = "training"  # no class: what a step was good for shows later
 STEPS_KEPT = 100_000  # committed ones that could still be rolled back
+STEPS_TOLD = 256  # of those, to the next controller
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,26 @@ class Accounts:
         self._nodes = NodeAccounts(started_at_s, workers_per_node, max_workers)
 
     def on(
-        self, now_s: float, event: ev.Event, commands: Iterable[ev.Command], state: State
+        self, now_s: float, event: ev.Event, commands: Iterable[cmd.Command], state: State
     ) -> None:
         self._wall.on(now_s, state)
         self._workers.on(now_s, event, commands, state)
         self._nodes.on(now_s, event, state, self._workers.count)
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``go_on``. Of the committed steps, the last ones."""
+        return {
+            "wall": self._wall.as_json(),
+            "workers": self._workers.as_json(),
+            "nodes": self._nodes.as_json(),
+        }
+
+    def go_on(self, values: dict[str, Any], state: State) -> None:
+        """As the accounts were that gave ``values``, when the core was in ``state``. Raises
+        KeyError, TypeError, ValueError."""
+        self._wall.go_on(values["wall"])
+        self._workers.go_on(values["workers"], state)
+        self._nodes.go_on(values["nodes"])
 
     @property
     def nodes(self) -> int:
@@ -142,6 +162,13 @@ class WallClock:
         elif state.phase == "ended":
             self._cause = "shutdown"
 
+    def as_json(self) -> list[Any]:
+        return [self._started_s, self._since_s, self._phase, self._cause, self._seconds]
+
+    def go_on(self, values: list[Any]) -> None:
+        self._started_s, self._since_s, self._phase, self._cause, seconds = values
+        self._seconds = dict(seconds)
+
     def _booked(self, now_s: float) -> dict[str, float]:
         spent = max(0.0, now_s - self._since_s)
         return {**self._seconds, self._cause: self._seconds.get(self._cause, 0.0) + spent}
@@ -175,13 +202,13 @@ class WorkerSeconds:
 
     started_at_s: float
     _seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
-    _seats: dict[ev.WorkerId, SeatAccount] = field(default_factory=dict)
+    _seats: dict[WorkerId, SeatAccount] = field(default_factory=dict)
     _ended_s: float = 0.0  # worker-seconds of those that are gone
     _open: dict[int, float] = field(default_factory=dict)  # by step
     _committed: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     _broken: list[float] = field(default_factory=list)
     _shape: tuple[Any, ...] = ()
-    _ready: Mapping[ev.WorkerId, ev.Member] | None = None
+    _ready: Mapping[WorkerId, Member] | None = None
     _now_s: float = 0.0
 
     @property
@@ -189,7 +216,7 @@ class WorkerSeconds:
         return len(self._seats)
 
     def on(
-        self, now_s: float, event: ev.Event, commands: Iterable[ev.Command], state: State
+        self, now_s: float, event: ev.Event, commands: Iterable[cmd.Command], state: State
     ) -> None:
         if isinstance(event, ev.JobStarted):  # another controller: its workers are new ones
             for worker in list(self._seats):
@@ -209,18 +236,45 @@ class WorkerSeconds:
         for command in commands:
             self._settle(command)
 
+    def as_json(self) -> dict[str, Any]:
+        seats = {w: [s.started_s, s.since_s, s.kind] for w, s in self._seats.items()}
+        committed = [
+            [step, round(s, 6)] for step, s in islice(reversed(self._committed), STEPS_TOLD)
+        ]
+        return {
+            "started_at_s": self.started_at_s,
+            "now_s": self._now_s,
+            "ended_s": self._ended_s,
+            "seconds": self._seconds,
+            "seats": seats,
+            "open": [[step, round(s, 6)] for step, s in self._open.items()],
+            "committed": committed[::-1],
+            "broken": self._broken,
+        }
+
+    def go_on(self, values: dict[str, Any], state: State) -> None:
+        self.started_at_s, self._now_s = float(values["started_at_s"]), float(values["now_s"])
+        self._ended_s = float(values["ended_s"])
+        self._seconds = dict.fromkeys(CLASSES, 0.0) | values["seconds"]
+        self._seats = {w: SeatAccount(*seat) for w, seat in values["seats"].items()}
+        self._open = {int(step): float(s) for step, s in values["open"]}
+        self._committed.clear()
+        self._committed.extend((int(step), float(s)) for step, s in values["committed"])
+        self._broken = [float(s) for s in values["broken"]]
+        self._shape, self._ready = _shape_of(state), state.ready
+
     def _arrive(self, event: ev.WorkerReady) -> None:
         started_s = max(event.started_at_s or self._now_s, self.started_at_s)
         started_s = min(started_s, self._now_s)
         seat = self._seats[event.member.worker] = SeatAccount(started_s, started_s, STARTUP)
         self._book(seat, STARTUP)
 
-    def _leave(self, worker: ev.WorkerId, now_s: float) -> None:
+    def _leave(self, worker: WorkerId, now_s: float) -> None:
         seat = self._seats.pop(worker)
         self._close(seat)
         self._ended_s += max(seat.since_s, now_s) - seat.started_s
 
-    def _is_training(self, worker: ev.WorkerId) -> bool:
+    def _is_training(self, worker: WorkerId) -> bool:
         return worker in self._seats and self._seats[worker].kind == TRAINING
 
     def _book(self, seat: SeatAccount, kind: str) -> float:
@@ -255,8 +309,8 @@ class WorkerSeconds:
 
     def _follow(self, event: ev.Event, state: State) -> None:
         """Puts every worker where the state says; only those that an event can have moved."""
-        shape = (state.phase, state.generation, state.abort, state.assignment is None)
-        moved: Iterable[ev.WorkerId] = ()
+        shape = _shape_of(state)
+        moved: Iterable[WorkerId] = ()
         if shape != self._shape:
             moved = list(self._seats)
         elif isinstance(event, ev.WorkerReady):
@@ -269,7 +323,7 @@ class WorkerSeconds:
             self._move(worker, state, shape[:2] == self._shape[:2])
         self._shape, self._ready = shape, state.ready
 
-    def _move(self, worker: ev.WorkerId, state: State, same_phase: bool) -> None:
+    def _move(self, worker: WorkerId, state: State, same_phase: bool) -> None:
         seat = self._seats.get(worker)
         if seat is None:
             return
@@ -290,22 +344,22 @@ class WorkerSeconds:
         else:
             self._broken.append(self._book(seat, WASTED))
 
-    def _settle(self, command: ev.Command) -> None:
+    def _settle(self, command: cmd.Command) -> None:
         """What became of steps."""
-        if isinstance(command, ev.RecordStep):
+        if isinstance(command, cmd.RecordStep):
             spent = self._open.pop(command.step, 0.0)
             self._seconds[PRODUCTIVE] += spent
             self._committed.append((command.step, spent))
-        elif isinstance(command, ev.RollBack):
+        elif isinstance(command, cmd.RollBack):
             while self._committed and self._committed[-1][0] > command.step:
                 spent = self._committed.pop()[1]
                 self._seconds[PRODUCTIVE] -= spent
                 self._seconds[WASTED] += spent
-        elif isinstance(command, ev.FormGeneration):
+        elif isinstance(command, cmd.FormGeneration):
             step = command.assignment.source.step
             for number in [number for number in self._open if number > step]:
                 self._seconds[WASTED] += self._open.pop(number)
-        elif isinstance(command, ev.Journal) and command.event == "recovered":
+        elif isinstance(command, cmd.Journal) and command.event == "recovered":
             noticed_s = command.fields["noticed_s"]
             for spent in self._broken:
                 self._seconds[WASTED] -= min(spent, noticed_s)
@@ -325,11 +379,15 @@ class WorkerSeconds:
         return self._ended_s + sum(alive)
 
 
-def restoring_from(tier: ev.Tier) -> str:
-    return {ev.Tier.CHECKPOINT: RESTORE, ev.Tier.INITIAL: STARTUP}.get(tier, RESHARDING)
+def _shape_of(state: State) -> tuple[Any, ...]:
+    return state.phase, state.generation, state.abort, state.assignment is None
 
 
-def class_of(worker: ev.WorkerId, state: State, kind: str, same_phase: bool) -> str:
+def restoring_from(tier: Tier) -> str:
+    return {Tier.CHECKPOINT: RESTORE, Tier.INITIAL: STARTUP}.get(tier, RESHARDING)
+
+
+def class_of(worker: WorkerId, state: State, kind: str, same_phase: bool) -> str:
     """Where a worker that is alive stands. ``kind``: where it stood before the last event."""
     if state.phase == "starting":
         return STARTUP
@@ -352,45 +410,3 @@ def class_of(worker: ev.WorkerId, state: State, kind: str, same_phase: bool) -> 
         resumed = same_phase and kind in (RESHARDING, RESTORE, STARTUP)
         return kind if resumed else FORMING
     return IDLE
-
-
-# --------------------------------------------------------------------------------- nodes
-
-
-class NodeAccounts:
-    """Which nodes are there: from the first word of a keeper or worker until both are gone.
-
-    Those heard of before the first generation forms were there from the start; one that a worker
-    is the first to tell of, from that worker's start.
-    """
-
-    def __init__(self, started_at_s: float, workers_per_node: int, max_workers: int) -> None:
-        self._per_node, self._max = workers_per_node, max_workers
-        self._started_s = self._since_s = started_at_s
-        self._worker_s, self._slots = 0.0, 0
-        self.there: set[ev.NodeId] = set()
-        self._ready: Mapping[ev.WorkerId, ev.Member] | None = None
-        self._keepers: dict[ev.NodeId, ev.Keeper] | None = None
-
-    def on(self, now_s: float, event: ev.Event, state: State, allocated: int) -> None:
-        if state.ready is self._ready and state.keepers is self._keepers:
-            return
-        self._ready, self._keepers = state.ready, state.keepers
-        self._worker_s = self.available_s(now_s)
-        self._since_s = max(now_s, self._since_s)
-        if isinstance(event, ev.WorkerReady) and event.member.worker in state.ready:
-            self.there.add(event.member.node)
-        else:
-            self.there = {*state.keepers, *(member.node for member in state.ready.values())}
-        slots = min(self._max, max(allocated, self._per_node * len(self.there)))
-        if slots > self._slots:
-            began_s = self._since_s
-            if state.phase == "starting":
-                began_s = self._started_s
-            elif isinstance(event, ev.WorkerReady) and event.started_at_s:
-                began_s = min(began_s, max(event.started_at_s, self._started_s))
-            self._worker_s += (slots - self._slots) * (self._since_s - began_s)
-        self._slots = slots
-
-    def available_s(self, now_s: float) -> float:
-        return self._worker_s + self._slots * max(0.0, now_s - self._since_s)

@@ -32,6 +32,8 @@ class Sign:
     at_s: float  # unix time of the controller's machine
     host: str
     pid: int
+    in_charge: bool = False  # it has the job; before, it may wait for the checkpoint store
+    followed: bool = False  # where it ends, another one comes for its workers
 
     @property
     def gone(self) -> bool:
@@ -40,10 +42,19 @@ class Sign:
 
 
 class Alive:
-    """Leaves a sign again and again, also while its controller waits for a store."""
+    """Leaves a sign again and again, also while its controller waits for a store.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._over = folder, threading.Event()
+    Args:
+        followed: whether another controller comes where this one ends.
+
+    Attributes:
+        in_charge: set once its controller has the job.
+    """
+
+    in_charge = False
+
+    def __init__(self, folder: Path, followed: bool = False) -> None:
+        self._folder, self._over, self._followed = folder, threading.Event(), followed
         self._thread = threading.Thread(target=self._renew, name="alive", daemon=True)
 
     def start(self) -> None:
@@ -57,16 +68,32 @@ class Alive:
     def _renew(self) -> None:
         while True:
             with contextlib.suppress(OSError):  # a full disk: the journal's next line says so
-                leave(self._folder)
+                leave(self._folder, self.in_charge, self._followed)
             if self._over.wait(EVERY_S):
                 return
 
 
-def leave(folder: Path) -> None:
+def leave(folder: Path, in_charge: bool = False, followed: bool = False) -> None:
     """This process lives now."""
     swap = folder / f"{NAME}.tmp"
-    swap.write_text(json.dumps(asdict(Sign(time.time(), os.uname().nodename, os.getpid()))))
+    swap.write_text(_sign(in_charge, followed))
     swap.replace(folder / NAME)
+
+
+def show(run_url: str) -> None:
+    """The same, wherever the run folder is, of one that is not in charge, and sees to it that
+    somebody is. Raises OSError, StoreFailed."""
+    from elastic_ft.storage.store import open_store  # commands begin without it
+
+    if (folder := local_path(run_url)) is not None:
+        leave(folder, followed=True)
+    else:
+        open_store(run_url).put(NAME, _sign(False, True).encode())
+
+
+def _sign(in_charge: bool, followed: bool) -> str:
+    sign = Sign(time.time(), os.uname().nodename, os.getpid(), in_charge, followed)
+    return json.dumps(asdict(sign))
 
 
 def find(run_url: str) -> Sign | None:
@@ -74,7 +101,9 @@ def find(run_url: str) -> Sign | None:
     try:
         with fsspec.open(f"{run_url.rstrip('/')}/{NAME}", "r") as file:
             found: Any = json.loads(file.read())
-        return Sign(float(found["at_s"]), str(found["host"]), int(found["pid"]))
+        where = str(found["host"]), int(found["pid"])
+        known = (found.get(name) is True for name in ("in_charge", "followed"))
+        return Sign(float(found["at_s"]), *where, *known)
     except Exception:  # any filesystem may raise anything; who waits looks again
         return None
 

@@ -42,14 +42,15 @@ def set_aside(path: Path) -> None:
         numbered[old].unlink()
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Whole or not at all, also where the power fails."""
+def replace(path: Path, content: bytes, check: Callable[[], object] = lambda: None) -> None:
+    """Whole or not at all, also where the power fails. ``check``: last of all, may raise."""
     swap = path.with_suffix(".tmp")
     swap.unlink(missing_ok=True)
     with open(swap, "wb", opener=opener(path.name)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    check()
     swap.replace(path)
 
 
@@ -90,19 +91,25 @@ def open_to_append(path: Path) -> BinaryIO:
     return open(path, "ab", buffering=0, opener=opener(path.name))
 
 
-def drop_torn_line(path: Path) -> bool:
-    """Returns whether the file had one, left by a controller that died writing."""
+def drop_torn_line(path: Path, check: Callable[[], object]) -> bool:
+    """Returns whether the file had one, left by a controller that died writing.
+
+    ``check``: as of ``replace``.
+    """
     content = path.read_bytes() if path.exists() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if whole != content:
-        replace(path, whole)
+        replace(path, whole, check)
     return whole != content
 
 
-def void_after(path: Path, step: int) -> None:
-    """Only lines of steps up to ``step`` stay; where others go, the whole file stays beside it."""
+def void_after(path: Path, step: int, check: Callable[[], object]) -> None:
+    """Only lines of steps up to ``step`` stay; where others go, the whole file stays beside it.
+
+    ``check``: as of ``replace``.
+    """
     lines = read_lines(path)
     kept = [line for line in lines if line["step"] <= step]
     if len(kept) < len(lines):
         set_aside(path)
-    replace(path, "".join(line_of(line) for line in kept).encode())
+    replace(path, "".join(line_of(line) for line in kept).encode(), check)

@@ -1,40 +1,55 @@
 """A start beside a controller that lives: it is asked to hand the job over, and waited for.
 
 Taking over without asking is safe, too (``storage.owners``), and costs the steps since the newest
-checkpoint. One that is asked ends at the next step boundary, with a checkpoint of that step.
+checkpoint. One that is asked ends at the next step boundary, with a checkpoint of that step. Where
+the controller is gone and workers train on, the next one comes within seconds: it is asked then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
 
+import psutil
+
 from elastic_ft.observe import alive
 from elastic_ft.observe.lines import local_path
+from elastic_ft.observe.run_reader import RunReader
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import Store, open_store
 
 NAME = "handover.json"
 POLL_S = 0.2
 TIMEOUT_S = 150.0  # a clean stop has 120 s (core.policy.Policy.stop_timeout_s)
+NEXT_S = 60.0  # for a controller to follow on one that is gone: it imports torch
 SEEN_S, SEEN_REMOTE_S = 3.5, 12.0  # within which one that lives renews its sign
 
 
 def await_handover(
-    run_url: str, say: Callable[[str], object], timeout_s: float = TIMEOUT_S
+    run_url: str,
+    say: Callable[[str], object],
+    timeout_s: float = TIMEOUT_S,
+    next_s: float = 0.0,
 ) -> None:
     """Returns once nobody alive has the job, or after ``timeout_s``. Changes nothing but to ask.
 
     Args:
         say: told what happens, a line each; nothing if nobody lives.
+        next_s: for how long a controller is waited for that follows on one that is gone, where
+            workers of this machine train on.
 
     Raises StoreFailed; StorageError where the owner's object can't be understood.
     """
     store = open_store(run_url)
     owner, ended = owners.newest(store)
-    if owner is None or ended or not _lives(run_url):
+    if owner is None or ended or not (_lives(run_url) or _is_followed(run_url, say, next_s)):
+        return
+    owner, ended = owners.newest(store)  # the one that has followed
+    if owner is None or ended:
         return
     say(f"run {owner.run} of this job is alive on {owner.host}: it is asked to hand over")
     store.put(NAME, json.dumps({"run": owner.run}).encode())
@@ -75,6 +90,46 @@ def _lives(run_url: str) -> bool:
             return True
         pause.wait(POLL_S)
     return False
+
+
+def _is_followed(run_url: str, say: Callable[[str], object], within_s: float) -> bool:
+    """Whether another controller comes, for workers of this machine that train on."""
+    before = alive.find(run_url)
+    if not within_s or before is None or not before.followed:
+        return False
+    if not (left := _workers_here(run_url)):
+        return False
+    say(
+        f"no controller of this job is alive, {len(left)} of its workers are: the next one is "
+        f"waited for, up to {within_s:g} s; elastic-ft attach {run_url} would show the job"
+    )
+    until_s, pause = time.monotonic() + within_s, threading.Event()
+    while time.monotonic() < until_s and any(map(_is_alive, left)):
+        sign = alive.find(run_url)
+        if sign is not None and sign.in_charge and sign != before and not sign.gone:
+            return True
+        pause.wait(POLL_S)
+    return False
+
+
+def _workers_here(run_url: str) -> list[psutil.Process]:
+    """Of the newest generation: those of this machine that live. A pid may be another's by now."""
+    lines = [one for one in RunReader(run_url).events() if one["event"] == "generation_formed"]
+    found = []
+    for member in lines[-1]["members"] if lines else ():
+        if member["host"] == os.uname().nodename and psutil.pid_exists(member["pid"]):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(member["pid"])
+                if process.create_time() < lines[-1]["at_s"] and _is_alive(process):
+                    found.append(process)
+    return found
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it ended between the two
+        return False
 
 
 def _has_ended(store: Store, run: str) -> bool:

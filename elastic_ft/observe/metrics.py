@@ -13,6 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment
 from elastic_ft.core.layouts.layout import DIMENSIONS
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
@@ -114,7 +115,7 @@ class Metrics:
             for phase in PHASES:
                 self._of("phase", phase=phase).set(phase == state.phase)
 
-    def formed(self, assignment: ev.Assignment) -> None:
+    def formed(self, assignment: Assignment) -> None:
         """Every member of a new generation trains."""
         layout = assignment.layout
         self._metrics["layout_info"].clear()
@@ -229,7 +230,7 @@ def _bounded(handler: Any) -> Any:
     return Bounded
 
 
-def state_copies(assignment: ev.Assignment) -> int:
+def state_copies(assignment: Assignment) -> int:
     """On how many nodes the shard is that the fewest have, replicas and buddies' copies."""
     layout, members = assignment.layout, assignment.members
     nodes: dict[str, set[str]] = {}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.policy import Policy
@@ -30,31 +31,42 @@ SHOWN = ("event", "generation", "reason")
 
 @dataclass(frozen=True, slots=True)
 class ToldLine:
-    """One event, and when the controller told the core of it (its own clock)."""
+    """One event, and when the controller told the core of it (its own clock).
+
+    ``sender``: who has numbered it, and how (``transport.outbox``); "": nobody has.
+    """
 
     at_s: float
     event: ev.Event
+    sender: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A controller's start. ``at_s``: from here on its time is accounted for."""
+    """A controller's start. ``at_s``: from here on its time is accounted for.
+
+    ``beside``: as of ``Snapshot``; {} where one follows.
+    """
 
     at_s: float
     policy: Policy
+    beside: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What came before is no longer there: the core's state then.
+    """The core's state: what came before may be there no longer, and need not be read.
 
     Attributes:
         seq: of the first journal line that came after.
+        beside: what else the controller had, for the next one (``controller.standing``).
     """
 
     at_s: float
     seq: int
     state: State
+    beside: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +78,17 @@ class ReplayEnd:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """``seq``: of a journal line that the core did not ask for."""
+    """A journal line that the core did not ask for.
+
+    Attributes:
+        line: that one; {} where a version before this wrote it.
+        sender, number: as of ``ToldLine``.
+    """
 
     seq: int
+    line: dict[str, Any] = field(default_factory=dict)
+    sender: str = ""
+    number: int = 0
 
 
 Item = Begun | ToldLine | Noted | Snapshot | ReplayEnd
@@ -95,17 +115,22 @@ def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
 def _item(line: Line) -> Item:
     kind = line["type"]
     if kind == "Policy":
-        return Begun(float(line["at_s"]), decoder(Policy)(line))
+        return Begun(float(line["at_s"]), decoder(Policy)(line), dict(line.get("beside", {})))
     if kind == "Ended":
         return ReplayEnd(float(line["at_s"]))
     if kind == "Noted":
-        return Noted(int(line["seq"]))
+        return Noted(int(line["seq"]), dict(line.get("noted", {})), *_sender(line))
     if kind == "Snapshot":
-        return Snapshot(float(line["at_s"]), int(line["seq"]), snapshots.decode(line["state"]))
+        state, beside = snapshots.decode(line["state"]), dict(line.get("beside", {}))
+        return Snapshot(float(line["at_s"]), int(line["seq"]), state, beside)
     if kind in EVENTS:
         told_at_s = line["told_at_s"] if "told_at_s" in line else line["at_s"]
-        return ToldLine(float(told_at_s), decoder(EVENTS[kind])(line))
+        return ToldLine(float(told_at_s), decoder(EVENTS[kind])(line), *_sender(line))
     raise ConfigError(f"inbox.jsonl: {kind} is no event of this version's core")
+
+
+def _sender(line: Line) -> tuple[str, int]:
+    return str(line.get("from", "")), int(line.get("n", 0))
 
 
 # ------------------------------------------------------------------------------ replaying
@@ -127,7 +152,7 @@ class Replayed:
     noted: set[int] = field(default_factory=set)
     since: int = 0
     state: State = field(default_factory=State)
-    finish: ev.FinishJob | None = None
+    finish: cmd.FinishJob | None = None
     until_s: float = 0.0
 
 
@@ -145,7 +170,8 @@ def replay(inbox: Iterable[Item], accounts: Accounts | None = None) -> Replayed:
             done.noted.add(item.seq)
             continue
         if isinstance(item, Snapshot):
-            done.state, done.since = item.state, item.seq
+            if not done.told:  # else it is of what we know
+                done.state, done.since = item.state, item.seq
             continue
         if policy is None:
             raise ConfigError("inbox.jsonl does not begin with the policy: it can't be replayed")
@@ -160,19 +186,19 @@ def replay(inbox: Iterable[Item], accounts: Accounts | None = None) -> Replayed:
             told = f"event {done.told}, {type(item.event).__name__}"
             raise ConfigError(f"inbox.jsonl: the core can't be told {told}: {what}") from error
         for command in commands:
-            if isinstance(command, ev.FinishJob):
+            if isinstance(command, cmd.FinishJob):
                 done.finish = command
         if accounts is not None:
             accounts.on(item.at_s, item.event, commands, done.state)
     return done
 
 
-def line_of(command: ev.Command) -> Iterator[Line]:
+def line_of(command: cmd.Command) -> Iterator[Line]:
     """The journal line that a command becomes, if it becomes one."""
-    if isinstance(command, ev.PauseWorkers):
+    if isinstance(command, cmd.PauseWorkers):
         line = {"generation": command.generation, "event": "pausing", "reason": command.reason}
         yield line | {"abort": command.abort}
-    elif isinstance(command, ev.Journal):
+    elif isinstance(command, cmd.Journal):
         line = {"generation": command.generation, "event": command.event}
         line |= {"reason": command.reason, **command.fields}
         yield json.loads(json.dumps(line))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import fsspec
 
-from elastic_ft.config import WORKERS_MAX
+from elastic_ft.config.section import WORKERS_MAX
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.lines import local_path
 
@@ -22,15 +22,19 @@ NAME = "resize.json"
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """``request``: names it, in the journal too."""
+    """Attributes:
+    request: names it, in the journal too.
+    places: by node, where so many of them may be; {}: anywhere.
+    """
 
     workers: int
     request: str
+    places: dict[str, int] = field(default_factory=dict)
 
 
-def ask(run_url: str, workers: int) -> Resize:
+def ask(run_url: str, workers: int, places: dict[str, int] | None = None) -> Resize:
     """Writes the request whole or not at all. Raises ConfigError if the folder can't be written."""
-    resize = Resize(workers, uuid.uuid4().hex[:12])
+    resize = Resize(workers, uuid.uuid4().hex[:12], places or {})
     content = json.dumps(asdict(resize)).encode()
     folder = local_path(run_url)
     try:
@@ -59,4 +63,9 @@ def parse(content: bytes) -> Resize:
             f"{NAME}: expected workers, a number from 1 to {WORKERS_MAX}; found {content[:80]!r}"
         )
     request = "".join(c for c in str(found.get("request", ""))[:40] if c.isprintable())
-    return Resize(workers, request)
+    places = found.get("places") or {}
+    if not isinstance(places, dict) or not all(
+        type(here) is int and 0 < here <= WORKERS_MAX for here in places.values()
+    ):
+        raise ValueError(f"{NAME}: expected places, a number for each node; found {content[:80]!r}")
+    return Resize(workers, request, places)

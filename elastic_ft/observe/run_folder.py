@@ -18,8 +18,9 @@ import yaml
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, Superseded, redacted
-from elastic_ft.observe import files, handover, resize_request, scratch, segments
+from elastic_ft.observe import files, handover, resize_request, scratch, segments, stop_request
 from elastic_ft.observe.alive import NAME as ALIVE
+from elastic_ft.observe.inbox_file import InboxFile
 from elastic_ft.observe.lines import count_lines, local_path
 from elastic_ft.observe.run_reader import last_generation, read_lines
 from elastic_ft.storage import owners
@@ -30,38 +31,46 @@ __all__ = ["RunFolder", "count_lines", "last_generation", "read_lines"]
 
 MIRROR_EVERY_S = 5.0
 MIRROR_BYTES_PER_S = 4 << 20  # at most, on average
-INBOX_BYTES = 16 << 20  # then inbox.jsonl begins anew, with a snapshot of the core's state
+SEGMENTS_MAX = {"inbox.jsonl": 256 << 10}  # it is mirrored twice a second
 RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
 # Files that go up together are of one moment.
-UPLOADS = (("job.yaml",), ("events.jsonl",), ("inbox.jsonl",), RECORD, ("result.json",))
+UPLOADS_INBOX = ("inbox.jsonl",)
+# An inbox that begins anew is of no use without.
+BEFORE_SNAPSHOT = ("job.yaml", "events.jsonl", *RECORD)
+UPLOADS = (("job.yaml",), ("events.jsonl",), RECORD, UPLOADS_INBOX, ("result.json",))
+REPORT = ("report.html",)
+REQUESTS = (resize_request.NAME, handover.NAME, stop_request.NAME, stop_request.NOW)
 FILES = (*(name for names in UPLOADS for name in names), ALIVE)
 
 
-class RunFolder:
+class RunFolder(InboxFile):
     """Attributes:
     path: the local folder.
     url: what the user named: the same, or a remote URL it is mirrored to.
+    is_remote: whether it is.
     """
 
     def __init__(self, url: str, segment_bytes: int = segments.SEGMENT_BYTES) -> None:
+        super().__init__()
         self.url = url.rstrip("/")
         self._store = open_store(self.url)
         folder = local_path(self.url)
-        self._remote = folder is None
+        self.is_remote = folder is None
         if folder is None:
             folder = scratch.make("elastic_ft_run_")
         self.path = folder
         self.path.mkdir(parents=True, exist_ok=True)
-        self._files: dict[str, Any] = {}
-        self._unwritten: dict[str, list[str]] = {}  # lines, by file
-        self._is_patient = False
-        self._lock, self._uploading = threading.Lock(), threading.Lock()
-        self._sequence = self._inbox_bytes = self._sent_bytes = 0
+        self._uploading = threading.Lock()
+        self._sent_bytes = 0
         self._stop_mirror = threading.Event()
         self._mirrored: dict[str, files.Stamp] = {}
-        self._replaced = dict.fromkeys(segments.NUMBERS, 0)  # how often
         self._mirrors = {
-            name: segments.Mirror(self._store, name, self._check_claim, segment_bytes)
+            name: segments.Mirror(
+                self._store,
+                name,
+                self._check_claim,
+                min(segment_bytes, SEGMENTS_MAX.get(name, segment_bytes)),
+            )
             for name in segments.NUMBERS
         }
         self._request_seen: files.Stamp | None = None
@@ -77,13 +86,20 @@ class RunFolder:
         Raises StoreFailed, OSError; Superseded.
         """
         self.flush()
-        if self._remote:
+        if self.is_remote:
             self._upload(RECORD)
             return
-        for name in RECORD:
+        self._sync(RECORD)
+
+    def _sync(self, names: Sequence[str]) -> None:
+        for name in names:
             if (self.path / name).exists():
                 files.sync(self.path / name)
         files.sync(self.path)
+
+    def _before_snapshot(self) -> None:
+        if not self.is_remote:  # else it goes up after them (``_upload``)
+            self._sync(BEFORE_SNAPSHOT)
 
     def take_over(self, run: str, job: str, renamed: bool = False) -> tuple[str, ...]:
         """This is controller ``run``'s now. Returns the runs here that did not end.
@@ -97,7 +113,7 @@ class RunFolder:
             self._claim = owners.take_over(
                 self._store, job=job, run=run, run_folder=self.url, renamed=renamed
             )
-        if self._remote:
+        if self.is_remote:
             self._fetch()
             works = (self._mirror_always, self._attend_always)
             self._threads = [threading.Thread(target=work, daemon=True) for work in works]
@@ -105,10 +121,14 @@ class RunFolder:
                 thread.start()
         else:
             segments.join_copies(self.path, files.replace)
+        self._count()
+        return self._claim.unended
+
+    def _count(self) -> None:
         self._sequence = count_lines(self.path / "events.jsonl")
         inbox = self.path / "inbox.jsonl"
         self._inbox_bytes = inbox.stat().st_size if inbox.exists() else 0
-        return self._claim.unended
+        self._inbox_lines = count_lines(inbox)
 
     # ----------------------------------------------------------------- writing
 
@@ -135,23 +155,37 @@ class RunFolder:
             self._append("events.jsonl", line)
         return line
 
-    def record_inbox(self, line: dict[str, Any]) -> None:
+    def make_up(self, line: dict[str, Any]) -> None:
+        """Appends a line of the journal that was decided before, and not written."""
         with self._lock:
-            self._inbox_bytes += self._append("inbox.jsonl", line)
+            reason = redacted(line["reason"])
+            self._append("events.jsonl", line | {"seq": self._sequence, "reason": reason})
+            self._sequence += 1
 
-    @property
-    def inbox_is_full(self) -> bool:
-        return self._inbox_bytes >= INBOX_BYTES
+    def make_inbox_durable(self) -> None:
+        """What was told so far is where the next controller can read it. From any thread.
 
-    def begin_inbox(self, at_s: float, policy: dict[str, Any], state: Any) -> None:
-        """What was told so far gives way to the core's ``state``, as JSON types."""
+        Raises StoreFailed, OSError; Superseded.
+        """
+        self.flush()
+        if self.is_remote:
+            self._upload(UPLOADS_INBOX)
+            return
+        handle = os.open(self.path / "inbox.jsonl", os.O_RDONLY)
+        try:
+            os.fdatasync(handle)
+        finally:
+            os.close(handle)
+
+    def rewrite(self, name: str, content: bytes) -> None:
+        """In a file of its own: what another controller may yet append goes to the old one.
+
+        Raises Superseded, and then nothing is replaced: one that was stopped while it began, too.
+        """
         with self._lock:
-            self.check_owner()
-            self._close_file("inbox.jsonl")
-            begun = {"type": "Snapshot", "at_s": at_s, "seq": self._sequence, "state": state}
-            lines = "".join(json.dumps(line) + "\n" for line in (policy, begun))
-            files.replace(self.path / "inbox.jsonl", lines.encode())
-            self._inbox_bytes = 0
+            self._close_file(name)
+            files.replace(self.path / name, content, self.check_owner)
+            self._replaced[name] += 1
 
     def record_step(self, line: dict[str, Any], sample_ids: list[int] | None) -> None:
         """Appends a committed step, after its ledger line: a step line has its samples."""
@@ -178,7 +212,7 @@ class RunFolder:
         """
         if self._superseded is not None:
             raise self._superseded
-        if self._claim is None or self._remote:
+        if self._claim is None or self.is_remote:
             return
         if (self.path / self._claim.next_key).exists():  # no more than a stat before each line
             self._claim.check()
@@ -213,83 +247,23 @@ class RunFolder:
             for name in ("steps.jsonl", "ledger.jsonl"):
                 self._close_file(name)
                 if (self.path / name).exists():
-                    files.void_after(self.path / name, step)
+                    files.void_after(self.path / name, step, self.check_owner)
                     self._replaced[name] += 1
 
     def repair(self) -> None:
         """Drops a torn last line of the journals, left by a controller that died writing."""
         with self._lock:
             for name in ("events.jsonl", "inbox.jsonl"):
-                if files.drop_torn_line(self.path / name) and name in self._replaced:
+                dropped = files.drop_torn_line(self.path / name, self.check_owner)
+                if dropped and name in self._replaced:
                     self._replaced[name] += 1
-        self._sequence = count_lines(self.path / "events.jsonl")
+            self._count()
 
     def write_result(self, result: dict[str, Any]) -> None:
         self.check_owner()
         text = json.dumps(files.finite(result), indent=2) + "\n"
         files.replace(self.path / "result.json", text.encode())
         self._has_result = True
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """What is appended meanwhile is written at its end, or by ``flush``, in one go."""
-        self._is_patient = True
-        try:
-            yield
-        finally:
-            self._is_patient = False
-            self.flush()
-
-    def flush(self) -> None:
-        """What was appended is in the files. Raises Superseded, and then it is not."""
-        with self._lock:
-            self._flush()
-
-    def _flush(self) -> None:
-        if not self._unwritten:
-            return
-        try:
-            self.check_owner()
-        except Superseded:
-            self._unwritten = {}
-            raise
-        refused: list[OSError] = []
-        for name in list(self._unwritten):
-            if name == "steps.jsonl" and "ledger.jsonl" in self._unwritten:
-                continue  # a step line has its samples
-            try:
-                self._write_out(name)
-            except OSError as error:
-                refused.append(error)
-        if refused:
-            raise refused[0]
-
-    def _write_out(self, name: str) -> None:
-        """What a full disk does not take, be it half a line, is written the next time."""
-        file = self._files.get(name)
-        if file is None:
-            file = self._files[name] = files.open_to_append(self.path / name)
-        rest = "".join(self._unwritten.pop(name)).encode()
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        finally:
-            if rest:
-                self._unwritten[name] = [rest.decode()]
-
-    def _append(self, name: str, line: dict[str, Any]) -> int:
-        """Returns the bytes to be written."""
-        written = files.line_of(line)
-        self._unwritten.setdefault(name, []).append(written)
-        if not self._is_patient:
-            self._flush()
-        return len(written)
-
-    def _close_file(self, name: str) -> None:
-        self._flush()
-        file = self._files.pop(name, None)
-        if file is not None:
-            file.close()
 
     def close(self) -> None:
         with self._lock:
@@ -303,7 +277,7 @@ class RunFolder:
         if self._has_result and self._claim is not None and not self.mirror_error:
             with contextlib.suppress(StoreFailed):  # the next start says that this one was killed
                 self._claim.ended()
-        if self._remote and (not self.mirror_error or self._superseded is not None):
+        if self.is_remote and (not self.mirror_error or self._superseded is not None):
             shutil.rmtree(self.path, ignore_errors=True)
 
     # --------------------------------------------------------------- requests
@@ -320,26 +294,34 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
-    def is_asked_to_hand_over(self) -> bool:
-        """By another start of the job: what names another run, or no run at all, is no request."""
+    def places(self) -> dict[str, int]:
+        """Where workers may be, by the last request; {}: anywhere, or there is none."""
         try:
-            asked = handover.asked_of((self.path / handover.NAME).read_bytes())
+            return resize_request.parse((self.path / resize_request.NAME).read_bytes()).places
+        except (FileNotFoundError, ValueError):  # of one that makes no sense ``new_request`` tells
+            return {}
+
+    def is_asked(self, name: str) -> bool:
+        """Of the requests that name a run: what names another one, or none at all, is none."""
+        try:
+            asked = handover.asked_of((self.path / name).read_bytes())
         except (FileNotFoundError, ValueError):
             return False
         return self._claim is not None and asked == self._claim.owner.run
 
     def drop_request(self) -> None:
         """The job has ended: nobody is to obey it any more."""
-        for name in (resize_request.NAME, handover.NAME):
+        for name in REQUESTS:
             self._remove(name)
 
     def forget_result(self) -> None:
         """An earlier run's is not this one's."""
-        self._remove("result.json")
+        for name in ("result.json", *REPORT):
+            self._remove(name)
 
     def _remove(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
-        if not self._remote:
+        if not self.is_remote:
             return
         try:
             self._store.delete(name)
@@ -348,7 +330,7 @@ class RunFolder:
 
     def _fetch_request(self) -> None:
         """From a remote folder: nobody tells this one of it."""
-        for name in (resize_request.NAME, handover.NAME):
+        for name in REQUESTS:
             path, content = self.path / name, self._get(name)
             if content is not None and (not path.exists() or path.read_bytes() != content):
                 files.replace(path, content)
@@ -383,7 +365,7 @@ class RunFolder:
         """Uploads what has grown or changed. A failure is kept for the report and retried."""
         self.mirror_error, self._sent_bytes = "", 0
         with self._noting_trouble():
-            for names in UPLOADS:
+            for names in (*UPLOADS, REPORT):
                 self._upload(names)
 
     def _attend_always(self) -> None:
@@ -415,10 +397,17 @@ class RunFolder:
         """
         with self._uploading, contextlib.ExitStack() as opened:
             with self._lock:
+                if names == UPLOADS_INBOX and self._is_inbox_begun_anew():
+                    names = (*BEFORE_SNAPSHOT, *names)
                 files = [(name, self._open(name, opened)) for name in names]
             for name, file in files:
                 if file is not None:
                     self._upload_one(name, *file)
+
+    def _is_inbox_begun_anew(self) -> bool:
+        """Since its last upload."""
+        before = self._mirrored.get("inbox.jsonl")
+        return before is None or before.replaced != self._replaced["inbox.jsonl"]
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> tuple[BinaryIO, files.Stamp] | None:
         """None where there is no such file."""

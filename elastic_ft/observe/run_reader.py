@@ -52,9 +52,19 @@ class RunReader:
 
     def result(self) -> dict[str, Any]:
         """What is in result.json; {} if there is none, or it can't be read."""
+        with contextlib.suppress(StoreFailed):
+            return self.known_result()
+        return {}
+
+    def known_result(self) -> dict[str, Any]:
+        """As ``result``. Raises StoreFailed where it can't be said whether there is one."""
         try:
-            found = json.loads(self._find("result.json") or b"{}")
-        except (ConfigError, ValueError, RecursionError):  # who writes there says what it is
+            content = self._find("result.json")
+        except ConfigError as error:
+            raise StoreFailed(str(error)) from None
+        try:
+            found = json.loads(content or b"{}")
+        except (ValueError, RecursionError):  # who writes there says what it is
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -63,6 +73,10 @@ class RunReader:
 
     def follow(self) -> Watch:
         return Watch(self.url)
+
+    def join(self) -> Watch:
+        """As ``follow``, of a run that is under way: from its newest generation on."""
+        return Watch(self.url, under_way=True)
 
     def violations(self, expected: Expected) -> list[Violation]:
         """What contradicts I1 to I8 in a finished run (``core.invariants``)."""
@@ -137,12 +151,14 @@ class Tail:
         self._store: Store | None = None
         self._read_segments: dict[str, int] = {}  # key -> bytes: they are not downloaded again
 
-    def read(self) -> list[Line]:
-        content = self._local() if self._path is not None else self._remote()
-        self._offset += content.rfind(b"\n") + 1
-        return parse_lines(content, self._url)
+    def read(self, bytes_max: int = -1) -> list[Line]:
+        """``bytes_max``: about so much of a local file, in whole lines; the next look goes on."""
+        content = self._local(bytes_max) if self._path is not None else self._remote()
+        end = content.rfind(b"\n") + 1
+        self._offset += end
+        return parse_lines(content[:end], self._url)
 
-    def _local(self) -> bytes:
+    def _local(self, bytes_max: int) -> bytes:
         assert self._path is not None
         try:
             with self._path.open("rb") as file:
@@ -150,7 +166,7 @@ class Tail:
                 if stat.st_ino != self._inode or stat.st_size < self._offset:
                     self._inode, self._offset = stat.st_ino, 0
                 file.seek(self._offset)
-                return file.read()
+                return file.read(bytes_max) + (file.readline() if bytes_max >= 0 else b"")
         except FileNotFoundError:
             return b""
 
@@ -181,18 +197,23 @@ class Watch:
     """What a run does, from its folder alone. Lines of earlier runs in the folder are left out.
 
     Attributes:
+        earlier: the journal lines that were there.
         formed: the last ``generation_formed`` line of this run; {} before the first.
         step: the last committed step of this run; -1 before the first generation.
         last: its line in steps.jsonl, {} if none was committed yet.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, under_way: bool = False) -> None:
         self._events, self._steps = Tail(url, "events.jsonl"), Tail(url, "steps.jsonl")
-        self._events.read()
+        self.earlier = self._events.read()
         self.formed: Line = {}
         self.step = -1
         self.last: Line = {}
         self._first_generation = 0
+        formed = [line for line in self.earlier if line["event"] == "generation_formed"]
+        if under_way and formed:
+            self.formed, self.step = formed[-1], formed[-1]["step"]
+            self._first_generation = self.formed["generation"]
 
     def poll(self) -> tuple[list[Line], list[Line]]:
         """Returns the journal lines and the committed steps that are new."""

@@ -43,10 +43,15 @@ def make(prefix: str, folder: str | None = None) -> Path:
         if _is_left_behind(old):
             shutil.rmtree(old.parent, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    claim(made)
+    return made
+
+
+def claim(folder: Path) -> None:
+    """It is this process's from now on."""
     process = psutil.Process()
     owner = ScratchOwner(os.uname().nodename, process.pid, process.create_time())
-    (made / OWNER).write_text(json.dumps(asdict(owner)))
-    return made
+    (folder / OWNER).write_text(json.dumps(asdict(owner)))
 
 
 def _is_left_behind(path: Path) -> bool:

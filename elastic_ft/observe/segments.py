@@ -34,7 +34,12 @@ from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 SEGMENT_BYTES = 16 << 20  # at most, single longer lines aside
-NUMBERS = {"events.jsonl": "seq", "steps.jsonl": "step", "ledger.jsonl": "step"}
+NUMBERS = {
+    "events.jsonl": "seq",
+    "inbox.jsonl": "line",
+    "steps.jsonl": "step",
+    "ledger.jsonl": "step",
+}
 READ_ATTEMPTS = 5  # of a file that is cut back at the same moment
 
 

@@ -17,7 +17,7 @@ from elastic_ft.core.table import Table
 from elastic_ft.errors import ConfigError
 
 CORE = "elastic_ft.core."
-VERSION = 2  # of the form; to be raised where a part of the state gets another meaning
+VERSION = 4  # of the form; to be raised where a part of the state gets another meaning
 
 
 def encode(state: State) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment, WorkerId
 from elastic_ft.core.state import State
 
 PARTS = {
@@ -37,8 +38,8 @@ class Startup:
     def __init__(self, started_at_s: float) -> None:
         self._started_at_s = started_at_s
         self._asked_at_s: float | None = None
-        self._ready: dict[ev.WorkerId, tuple[float, ev.WorkerReady]] = {}
-        self._first: ev.Assignment | None = None  # the one that makes the first step
+        self._ready: dict[WorkerId, tuple[float, ev.WorkerReady]] = {}
+        self._first: Assignment | None = None  # the one that makes the first step
         self._formed_at_s = 0.0
         self._is_broken = False
         self.parts: dict[str, Any] = {}
@@ -76,7 +77,7 @@ class Startup:
         elif self._first is None or self._is_broken:
             self._first, self._formed_at_s, self._is_broken = state.assignment, now_s, False
 
-    def _last_ready(self, first: ev.Assignment | None) -> tuple[float, ev.WorkerReady] | None:
+    def _last_ready(self, first: Assignment | None) -> tuple[float, ev.WorkerReady] | None:
         """Of those that trained first, or of all where none did; and when it was."""
         workers = [m.worker for m in first.members] if first is not None else [*self._ready]
         ready = [self._ready[worker] for worker in workers if worker in self._ready]

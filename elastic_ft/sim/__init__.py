@@ -10,13 +10,16 @@ computed each of its steps, so that a lost, repeated or mixed step shows in the 
 from elastic_ft.sim.checks import SimViolation
 from elastic_ft.sim.runs import Report, simulate
 from elastic_ft.sim.scenario import (
+    ADOPTIONS,
     CHANGES,
     KINDS,
     OUTAGES,
     PLANNING,
     SUCCESSIONS,
     SimFault,
+    SimKill,
     SimScenario,
+    adopted,
     bearable,
     large,
     make_scenario,
@@ -24,6 +27,7 @@ from elastic_ft.sim.scenario import (
 )
 
 __all__ = [
+    "ADOPTIONS",
     "CHANGES",
     "KINDS",
     "OUTAGES",
@@ -31,8 +35,10 @@ __all__ = [
     "SUCCESSIONS",
     "Report",
     "SimFault",
+    "SimKill",
     "SimScenario",
     "SimViolation",
+    "adopted",
     "bearable",
     "large",
     "make_scenario",

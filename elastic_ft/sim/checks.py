@@ -7,14 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Protocol
 
-from elastic_ft.core.events import (
-    Assignment,
-    CommitCheckpoint,
-    RecordStep,
-    RollBack,
-    Tier,
-    WorkerId,
-)
+from elastic_ft.core.assignment import Assignment, Tier, WorkerId
+from elastic_ft.core.commands import CommitCheckpoint, RecordStep, RollBack
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.source import Refused
@@ -34,10 +28,13 @@ class Truth(Protocol):
     core: State
     store: ObjectStore
     recorded: list[tuple[int, int]]
+    told_formed: set[int]
     formed: int
     stop_requested: bool
     nodes: list[SimNode]
 
+    @property
+    def adopts(self) -> bool: ...
     @property
     def silenced(self) -> Sequence[CommitCheckpoint]: ...
     @property
@@ -118,10 +115,16 @@ def same_history(world: Truth, lineage: Lineage, what: str) -> None:
 
 
 def recorded(world: Truth, command: RecordStep) -> None:
-    """I2, I4: every step once and in order; its state is there, and survives any one node."""
+    """I2: every step once and in order."""
     step = command.step
     require(step == len(world.recorded) + 1, "I2", f"{step} recorded after {len(world.recorded)}")
     require(bool(command.metrics), "I2", f"{step} is recorded, and nobody knows what was in it")
+    by, is_told = command.generation, command.generation in world.told_formed
+    require(is_told, "I1", f"{step} is of generation {by}, which never formed as far as is told")
+
+
+def survives(world: Truth, step: int) -> None:
+    """I4: the state of a step that is to be recorded is there, and survives any one node."""
     members = [worker for worker in world.workers.values() if worker.id in world.core.ranks]
     if any(not worker.answers() for worker in members):
         return  # a fault is under way: what it took is not the rule's fault
@@ -245,7 +248,8 @@ def source(world: Truth, group: Group) -> Lineage:
         "I4",
         f"{where} of generation {chosen.generation} is really of {lineage[-1:]}",
     )
-    if not fenced:
+    refused = chosen.tier is Tier.CHECKPOINT and world.store.is_damaged(chosen.url)
+    if not fenced and not refused:
         same_history(world, lineage, f"{where}, the source")
     return lineage
 
@@ -324,7 +328,8 @@ def finished(world: Truth, status: str, reason: str) -> None:
     if status == "failed" and "--from-scratch" in reason and not world.policy.from_scratch:
         nothing_newer(world, 0, "ends for want of any state")
         return
-    if status == "suspended" and world.silenced and "may yet be published" in reason:
+    unheard = bool(world.silenced) or world.adopts
+    if status == "suspended" and unheard and "may yet be published" in reason:
         return
     require(status == "completed", "I7", f"the job ends {status}: {reason}")
     require(len(world.recorded) == world.scenario.steps, "I2", f"only {len(world.recorded)} steps")

@@ -17,21 +17,21 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from elastic_ft.core.events import (
-    Event,
+from elastic_ft.core.assignment import Holding, Member, Tier
+from elastic_ft.core.commands import (
     FinishJob,
     FormGeneration,
-    Holding,
-    JobStarted,
-    Member,
-    Paused,
     PauseWorkers,
     ReleaseWorker,
-    Resumed,
     StartTimer,
+)
+from elastic_ft.core.events import (
+    Event,
+    JobStarted,
+    Paused,
+    Resumed,
     StepApplied,
     StepHeld,
-    Tier,
     TimerFired,
     WorkerLost,
     WorkerReady,

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from elastic_ft.core.assignment import Assignment, Tier, WorkerId
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import (
     UNREACHABLE,
-    Assignment,
-    RecordStep,
     Restoring,
     Resumed,
     SourceRefused,
     StepApplied,
     StepHeld,
-    Tier,
-    WorkerId,
 )
 from elastic_ft.core.state import State
 from elastic_ft.sim.nodes import Lineage

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic_ft.core.events import Holding, RecordStep, Tier
+from elastic_ft.core.assignment import Holding, Tier
+from elastic_ft.core.commands import RecordStep
 
 HANG_TIMEOUT_S = 5.0  # of silence, of a worker or a keeper
 Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
@@ -56,6 +57,10 @@ class ObjectStore:
     def take_over(self, owner: int) -> None:
         self.found = frozenset(c.url for c in self.published if self.counts(c))
         self.owner = owner
+
+    def may_write(self, owner: int) -> bool:
+        """Whether lines of the run folder, too, are its to write."""
+        return owner == self.owner
 
     def counts(self, checkpoint: SimCheckpoint) -> bool:
         return checkpoint.owner == self.owner or checkpoint.url in self.found

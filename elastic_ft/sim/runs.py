@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from elastic_ft.core.events import NodeDraining, StopRequested, Tier, WorkerRaised
+from elastic_ft.core.assignment import Tier
+from elastic_ft.core.events import NodeDraining, StopRequested, WorkerRaised
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import checks
 from elastic_ft.sim.nodes import HANG_TIMEOUT_S
-from elastic_ft.sim.scenario import SimFault, SimScenario
+from elastic_ft.sim.scenario import SimFault, SimKill, SimScenario
+from elastic_ft.sim.sim_adoption import SimAdoption
+from elastic_ft.sim.sim_inbox import Decide
 from elastic_ft.sim.sim_keeper import SimNode
-from elastic_ft.sim.simulation import Decide, Simulation
+from elastic_ft.sim.simulation import Simulation
 
 UNNOTICED_S = 0.05  # before the controller can know
 
@@ -30,6 +34,13 @@ class Report:
     steps_lost: int
     fired: Counter[str]
     rescues: int = 0  # a step was gone on from that keepers had saved
+    recorded: tuple[tuple[int, int], ...] = ()  # (step, generation)
+    state_digest: str = ""
+    ends: Counter[str] = field(default_factory=Counter)  # of workers, by why
+    adoptions: Counter[str] = field(default_factory=Counter)  # by how the one before had ended
+    left_in: tuple[str, ...] = ()  # in which phases
+    refused: int = 0  # lines that controllers would have written which had the job no more
+    lines: int = 0  # that controllers were told
     trace: tuple[str, ...] = ()
 
 
@@ -72,8 +83,23 @@ def simulate(
         steps_lost=sum(before - after for before, after in world.rollbacks),
         fired=chaos.fired,
         rescues=len(world.rescued),
+        recorded=tuple(world.recorded),
+        ends=world.ends,
+        state_digest=world.finish.state_digest if world.finish else "",
+        **_adopted(world.adoption),
         trace=tuple(world.trace or ()),
     )
+
+
+def _adopted(adoption: SimAdoption | None) -> dict[str, Any]:
+    if adoption is None:
+        return {}
+    return {
+        "adoptions": adoption.done,
+        "left_in": tuple(adoption.phases),
+        "refused": adoption.refused,
+        "lines": adoption.told,
+    }
 
 
 def _run(world: Simulation) -> None:
@@ -121,7 +147,7 @@ class Chaos:
 
     def _fire(self, fault: SimFault) -> None:
         world = self.world
-        if self.healed or world.finish is not None or not world.up:
+        if self.healed or world.finish is not None or not (world.up or world.trains_alone):
             return
         if getattr(self, f"_{fault.kind}")(fault) is not False:
             self.fired[fault.kind] += 1
@@ -282,7 +308,7 @@ class Chaos:
         if node is None or node.draining:
             return False
         node.draining = True
-        deadline_s = world.now_s + fault.lasts_s
+        node.deadline_s = deadline_s = world.now_s + fault.lasts_s
         event = NodeDraining(world.now_s, node.id, deadline_s, "preempted")
         controller = world.controller
         world.after(UNNOTICED_S, lambda: world.tell(event, controller))
@@ -368,3 +394,17 @@ class Chaos:
 
     def _stop_controller(self, fault: SimFault) -> bool:
         return self.world.stop_controller(fault.lasts_s)
+
+    def _kill_controller(self, fault: SimFault) -> bool:
+        return self._replace_controller("killed", fault)
+
+    def _halt_controller(self, fault: SimFault) -> bool:
+        return self._replace_controller("stopped", fault)
+
+    def _lose_controller(self, fault: SimFault) -> bool:
+        return self._replace_controller("lost", fault)
+
+    def _replace_controller(self, how: str, fault: SimFault) -> bool:
+        """Workers train on, and the next one adopts them."""
+        adoption = self.world.adoption
+        return adoption is not None and adoption.go(SimKill(0, how, fault.lasts_s))

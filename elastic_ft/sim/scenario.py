@@ -6,9 +6,9 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ft.core.layouts.costs import Devices, ModelShape, Work
 from elastic_ft.core.layouts.layout import Strategy
-from elastic_ft.core.layouts.planner import Limits, Planning
+from elastic_ft.core.layouts.layout_plan import Limits, Planning
+from elastic_ft.core.layouts.work import Devices, ModelShape, Work
 from elastic_ft.core.policy import Policy
 
 KINDS = {  # kind of fault -> how often it is drawn
@@ -43,6 +43,12 @@ SUCCESSIONS = {  # drawn apart: what a controller, and the next one, must get ri
     "stop_controller": 3,
     "lose_keeper_line": 2,
 }
+ADOPTIONS = {  # only where they are asked for: who trains goes on without a controller
+    "kill_controller": 3,
+    "halt_controller": 2,
+    "lose_controller": 2,
+}
+WITH_IT = ("crash_worker", "crash_node", "crash_keeper", "hang_worker", "break_collective")
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
 
 
@@ -101,6 +107,24 @@ class SimFault:
     lasts_s: float  # until the node is back, the network heals, the drained node goes ...
 
 
+@dataclass(frozen=True, slots=True)
+class SimKill:
+    """A controller's end that the next one adopts after; workers train on.
+
+    Attributes:
+        at_line: once it was told so much in all; what it then decides, it does up to ``share``.
+        how: killed; stopped, it goes on ``wakes_s`` after another has the job; lost, with its node
+            and the end of its inbox.
+        after_s: until the next one is there.
+    """
+
+    at_line: int = 0
+    how: str = "killed"
+    after_s: float = 0.5
+    share: float = 1.0
+    wakes_s: float = 2.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimScenario:
     seed: int
@@ -120,6 +144,8 @@ class SimScenario:
     heal_at_s: float = 150.0  # from then on nothing fails any more, and all nodes are back
     finish_within_s: float = 500.0  # after that
     events_max: int = 20_000
+    adopts: bool = False  # inbox lines are replayed, and workers number what they tell
+    kills: tuple[SimKill, ...] = ()
 
 
 def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
@@ -228,6 +254,25 @@ def _fault(rng: random.Random, steps: int, kind: str | None = None) -> SimFault:
         target=rng.randrange(12),
         lasts_s=round(rng.uniform(0.5, 25.0), 3),
     )
+
+
+def adopted(seed: int, strategy: Strategy | None = None) -> SimScenario:
+    """The faults of ``seed``, and one to three ends of a controller that the next one adopts after:
+    half of them together with another loss, a third of them twice in a row."""
+    scenario, rng = make_scenario(seed, strategy), random.Random(f"adoption {seed}")
+    faults = []
+    for kind in rng.choices(list(ADOPTIONS), list(ADOPTIONS.values()), k=rng.choice((1, 2, 3))):
+        fault = replace(
+            _fault(rng, scenario.steps, kind), lasts_s=rng.choice((0.3, 1.0, 6.0, 12.0))
+        )
+        faults.append(fault)
+        if rng.random() < 0.5:
+            after_s = round(fault.after_s + rng.uniform(0.0, 1.0), 3)
+            faults.append(replace(fault, kind=rng.choice(WITH_IT), after_s=after_s, lasts_s=6.0))
+        if rng.random() < 0.33:
+            after_s = round(fault.after_s + fault.lasts_s + rng.uniform(0.0, 1.5), 3)
+            faults.append(replace(fault, kind="kill_controller", after_s=after_s))
+    return replace(scenario, faults=(*scenario.faults, *faults), adopts=True)
 
 
 def bearable(seed: int, strategy: Strategy, copies: int) -> SimScenario:

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_ft.core.assignment import Assignment, CheckpointRef, Holding, Keeper, Member, Tier
+from elastic_ft.core.commands import Command, FormGeneration, Journal
 from elastic_ft.core.events import (
-    Assignment,
-    CheckpointRef,
-    Command,
     Event,
-    FormGeneration,
-    Holding,
     JobStarted,
-    Journal,
-    Keeper,
     KeeperReady,
-    Member,
     Paused,
     Resumed,
     StepApplied,
     StepHeld,
-    Tier,
     TimerFired,
     WorkerReady,
 )
@@ -67,6 +60,11 @@ class Script:
     def keeper(self, node: str) -> list[Command]:
         """The node's keeper is up, perhaps again."""
         return self.tell(KeeperReady, keeper(node))
+
+    @property
+    def status(self) -> str:
+        """How the job has ended; empty if it has not."""
+        return self.state.finish.status if self.state.finish else ""
 
     @property
     def assignment(self) -> Assignment:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Protocol
 
-from elastic_ft.core.events import RecordStep
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.rescuing import Cut, candidates
 from elastic_ft.sim import checks

@@ -6,16 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic_ft.core.events import (
-    Event,
-    Keeper,
-    KeeperHolds,
-    KeeperLost,
-    KeeperReady,
-    RecordStep,
-    Tier,
-    WorkerId,
-)
+from elastic_ft.core.assignment import Keeper, Tier, WorkerId
+from elastic_ft.core.commands import RecordStep
+from elastic_ft.core.events import Event, KeeperHolds, KeeperLost, KeeperReady, KeeperReturned
 from elastic_ft.sim.kernel import Clock
 from elastic_ft.sim.nodes import HANG_TIMEOUT_S, Key, Lineage, SimSavedShard, holding
 
@@ -56,6 +49,7 @@ class SimNode:
     closed: bool = False  # the data network does not reach who starts there
     deadly: bool = False  # who starts there dies as soon as it forms a group
     avoided_until_s: float = 0.0
+    deadline_s: float = 0.0  # of its draining
     held: list[Callable[[], None]] = field(default_factory=list)  # messages that the cut delays
     keeper: SimKeeper | None = None  # its present life, or the last one
 
@@ -86,6 +80,7 @@ class SimKeeper:
         self.keeper = Keeper(node.id, (node.id, world.count_keeper()))
         self.left: dict[WorkerId, LeftCopies] = {}
         self._up_at_s = 0.0
+        self._epoch = world.controller
         self._tell(KeeperReady(world.now_s, self.keeper))
 
     def inherit(
@@ -93,11 +88,22 @@ class SimKeeper:
     ) -> None:
         """The worker is gone: what it sealed here stays."""
         kept = {key: copy for key, copy in copies.items() if copy.keeper is self}
-        left = self.left[worker] = LeftCopies(kept, dict(applied))
-        held = tuple(holding(key, Tier.KEEPER) for key in kept)
+        self.left[worker] = LeftCopies(kept, dict(applied))
+        self._tell_of(worker)
+
+    def _tell_of(self, worker: WorkerId) -> None:
+        left = self.left[worker]
+        held = tuple(holding(key, Tier.KEEPER) for key in left.copies)
         newest = max((one.step for one in held), default=0)
-        record = tuple(line for step, line in applied.items() if step <= newest)
+        record = tuple(line for step, line in left.record.items() if step <= newest)
         self._tell(KeeperHolds(self.world.now_s, self.node.id, worker, held, record), left)
+
+    def call(self, controller: int) -> None:
+        """Another controller than it had: it says what it has, again."""
+        self._epoch = controller
+        self._tell(KeeperReturned(self.world.now_s, self.keeper))
+        for worker in self.left:
+            self._tell_of(worker)
 
     def answers(self) -> bool:
         """Who asks it."""
@@ -155,6 +161,8 @@ class SimKeeper:
 
     def _tell(self, event: Event, left: LeftCopies | None = None) -> None:
         """First in, first out; some of it late, some of it twice."""
+        if self._epoch != self.world.controller:
+            return  # until it has called
         if self.hung:
             self._unsaid.append(lambda: self._tell(event, left))
             return

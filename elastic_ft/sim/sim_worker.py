@@ -6,30 +6,28 @@ It follows its controller as the real one does, by ``core.follower``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from elastic_ft.core import follower as fo
-from elastic_ft.core.events import (
-    Assignment,
+from elastic_ft.core.assignment import Assignment, Holding, Member, Tier, WorkerId
+from elastic_ft.core.commands import (
     Bench,
-    CollectiveFailed,
-    Event,
     FormGeneration,
-    Holding,
-    Member,
-    Paused,
     PauseWorkers,
     RecordStep,
     ReleaseWorker,
+    StopAtBoundary,
+    UseKeeper,
+)
+from elastic_ft.core.events import (
+    CollectiveFailed,
+    Event,
+    Paused,
     ShardsFailed,
     ShardsWritten,
-    StopAtBoundary,
-    Tier,
     Unkept,
-    UseKeeper,
     WorkerDone,
-    WorkerId,
 )
 from elastic_ft.sim.kernel import Clock
 from elastic_ft.sim.nodes import Key, Lineage, ObjectStore, holding
@@ -49,6 +47,27 @@ class Live:
         return self.step, self.generation, self.space, self.shard
 
 
+@dataclass(slots=True)
+class Outbox:
+    """What a worker has told and nobody has acknowledged, by number.
+
+    Attributes:
+        epoch: the number of its controller.
+    """
+
+    epoch: int
+    last: int = 0
+    kept: dict[int, Event] = field(default_factory=dict)
+
+    def put(self, event: Event) -> int:
+        self.last += 1
+        self.kept[self.last] = event
+        return self.last
+
+    def acknowledge(self, number: int) -> None:
+        self.kept = {n: event for n, event in self.kept.items() if n > number}
+
+
 class Collectives(Protocol):
     """What a worker knows of its group."""
 
@@ -65,10 +84,11 @@ class Collectives(Protocol):
 
 class WorkerWorld(Clock, Protocol):
     store: ObjectStore
+    controller: int
 
     @property
     def groups(self) -> Mapping[int, Collectives]: ...
-    def send_up(self, worker: SimWorker, event: Event) -> None: ...
+    def send_up(self, worker: SimWorker, event: Event, number: int = 0) -> None: ...
     def kill(self, worker: SimWorker, why: str) -> None: ...
 
 
@@ -99,6 +119,7 @@ class SimWorker:
         self.pace_s = 1.0
         self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
         self.cut_off = False  # what was on its way is lost
+        self.outbox = Outbox(world.controller)
 
     @property
     def released(self) -> bool:
@@ -117,7 +138,7 @@ class SimWorker:
         return self.alive and not self.hung
 
     def send(self, event: Event) -> None:
-        self.world.send_up(self, event)
+        self.world.send_up(self, event, self.outbox.put(event))
 
     # ---------------------------------------------------------------- what it holds
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from elastic_ft.core.events import CheckpointRef, Source
+from elastic_ft.core.assignment import CheckpointRef, Source
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateUnreadable, StoreFailed
 from elastic_ft.groups.groups import Groups

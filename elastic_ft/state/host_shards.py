@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from elastic_ft.core.events import Holding
+from elastic_ft.core.assignment import Holding
 from elastic_ft.errors import StateDamaged
 from elastic_ft.keeper.buffer import Bytes, Schema, Slot, is_whole, label, lay_out, seal
 from elastic_ft.keeper.client import KeeperClient

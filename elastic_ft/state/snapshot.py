@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from elastic_ft.core.events import Holding, RecordStep, Source, Tier
+from elastic_ft.core.assignment import Holding, Source, Tier
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.errors import GroupBroken
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
@@ -91,26 +92,9 @@ class Snapshots:
         exchange = _Exchange(step, groups, peer_schemas) if on_held else None
         epoch = self._epoch
 
-        def copy() -> None:
-            reach("snapshot_copy", step)
-            schema = make_schema(source.state)
-            shard.fill(schema, self._buffer(schema))
-            source.copy_to(shard)
-            shard.seal()
-
         def run() -> None:
             cpu_began = time.thread_time()
-            try:
-                try:
-                    copy()
-                finally:
-                    source.state = {}  # frames of an error would keep the live memory
-                kept = self._keep_if_due([] if partial else [shard], epoch)
-            except BaseException as error:
-                self._recycle([shard])
-                shard.ready.set_exception(error)  # an upload waits for it
-                raise
-            shard.ready.set_result(None)
+            kept = self._fill(shard, source, reach, epoch, partial)
             if exchange is not None and on_held is not None:
                 reach("buddy_send", step)
                 self._exchange(shard, exchange, epoch)
@@ -124,6 +108,27 @@ class Snapshots:
         self._running = self._thread.submit(run)
         self._cost_s += time.perf_counter() - began
         return shard
+
+    def _fill(
+        self, shard: HostShard, source: _Source, reach: Reach, epoch: int, partial: bool
+    ) -> bool:
+        """Copies the live state; then ``shard`` is ready. Returns whether a keeper has it."""
+        try:
+            try:
+                reach("snapshot_copy", shard.of.step)
+                schema = make_schema(source.state)
+                shard.fill(schema, self._buffer(schema))
+                source.copy_to(shard)
+                shard.seal()
+            finally:
+                source.state = {}  # frames of an error would keep the live memory
+            kept = self._keep_if_due([] if partial else [shard], epoch)
+        except BaseException as error:
+            self._recycle([shard])
+            shard.ready.set_exception(error)  # an upload waits for it
+            raise
+        shard.ready.set_result(None)
+        return kept
 
     def take_cost_s(self) -> float:
         """Seconds by which snapshots have delayed training since this was last asked."""

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from elastic_ft.core.events import CheckpointRef
+from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.errors import StateDamaged, StorageError, StoreFailed
 from elastic_ft.storage import owners

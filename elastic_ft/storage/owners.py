@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from elastic_ft.core.events import CheckpointRef
+from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.errors import StateDamaged, StorageError, StoreFailed, Superseded, UsageError
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.kinds import FailureKind
@@ -48,6 +48,10 @@ class Owner:
         nonce: drawn once: tells an acknowledgement that was lost from a race that was.
         unended: runs before it that have not ended, and that nobody has rescued.
         behind: runs that are superseded without having been here, the newest last.
+        address: where workers and keepers of the one before it can call it, with their job's key
+            ("host:port"); "": it adopts nobody, and they end. Anyone may read it, or put one
+            there: that it is theirs, each end proves to the other (``transport.handshake``).
+        adopts: the run whose workers these are; "": it has its own.
     """
 
     job: str
@@ -58,6 +62,8 @@ class Owner:
     nonce: str
     unended: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
+    address: str = ""
+    adopts: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -86,6 +92,16 @@ def successor(store: Store, number: int) -> str | None:
     return None if other is None else f"run {other.run}, on {other.host}, has the job now"
 
 
+def newest_after(store: Store, number: int) -> tuple[int, Owner] | None:
+    """The newest owner, if it is newer than ``number``. Raises StoreFailed; StorageError where its
+    object can't be understood."""
+    found = None
+    while (other := _read(store, number + 1)) is not None:
+        number += 1
+        found = number, other
+    return found
+
+
 def take_over(
     store: Store,
     *,
@@ -94,6 +110,8 @@ def take_over(
     run_folder: str,
     behind: Collection[str] = (),
     renamed: bool = False,
+    address: str = "",
+    adopts: str = "",
 ) -> Claim:
     """The URL is controller ``run``'s from now on. Whoever had it ends as soon as it looks.
 
@@ -101,6 +119,7 @@ def take_over(
         behind: runs that are superseded elsewhere (in the run folder): should one of them come
             here late, it is refused.
         renamed: another job's URL is this job's, under its earlier name.
+        address, adopts: as ``Owner`` has them.
 
     Raises UsageError where the URL is another job's; Superseded where ``run`` comes late;
     StoreFailed.
@@ -120,7 +139,7 @@ def take_over(
         unended = tuple(one for one in left if one not in ended and one != run)
         passed = tuple(dict.fromkeys((*passed, *behind)))[-BEHIND_MAX:]
         host, at_s = socket.gethostname(), time.time()
-        owner = Owner(job, run, run_folder, host, at_s, nonce, unended, passed)
+        owner = Owner(job, run, run_folder, host, at_s, nonce, unended, passed, address, adopts)
         key = f"{FOLDER}/{number + 1}"
         try:
             won = store.put_if_absent(key, owner.to_json())
@@ -128,7 +147,7 @@ def take_over(
             won, trouble = False, f": {error}"
         found = owner if won else _read(store, number + 1)
         if found is not None and found.nonce == nonce:
-            return Claim(store, number + 1, found, was if was != job else "")
+            return Claim(store, number + 1, found, was if was != job else "", before)
         if found is not None:  # another was first: after it
             number += 1
             _, ended = _listed(store)
@@ -147,10 +166,19 @@ class Claim:
         number: among the owners of this URL; manifests carry it (``extra["owner"]``).
         unended: earlier runs that have not ended and were not rescued, the oldest first.
         renamed_from: the job's earlier name, if it had one here.
+        before: the owner before this one.
     """
 
-    def __init__(self, store: Store, number: int, owner: Owner, renamed_from: str = "") -> None:
+    def __init__(
+        self,
+        store: Store,
+        number: int,
+        owner: Owner,
+        renamed_from: str = "",
+        before: Owner | None = None,
+    ) -> None:
         self.number, self.owner, self.renamed_from = number, owner, renamed_from
+        self.before = before
         self.unended = owner.unended
         self._store = store
         self._next = number + 1
@@ -258,6 +286,8 @@ def _parse(content: bytes) -> Owner:
         at_s=float(values["at_s"]),
         unended=tuple(map(str, values["unended"])),
         behind=tuple(map(str, values.get("behind", ()))),
+        address=str(values.get("address", "")),
+        adopts=str(values.get("adopts", "")),
     )
 
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from elastic_ft.config import Job
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
-from elastic_ft.core.events import Assignment, Member, WorkerId
+from elastic_ft.core.assignment import KEEPER, Assignment, Keeper, Member, WorkerId
 from elastic_ft.core.shares import Share, shares
 from elastic_ft.core.terms import is_data_terms
 from elastic_ft.faults import PointFault
 from elastic_ft.transport.handshake import HANDSHAKE_S
-from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, Packed
+from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, Numbered, Packed
 from elastic_ft.transport.reception import Reception
 from elastic_ft.transport.tls import JobKey, new_key
 from elastic_ft.transport.wire import Channel, dial
@@ -28,6 +29,7 @@ from elastic_ft.transport.wire import Channel, dial
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 30.0  # a controller that a thousand workers call at once is no error
+LOOK_UP_S = 1.0  # who waits for a welcome looks so often whether it still should
 WELCOME_TIMEOUT_S = 300.0  # the controller needs its TCPStore for it, and imports torch for that
 
 PULSES_PER_TIMEOUT = 4  # of elastic.heartbeat_timeout_s
@@ -38,9 +40,26 @@ SEND_TIMEOUT_S = 3.0  # for the other end to take what was sent to it
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A worker's first message."""
+    """A worker's, or a keeper's, first message.
+
+    Attributes:
+        life: of its process: numbers of its messages (``transport.outbox``) begin anew with it.
+        owner: number of the controller that it had before; 0: this is its first one.
+        generation: the newest that it has heard of.
+        keeper: where it serves, if it is one that had a controller before.
+    """
 
     member: Member
+    life: str = ""
+    owner: int = 0
+    generation: int = 0
+    keeper: Keeper | None = None
+
+    @property
+    def sender(self) -> str:
+        """Whose numbers these are: ids of workers are never used again, keepers start again."""
+        worker = self.member.worker
+        return f"{worker}/{self.life}" if worker.startswith(KEEPER) else worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +67,27 @@ class Welcome:
     """The controller's answer: all that a worker needs to know."""
 
     job: Job
-    run: str  # unique per controller start; part of every object it writes
+    run: str  # of the controller that started the job's processes; part of all they write
     checkpoint_url: str
     store: tuple[str, int]  # address of the TCPStore through which groups form
     faults: tuple[PointFault, ...] = ()
     data: dict[str, Any] = field(default_factory=dict)  # that the run reads; none known: {}
     owner: int = 0  # this controller's number at the checkpoint URL (``storage.owners``)
+    successor_s: float = 0.0  # how long the next one is looked for when this is gone; 0: none comes
+    heard: int = 0  # of this sender's numbered messages, all up to this one
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Up to this number, those of ``sender`` are where the next controller can read them."""
+
+    sender: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """The controller ends, and meant to: nobody comes after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +119,7 @@ def forms(
         yield worker, Form(packed, extras.get(worker), fired, checkpointed_step)
 
 
-def to_each(command: ev.PauseWorkers | ev.StopAtBoundary) -> Encoded:
+def to_each(command: cmd.PauseWorkers | cmd.StopAtBoundary) -> Encoded:
     """As it is sent to all of its workers: none needs to know who the others are."""
     return Encoded(replace(command, workers=()))
 
@@ -180,19 +214,22 @@ TO_CONTROLLER = Messages(
     ev.KeeperReady,
     ev.KeeperHolds,
     ev.Unkept,
+    numbered=True,
 )
 TO_WORKER = Messages(  # and to keepers
     Welcome,
     Pulse,
+    Acknowledged,
+    Farewell,
     Form,
     Inspect,
-    ev.PauseWorkers,
-    ev.StopAtBoundary,
-    ev.ReleaseWorker,
-    ev.Bench,
-    ev.UseKeeper,
-    ev.TakeCheckpoint,
-    ev.DropKept,
+    cmd.PauseWorkers,
+    cmd.StopAtBoundary,
+    cmd.ReleaseWorker,
+    cmd.Bench,
+    cmd.UseKeeper,
+    cmd.TakeCheckpoint,
+    cmd.DropKept,
 )
 
 
@@ -202,7 +239,7 @@ NUMBERS = ("loss", "lr", "grad_norm", "tokens", "step_time_s")  # of a step's me
 def check_sender(member: Member, message: Any) -> None:
     """Raises MessageRefused where a worker speaks for another one, a keeper for another node, or
     says what can't be: nothing of it is journalled, and none of it can end the controller."""
-    if member.worker.startswith(ev.KEEPER):
+    if member.worker.startswith(KEEPER):
         claimed, own = getattr(message, "node", member.node), member.node
     else:
         named = message.member if isinstance(message, ev.WorkerReady) else message
@@ -230,12 +267,38 @@ def _odd_metric(metrics: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------- both ends
 
 
-def connect(address: tuple[str, int], key: JobKey, member: Member) -> tuple[Channel, Welcome]:
-    """Connects a worker. Raises OSError, EOFError, WrongKey or WrongVersion."""
-    channel = dial(address, key, TO_WORKER, CONNECT_TIMEOUT_S)
-    channel.send(Hello(member))
-    while isinstance(welcome := channel.receive(WELCOME_TIMEOUT_S), Pulse):
-        pass  # to everybody, and so to those who are about to be welcomed
+def connect(
+    address: tuple[str, int],
+    key: JobKey,
+    hello: Hello,
+    dial_s: float = CONNECT_TIMEOUT_S,
+    welcome_s: float = WELCOME_TIMEOUT_S,
+    *,
+    unheard_s: float = 0.0,
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[Channel, Welcome]:
+    """Connects a worker.
+
+    Args:
+        unheard_s: ``Channel.end_when_unheard`` while the welcome is awaited; 0: not known yet.
+        is_over: asked again and again meanwhile; True ends the wait.
+
+    Raises OSError, EOFError, WrongKey or WrongVersion.
+    """
+    channel = dial(address, key, TO_WORKER, dial_s)
+    if unheard_s:
+        channel.end_when_unheard(unheard_s)
+    channel.send(hello)
+    until_s = time.monotonic() + welcome_s
+    try:
+        while True:
+            _await_word(channel, until_s, is_over)
+            welcome = channel.receive(HANDSHAKE_S)  # it has begun to come
+            if not isinstance(welcome, (Pulse, Acknowledged)):
+                break  # these are for all, and so for those who are about to be welcomed
+    except EOFError:
+        channel.close()
+        raise
     if not isinstance(welcome, Welcome):
         channel.close()
         raise MessageRefused(f"{type(welcome).__name__} instead of a welcome")
@@ -243,30 +306,42 @@ def connect(address: tuple[str, int], key: JobKey, member: Member) -> tuple[Chan
     return channel, welcome
 
 
+def _await_word(channel: Channel, until_s: float, is_over: Callable[[], bool]) -> None:
+    """Raises EOFError where none comes ``until_s``, or it ``is_over`` before."""
+    while not channel.has_come(min(LOOK_UP_S, max(0.0, until_s - time.monotonic()))):
+        if time.monotonic() >= until_s:
+            raise EOFError("no welcome in time")
+        if is_over():
+            raise EOFError("no welcome, and another one has the job now")
+
+
 class ControlServer:
     """Accepts workers and reads them, a thread each; what they say goes to ``on_message``.
 
-    ``on_refused``: told of a message that can't be read; it was its sender's last. ``tls``: as the
-    job file's ``network.tls``. Raises ConfigError where that, or ``ports``, can't be had.
+    ``on_refused``: told of a message that can't be read; it was its sender's last. ``key``:
+    of the job; None: a new one, with a certificate if ``tls``, as the job file's ``network.tls``.
+    Raises ConfigError where that, or ``ports``, can't be had.
     """
 
     def __init__(
         self,
         host: str,
-        welcome: Callable[[Member], Welcome],
-        on_message: Callable[[Member, Any], None],
+        welcome: Callable[[Hello], Welcome],
+        on_message: Callable[[Hello, Any], None],
         on_end: Callable[[Member, float], None],
         on_refused: Callable[[Member, str], None] = lambda member, reason: None,
         ports: range | None = None,
         *,
         tls: bool = False,
+        key: JobKey | None = None,
     ) -> None:
-        self.key = new_key(tls=tls)
+        self.key = key or new_key(tls=tls)
         self._reception = Reception("control", host, self.key, TO_CONTROLLER, self._serve, ports)
         self._welcome, self._on_message, self._on_end = welcome, on_message, on_end
         self._on_refused = on_refused
         self._channels: dict[WorkerId, Channel] = {}
         self._heard: dict[WorkerId, float] = {}
+        self._welcomed: set[Channel] = set()  # a welcome is the first that anybody hears
         self._lock = threading.Lock()
 
     @property
@@ -289,8 +364,9 @@ class ControlServer:
             self._channels[member.worker] = channel
             self._heard[member.worker] = time.monotonic()
         try:
-            self._greet(channel, member)
-            self._read(channel, member)
+            self._greet(channel, hello)
+            self._on_message(hello, hello)
+            self._read(channel, hello)
         except MessageRefused as error:
             self._on_refused(member, str(error))
         except EOFError:
@@ -300,31 +376,35 @@ class ControlServer:
             superseded = self._channels.get(member.worker) is not channel
             if not superseded:
                 del self._channels[member.worker]
+        self._welcomed.discard(channel)
         channel.close()
         if not superseded:  # a keeper that has started again is not lost with its last life
             self._on_end(member, silent_s)
 
-    def _greet(self, channel: Channel, member: Member) -> None:
+    def _greet(self, channel: Channel, hello: Hello) -> None:
         """Raises EOFError where it can't be welcomed."""
         try:
-            channel.send(self._welcome(member))
+            channel.send(self._welcome(hello))
+            self._welcomed.add(channel)
         except Exception as error:
-            log.warning("%s can't be welcomed: %s: %s", member.worker, type(error).__name__, error)
+            who = hello.member.worker
+            log.warning("%s can't be welcomed: %s: %s", who, type(error).__name__, error)
             raise EOFError(str(error)) from error
 
-    def _read(self, channel: Channel, member: Member) -> None:
+    def _read(self, channel: Channel, hello: Hello) -> None:
+        member = hello.member
         while True:
             message = channel.receive()
             if self._channels.get(member.worker) is not channel:
                 return  # dismissed, or it has started again: this was its last life
-            check_sender(member, message)
+            check_sender(member, message.message if isinstance(message, Numbered) else message)
             self._heard[member.worker] = time.monotonic()
-            self._on_message(member, message)
+            self._on_message(hello, message)
 
     def send(self, worker: WorkerId, message: Any) -> bool:
         with self._lock:
             channel = self._channels.get(worker)
-        return channel is not None and channel.send(message)
+        return channel in self._welcomed and channel.send(message)
 
     def send_all(self, message: Any) -> None:
         """To workers and keepers alike."""

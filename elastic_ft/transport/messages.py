@@ -7,7 +7,7 @@ declares (``core.typed``), or it is refused (MessageRefused), which ends the con
 from __future__ import annotations
 
 import zlib
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import msgpack  # type: ignore[import-untyped]
@@ -22,6 +22,14 @@ COMPRESSED = 1  # msgpack's number for our kind of part
 
 class MessageRefused(EOFError):
     """A message that is not what this end may be sent. Its connection is of no use any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A message that its sender keeps until it is acknowledged; it counts those, from 1."""
+
+    number: int
+    message: Any
 
 
 class Packed:
@@ -40,6 +48,8 @@ class Encoded:
 
 def encode(message: Any) -> bytes:
     """Raises TypeError where a field holds what is no plain value."""
+    if isinstance(message, Numbered):
+        return pack([type(message.message).__name__, message.message, message.number])
     return pack([type(message).__name__, message])
 
 
@@ -89,22 +99,30 @@ class Messages:
     Args:
         kinds: data classes.
         bytes_max: of one message.
+        numbered: whether they may be, [kind, fields, number].
     """
 
-    def __init__(self, *kinds: type, bytes_max: int = MESSAGE_BYTES_MAX) -> None:
+    def __init__(
+        self, *kinds: type, bytes_max: int = MESSAGE_BYTES_MAX, numbered: bool = False
+    ) -> None:
         self._kinds = {kind.__name__: kind for kind in kinds}
         self._decoders: dict[str, Decode] = {}
-        self.bytes_max = bytes_max
+        self.bytes_max, self._numbered = bytes_max, numbered
 
     def has(self, kind: type) -> bool:
         return self._kinds.get(kind.__name__) is kind
 
     def decode(self, body: bytes | bytearray | memoryview) -> Any:
         """Raises MessageRefused, and nothing else, whatever ``body`` is."""
+        number: int | None = None
         match unpack(body):
             case [str(name), fields] if name in self._kinds:
                 pass
-            case [str(name), _]:
+            case [str(name), fields, int(found)] if self._numbered and name in self._kinds:
+                if isinstance(found, bool) or found < 1:
+                    raise MessageRefused(f"a {name} with the number {found}")
+                number = found
+            case [str(name), _, *_]:
                 raise MessageRefused(f"{name[:40]!r} is no message for this process")
             case other:
                 raise MessageRefused(f"no message: {type(other).__name__}")
@@ -112,6 +130,7 @@ class Messages:
         if decode is None:
             decode = self._decoders[name] = decoder(self._kinds[name])
         try:
-            return decode(fields)
+            message = decode(fields)
+            return message if number is None else Numbered(number, message)
         except (Undecodable, RecursionError) as error:
             raise MessageRefused(" ".join(str(error).split())[:200]) from None

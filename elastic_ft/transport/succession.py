@@ -1,24 +1,33 @@
-"""A controller that says nothing may have been succeeded: who follows it asks the store.
+"""Who has the job after a controller that is gone, or says nothing: the checkpoint store knows.
 
-Its end is heard at once, that of its connection. One that is stopped (SIGSTOP, a machine that is
-moved) keeps its connections: its kernel answers for it. Then whoever has the job by now is known
-to the store alone (``storage.owners``).
+A controller's end is heard at once, that of its connection. One that is stopped (SIGSTOP, a machine
+that is moved) keeps its connections: its kernel answers for it. Then whoever has the job by now is
+known to the store alone (``storage.owners``).
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from elastic_ft.errors import ElasticError
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import Store
-from elastic_ft.transport.control import PULSES_PER_TIMEOUT, Welcome
-from elastic_ft.transport.wire import Channel
+from elastic_ft.transport.control import PULSES_PER_TIMEOUT, Hello, Welcome, connect
+from elastic_ft.transport.handshake import HANDSHAKE_S, WrongKey, WrongVersion
+from elastic_ft.transport.tls import JobKey
+from elastic_ft.transport.wire import Address, Channel
 
 log = logging.getLogger(__name__)
+LOOK_S, LOOK_MAX_S = 0.02, 0.25  # between two looks: at first, and later
+LOOK_REMOTE_S, LOOK_REMOTE_MAX_S = 0.2, 2.0  # the same, of a store that is no folder
+SLOWER = 1.5
+PORTS = 1 << 16
 
 
 class Succession(threading.Thread):
@@ -26,36 +35,154 @@ class Succession(threading.Thread):
 
     The one who reads there goes on as if the controller had ended. A silent one without a
     successor, or with a store that can't tell, is waited for.
+
+    Args:
+        silent_s: since the controller's last message.
+        controller: its number, and its connection. Both are taken before the store is asked: by
+            the time that it answers the one who reads may have another controller.
     """
 
-    def __init__(self, channel: Channel, welcome: Welcome, store: Callable[[str], Store]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        silent_s: Callable[[], float],
+        controller: Callable[[], tuple[int, Channel]],
+        store: Callable[[], Store],
+    ) -> None:
         super().__init__(name="succession", daemon=True)
-        self._channel, self._welcome, self._store = channel, welcome, store
-        self._timeout_s = welcome.job.elastic.heartbeat_timeout_s
-        self._heard_at_s = time.monotonic()
+        self._timeout_s, self._silent_s = timeout_s, silent_s
+        self._controller, self._store = controller, store
         self._closed = threading.Event()
-
-    def heard(self) -> None:
-        """Something came from the controller."""
-        self._heard_at_s = time.monotonic()
 
     def close(self) -> None:
         self._closed.set()
 
     def run(self) -> None:
+        ended = None  # the one whose connection was: whoever reads there may take its time
         while not self._closed.wait(self._timeout_s / PULSES_PER_TIMEOUT):
-            silent_s = time.monotonic() - self._heard_at_s
-            if silent_s > self._timeout_s and self._is_over(silent_s):
-                self._channel.close()
-                return
+            number, channel = self._controller()
+            silent_s = self._silent_s()
+            if number == ended or silent_s <= self._timeout_s:
+                continue
+            if self._is_over(number, silent_s):
+                ended = number
+                channel.close()
 
-    def _is_over(self, silent_s: float) -> bool:
+    def _is_over(self, number: int, silent_s: float) -> bool:
         try:
-            store = self._store(self._welcome.checkpoint_url)
-            successor = owners.successor(store, self._welcome.owner)
+            successor = owners.successor(self._store(), number)
         except ElasticError as error:  # not known: it is asked again
             log.warning("the controller is silent for %.0f s, and %s", silent_s, error)
             return False
         if successor is not None:
             log.warning("the controller is silent for %.0f s, and %s", silent_s, successor)
         return successor is not None
+
+
+class Search:
+    """For the controller after owner ``number``.
+
+    Args:
+        hello: to it.
+        unheard_s: ``Channel.end_when_unheard`` of whoever is called.
+        remote: the store is no folder, and looked at less often.
+    """
+
+    def __init__(
+        self,
+        store: Callable[[], Store],
+        key: JobKey,
+        hello: Hello,
+        unheard_s: float,
+        *,
+        remote: bool,
+    ) -> None:
+        self._store, self._key, self._hello = store, key, hello
+        self._unheard_s, self._remote = unheard_s, remote
+        self._read_at_s = time.monotonic()  # the store, when last
+        self._pause_s, self._pause_max_s = LOOK_S, LOOK_MAX_S
+        if remote:
+            self._pause_s, self._pause_max_s = LOOK_REMOTE_S, LOOK_REMOTE_MAX_S
+        self._trouble = ""
+
+    def run(
+        self, within_s: float, over: threading.Event, *, unread_s: float = math.inf
+    ) -> tuple[Channel, Welcome] | None:
+        """The connection to it. None: nobody came ``within_s``, the store could not be read for
+        ``unread_s``, nobody is adopted by who came, or it was ``over`` before.
+
+        A folder counts as not read: it may be this machine's own, and say nothing of the network.
+        """
+        self._read_at_s = time.monotonic()
+        until_s, pause_s = self._read_at_s + within_s, self._pause_s
+        while not over.is_set():
+            number, newest = self._newest(self._hello.owner)
+            if newest is not None and not newest.address:
+                log.warning("run %s, on %s, has the job now, alone", newest.run, newest.host)
+                return None
+            now_s = time.monotonic()
+            left_s = min(until_s, self._read_at_s + unread_s) - now_s
+            if left_s <= 0:
+                after_s = now_s - until_s + within_s
+                log.warning("nobody has the job after %.0f s%s", after_s, self._trouble)
+                return None
+            if newest is not None:
+                over_now = partial(self._is_over, number, over)
+                if found := self._call(newest.address, left_s, over_now):
+                    return found
+            over.wait(min(pause_s * random.uniform(0.75, 1.25), left_s))
+            pause_s = min(SLOWER * pause_s, self._pause_max_s)
+        return None
+
+    def _newest(self, number: int) -> tuple[int, owners.Owner | None]:
+        """The newest owner after ``number``, and its own; None: there is none, or none is known."""
+        try:
+            found = owners.newest_after(self._store(), number)
+        except ElasticError as error:  # it is asked again
+            self._trouble = f": {error}"
+            return number, None
+        if self._remote:
+            self._read_at_s = time.monotonic()
+        return found or (number, None)
+
+    def _is_over(self, number: int, over: threading.Event) -> bool:
+        """Whether owner ``number``, that has been called and says nothing, is to be waited for no
+        longer: it may be stopped, or its machine gone, and the store alone knows who comes next."""
+        return over.is_set() or self._newest(number)[1] is not None
+
+    def _call(
+        self, address: str, left_s: float, is_over: Callable[[], bool]
+    ) -> tuple[Channel, Welcome] | None:
+        """None: it is not there yet, or no more, or it is none of ours: anybody may write such an
+        address."""
+        try:
+            channel, welcome = connect(
+                parse_address(address),
+                self._key,
+                self._hello,
+                min(HANDSHAKE_S, left_s),
+                left_s,
+                unheard_s=self._unheard_s,
+                is_over=is_over,
+            )
+        except (OSError, EOFError, ValueError, WrongKey, WrongVersion) as error:
+            self._trouble = f": {address}: {type(error).__name__}: {error}"
+            return None
+        if welcome.owner <= self._hello.owner:
+            self._trouble = f": {address} is an older one, number {welcome.owner}"
+            channel.close()
+            return None
+        return channel, welcome
+
+
+def parse_address(text: str) -> Address:
+    """Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not 0 < int(port) < PORTS:  # else the socket says so, with an OverflowError
+        raise ValueError(f"{text!r:.80} has no port below {PORTS:,}")
+    return host.strip("[]"), int(port)
+
+
+def format_address(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

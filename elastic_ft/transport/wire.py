@@ -150,6 +150,14 @@ class Channel:
         if timeout_s is not None and not readable(self._socket, timeout_s):
             raise EOFError(f"nothing heard for {timeout_s:g} s")
 
+    def has_come(self, timeout_s: float) -> bool:
+        """Whether there is something to receive, or an end to be told, within ``timeout_s``. For
+        the thread that receives. Raises EOFError where this end was closed."""
+        try:
+            return bool(self._come) or readable(self._socket, timeout_s)
+        except (OSError, ValueError) as error:
+            raise EOFError(str(error)) from None
+
     def limit(self, send_s: float) -> None:
         """From now on sending fails that can't go on for ``send_s``, and ends the connection."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval(send_s))
@@ -160,14 +168,19 @@ class Channel:
         return str(self._socket.getsockname()[0])
 
     def end_when_unheard(self, timeout_s: float) -> None:
-        """The kernel ends the connection once something sent has not arrived for so long.
+        """The kernel ends the connection once something sent has not arrived for so long, or, with
+        nothing to send, the other end's kernel has not answered.
 
-        So whoever sends heartbeats and is cut off, in either direction, knows it in time (I1). A
-        controller that is stopped, or slow, is no cut: its kernel still acknowledges.
+        So whoever is cut off, in either direction, knows it in time (I1). One that is stopped, or
+        slow, is no cut while its buffers have room: its kernel answers. Once they are full it takes
+        nothing, and the connection ends as well: see ``transport.outbox``.
         """
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            timeout_ms = int(timeout_s * 1000)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+            tcp, timeout_ms, ask_s = socket.IPPROTO_TCP, int(timeout_s * 1000), int(timeout_s / 3)
+            self._socket.setsockopt(tcp, socket.TCP_USER_TIMEOUT, timeout_ms)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._socket.setsockopt(tcp, socket.TCP_KEEPIDLE, max(1, ask_s))
+            self._socket.setsockopt(tcp, socket.TCP_KEEPINTVL, max(1, ask_s))
 
     def _shut_down(self) -> None:
         with contextlib.suppress(OSError):  # the other end was faster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ class Agreed:
     tokens: int
     squares: float  # of the gradients' norm
     sample_ids: list[int]  # that were consumed; none are known without ``audit``
+    more: Sequence[float] = ()  # whatever else was summed
 
 
 def sum_over_members(values: list[float], world_size: int) -> list[float]:
@@ -29,6 +31,8 @@ def sum_over_members(values: list[float], world_size: int) -> list[float]:
     about 12 messages from each of 4 members, twice as many as an all-gather, of which the number
     grows with the world instead.
     """
+    if world_size == 1:
+        return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64)
     if world_size > GATHERED_MAX:
         dist.all_reduce(packed)

@@ -1,7 +1,7 @@
 """How long the parts of this process's start took (``observe.startup`` adds them up).
 
 Of what is ours a host imports this first: the time from here on is spent on importing the rest. A
-fork server imports for all that it forks, and they have its beginning.
+process from which workers fork imports for all of them, and they have its beginning.
 """
 
 import time
@@ -16,6 +16,13 @@ def passed(part: str) -> None:
     now_s = time.monotonic()
     _spent[part] = round(now_s - _since_s, 3)
     _since_s = now_s
+
+
+def begin_again() -> None:
+    """In a process that was forked from one that had imported: its own time begins now."""
+    global _since_s
+    _since_s = time.monotonic()
+    _spent.clear()
 
 
 def spent() -> dict[str, float]:

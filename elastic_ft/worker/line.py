@@ -1,7 +1,9 @@
 """A worker's line to its controller: what it hears, does at once, and keeps for the safe point.
 
 One thread reads, and breaks off collectives when told to (it is the watchdog); one beats. Neither
-touches the model. What the worker makes of a message is decided by ``core.follower``.
+touches the model. What the worker makes of a message is decided by ``core.follower``. Where a
+controller is gone training goes on, and the next one is looked for (``transport.lifeline``): the
+line has ended once there is none.
 """
 
 from __future__ import annotations
@@ -15,26 +17,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_ft.core import follower as fo
-from elastic_ft.core.events import (
+from elastic_ft.core.assignment import Member
+from elastic_ft.core.commands import (
     Bench,
-    Member,
     PauseWorkers,
     ReleaseWorker,
-    Restoring,
     StopAtBoundary,
     TakeCheckpoint,
     UseKeeper,
 )
+from elastic_ft.core.events import Restoring, StepApplied
 from elastic_ft.errors import GroupBroken
 from elastic_ft.faults import Points
 from elastic_ft.groups.groups import Groups
-from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import Form, Heartbeat, Inspect, Note, Stood, Welcome
+from elastic_ft.transport.lifeline import Lifeline
 from elastic_ft.transport.messages import MessageRefused
 from elastic_ft.transport.stacks import stack_of
-from elastic_ft.transport.succession import Succession
-from elastic_ft.transport.wire import Channel, CutOff
-from elastic_ft.worker.loop import Flags
+from elastic_ft.transport.wire import CutOff
+from elastic_ft.worker.outside import Outside
+from elastic_ft.worker.tools import Flags
 
 log = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 8
@@ -56,11 +58,13 @@ class Hooks:
         standing: identifier of the thread that trains.
         use_keeper: returns at once.
         on_pause: the host's, when collectives are broken off.
+        on_change: another controller has the job.
     """
 
     standing: Callable[[], int]
     use_keeper: Callable[[UseKeeper], None]
     on_pause: Callable[[], None]
+    on_change: Callable[[Welcome], None]
 
 
 class Line:
@@ -73,8 +77,7 @@ class Line:
 
     def __init__(
         self,
-        channel: Channel,
-        welcome: Welcome,
+        lifeline: Lifeline,
         member: Member,
         points: Points,
         hooks: Hooks,
@@ -82,24 +85,25 @@ class Line:
     ) -> None:
         self.flags, self.cut_off = Flags(), False
         self.restoring = self.iterated = False
-        self._channel, self._worker = channel, member.worker
+        self._lifeline, self._worker = lifeline, member.worker
         self._points, self._hooks = points, hooks
-        self._elastic, self._pause_timeout_s = welcome.job.elastic, pause_timeout_s
+        self._elastic, self._pause_timeout_s = lifeline.welcome.job.elastic, pause_timeout_s
         self._news = threading.Condition()  # guards the next two
         self._follower = fo.Follower()
         self._groups: Groups | None = None  # that a pause breaks off
         self._bytes_told = (0, 0)  # of which generation, how many had come
         self._tell_bytes_at_s = 0.0
         self._closed = threading.Event()
-        self._succession = Succession(channel, welcome, open_store)
 
     def start(self) -> None:
-        self._succession.start()
+        self._lifeline.start(self._hooks.on_change)
         for target in (self._read, self._beat):
             threading.Thread(target=target, name=target.__name__, daemon=True).start()
 
     def send(self, message: Any) -> bool:
-        return self._channel.send(message)
+        if type(message) is StepApplied:
+            self._lifeline.await_room()
+        return self._lifeline.send(message)
 
     def note(self, event: str, reason: str, **fields: Any) -> None:
         """A line for the journal."""
@@ -108,10 +112,10 @@ class Line:
     def stop(self) -> None:
         """Its threads end, each when it next looks. What others have to say can still be sent."""
         self._closed.set()
-        self._succession.close()
+        self._lifeline.stop()
 
     def close(self) -> None:
-        self._channel.close()
+        self._lifeline.close()
 
     # -------------------------------------------------------------- what the worker asks
 
@@ -158,11 +162,12 @@ class Line:
     def _read(self) -> None:
         try:
             while True:
-                message = self._channel.receive()
-                self._succession.heard()
-                self._on_message(message)
+                self._on_message(self._lifeline.receive())
         except EOFError as error:
             self._on_end(error)
+        except Exception as error:  # with nobody who reads it would train on for ever
+            log.exception("what the controller says can't be done")
+            self._on_end(EOFError(f"{type(error).__name__}: {error}"))
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -219,8 +224,15 @@ class Line:
     def _beat(self) -> None:
         every_s = self._elastic.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT
         tell_at_s = time.monotonic() + LOOP_SILENT_S
+        outside = Outside(
+            self._points,
+            self._hooks.standing,
+            self._elastic.hang_timeout_s,
+            lambda why: self.note("between_steps", why, worker=self._worker),
+        )
         told, points = False, self._points
         while not self._closed.wait(every_s):
+            outside.look()
             self.send(Heartbeat(self._worker, points.step, points.place, points.count, points.last))
             self._tell_bytes()
             if not self.iterated and not told and time.monotonic() > tell_at_s:

@@ -1,132 +1,114 @@
-"""The training loop of one generation, and its safe points.
+"""The training loop of one generation, and its safe points: one for every job.
 
-    data -> forward, backward -> [snapshot of the last step complete] -> agree -> optimizer
-         -> report -> start this step's snapshot -> boundary
+    load -> compute -> [snapshot of the last step complete] -> agree -> apply
+         -> record -> keep (this step's snapshot, checkpoint) -> boundary
 
-``agree`` is one small collective in host memory: loss, tokens, the gradients' norm, and whether
-anyone was asked to pause or stop, so that all members stop after the same step. It is the step's
-last collective. Once it has passed, nothing between it and the boundary can keep a healthy member
-from applying the step; who fails before it has not applied it (I4).
+Who computes and applies is a ``Maker``: the job's own engine (``worker.by_engine``), or a function
+of the user's (``worker.by_user``). ``agree`` is one small collective in host memory: loss, tokens,
+the gradients' norm, and whether anyone was asked to pause or stop, so that all members stop after
+the same step. It is the step's last collective. Once it has passed, nothing between it and the
+boundary can keep a healthy member from applying the step; who fails before it has not applied it
+(I4).
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
-from elastic_ft.core.events import RecordStep, StepApplied, StepHeld, WorkerDone
+from elastic_ft.core.commands import RecordStep
+from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
-from elastic_ft.data.dataset import DataBundle
-from elastic_ft.data.prefetch import Prefetcher
-from elastic_ft.engines.base import Engine, MicroBatch, Update
-from elastic_ft.engines.learning_rates import learning_rate
+from elastic_ft.engines.base import Compiled, MicroBatch, Update
 from elastic_ft.errors import GroupBroken
-from elastic_ft.faults import Points
-from elastic_ft.groups.groups import Groups
-from elastic_ft.state.checkpointer import Checkpointer, Owned
 from elastic_ft.state.digest import state_digest
-from elastic_ft.state.snapshot import Schema, Snapshots
 from elastic_ft.transport.control import Note
 from elastic_ft.worker.agreement import Agreed, places, sum_over_members
 from elastic_ft.worker.layer_timer import LayerTimer
+from elastic_ft.worker.party import Party
+from elastic_ft.worker.spent import Spent
+from elastic_ft.worker.step import Step
+from elastic_ft.worker.tools import Flags, Formed, Tools
 
 UPLOAD_POLL_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a train loop sees of one step.
+class Making:
+    """One attempt at a step.
 
-    A step is yielded once all members have applied it. If its state does not survive a failure it
-    is run, and yielded, again.
+    Attributes:
+    agreed: what all members did, once they have.
     """
 
-    number: int
-    loss: float  # mean per token (or per term) over the global batch
-    learning_rate: float
-    grad_norm: float
-    tokens: int
-    step_time_s: float
-    generation: int
-    world_size: int
-    rank: int
-    eval_loss: float | None = None
-    checkpointed: bool = False  # a checkpoint of this step has been started
-    last: bool = False
+    def __init__(self, loop: Loop, number: int, micro_batches: list[MicroBatch]) -> None:
+        self._loop, self.number, self.micro_batches = loop, number, micro_batches
+        self.agreed: Agreed | None = None
+
+    def agree(self, loss: float, tokens: int, squares: float, more: Sequence[float] = ()) -> Agreed:
+        """Settles with all members that the step is made, from what each has computed.
+
+        Once: what comes later, of the same step, are other gradients' sums and no more.
+
+        Args:
+            loss, tokens, squares: this rank's sums, see ``Engine.run_batch`` and ``square_norm``.
+            more: any other sums.
+        """
+        if self.agreed is not None:
+            world = self._loop.groups.world_size
+            terms, squares = sum_over_members([float(tokens), squares], world)
+            return replace(self.agreed, tokens=int(terms), squares=squares)
+        self.agreed = self._loop.agree(self.micro_batches, loss, tokens, squares, more)
+        return self.agreed
 
 
-@dataclass(slots=True)
-class Flags:
-    """What the controller asks of a running generation; read at the next agreement."""
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A step that was made, before anybody is told of it."""
 
-    pause: bool = False
-    stop: bool = False
-    checkpoint: bool = False
-
-
-@dataclass(slots=True)
-class Formed:
-    """One formed generation, ready to train."""
-
-    groups: Groups
-    owned: Owned
-    peer_schemas: dict[int, Schema]  # of the ranks whose copies are kept here
-    step: int
+    step: Step
+    metrics: dict[str, Any]
 
 
-@dataclass(slots=True)
-class Tools:
-    """What outlives every generation (I6)."""
+class Maker(Protocol):
+    """Who makes the steps that a loop deals, agrees on and keeps. Generators yield what the
+    thread is to see that iterates over ``Worker.steps``."""
 
-    job: Job
-    worker: str
-    engine: Engine
-    data: DataBundle
-    prefetcher: Prefetcher
-    snapshots: Snapshots
-    checkpointer: Checkpointer
-    points: Points
-    send: Callable[[Any], object]
-    checkpointed_step: int = 0  # the newest step with a checkpoint, committed or begun here
+    def enter(self, loop: Loop) -> None:
+        """Before the first step of a generation."""
 
+    @property
+    def is_over(self) -> bool:
+        """There is no more to make, whatever steps are left."""
 
-class Spent:
-    """What the training thread waited for since the last step was reported, in seconds."""
+    def make(self, loop: Loop, attempt: Making) -> Generator[Any, None, Update | None]:
+        """Computes, has ``attempt.agree``, and applies. None if there is no more to make."""
 
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
+    def rate(self, step: int) -> float:
+        """The learning rate of the step just made."""
 
-    @contextlib.contextmanager
-    def on(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._add(name, time.perf_counter() - began)
+    def settle(self, loop: Loop, made: Made) -> Generator[Any, None, Step | None]:
+        """Has the step told of and kept. Returns what is to be seen of it, if nobody has yet."""
 
-    def take(self) -> dict[str, float]:
-        taken, self._seconds = self._seconds, {}
-        return {name: round(seconds, 6) for name, seconds in taken.items()}
-
-    def _add(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+    def leave(self, loop: Loop) -> Iterator[Any]:
+        """After the last step."""
 
 
 class Loop:
     """Attributes:
     step: the last step applied here: the live state is that of this step.
+    party: with whom what comes between two steps is done.
+    pausing, stopping: as all members agreed in the running step.
     """
 
-    def __init__(self, tools: Tools, formed: Formed, flags: Flags) -> None:
+    def __init__(self, tools: Tools, formed: Formed, flags: Flags, maker: Maker) -> None:
         self.tools, self.formed, self.flags = tools, formed, flags
-        self.groups, self.job, self.engine = formed.groups, tools.job, tools.engine
+        self.groups, self.job = formed.groups, tools.job
+        self.engine, self._maker = tools.engine, maker
         self.step = formed.step
-        self.order = DataOrder(self.job.seed, len(tools.data.train))
+        self.order = tools.data.order or DataOrder(self.job.seed, len(tools.data.train))
         layout = self.groups.assignment.layout
         assert self.groups.rank is not None
         self._layout = str(layout)
@@ -137,12 +119,13 @@ class Loop:
         every = None if snapshot.every_steps == "auto" else snapshot.every_steps
         self.cadence = Cadence(every, snapshot.max_cost, snapshot.max_steps)
         self._step_s = 0.0  # of the step before
+        self._held_step = 0  # of the newest copy made here for others
         self._spent = Spent()
         self._pace: LayerTimer | None = None
         if not layout.waits_within_layers:
             self._pace = LayerTimer(self.engine.blocks, self.engine.device)
-        # As all members agreed in the running step:
-        self._pausing = self._stopping = self._checkpointing = False
+        self.pausing = self.stopping = self._checkpointing = False
+        self.party = Party(self.groups)
 
     def steps(self) -> Iterator[Step]:
         """Runs until the last step, a pause or a stop. Raises GroupBroken and user errors."""
@@ -152,92 +135,93 @@ class Loop:
             if self._pace is not None:
                 self._pace.close()
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[Any]:
+        self._resume()
+        self._maker.enter(self)
+        while self.step < self.job.steps and not (self._maker.is_over or self.stopping):
+            yield from self._one_step()
+            if self.pausing:  # with the second copies: they are a source, and survive a loss
+                self.tools.snapshots.wait(self.groups.deadline())
+                return
+        yield from self._maker.leave(self)
+        self._finish()
+
+    def _resume(self) -> None:
         if self.holds and 0 < self.step < self.job.steps:
             self._snapshot(hold=True)  # the restored state has no second copy yet
         self._request(self.step + 1)
-        while self.step < self.job.steps:
-            result = self._one_step()
-            yield result
-            if self._pausing:  # with the second copies: they are a source, and survive a loss
-                self.tools.snapshots.wait(self.groups.deadline())
-                return
-            if self._stopping:
-                break
-        self._finish()
 
     # ---------------------------------------------------------------- one step
 
-    def _one_step(self) -> Step:
-        began = time.perf_counter()
-        number, points = self.step + 1, self.tools.points
-        agreed = self._compute(number)
-        update = self.engine.apply(number, agreed.tokens, agreed.squares, points)
+    def _one_step(self) -> Iterator[Any]:
+        began, number = time.perf_counter(), self.step + 1
+        attempt = Making(self, number, self._begin(number))
+        update = yield from self._maker.make(self, attempt)
+        if update is None:
+            return
+        assert attempt.agreed is not None
         self.step = number  # from here on the live state is that of this step
-        points("after_optimizer")
-        metrics = self._report(agreed, update, began)
-        with self._spent.on("save_s"):
-            checkpointed = self._keep(number)
-        eval_loss = self._evaluate_if_due(number)
+        self.tools.points("after_optimizer")
+        shown = yield from self._maker.settle(self, self._made(attempt.agreed, update, began))
         self._step_s = time.perf_counter() - began
-        return Step(
-            number=number,
+        if shown is not None:
+            yield shown
+
+    def _begin(self, number: int) -> list[MicroBatch]:
+        """Returns this rank's micro-batches of the step."""
+        self.tools.points.begin(number)
+        if self._pace is not None:
+            self._pace.begin()
+        self.tools.points("data")
+        with self._spent.on("data_s"):
+            return self._load(number)
+
+    def _made(self, agreed: Agreed, update: Update, began: float) -> Made:
+        metrics = self._metrics(agreed, update, began)
+        step = Step(
+            number=self.step,
             loss=agreed.loss,
             learning_rate=metrics["lr"],
             grad_norm=update.grad_norm,
             tokens=agreed.tokens,
             step_time_s=metrics["step_time_s"],
-            generation=self._generation,
+            generation=self.generation,
             world_size=self.groups.world_size,
             rank=self.groups.rank or 0,
-            eval_loss=eval_loss,
-            checkpointed=checkpointed,
-            last=number == self.job.steps,
+            last=self.step == self.job.steps,
         )
+        return Made(step, metrics)
 
-    def _compute(self, number: int) -> Agreed:
-        """Up to the agreement, the step's last collective: the gradients are here."""
-        points, spent, snapshots = self.tools.points, self._spent, self.tools.snapshots
-        points.begin(number)
-        if self._pace is not None:
-            self._pace.begin()
-        points("data")
-        with spent.on("data_s"):
-            micro_batches = self._load(number)
-        loss, tokens = self.engine.run_batch(number, micro_batches, points)
-        squares = self.engine.square_norm()
-        with spent.on("save_s"):
-            snapshots.wait(self.groups.deadline())
-        cost_s = snapshots.take_cost_s()
-        consumed = self._consumed(micro_batches)
-        agreed = self._agree(loss, tokens, squares, cost_s, consumed)
-        snapshots.drop_before(snapshots.newest())
-        return agreed
-
-    def _report(self, agreed: Agreed, update: Update, began: float) -> dict[str, Any]:
-        """Tells of the step that has just been applied. Returns its metrics."""
-        number, at_s = self.step, time.time()
+    def _metrics(self, agreed: Agreed, update: Update, began: float) -> dict[str, Any]:
+        """Of the step that has just been applied."""
         metrics: dict[str, Any] = {
             "loss": agreed.loss,
-            "lr": learning_rate(self.job.optimizer, self.job.steps, number),
+            "lr": self._maker.rate(self.step),
             "grad_norm": update.grad_norm,
             "tokens": agreed.tokens,
             "step_time_s": round(time.perf_counter() - began, 6),
-            "applied_at_s": round(at_s, 6),
+            "applied_at_s": round(time.time(), 6),
         }
         if update.skipped:
             metrics["skipped"] = True
-            self._note_skip(number, update.note)
+            self._note_skip(self.step, update.note)
+        if update.compiled is not None:
+            self._note_compiled(self.step, update.compiled)
         if agreed.sample_ids:
             metrics["sample_ids"] = agreed.sample_ids
+        return metrics
+
+    def tell(self, metrics: dict[str, Any]) -> None:
+        """Tells of the step that has just been applied."""
+        number = self.step
         world = self.groups.world_size
-        line = RecordStep(number, self._generation, world, self._layout, metrics)
+        line = RecordStep(number, self.generation, world, self._layout, metrics)
         self.tools.snapshots.note_step(line)
-        self._send(
+        self.send(
             StepApplied(
-                at_s,
+                time.time(),
                 self.tools.worker,
-                self._generation,
+                self.generation,
                 number,
                 metrics,
                 pace_s=self._pace.take() if self._pace is not None else 0.0,
@@ -245,14 +229,21 @@ class Loop:
                 spent=self._spent.take(),
             )
         )
-        return metrics
 
     @property
-    def _generation(self) -> int:
+    def generation(self) -> int:
         return self.groups.generation
 
-    def _send(self, message: Any) -> None:
+    def progress(self) -> None:
+        """What comes between two steps goes on: this is no hang. Raises GroupBroken."""
+        self.groups.check()
+        self.tools.points("data", self.step)
+
+    def send(self, message: Any) -> None:
         self.tools.send(message)
+
+    def note(self, event: str, reason: str, fields: dict[str, Any]) -> None:
+        self.send(Note(self.tools.worker, self.generation, event, reason, fields))
 
     def _planned(self, number: int) -> list[tuple[int, ...]]:
         """The samples of this rank's micro-batches, padded where the engine must (I2, I3)."""
@@ -275,30 +266,36 @@ class Loop:
             for index, read in enumerate(loaded)
         ]
 
-    def _agree(
-        self, loss: float, tokens: int, squares: float, cost_s: float, consumed: list[int]
+    def agree(
+        self,
+        micro_batches: list[MicroBatch],
+        loss: float,
+        tokens: int,
+        squares: float,
+        more: Sequence[float],
     ) -> Agreed:
-        """Settles whether to pause or stop, and how often to take snapshots.
-
-        Args:
-            loss, tokens, squares: this rank's sums, see ``Engine.run_batch`` and ``square_norm``.
-            cost_s: of the snapshot that has ended, 0 if none has.
-            consumed: see ``_consumed``.
-        """
+        """Settles what ``Making.agree`` says, whether to pause or stop, and how often to take
+        snapshots. The one under way is complete before."""
+        snapshots = self.tools.snapshots
+        with self._spent.on("save_s"):
+            snapshots.wait(self.groups.deadline())
         asked, self.flags.checkpoint = self.flags.checkpoint, False
         wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
-        values = [loss, float(tokens), squares, *wishes, cost_s, self._step_s, *consumed]
+        values = [loss, float(tokens), squares, *wishes, snapshots.take_cost_s(), self._step_s]
+        values += [*more, *self._consumed(micro_batches)]
         world, holding = self.groups.world_size, self.groups.assignment.holding
         summed = sum_over_members(values, world)
-        total, count, squares, pause, stop, checkpoint, cost, step, *samples = summed
+        total, count, squares, pause, stop, checkpoint, cost, step, *others = summed
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
             self._note_cadence()
         # Not into the flags: a request that came during the all-reduce would be lost.
-        self._pausing, self._stopping = pause > 0, stop > 0
+        self.pausing, self.stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
-        ids = [int(sample) - 1 for sample in samples]
-        return Agreed(total / max(count, 1.0), int(count), squares, ids)
+        snapshots.drop_before(snapshots.newest())
+        ids = [int(sample) - 1 for sample in others[len(more) :]]
+        mean = total / max(count, 1.0)
+        return Agreed(mean, int(count), squares, ids, others[: len(more)])
 
     def _consumed(self, micro_batches: list[MicroBatch]) -> list[int]:
         """With ``audit``, what this member really consumed, see ``places``."""
@@ -312,10 +309,14 @@ class Loop:
 
     # ---------------------------------------------------------- keeping the state
 
-    def _keep(self, number: int) -> bool:
+    def keep(self) -> bool:
         """Starts the snapshot and the checkpoint that are due. Returns if a checkpoint was."""
+        with self._spent.on("save_s"):
+            return self._keep(self.step)
+
+    def _keep(self, number: int) -> bool:
         every = self.job.checkpoint.every_steps
-        final = number == self.job.steps or self._stopping
+        final = number == self.job.steps or self.stopping
         due = self._checkpointing or bool(every and number % every == 0)
         checkpoint = due or (final and self.job.checkpoint.final)
         hold = self.holds and (final or number >= self.cadence.next)
@@ -327,6 +328,7 @@ class Loop:
         """Copies the live state to host memory: to hold it there, for an upload, or for both."""
         if hold:
             self.cadence.taken(self.step)
+            self._held_step = self.step
         tools, state = self.tools, self.engine.state()
         owned = self.formed.owned
         shard = tools.snapshots.take(
@@ -349,43 +351,59 @@ class Loop:
             f"every {every} steps is {cost_s / (step_s * every):.1%} of the time"
         )
         fields = {"every_steps": every, "cost_s": round(cost_s, 6), "step_s": round(step_s, 6)}
-        self._send(Note(self.tools.worker, self._generation, "snapshot_interval", reason, fields))
+        self.note("snapshot_interval", reason, fields)
 
     def _note_skip(self, step: int, note: str) -> None:
         if note and self.groups.rank == 0:
-            worker, fields = self.tools.worker, {"step": step}
-            self._send(Note(worker, self._generation, "step_skipped", note, fields))
+            self.note("step_skipped", note, {"step": step})
+
+    def _note_compiled(self, step: int, compiled: Compiled) -> None:
+        """Of each worker once, and whenever a step had to compile."""
+        reason = f"{compiled.graphs} graphs of layers compiled in step {step}"
+        if compiled.warmed:
+            reason += f", {compiled.warmed} before the worker was ready ({compiled.warmed_s:.1f} s)"
+        fields: dict[str, Any] = {
+            "step": step,
+            "graphs": compiled.graphs,
+            "warmed": compiled.warmed,
+        }
+        fields |= {"warmed_s": round(compiled.warmed_s, 3), "worker": self.tools.worker}
+        self.note("compiled", reason, fields)
 
     def _held(self, step: int) -> None:
-        self._send(StepHeld(time.time(), self.tools.worker, self._generation, step))
+        self.send(StepHeld(time.time(), self.tools.worker, self.generation, step))
 
     # ------------------------------------------------------------------ evaluation
 
-    def _evaluate_if_due(self, number: int) -> float | None:
-        every = self.job.data.eval_every_steps
-        held_out = self.tools.data.evaluation
-        if not every or held_out is None or (number % every and number != self.job.steps):
-            return None
-        self.tools.points("data")
-        loss, tokens = self.engine.evaluate(self._eval_batches(number, held_out))
-        total, count = sum_over_members([loss, float(tokens)], self.groups.world_size)
-        mean = total / max(count, 1.0)
-        if self.groups.rank == 0:
-            fields = {"step": number, "loss": mean, "tokens": int(count)}
-            reason = f"held-out loss after step {number}"
-            self._send(Note(self.tools.worker, self._generation, "evaluated", reason, fields))
+    def evaluate(
+        self,
+        run: Callable[[Iterator[MicroBatch]], tuple[float, float]],
+        held_out: Any,
+        count: int,
+        name: str,
+    ) -> float:
+        """The mean over the first ``count`` samples, dealt to all ranks.
+
+        ``run``: returns (loss sum, terms) of the micro-batches that it is given.
+        """
+        total, terms = run(self._eval_batches(held_out, count))
+        total, terms = self.party.sum([float(total), float(terms)])
+        mean = total / max(terms, 1.0)
+        if self.party.rank == 0:
+            fields = {"step": self.step, "loss": mean, "tokens": int(terms)}
+            self.note("evaluated", f"{name} after step {self.step}", fields)
         return mean
 
-    def _eval_batches(self, number: int, held_out: Any) -> Iterator[MicroBatch]:
+    def _eval_batches(self, held_out: Any, count: int) -> Iterator[MicroBatch]:
         """Each is loaded, and a mark of progress, when the engine comes to it."""
         size = self.job.batch.micro_batch_size
-        count = min(self.job.data.eval_samples, len(held_out))
         starts = range(0, count, size)
-        dealt = deal(len(starts), len(self.dealt))
-        mine = [starts[i] for i in dealt[self.data_rank]]
+        whole = self.party.is_whole
+        dealt = deal(len(starts), len(self.dealt) if whole else self.party.world_size)
+        mine = [starts[i] for i in dealt[self.data_rank if whole else self.party.rank]]
         padding = max(len(d) for d in dealt) - len(mine)
         for weight, first in [*((1.0, s) for s in mine), *((0.0, 0) for _ in range(padding))]:
-            self.tools.points("data", number)
+            self.progress()  # and who computes alone hears of a loss
             samples = [held_out[i] for i in range(first, min(first + size, count))]
             yield MicroBatch(first, held_out.collate(samples), weight)
 
@@ -396,17 +414,16 @@ class Loop:
         held = self.tools.snapshots.bytes_allocated
         fields = {"state_bytes": own, "snapshot_bytes": held, "rank": self.groups.rank}
         reason = f"snapshots take {held / max(own, 1):.2f} bytes per byte of this rank's state"
-        self._send(Note(self.tools.worker, self._generation, "host_memory", reason, fields))
+        self.note("host_memory", reason, fields)
 
     def _finish(self) -> None:
         """Everything durable, then the digest, then WorkerDone. A pause comes before either."""
         tools = self.tools
         tools.snapshots.wait(self.groups.deadline())
         tools.points("finishing")
-        hold = self.holds and self.formed.step == self.step > 0
-        upload = (
-            self.job.checkpoint.final and self.step > 0 and tools.checkpointed_step != self.step
-        )
+        # A loop of the user's ends where it likes: nobody knew that this step was the last.
+        hold = self.holds and self.step > self._held_step
+        upload = self.job.checkpoint.final and 0 < self.step != tools.checkpointed_step
         if hold or upload:
             self._snapshot(hold, upload)
             tools.snapshots.wait(self.groups.deadline())
@@ -416,7 +433,7 @@ class Loop:
         owned = tools.checkpointer.owned_state(self.engine.state(), self.formed.owned)
         # It takes as long as the state is large: this is no hang.
         digest = state_digest(self.groups, owned, lambda: tools.points("finishing", self.step))
-        self._send(WorkerDone(time.time(), tools.worker, self._generation, self.step, digest))
+        self.send(WorkerDone(time.time(), tools.worker, self.generation, self.step, digest))
 
     def _await_uploads(self) -> bool:
         """Returns whether they have ended, each by its own deadline; False if a pause came first.

@@ -1,4 +1,4 @@
-"""Imported once by the fork server of ``local``: what every worker needs, no threads, no CUDA."""
+"""Imported once for all that a launcher of ``hosts.local`` forks: no threads, no CUDA."""
 
 from elastic_ft.worker import birth  # isort: skip  # it tells when this began
 from elastic_ft import torch_private

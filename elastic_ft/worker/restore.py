@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.box_owners import find_owners
-from elastic_ft.core.events import CheckpointRef, Holding, Source, Tier
-from elastic_ft.engines.base import Engine
+from elastic_ft.engines.base import StateEngine
 from elastic_ft.errors import (
     CheckpointMismatch,
     GroupBroken,
@@ -38,7 +38,7 @@ class Restored:
 
 
 def make_room(
-    engine: Engine,
+    engine: StateEngine,
     groups: Groups,
     snapshots: Snapshots,
     live: Callable[[], tuple[Holding, LocalState] | None],
@@ -67,7 +67,7 @@ def is_on_gpu(state: LocalState) -> bool:
 
 
 def restore(
-    engine: Engine,
+    engine: StateEngine,
     groups: Groups,
     snapshots: Snapshots,
     live: LocalState,

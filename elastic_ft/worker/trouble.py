@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from elastic_ft.core.assignment import Member
 from elastic_ft.core.events import (
     ITS_DEVICE,
     ITS_OWN,
     UNREACHABLE,
     CollectiveFailed,
-    Member,
     SourceRefused,
     WorkerRaised,
 )
@@ -72,10 +72,17 @@ class Trouble:
         else:
             self._send(self._raised(generation, error))
 
-    def user_raised(self, error: BaseException) -> None:
-        """Tells of an exception that the user's train loop let through."""
+    def user_raised(self, error: BaseException, own: bool = False) -> None:
+        """Tells of an exception that the user's train loop let through. ``own``: it makes steps
+        itself, and a collective that broke between them is nobody's but its own."""
         if is_lost(self.device, error):
             self._leave_device(error)
+        if own and self._is_groups(error):
+            error = UsageError(
+                "a collective of the script's own broke between two steps, where nothing is tried "
+                "again: put it into the function of @ctx.step, or use ctx.evaluate "
+                f"({_one_line(error)})"
+            )
         self._send(self._raised(self._points.generation, error))
 
     def _is_devices(self, generation: int, error: BaseException) -> bool:
@@ -105,13 +112,17 @@ class Trouble:
 
     def _is_collective(self, error: BaseException) -> bool:
         """Whether ``error`` comes from a broken group rather than from user code."""
-        if isinstance(error, (GroupBroken, dist.DistError)):
+        if self._is_groups(error):
             return True
         if not isinstance(error, RuntimeError):
             return False
-        if any(mark in str(error) for mark in GROUPS_SAY):
-            return True
         return self._is_over_within(GRACE_S)  # a plain RuntimeError: a peer's loss may explain it
+
+    def _is_groups(self, error: BaseException) -> bool:
+        if isinstance(error, (GroupBroken, dist.DistError)):
+            return True
+        says = str(error)
+        return isinstance(error, RuntimeError) and any(mark in says for mark in GROUPS_SAY)
 
     def _raised(self, generation: int, error: BaseException) -> WorkerRaised:
         usage = isinstance(error, UsageError)

@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -19,35 +18,35 @@ import torch
 
 from elastic_ft.config import Job
 from elastic_ft.core import deadlines
-from elastic_ft.core.events import (
-    Holding,
-    Member,
-    Paused,
-    Resumed,
-    Tier,
-    Unkept,
-    UseKeeper,
-    WorkerReady,
-)
+from elastic_ft.core.assignment import Holding, Member, Tier
+from elastic_ft.core.events import Paused, Resumed, Unkept, WorkerReady
 from elastic_ft.core.follower import AnswerPause, BeginGeneration, DropAfter, Leave
 from elastic_ft.core.hangs import LAST_RESORT_TIMEOUTS
 from elastic_ft.core.shares import Share
 from elastic_ft.core.terms import data_terms
+from elastic_ft.engines.base import Engine
 from elastic_ft.errors import UsageError
 from elastic_ft.faults import Points
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks, use_interface_of
-from elastic_ft.keeper.client import DIAL_TIMEOUT_S, KeeperClient, KeeperGone
+from elastic_ft.keeper.client import KeeperClient
 from elastic_ft.state.checkpointer import owned_by
 from elastic_ft.state.tensors import LocalState
-from elastic_ft.transport.control import FaultFired, Form, connect
+from elastic_ft.transport.control import FaultFired, Form, Welcome
+from elastic_ft.transport.lifeline import Lifeline
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker import birth, restore
+from elastic_ft.worker.by_engine import ByEngine
+from elastic_ft.worker.by_user import ByUser
 from elastic_ft.worker.devices import device_memory_bytes
-from elastic_ft.worker.line import CUT_OFF, ControllerLost, Hooks, Line
-from elastic_ft.worker.loop import Formed, Loop, Step, Tools
+from elastic_ft.worker.line import ControllerLost, Hooks, Line
+from elastic_ft.worker.loop import Loop, Maker
+from elastic_ft.worker.own_keeper import OwnKeeper
 from elastic_ft.worker.prepare import prepare
 from elastic_ft.worker.same_data import check_same_data, data_in_words
+from elastic_ft.worker.steering import Steering
+from elastic_ft.worker.step import Step
+from elastic_ft.worker.tools import Formed, Tools
 from elastic_ft.worker.training_thread import TrainingThread
 from elastic_ft.worker.trouble import Trouble
 
@@ -86,30 +85,41 @@ class Worker:
     ) -> None:
         self.member, self._key, self._on_generation = member, key, on_generation
         birth.passed("imports_s")
-        channel, self._welcome = connect(address, key, member)
+        lifeline = Lifeline(address, key, member)
+        self._welcome = lifeline.welcome
         birth.passed("connect_s")
         self.job: Job = self._welcome.job
         elastic = self.job.elastic
-        meet_timeout_s = deadlines.meet_s(elastic.form_timeout_s, elastic.max_workers)
         self._pause_timeout_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)
-        store_key = hmac.digest(key.secret, self._welcome.run.encode(), "sha256")
-        self._links = StoreLinks(self._welcome.store, meet_timeout_s, store_key)
-        self._links.prepare()
-        use_interface_of(channel.own_address)
+        lifeline.cut_off_s = self._pause_timeout_s
+        self._follow(self._welcome)
+        use_interface_of(lifeline.own_address)
         self._training = TrainingThread()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
-        hooks = Hooks(lambda: self._training.current, self._use_keeper, on_pause or _nothing)
-        self._line = Line(
-            channel, self._welcome, member, self._points, hooks, self._pause_timeout_s
+        hooks = Hooks(
+            lambda: self._training.current,
+            lambda message: self._keeper.use(message),
+            on_pause or _nothing,
+            self._follow,
         )
+        self._line = Line(lifeline, member, self._points, hooks, self._pause_timeout_s)
         self._trouble = Trouble(member, self._points, self._line.send, self._line.await_over)
         self._groups: Groups | None = None
         self._live: tuple[Holding, LocalState] | None = None
         self._tools: Tools | None = None
         self._loop: Loop | None = None  # once a generation is restored
-        self._dialling = ThreadPoolExecutor(1, thread_name_prefix="use-keeper")
-        self._dialled: Future[None] | None = None  # the newest keeper, to be used or not
+        self.own: Steering | None = None  # of a loop of the user's; set before ``next_item``
+        self._items: Iterator[Any] | None = None
+        self._keeper = OwnKeeper(key, member.worker, self._use_keeper, self._unkept)
         self._line.start()
+
+    def _follow(self, welcome: Welcome) -> None:
+        """A controller has the job, with a store of its own through which groups form."""
+        elastic = self.job.elastic
+        meet_timeout_s = deadlines.meet_s(elastic.form_timeout_s, elastic.max_workers)
+        store_key = hmac.digest(self._key.secret, welcome.run.encode(), "sha256")
+        self._links = StoreLinks(welcome.store, meet_timeout_s, store_key)
+        self._links.prepare()
 
     # --------------------------------------------------------------------- its life
 
@@ -124,6 +134,22 @@ class Worker:
         """The same, where nobody looks at the steps: no thread is woken for each of them."""
         for _ in self._live_through(_unseen):
             pass
+
+    def next_item(self) -> Any:
+        """Of ``worker.steering``, for a loop of the user's; None once this worker is released.
+
+        Raises ControllerLost, and UsageError of what can't be prepared.
+        """
+        if self._items is None:
+            self._items = self.steps()
+        return next(self._items, None)
+
+    def finish(self) -> None:
+        """The user's loop is over: what is left to do, up to the release."""
+        if self.own is not None and self._items is not None:
+            self.own.ending = True
+            for _ in self._items:
+                pass
 
     def _live_through(self, shown: Callable[[Steps], Steps]) -> Iterator[Step]:
         self._line.iterated = True
@@ -151,7 +177,7 @@ class Worker:
     def _prepare(self) -> Tools:
         """Everything that can be done before there is a group. Then it can join."""
         name, send = self.member.worker, self._line.send
-        tools, spent = prepare(name, self._welcome, self._points, send, self._unkept)
+        tools, spent = prepare(name, self._welcome, self._points, send, self._unkept, self.own)
         device = self._trouble.device = tools.engine.device
         self._tools = tools
         self._links.wait()  # no survivor is to wait for our DNS
@@ -186,8 +212,7 @@ class Worker:
         tools.checkpointed_step = form.checkpointed_step
         if self._on_generation is not None and form.extra is not None:
             self._on_generation(form.extra)
-        if self._dialled is not None and wait([self._dialled], DIAL_TIMEOUT_S).done:
-            self._dialled.result()  # the first snapshot is to outlive this process
+        self._keeper.wait()
         groups = self._enter(assignment)
         step = assignment.source.step
         points.enter(groups.generation, groups.rank, groups.world_size, step, form.fired)
@@ -212,7 +237,7 @@ class Worker:
             peer_schemas=restored.peer_schemas,
             step=step,
         )
-        self._loop = Loop(tools, formed, self._line.flags)
+        self._loop = Loop(tools, formed, self._line.flags, self._maker(tools))
         self._line.restoring = False
         forming_s = round(began_restoring - began, 6)
         received = restored.bytes_received
@@ -221,6 +246,12 @@ class Worker:
         )
         threading.Thread(target=gc.collect, daemon=True).start()  # the last generation's modules
         yield from self._loop.steps()
+
+    def _maker(self, tools: Tools) -> Maker:
+        """Of this job's steps."""
+        if self.own is not None:
+            return ByUser(self.own)
+        return ByEngine(self.job, cast(Engine, tools.engine))
 
     def _retreat(self, tools: Tools) -> None:
         """To the safe point: no group of this generation is left, the state is plain tensors."""
@@ -256,7 +287,7 @@ class Worker:
     def close(self) -> None:
         self._line.stop()
         self._training.close()
-        self._dialling.shutdown(wait=False, cancel_futures=True)
+        self._keeper.close()
         if self._tools is not None:
             self._tools.prefetcher.close()
             self._tools.snapshots.close()
@@ -336,6 +367,11 @@ class Worker:
     def check_iterated(self) -> None:
         """Raises UsageError if the train loop has ended and never asked for a step."""
         if not self._line.iterated and not self._line.is_over:
+            if self.job.loop is not None:
+                raise UsageError(
+                    "the script ended and never asked a loader of ctx.prepare for a batch: "
+                    "nothing is trained without it"
+                )
             raise UsageError(
                 "the train loop ended and never iterated over elastic_ft.train(): expected "
                 "`for step in elastic_ft.train()`, nothing is trained without it"
@@ -343,19 +379,11 @@ class Worker:
 
     def raised(self, error: BaseException) -> None:
         """Tells the controller of an exception that user code let through."""
-        self._trouble.user_raised(error)
+        self._trouble.user_raised(error, self.own is not None)
 
-    def _use_keeper(self, message: UseKeeper) -> None:
-        """Elsewhere: what it waits for may be stopped."""
-        self._dialled = self._dialling.submit(self._dial, message)
-
-    def _dial(self, message: UseKeeper) -> None:
+    def _use_keeper(self, keeper: KeeperClient) -> None:
         assert self._tools is not None, "a keeper is for workers that are ready"
-        try:
-            keeper = KeeperClient(message.keeper, self._key, self.member.worker)
-            self._tools.snapshots.use(keeper)
-        except KeeperGone as error:
-            self._unkept(str(error))
+        self._tools.snapshots.use(keeper)
 
     def _unkept(self, why: str) -> None:
         reason = f"this worker's snapshots are its own: {why}"
@@ -363,71 +391,6 @@ class Worker:
 
     def _fault_fired(self, index: int) -> None:
         self._line.send(FaultFired(self.member.worker, index, self._points.step, time.time()))
-
-
-# ------------------------------------------------------------------------- for hosts and users
-
-_current: Worker | None = None
-
-
-def run_worker(
-    address: tuple[str, int],
-    key: JobKey,
-    member: Member,
-    *,
-    train_loop: Callable[[], Any] | None = None,
-    on_generation: Callable[[Any], None] | None = None,
-    on_pause: Callable[[], None] | None = None,
-) -> None:
-    """Takes part in a job until released or until the controller is gone. Blocks.
-
-    Args:
-        address, key: of the controller.
-        member: who this is and where.
-        train_loop: user code; it iterates over ``elastic_ft.train()``. None: nothing but that.
-        on_generation: called in the training thread with the host's extra, before forming.
-        on_pause: called from the control thread when collectives are broken off.
-    """
-    global _current
-    worker = Worker(address, key, member, on_generation, on_pause)
-    _current = worker
-    try:
-        if train_loop is None:
-            worker.run()
-        else:
-            train_loop()
-            worker.check_iterated()
-    except ControllerLost:
-        if worker.cut_off:  # a host would keep the process, which nobody can reach to end it (I1)
-            os._exit(CUT_OFF)
-        return
-    except GeneratorExit:
-        raise
-    except Exception as error:
-        worker.raised(error)
-        raise
-    finally:
-        _current = None
-        worker.close()
-
-
-def train() -> Iterator[Step]:
-    """Yields each step of the job that this worker takes part in; elasticity happens inside.
-
-    For use in a train loop given to ``ElasticTrainer``. Raises RuntimeError elsewhere.
-    """
-    if _current is None:
-        raise RuntimeError("elastic_ft.train() works inside a train loop run by ElasticTrainer")
-    return _current.steps()
-
-
-def current_step() -> int:
-    """The step that this process's worker is at, 0 if there is none."""
-    return _current.step if _current is not None else 0
-
-
-def member_here(worker: str, node: str, host: str, raylet_pid: int | None = None) -> Member:
-    return Member(worker, node, host, os.getpid(), raylet_pid)
 
 
 def _unseen(steps: Steps) -> Steps:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from chaos.fault_kinds import Network
 from chaos.network import Bridge, iptables, network_lacks, rules_of, run, sweep
-from chaos.scenario import Network, Scenario
+from chaos.scenario import Scenario
 from chaos.surroundings import ENDPOINT, surroundings
 from elastic_ft.errors import ConfigError
 from elastic_ft.transport.control import TO_CONTROLLER, Heartbeat

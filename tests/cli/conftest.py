@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -9,16 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
 from elastic_ft.observe.run_folder import read_lines
 
 DEADLINE_S = 120.0
+MARK = "ELASTIC_FT_TEST"
 JOB: dict[str, Any] = {
     "name": "tiny",
     "steps": 12,
@@ -70,13 +74,18 @@ def write_job(folder: Path, cache_dir: str) -> Callable[..., str]:
 
 
 class Command:
-    """``elastic-ft`` in a process group of its own, as a shell starts it."""
+    """``elastic-ft`` in a process group of its own, as a shell starts it.
+
+    What it starts has its mark in the environment: it may be nobody's child.
+    """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        self.folder = folder
+        self.folder, self._mark = folder, uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-m", "elastic_ft.cli", *arguments],
             cwd=folder,
+            env=os.environ | {MARK: self._mark},
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -101,9 +110,36 @@ class Command:
         os.killpg(self.process.pid, signal.SIGINT)
 
     def kill(self) -> None:
+        """Itself, and all that it has started."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
+        for process in self.left():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self.process.communicate()
+
+    def left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                if process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return [process for process in found if process.pid != self.process.pid]
+
+    def has(self, title: str, besides: int) -> bool:
+        return any(title_of(p) == title and p.pid != besides for p in self.left())
+
+    def named(self, title: str) -> psutil.Process:
+        """The newest of its processes that ``ps`` calls so."""
+        found = [process for process in self.left() if title_of(process) == title]
+        assert found, [(process.pid, title_of(process)) for process in self.left()]
+        return max(found, key=lambda process: (process.create_time(), process.pid))
+
+
+def title_of(process: psutil.Process) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/comm").read_text().strip()
+    return ""
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
-from elastic_ft.cli.preflight import check_apart
+from elastic_ft.cli.check_stores import check_apart
 from elastic_ft.errors import ConfigError
 from tests.s3_server import s3_server
 
@@ -64,7 +64,7 @@ def refused(
         ),
         pytest.param(
             {"parallel.tp": 2, "elastic": {"min_workers": 3, "max_workers": 3}},
-            "elastic.multiple_of: no multiple of 2 (parallel.tp x parallel.pp) is between min_wor",
+            "elastic.multiple_of: no multiple of 2 (parallel.tp x parallel.pp x parallel.cp) is",
             id="no-world",
         ),
         pytest.param({"parallel.pp": 2, "model.kwargs": {"n_layers": 1}}, "parallel.pp: ", id="pp"),

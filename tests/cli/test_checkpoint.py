@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
-from elastic_ft.core.events import CheckpointRef
+from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.storage.checkpoints import attempt_prefix, commit, write_shards
@@ -47,7 +47,8 @@ def write_data(store: Store, state: Arrays, step: int, run: str) -> list[ShardEn
             if array.shape:
                 each = -(-array.shape[0] // WORLD)
                 start, stop = min(rank * each, len(array)), min((rank + 1) * each, len(array))
-                box = Box((start, 0), (stop - start, array.shape[1]))
+                inner = array.shape[1:]
+                box = Box((start, *(0,) * len(inner)), (stop - start, *inner))
                 array = np.ascontiguousarray(array[start:stop])
             elif rank:
                 continue
@@ -330,3 +331,36 @@ def test_bad_input_is_one_line(
     assert (code, out) == (BAD_USAGE, "")
     assert expected in err
     assert err.count("\n") == 1
+
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_checkpoint_is_exported_for_from_pretrained(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from elastic_ft.config import ModelConfig
+    from elastic_ft.models.build import build_model
+
+    model = build_model(ModelConfig(transformers=LLAMA), vocab_size=40, sequence_length=None)
+    run = tmp_path / "run"
+    folder = Folder(f"{run}/checkpoints")
+    folder.add(3, {f"model.{n}": p.detach().numpy() for n, p in model.named_parameters()})
+    job = {"name": "x", "steps": 3, "model": {"transformers": LLAMA}, "data": {"url": "stdlib:"}}
+    (run / "job.yaml").write_text(json.dumps(job))
+    out = tmp_path / "out"
+    command = ("checkpoint", "export", folder.url, str(out), "--format", "huggingface")
+    assert run_command(command) == COMPLETED
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True)
+    assert type(loaded) is type(model) and loaded.config.vocab_size == 40
+    for name, parameter in loaded.named_parameters():
+        assert (parameter == dict(model.named_parameters())[name]).all()
+    (run / "job.yaml").unlink()
+    assert run_command((*command[:3], str(tmp_path / "other"), *command[4:])) == BAD_USAGE

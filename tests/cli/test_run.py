@@ -110,7 +110,7 @@ def test_an_interrupt_stops_cleanly_and_resume_goes_on(
     assert "finished: all" in journal
 
 
-def test_sigterm_is_an_interrupt_and_a_second_one_is_obeyed_at_once(
+def test_signals_that_come_together_stop_once_with_a_checkpoint(
     start: Start, write_job: WriteJob, folder: Path
 ) -> None:
     command = start("run", write_job({"steps": 100_000}), "--processes")
@@ -119,7 +119,7 @@ def test_sigterm_is_an_interrupt_and_a_second_one_is_obeyed_at_once(
     command.process.send_signal(signal.SIGINT)
     code, out, _ = command.finish()
     assert code == INTERRUPTED
-    assert out.splitlines()[-1].startswith("stopped: interrupted")
+    assert out.splitlines()[-1].startswith("stopped: interrupted; last good checkpoint: step")
     assert json.loads((folder / "runs/tiny/result.json").read_text())["status"] == "stopped"
 
 

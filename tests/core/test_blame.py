@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_ft.core.assignment import Tier
+from elastic_ft.core.commands import AvoidNode, Command, ReleaseWorker
 from elastic_ft.core.events import (
-    AvoidNode,
     CollectiveFailed,
-    Command,
     KeeperLost,
     NodeLost,
-    ReleaseWorker,
     ResizeRequested,
     SourceRefused,
-    Tier,
     WorkerLost,
     WorkerRaised,
 )

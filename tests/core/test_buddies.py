@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ft.core.assignment import Member
 from elastic_ft.core.buddies import choose_buddies
-from elastic_ft.core.events import Member
 from elastic_ft.core.layouts.layout import Layout, LayoutWish, plan_layout
 from elastic_ft.sim.script import member
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_ft.core.events import (
+from elastic_ft.core.assignment import Tier
+from elastic_ft.core.commands import (
     AbandonCheckpoint,
-    CheckpointCommitted,
-    CheckpointFailed,
-    CollectiveFailed,
     CommitCheckpoint,
     FinishJob,
     RecordStep,
+    StartTimer,
+)
+from elastic_ft.core.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    CollectiveFailed,
     ResizeRequested,
     ShardsFailed,
     ShardsWritten,
-    StartTimer,
     StepApplied,
     StepHeld,
-    Tier,
     WorkerDone,
     WorkerLost,
 )

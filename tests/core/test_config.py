@@ -32,6 +32,11 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return values
 
 
+def own_loop(**parallel: Any) -> dict[str, Any]:
+    """A job with a training loop of one's own."""
+    return {"name": "demo", "loop": {}, "parallel": parallel}
+
+
 def without(key: str) -> dict[str, Any]:
     return {name: value for name, value in GOOD.items() if name != key}
 
@@ -90,13 +95,48 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(changed("optimizer.schedule", "step"), "optimizer.schedule: ", id="schedule"),
         pytest.param(
             changed("parallel", {"unused_parameters": True, "tp": 2}),
-            "parallel: unused_parameters: is of ddp, fsdp and hsdp without tp and pp",
+            "parallel: unused_parameters: is of ddp, fsdp and hsdp without tp, pp and cp",
             id="unused-tp",
         ),
         pytest.param(
             changed("parallel.reduce_gradients", "step"),
             "parallel: reduce_gradients: is of strategy fsdp, hsdp and auto",
             id="nothing-to-reduce-late",
+        ),
+        pytest.param(
+            changed("parallel.loss_chunk_tokens", 0), "parallel.loss_chunk_tokens: ", id="no-chunk"
+        ),
+        pytest.param(
+            changed("parallel", {"loss_chunk_tokens": 64, "pp": 2, "schedule": "zero_bubble"}),
+            "parallel: loss_chunk_tokens: not with schedule zero_bubble",
+            id="chunks-differentiated-twice",
+        ),
+        pytest.param(
+            changed("parallel", {"loss_chunk_tokens": 64}) | {"precision": {"dtype": "fp16"}},
+            "job: parallel.loss_chunk_tokens: not with precision.dtype fp16",
+            id="chunks-unscaled",
+        ),
+        pytest.param(
+            changed(
+                "parallel", {"offload_activations": True, "activation_checkpointing": "selective"}
+            ),
+            "parallel: offload_activations: is of engine native on GPUs, with",
+            id="offload-selective",
+        ),
+        pytest.param(
+            changed("parallel", {"compile": True, "tp": 2}),
+            "parallel: compile: is of ddp, fsdp and hsdp without tp, pp, cp or",
+            id="compile-tp",
+        ),
+        pytest.param(
+            changed("parallel.cp", 2) | {"data": {"url": "stdlib:", "separate_documents": True}},
+            "job: data.separate_documents: not with parallel.cp",
+            id="documents-cp",
+        ),
+        pytest.param(
+            changed("parallel.activation_checkpointing", "some"),
+            "parallel.activation_checkpointing",
+            id="recompute-some",
         ),
         pytest.param(changed("optimizer.schedule", "wsd"), "optimizer: decay_steps: ", id="wsd"),
         pytest.param(
@@ -125,6 +165,26 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             changed("parallel", {"strategy": "auto", "shard_size": 2}),
             "parallel: strategy auto decides on shard_size: leave it out",
             id="auto-shards",
+        ),
+        pytest.param(own_loop(cp=2), "loop: has engine native, strategy ddp, ", id="loop-cp"),
+        pytest.param(own_loop(compile=True), "parallel.compile: has no ", id="loop-compile"),
+        pytest.param(
+            own_loop(activation_checkpointing=True),
+            "parallel.activation_checkpointing: has no effect on a loop: ",
+            id="loop-checkpointing",
+        ),
+        pytest.param(
+            own_loop(offload_activations=True),
+            "parallel.offload_activations: has no effect on a loop: ",
+            id="loop-offload",
+        ),
+        pytest.param(
+            own_loop(loss_chunk_tokens=4), "parallel.loss_chunk_tokens: has no ", id="loop-chunks"
+        ),
+        pytest.param(
+            own_loop() | {"precision": {"dtype": "bf16"}},
+            "precision.dtype: has no effect on a loop with ddp: use torch.autocast in your step",
+            id="loop-precision",
         ),
         pytest.param(changed("elastic.spares", -1), "elastic.spares: ", id="spares"),
         pytest.param(

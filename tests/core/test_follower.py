@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ft.core.events import Bench, PauseWorkers, ReleaseWorker
+from elastic_ft.core.commands import Bench, PauseWorkers, ReleaseWorker
 from elastic_ft.core.follower import (
     Action,
     AnswerPause,
@@ -230,3 +230,59 @@ def test_generations_and_answers_only_ever_rise(script: list[Heard | str]) -> No
             assert not actions or play.follower.current < message.generation  # type: ignore[union-attr]
         assert play.follower.fence >= fence
     assert begun == sorted(begun) and answered == sorted(set(answered))
+
+
+# ---------------------------------------------------------- another controller says it again
+
+
+def told() -> st.SearchStrategy[list[Heard]]:
+    generations = st.integers(1, 4)
+    kinds = [
+        st.builds(pause, generations, abort=st.booleans()),
+        st.builds(BeginGeneration, generations),
+        st.builds(bench, generations),
+    ]
+    return st.lists(st.one_of(kinds), max_size=8)
+
+
+@given(told(), st.data())
+def test_what_is_said_again_is_neither_answered_nor_done_twice(
+    heard: list[Heard], data: st.DataObject
+) -> None:
+    """The next controller repeats the newest pause, or bench, whether it was heard or not."""
+    play = Play()
+    for message in heard:
+        play.hear(message)
+        if data.draw(st.booleans()):
+            play.rest()
+    play.rest()
+    before = play.follower
+    newest = [m for m in heard if not isinstance(m, BeginGeneration)][-1:]
+    for message in newest:
+        if message.generation < before.fence:  # type: ignore[union-attr]
+            continue  # it is not what the next one would say
+        at_once = play.hear(message)
+        assert AnswerPause not in map(type, at_once)
+        if isinstance(message, PauseWorkers) and before.current < message.generation:
+            assert play.rest() == ()
+        elif isinstance(message, Bench) and not before.current:
+            assert play.rest() == (DropAfter(message.step),)
+        elif isinstance(message, PauseWorkers):
+            assert at_once == () and not play.follower.is_over
+
+
+@pytest.mark.parametrize("again", [pause(2), pause(2, abort=False), bench(2)], ids=repr)
+def test_said_again_before_it_was_done_it_is_done_once(again: Heard) -> None:
+    play = training(1)
+    play.hear(again)
+    play.hear(again)
+    (action,) = play.rest()
+    assert action == (DropAfter(7) if isinstance(again, Bench) else AnswerPause(2))
+    assert play.rest() == ()
+
+
+def test_a_release_said_again_is_one() -> None:
+    play = training(1)
+    assert play.hear(ReleaseWorker("w0", "over")) == (BreakOff("over"),)
+    play.hear(ReleaseWorker("w0", "it was released"))
+    assert play.rest() == (Leave(),)

@@ -9,14 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from elastic_ft.core.events import (
-    CheckpointCommitted,
-    CollectiveFailed,
-    Command,
-    ShardsWritten,
-    StartTimer,
-    TakeCheckpoint,
-)
+from elastic_ft.core.commands import Command, StartTimer, TakeCheckpoint
+from elastic_ft.core.events import CheckpointCommitted, CollectiveFailed, ShardsWritten
 from elastic_ft.core.intervals import (
     SNAPSHOT_INTERVALS,
     Cadence,

@@ -26,16 +26,17 @@ def wished(strategy: str, shard_size: int | None, tp: int = 1, pp: int = 1) -> L
     return LayoutWish(strategy=strategy, shard_size=shard_size, tp=tp, pp=pp)  # type: ignore[arg-type]
 
 
-layouts = st.builds(Layout, *[st.integers(1, 3) for _ in range(4)])
+layouts = st.builds(Layout, *[st.integers(1, 3) for _ in range(5)])
 
 
 @given(layouts)
-def test_ranks_are_numbered_row_major_over_pp_replicate_shard_tp(layout: Layout) -> None:
+def test_ranks_are_numbered_row_major_over_pp_replicate_shard_cp_tp(layout: Layout) -> None:
     expected = [
-        (pp, replicate, shard, tp)
+        (pp, replicate, shard, cp, tp)
         for pp in range(layout.pp)
         for replicate in range(layout.dp_replicate)
         for shard in range(layout.dp_shard)
+        for cp in range(layout.cp)
         for tp in range(layout.tp)
     ]
     assert [layout.coordinates(rank) for rank in range(layout.world_size)] == expected
@@ -54,7 +55,7 @@ def test_shards_are_what_is_left_when_replicas_are_taken_as_one(layout: Layout) 
 def test_peers_in_one_model_copy_read_the_same_samples(layout: Layout) -> None:
     readers = [layout.data_rank(rank) for rank in range(layout.world_size)]
     assert set(readers) == set(range(layout.data_parallel_size))
-    assert all(readers.count(r) == layout.pp * layout.tp for r in set(readers))
+    assert all(readers.count(r) == layout.pp * layout.cp * layout.tp for r in set(readers))
 
 
 def test_tensor_parallel_peers_are_neighbours() -> None:
@@ -75,6 +76,8 @@ def test_tensor_parallel_peers_are_neighbours() -> None:
         (Layout(dp_shard=4), "fsdp4"),
         (Layout(dp_replicate=2, dp_shard=3), "hsdp2x3"),
         (Layout(pp=2, dp_shard=2, tp=2), "pp2-fsdp2-tp2"),
+        (Layout(dp_replicate=2, dp_shard=3, cp=2, tp=4), "hsdp2x3-cp2-tp4"),
+        (Layout(cp=3), "ddp1-cp3"),
     ],
 )
 def test_names(layout: Layout, name: str) -> None:

@@ -25,6 +25,12 @@ def test_the_last_step_that_counts_of_who_has_no_part_any_more() -> None:
     assert lineage.on(5, 10).last_before(2) == 10  # two steps of generation 1 are void, too
 
 
+def test_a_generation_may_come_to_nothing() -> None:
+    lineage = Lineage().on(1, 0).on(2, 40).on(3, 42)
+    assert lineage.up_to(40).has(45, 1) and not lineage.has(45, 1)
+    assert lineage.up_to(41).has(45, 2)
+
+
 def test_what_came_before_the_first_generation_known_is_of_no_history() -> None:
     lineage = Lineage().on(4, 19)
     assert lineage.generation_of(19) is None

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ft.core.events import (
-    UNREACHABLE,
-    CheckpointRef,
+from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
+from elastic_ft.core.commands import (
     Command,
     FinishJob,
-    Holding,
     PauseWorkers,
     ReleaseWorker,
     RollBack,
-    Source,
-    SourceRefused,
     StartTimer,
-    StopRequested,
-    Tier,
-    WorkerLost,
 )
+from elastic_ft.core.events import UNREACHABLE, SourceRefused, StopRequested, WorkerLost
 from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script, formed
 
@@ -99,7 +93,7 @@ def test_a_store_that_stays_away_ends_the_job_as_suspended_with_its_checkpoint()
             if isinstance(command, StartTimer) and command.timer == "reread":
                 script.now_s += command.after_s
                 again(script)
-    assert script.state.status == "suspended"
+    assert script.status == "suspended"
     reason = f"the store has been unreadable for 64 s: {WHY}; {LAST}"
     assert script.journalled("finished") == [reason]
 

@@ -10,28 +10,20 @@ from math import gcd
 
 import pytest
 
-from elastic_ft.core.layouts.costs import (
+from elastic_ft.core.layouts.layout import Layout, divisors
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, Limits, NoLayout, fill, seats_on_nodes
+from elastic_ft.core.layouts.memory_costs import memory
+from elastic_ft.core.layouts.moved import Previous, bytes_moved
+from elastic_ft.core.layouts.planner import CHUNKS, allowed, best, plans
+from elastic_ft.core.layouts.time_costs import Interconnect, step_time
+from elastic_ft.core.layouts.work import (
+    RECOMPUTES,
     Choice,
     Devices,
-    Interconnect,
     ModelShape,
     Schedule,
     Work,
-    memory,
     stage_layers,
-    step_time,
-)
-from elastic_ft.core.layouts.layout import Layout, divisors
-from elastic_ft.core.layouts.moved import Previous, bytes_moved
-from elastic_ft.core.layouts.planner import (
-    CHUNKS,
-    LayoutPlan,
-    Limits,
-    NoLayout,
-    best,
-    fill,
-    plans,
-    seats_on_nodes,
 )
 
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved1f1b", "zero_bubble")
@@ -84,7 +76,7 @@ def everything(work: Work, there: Devices, limits: Limits) -> Iterator[tuple[Cho
         links = Interconnect.of(there, fill(seats, world))
         layout = Layout(dp_replicate=replicate, dp_shard=shard, pp=pp, tp=tp)
         for size, schedule, recompute in itertools.product(
-            divisors(work.global_batch), limits.schedules, (False, True)
+            divisors(work.global_batch), limits.schedules, RECOMPUTES
         ):
             chunks = CHUNKS.get(schedule, 1) if pp > 1 else 1
             if size > 32 or work.global_batch // size < replicate * shard:
@@ -185,7 +177,7 @@ def _large(work: Work, there: Devices) -> Iterator[tuple[Choice, float]]:
 
 def test_memory_falls_with_every_way_of_sharing() -> None:
     work = Work(SEVEN_B, 256)
-    for schedule, recompute in itertools.product(SCHEDULES, (False, True)):
+    for schedule, recompute in itertools.product(SCHEDULES, RECOMPUTES):
         base = Choice(Layout(dp_shard=2, pp=2, tp=2), 1, recompute, schedule, 2)
         need = memory(work, base).total
         for change in ({"dp_shard": 4}, {"tp": 4}, {"pp": 4}):
@@ -201,7 +193,56 @@ def test_memory_grows_with_the_micro_batch_and_falls_with_recomputation() -> Non
         choice = Choice(Layout(dp_shard=2, pp=4, tp=2), size, False, schedule, 2)
         need = memory(work, choice).total
         assert memory(work, replace(choice, micro_batch=2 * size)).total > need
-        assert memory(work, replace(choice, recompute=True)).total < need
+        selective = memory(work, replace(choice, recompute="selective")).total
+        assert memory(work, replace(choice, recompute=True)).total < selective < need
+
+
+def test_sharing_positions_divides_activations_and_computing() -> None:
+    """At 32k tokens; keys and values of all positions are there for one layer at a time."""
+    model = replace(SEVEN_B, sequence_length=32_768)
+    work, there = Work(model, 8, loss_chunk_tokens=2048), devices(8)
+    found = {}
+    for cp in (1, 2, 4, 8):
+        choice = Choice(Layout(cp=cp, dp_shard=8 // cp), 1, "selective")
+        time = step_time(work, choice, Interconnect.of(there, (8,)))
+        found[cp] = memory(work, choice).activations, time.compute, time.cp
+    gathered = 2 * 2 * 32_768 * 1024 * (2 + 4)
+    for cp in (2, 4, 8):
+        assert found[cp][0] - gathered == pytest.approx(found[1][0] / cp, rel=0.01)
+        assert found[cp][1] == pytest.approx(found[1][1])  # as much in all, on as many devices
+        assert found[cp][2] > 0 == found[1][2]
+
+
+def test_the_planner_shares_positions_where_one_sample_does_not_fit() -> None:
+    model = replace(SEVEN_B, sequence_length=131_072)
+    work, there = Work(model, 8, loss_chunk_tokens=2048), devices(8)
+    limits = allowed(model, 8, lambda wish: wish.tp == wish.pp == 1)
+    assert limits.cp_sizes == (1, 2, 4, 8)
+    plan = best(work, there, limits)
+    assert plan.layout.cp > 1
+    assert any(reason.startswith("context parallelism: without it ") for reason in plan.why)
+    assert allowed(SEVEN_B, 8, lambda wish: True).cp_sizes == (1,)
+
+
+def test_a_loss_in_chunks_saves_the_logits() -> None:
+    """Of long sequences, so that layers are what is left."""
+    for tp, length in itertools.product((1, 2), (32_768, 131_072)):
+        model = replace(SEVEN_B, vocabulary=128_256, sequence_length=length)
+        work, choice = Work(model, 8), Choice(Layout(dp_shard=4, tp=tp), 1, True)
+        chunked = memory(replace(work, loss_chunk_tokens=2048), choice)
+        saved = memory(work, choice).total - chunked.total
+        assert 0.75 < saved / (length * 128_256 * 12 / tp) < 1
+        assert chunked.activations > 10 * chunked.loss
+
+
+def test_what_waits_in_host_memory_costs_the_way_there_and_back() -> None:
+    work, there = Work(replace(SEVEN_B, sequence_length=32_768), 8), devices(8)
+    links, choice = Interconnect.of(there, (8,)), Choice(Layout(dp_shard=8), 1, True)
+    away = replace(work, offloads=True)
+    inputs = 32_768 * 4096 * 2
+    assert memory(work, choice).total - memory(away, choice).total == 31 * inputs
+    slower_s = step_time(away, choice, links).total - step_time(work, choice, links).total
+    assert slower_s == pytest.approx(2 * 32 * inputs / there.host_bytes_per_s)
 
 
 def test_schedules_hold_what_they_are_known_to_hold() -> None:
@@ -403,8 +444,10 @@ def test_published_trainings_have_a_layout_near_what_was_used(
     layouts = [replace(published, dp_replicate=dp // n, dp_shard=n) for n in divisors(dp)]
     used_s = min(
         step_time(work, choice, links).total
-        for layout, again in itertools.product(layouts, (False, True))
-        if memory(work, choice := Choice(layout, 1, again, "interleaved1f1b", 2)).total
+        for layout, again, schedule in itertools.product(
+            layouts, RECOMPUTES, ("1f1b", "interleaved1f1b")
+        )
+        if memory(work, choice := Choice(layout, 1, again, schedule, CHUNKS.get(schedule, 1))).total
         <= there.usable_bytes
     )
     assert plan.time.total <= used_s * 1.03

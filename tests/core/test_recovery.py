@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ft.core.events import TIER_ORDER, CheckpointRef, Holding, Source, Tier
+from elastic_ft.core.assignment import TIER_ORDER, CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.source import Refused, choose
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from elastic_ft.core.events import (
-    EVERYONES,
-    ITS_DEVICE,
-    ITS_OWN,
+from elastic_ft.core.commands import (
     AvoidNode,
-    CollectiveFailed,
     Command,
     FinishJob,
     KillWorker,
     PauseWorkers,
     ReleaseWorker,
+)
+from elastic_ft.core.events import (
+    EVERYONES,
+    ITS_DEVICE,
+    ITS_OWN,
+    CollectiveFailed,
     ResizeRequested,
     WorkerLost,
     WorkerRaised,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ft.core.events import RecordStep
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.rescuing import candidates
 
 SPACE = "pp1.s2.tp1"

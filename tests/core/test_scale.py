@@ -16,18 +16,17 @@ from functools import lru_cache
 import pytest
 
 from elastic_ft.core import membership
+from elastic_ft.core.assignment import Holding, Tier
+from elastic_ft.core.commands import Command
 from elastic_ft.core.events import (
     CollectiveFailed,
-    Command,
     Event,
-    Holding,
     Paused,
     Resumed,
     ShardsFailed,
     ShardsWritten,
     StepApplied,
     StepHeld,
-    Tier,
     WorkerLost,
     WorkerReady,
 )

@@ -7,16 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_ft.core import membership
-from elastic_ft.core.events import (
-    Assignment,
-    CheckpointRef,
-    Command,
-    Event,
-    FormGeneration,
-    Keeper,
-    Source,
-    Tier,
-)
+from elastic_ft.core.assignment import Assignment, CheckpointRef, Keeper, Source, Tier
+from elastic_ft.core.commands import Command, FormGeneration
+from elastic_ft.core.events import Event
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.shares import Share, share_of, shares

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.config import parse_job
-from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.groups.groups import Groups

@@ -22,7 +22,7 @@ from tests.multiproc import harness, pool  # noqa: E402
 
 LEAK_DEADLINE_S = 10.0
 FSSPEC = ("fsspecIO", "asyncio_")  # its loop and resolver: they stay
-SERVERS = ("forkserver", "resource_tracker")  # multiprocessing's own; they stay
+SERVERS = ("forkserver", "resource_tracker", "hosts.local.launcher")  # they stay
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,14 +19,15 @@ import numpy as np
 
 from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
-from elastic_ft.core.events import Command, Journal
+from elastic_ft.core.commands import Command, Journal
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharding import Box, uncovered
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.state.tensors import tensor_name
 from elastic_ft.worker import worker
-from elastic_ft.worker.loop import Loop, Step
+from elastic_ft.worker.loop import Loop
+from elastic_ft.worker.step import Step
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 from tests.multiproc.layouts import COMMON
 from tests.multiproc.tiny import counted
@@ -47,10 +48,9 @@ def watched(folder: str, gate: str) -> Any:
             self._write("restored")
             yield from super().steps()
 
-        def _one_step(self) -> Step:
-            result = super()._one_step()
+        def _one_step(self) -> Iterator[Step]:
+            yield from super()._one_step()
             self._write("trained")
-            return result
 
         def _write(self, kind: str) -> None:
             pieces = [
@@ -119,6 +119,7 @@ class Scripted(Controller):
             shard_size=has.get("hsdp"),
             tp=has.get("tp", 1),
             pp=has.get("pp", 1),
+            cp=has.get("cp", 1),
         )
 
     @policy.setter

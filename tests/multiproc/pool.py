@@ -5,11 +5,15 @@ A test that looks at engines alone starts them once, and has them run one layout
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import multiprocessing
+import os
+import sys
 import traceback
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,15 +21,15 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.config import Job
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.batches import DataOrder, deal, step_batch
-from elastic_ft.core.events import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.engines.base import Engine, MicroBatch
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
-from elastic_ft.hosts.local import ENVIRONMENT, no_main_module, worker_environment
+from elastic_ft.hosts.local.warm import ENVIRONMENT
 from elastic_ft.models.build import build_model
 from elastic_ft.worker.prepare import engine_class
 
@@ -34,6 +38,21 @@ CALL_S = 240.0
 CPU = torch.device("cpu")
 KEPT: set[int] = set()  # processes of pools that are open: several tests may use one
 _LINKS: dict[int, StoreLinks] = {}
+
+
+@contextlib.contextmanager
+def as_workers_begin() -> Iterator[None]:
+    """For a process that is started inside: torch reads some of its environment when it is
+    imported, and this one's main script is none of its business."""
+    main, before = sys.modules["__main__"], dict(os.environ)
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    os.environ.update(ENVIRONMENT)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.clear()
+        os.environ.update(before)
 
 
 class Pool:
@@ -45,7 +64,7 @@ class Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["elastic_ft.worker.preload"])
         self._ranks: list[tuple[Any, Connection]] = []
-        with worker_environment(ENVIRONMENT), no_main_module():
+        with as_workers_begin():
             for rank in range(size):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_serve, args=(theirs,), name=f"rank{rank}")

@@ -149,6 +149,27 @@ def test_packed_documents(
     assert_close(found, alone, EXACT)
 
 
+LONG = {"loss_chunk_tokens": 5, "activation_checkpointing": "selective"}
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "world", "parallel"),
+    [
+        ("decoder", "ddp", 2, {}),
+        ("decoder", "fsdp", 4, {"tp": 2}),
+        ("decoder tied", "ddp", 2, {"tp": 2}),
+        ("decoder", "fsdp", 4, {"pp": 2}),
+        ("decoder tied", "ddp", 4, {"pp": 2, "tp": 2}),
+    ],
+)
+def test_long_sequences(
+    train: Train, model: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    """A loss in chunks, of a vocabulary that ranks may share, and selective recomputation."""
+    found = train(job_of(model, strategy, parallel=parallel | LONG), world)
+    assert_close(found, train(job_of(model), 1), EXACT)
+
+
 @pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp", 3)])
 def test_parameters_that_a_rank_does_not_use(train: Train, strategy: str, world: int) -> None:
     parallel = {"unused_parameters": True}

@@ -75,7 +75,12 @@ def ranks() -> Iterator[pool.Pool]:
         yield ranks
 
 
-@pytest.mark.parametrize("name", CASES)
+SHORT = ("ddp1-tp2", "fsdp2", "zero3")  # the others: soak
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.soak) for n in CASES]
+)
 def test_thirty_generations_leave_nothing_behind(ranks: pool.Pool, name: str) -> None:
     strategy, parallel = CASES[name]
     sections = COMMON | VARIANTS["shallow"] | {"parallel": parallel, "batch": BATCH}

@@ -24,8 +24,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_job(make_job("fsdp"), tmp_path_factory.mktemp("undisturbed") / "run").check()
 
 
-@pytest.mark.parametrize("action", ["kill", "stop"])
-@pytest.mark.parametrize("point", ["forward", "reduce", "inside_optimizer", "after_optimizer"])
+@pytest.mark.parametrize(
+    ("point", "action"),
+    [
+        ("forward", "stop"),
+        pytest.param("forward", "kill", marks=pytest.mark.soak),
+        ("reduce", "kill"),
+        pytest.param("reduce", "stop", marks=pytest.mark.soak),
+        ("inside_optimizer", "kill"),
+        pytest.param("inside_optimizer", "stop", marks=pytest.mark.soak),
+        ("after_optimizer", "kill"),
+        pytest.param("after_optimizer", "stop", marks=pytest.mark.soak),
+    ],
+)
 def test_a_crashed_workers_shard_comes_from_its_nodes_keeper(
     tmp_path: Path, undisturbed: Run, point: str, action: Any
 ) -> None:

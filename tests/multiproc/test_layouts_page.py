@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
 SECTIONS: list[dict[str, Any]] = [
     yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
 ]
-SCALED = {"tp": 2, "pp": 2, "shard_size": 2}  # at most: a small model, eight processes
+SCALED = {"tp": 2, "pp": 2, "cp": 2, "shard_size": 2}  # at most: a small model, eight processes
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -46,7 +47,7 @@ def test_it_trains(pool: Pool, sections: dict[str, Any]) -> None:
     if sections["parallel"].get("strategy") == "auto":
         parallel = {"strategy": "fsdp"}  # what the planner picks is tests/core's
     data_ranks = 2 * parallel.get("shard_size", 1)
-    world = data_ranks * parallel.get("tp", 1) * parallel.get("pp", 1)
+    world = data_ranks * math.prod(parallel.get(name, 1) for name in ("tp", "pp", "cp"))
     job = make_job(workers=1, **(COMMON | sections | {"parallel": parallel}))
     results = pool(train_from_the_start, job, 2, world=world)
     assert all(losses == results[0][1] for _, losses in results)

@@ -89,6 +89,17 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
         ),
         {"keepers": False},
     ),
+    # Ranks share positions; losses in chunks, recomputing selectively.
+    "long": (
+        moves_through(
+            *("ddp1-cp4", "ddp1-cp3"),
+            *("fsdp2-cp2", "fsdp3"),
+            *("ddp1-cp2-tp2", "ddp1-cp3"),
+            "ddp2-cp2",
+            faults=[("backward", 2), ("inside_optimizer", 1), ("forward", 3)],
+        ),
+        {"parallel": {"loss_chunk_tokens": 7, "activation_checkpointing": "selective"}},
+    ),
     # Half the world goes at once, keeper included: stages, replicas and tensor-parallel groups.
     "nodes": (
         moves_through(

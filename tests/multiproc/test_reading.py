@@ -9,7 +9,7 @@ import pytest
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from elastic_ft.controller.controller import Controller
-from elastic_ft.core.events import Member
+from elastic_ft.core.assignment import Member
 from tests.multiproc.harness import make_job, run_job
 from tests.s3_server import s3_server
 

@@ -105,12 +105,12 @@ def test_a_loss_while_shards_have_left_their_devices_costs_no_committed_step(
 @pytest.mark.parametrize(
     ("point", "rank", "stride"),
     [
-        ("forward", 0, 1),
+        pytest.param("forward", 0, 1, marks=pytest.mark.soak),
         ("reduce", 1, 2),
-        ("inside_optimizer", 2, 1),
+        pytest.param("inside_optimizer", 2, 1, marks=pytest.mark.soak),
         ("after_optimizer", 3, 1),
         ("snapshot_copy", 1, 1),
-        ("buddy_send", 0, 2),
+        pytest.param("buddy_send", 0, 2, marks=pytest.mark.soak),
     ],
 )
 def test_with_three_copies_any_two_nodes_cost_no_committed_step(

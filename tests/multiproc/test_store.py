@@ -178,7 +178,10 @@ def test_controllers_are_killed_and_stopped_where_all_is_in_a_bucket(
         store = open_store(s3.url("run"))
         paced = {"path": "chaos.jobs:paced", "kwargs": {"pause_s": 0.05}}  # the mirror lags by 4 s
         checkpoint = {"every_steps": 4000}
-        job = make_job("fsdp", steps=4000, workers=2, data=paced, checkpoint=checkpoint)
+        waiting = {"controller_timeout_s": 2.0}  # for a controller's successor
+        job = make_job(
+            "fsdp", steps=4000, workers=2, data=paced, checkpoint=checkpoint, elastic=waiting
+        )
         job_file = tmp_path / "job.yaml"
         job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
 
@@ -190,6 +193,7 @@ def test_controllers_are_killed_and_stopped_where_all_is_in_a_bucket(
                 "run",
                 str(job_file),
                 "--processes",
+                "--foreground",  # whose process is the controller
             ]
             child = subprocess.Popen(
                 [*command, "--out", s3.url("run")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import psutil
 import pytest
 import yaml
 
+from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
+from elastic_ft.errors import JobFailed
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import read_lines
@@ -24,6 +27,7 @@ from tests.multiproc.harness import CORPUS, PATIENT, Run, make_job, on_disk, run
 
 DEADLINE_S = 60.0
 CONSTANT = {"schedule": "constant"}
+FORSAKEN = {"controller_timeout_s": 2.0}  # how long it is waited for a controller's successor
 
 
 class Once:
@@ -91,17 +95,19 @@ def test_all_nodes_lost_go_on_from_the_newest_checkpoint(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("strategy", "how"),
-    [("fsdp", ""), ("fsdp", "beside a stopped worker"), ("ddp", "lagging")],
+    [
+        pytest.param("fsdp", "", marks=pytest.mark.soak),
+        ("fsdp", "beside a stopped worker"),
+        ("ddp", "lagging"),
+    ],
 )
 def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: str) -> None:
-    """Its workers exit by themselves, keepers save what they had: no committed step is lost."""
-    job = make_job(strategy, steps=4000, workers=2, checkpoint={"every_steps": 200})
-    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
-    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file)]
-    child = subprocess.Popen(
-        [*command, "--processes", "--out", str(out)], stdout=subprocess.DEVNULL
+    """And nobody takes its place: its workers exit by themselves, keepers save what they had."""
+    job = make_job(
+        strategy, steps=4000, workers=2, checkpoint={"every_steps": 200}, elastic=FORSAKEN
     )
+    out = tmp_path / "run"
+    child = subprocess.Popen(in_foreground(job, out), stdout=subprocess.DEVNULL)
     try:
         wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
         pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
@@ -137,11 +143,9 @@ def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: s
 def test_controllers_killed_one_after_the_other_cost_nothing(tmp_path: Path) -> None:
     """The second one while it starts, before it has put together what keepers saved of the first;
     what those saved is found by the third."""
-    job = make_job("fsdp", steps=4000, workers=2)
-    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
-    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
-    command += ["--out", str(out)]
+    job = make_job("fsdp", steps=4000, workers=2, elastic=FORSAKEN)
+    out = tmp_path / "run"
+    command = in_foreground(job, out)
 
     def kill_when(what: str, condition: Callable[[], bool]) -> None:
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
@@ -169,11 +173,9 @@ def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None
     job = make_job(
         "fsdp", steps=4000, workers=2, data=paced, checkpoint={"every_steps": 2000, "final": False}
     )
-    job_file, out = tmp_path / "job.yaml", tmp_path / "run"
-    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
-    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+    out = tmp_path / "run"
     first = subprocess.Popen(
-        [*command, "--out", str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        in_foreground(job, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
         wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
@@ -192,6 +194,14 @@ def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None
     assert on_disk(run.job, out).check("stopped").events == run.events, "and nothing was added"
     (restarted,) = run.all("controller_restarted")
     assert restarted["steps_lost"] == 0, run.story()
+
+
+def in_foreground(job: Job, out: Path) -> list[str]:
+    """A command whose process is the controller: who kills it has killed all that is in charge."""
+    job_file = out.with_suffix(".yaml")
+    job_file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
+    command = [sys.executable, "-m", "elastic_ft.cli", "run", str(job_file), "--processes"]
+    return [*command, "--foreground", "--out", str(out)]
 
 
 def stop(controller: Controller, host: LocalHost) -> None:
@@ -217,6 +227,19 @@ def wait_for(what: str, condition: Any) -> None:
         time.sleep(0.05)
 
 
+def test_a_job_whose_run_folder_is_removed_ends(tmp_path: Path) -> None:
+    """Nobody could ask it to stop any more."""
+
+    def remove(controller: Controller, host: LocalHost) -> None:
+        shutil.rmtree(tmp_path / "run")
+
+    job = make_job("ddp", steps=100_000, workers=2)
+    with pytest.raises(
+        JobFailed, match=r"can't be written: (it was removed|No such file or directory): .*/run"
+    ):
+        run_job(job, tmp_path / "run", on_step=Once(5, remove))
+
+
 # -------------------------------------------------------------------- too few workers
 
 
@@ -237,7 +260,7 @@ def test_below_the_minimum_it_waits_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_below_the_minimum_it_gives_up_at_its_deadline(tmp_path: Path) -> None:
-    elastic = {"suspend_timeout_s": 1.0}
+    elastic = {"suspend_timeout_s": 1.0, **PATIENT}
     job = make_job("ddp", steps=5000, workers=2, elastic=elastic, checkpoint={"every_steps": 4})
     run = run_job(job, tmp_path, on_step=Once(6, kill_nodes("n1"), checkpointed=True))
     assert run.result["status"] == "suspended", run.story()
@@ -448,8 +471,7 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
 # --------------------------------------------------------------------- ways to compute
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(("strategy", "dtype"), [("ddp", "fp16"), ("fsdp", "bf16")])
 def test_reduced_precision_trains(tmp_path: Path, strategy: str, dtype: str) -> None:
     job = make_job(strategy, steps=12, workers=2, precision={"dtype": dtype})
     run = run_job(job, tmp_path).check()

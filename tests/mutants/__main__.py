@@ -38,6 +38,8 @@ FIRST = {  # what knows most of a file
     "table.py": ("core/test_table.py",),
     "checks.py": ("sim/test_checks.py",),
     "follower.py": ("core/test_follower.py",),
+    "adoption.py": ("core/test_adoption.py",),
+    "keepers.py": ("core/test_keepers.py",),
 }
 
 

@@ -1,11 +1,19 @@
-"""Prometheus and its tools are Debian packages: required where CI says so, else skipped."""
+"""Prometheus and its tools are Debian packages: required where CI says so, else skipped.
+
+One run that loses workers is there for all.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.multiproc.harness import Run
+    from tests.observe.disturbed import Lifetimes
 
 REQUIRED = "ELASTIC_FT_REQUIRE_PROMETHEUS"  # set by .ci/run, which installs them
 
@@ -19,3 +27,10 @@ def tool(name: str) -> str:
             pytest.fail(reason)
         pytest.skip(reason)
     return path
+
+
+@pytest.fixture(scope="session")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Lifetimes]:
+    from tests.observe.disturbed import disturbed_run
+
+    return disturbed_run(tmp_path_factory.mktemp("disturbed") / "run")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections import Counter
 
-import psutil
 import pytest
 
-from elastic_ft.controller.controller import Controller
-from elastic_ft.core.events import Command, Event
+from elastic_ft.core.commands import Command
+from elastic_ft.core.events import Event
 from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
-from elastic_ft.faults import PointFault
 from elastic_ft.observe import replay
 from elastic_ft.observe.accounts import CLASSES, PRODUCTIVE, Accounts, Totals
 from elastic_ft.observe.run_folder import read_lines
@@ -23,46 +19,11 @@ from elastic_ft.observe.startup import PARTS
 from elastic_ft.sim import SimScenario, make_scenario
 from elastic_ft.sim.runs import Chaos
 from elastic_ft.sim.simulation import Simulation
-from tests.multiproc.harness import Run, make_job, run_job
+from tests.multiproc.harness import Run
+from tests.observe.disturbed import Lifetimes
 
 TOLERANCE = 0.01
 SIMULATED = 30
-
-
-class Lifetimes:
-    """When worker processes were alive, as the kernel sees it; polled by the harness."""
-
-    def __init__(self) -> None:
-        self.processes: dict[int, psutil.Process] = {}
-        self.first: dict[int, float] = {}
-        self.last: dict[int, float] = {}
-
-    def __call__(self, controller: Controller) -> None:
-        for member in list(controller.state.ready.values()):
-            if member.pid not in self.processes:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process = self.processes[member.pid] = psutil.Process(member.pid)
-                    self.first[member.pid] = self.last[member.pid] = process.create_time()
-        for pid, process in self.processes.items():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    self.last[pid] = time.time()
-
-    def seconds(self) -> float:
-        return sum(self.last[pid] - self.first[pid] for pid in self.first)
-
-
-@pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Lifetimes]:
-    """A worker is killed, another hangs; both are replaced."""
-    alive = Lifetimes()
-    job = make_job("fsdp", steps=60, workers=3, checkpoint={"every_steps": 20})
-    faults = [
-        PointFault("backward", rank=1, step=15),
-        PointFault("forward", "stop", rank=0, step=35),
-    ]
-    out = tmp_path_factory.mktemp("accounts") / "run"
-    return run_job(job, out, faults=faults, watch=alive).check(), alive
 
 
 def test_classes_sum_to_the_lifetimes_of_the_workers(disturbed: tuple[Run, Lifetimes]) -> None:

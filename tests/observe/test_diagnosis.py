@@ -15,6 +15,7 @@ import pytest
 
 from elastic_ft.controller.diagnosis import KILL_WAIT_S, Inquiries
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Member
 from elastic_ft.core.state import State
 from elastic_ft.faults import POINTS, PointFault
 from elastic_ft.keeper.processes import process_facts, spy
@@ -117,7 +118,7 @@ class Wires:
         self.lines.append(line)
 
 
-MEMBER = ev.Member("w1", "n1", "host", 77)
+MEMBER = Member("w1", "n1", "host", 77)
 REFUSED = ev.SourceRefused(1.0, "w1", 2, "s3://b/c", "can't be read", kind=ev.UNREACHABLE)
 
 
@@ -208,7 +209,7 @@ def test_the_collective_is_the_one_that_was_called() -> None:
     assert collective_in(("elastic_ft/worker/loop.py:1 _one_step",)) == ""
 
 
-PEER = ev.Member("w2", "n2", "host", 78)
+PEER = Member("w2", "n2", "host", 78)
 TWO = State("running", 3, ranks={"w1": 0, "w2": 1}, ready={"w1": MEMBER, "w2": PEER}, committed=4)
 
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_ft.controller.controller import Controller
-from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.faults import PointFault
@@ -81,11 +81,11 @@ def test_what_a_run_serves_is_in_the_catalogue(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- each by itself
 
 
-def assignment(layout: Layout, nodes: str, copies: int = 2) -> ev.Assignment:
-    members = tuple(ev.Member(f"w{i}", node, "host", i) for i, node in enumerate(nodes))
+def assignment(layout: Layout, nodes: str, copies: int = 2) -> Assignment:
+    members = tuple(Member(f"w{i}", node, "host", i) for i, node in enumerate(nodes))
     buddies = choose_buddies(members, layout, copies)
-    source = ev.Source(0, ev.Tier.INITIAL)
-    return ev.Assignment(1, members, (), layout, source, buddies, "for a test")
+    source = Source(0, Tier.INITIAL)
+    return Assignment(1, members, (), layout, source, buddies, "for a test")
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 
 from elastic_ft.cli.app import COMPLETED, FAILED, run_command
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import CheckpointRef, Holding, Keeper, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.typed import decoder
@@ -83,10 +84,10 @@ def test_a_line_of_another_version_is_refused() -> None:
     "value",
     [
         Policy(1, 4, strategy="fsdp", checkpoint_every_s=30.0),
-        ev.KeeperReady(1.5, ev.Keeper("n1", ("127.0.0.1", 80))),
-        ev.Paused(1.0, "w", 2, (ev.Holding(3, "pp1.s2.tp1", "pp0.s1.tp0", ev.Tier.PEER),)),
+        ev.KeeperReady(1.5, Keeper("n1", ("127.0.0.1", 80))),
+        ev.Paused(1.0, "w", 2, (Holding(3, "pp1.s2.tp1", "pp0.s1.tp0", Tier.PEER),)),
         ev.ShardsWritten(1.0, "w", 2, 3, ({"path": "p"},), {"a": ("fp32", (2, 3))}),
-        ev.JobStarted(1.0, (ev.CheckpointRef(4, "file:///x"),), 7),
+        ev.JobStarted(1.0, (CheckpointRef(4, "file:///x"),), 7),
         Layout(dp_shard=3, tp=2),
     ],
     ids=lambda value: type(value).__name__,

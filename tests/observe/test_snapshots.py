@@ -14,7 +14,7 @@ from elastic_ft.core.membership import step as decide
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
-from elastic_ft.observe import replay, run_folder, snapshots
+from elastic_ft.observe import inbox_file, replay, snapshots
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.observe.run_reader import read_lines
 from tests.observe.test_replay import JOURNALS, KEPT
@@ -49,7 +49,7 @@ def test_a_long_run_stays_bounded_and_can_be_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """As the controller writes it: many times the bound is told, little more is kept."""
-    monkeypatch.setattr(run_folder, "INBOX_BYTES", 10_000)
+    monkeypatch.setattr(inbox_file, "INBOX_BYTES", 10_000)
     folder = RunFolder(str(tmp_path))
     path, begun, snapshot, longest = tmp_path / "inbox.jsonl", 0, 0, 0
     for number, (policy, state, item) in enumerate(told(name)):
@@ -102,8 +102,8 @@ def test_a_snapshot_of_another_version_is_refused_by_its_number() -> None:
     """The first form had none."""
     written = snapshots.encode(State(generation=3))
     assert snapshots.decode(written) == State(generation=3)
-    for value in (written["state"], {**written, "version": 3}):
-        with pytest.raises(ConfigError, match=r"is of form [13], and this version .* reads form 2"):
+    for value in (written["state"], {**written, "version": 2}):
+        with pytest.raises(ConfigError, match=r"is of form [12], and this version .* reads form 4"):
             snapshots.decode(value)
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from elastic_ft.config import Job, parse_job
-from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.engines.base import MicroBatch, Update
@@ -36,10 +36,10 @@ def attached(job: Job, factory: Callable[[], nn.Module], tokens: int = 1) -> Ite
     assignment = Assignment(1, (member,), (), Layout(), source, ((),), "a test")
     links = StoreLinks(("127.0.0.1", store.port), TIMEOUT_S)
     groups = Groups(share_of(assignment, "w0"), member, links)
-    groups.form(CPU, TIMEOUT_S)
     engine = NativeEngine(job, factory, CPU, tokens)
+    engine.prepare()  # as a worker does: before there is a group
+    groups.form(CPU, TIMEOUT_S)
     try:
-        engine.prepare()
         engine.attach(groups)
         engine.initialise()
         engine.restored()

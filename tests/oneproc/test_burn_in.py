@@ -10,7 +10,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from elastic_ft import torch_private
-from elastic_ft.core.events import ITS_OWN, Member
+from elastic_ft.core.assignment import Member
+from elastic_ft.core.events import ITS_OWN
 from elastic_ft.errors import DeviceSick
 from elastic_ft.faults import Points
 from elastic_ft.worker import burn_in as module

@@ -16,7 +16,9 @@ from elastic_ft.controller import takeover
 from elastic_ft.controller.controller import Controller
 from elastic_ft.controller.hearing import Failed, Said
 from elastic_ft.controller.watchdog import Watchdog
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import KEEPER, Member, NodeId
 from elastic_ft.errors import ConfigError, JobFailed, StoreFailed, UsageError
 from elastic_ft.groups import store_links
 from elastic_ft.hosts.local import LocalHost
@@ -98,9 +100,9 @@ def test_ports_too_few_for_the_store_are_found_before_workers_are_started(
     assert host.served == ("", 0)
 
 
-def has(node: ev.NodeId, kept: int) -> Said:
+def has(node: NodeId, kept: int) -> Said:
     """What its keeper says of itself."""
-    return Said(ev.Member(f"{ev.KEEPER}{node}", node, "host", 1), NodeHealth(node, kept, 1, 1))
+    return Said(Member(f"{KEEPER}{node}", node, "host", 1), NodeHealth(node, kept, 1, 1))
 
 
 class Noted(LocalHost):
@@ -193,7 +195,7 @@ def test_a_job_that_ends_without_a_step_tells_how_far_it_came_before_its_last_li
 ) -> None:
     folder = RunFolder(f"{tmp_path}/run")
     controller = Controller(JOB, LocalHost({}), folder, f"{tmp_path}/checkpoints")
-    controller.post(ev.WorkerReady(time.time(), ev.Member("w0", "n0", "host", 1)))
+    controller.post(ev.WorkerReady(time.time(), Member("w0", "n0", "host", 1)))
     controller.post(ev.WorkerLost(time.time(), "w0", "killed"))
     controller.stop("enough")
     startup = controller.run()["startup"]
@@ -248,7 +250,7 @@ def test_who_answered_while_others_were_heard_was_in_time(
     def handle(message: Any) -> None:
         told.append(message)
         if message == "slow":
-            controller._timers.start(ev.StartTimer("pause", 1, 0.0))
+            controller._timers.start(cmd.StartTimer("pause", 1, 0.0))
             controller.post("an answer")
 
     monkeypatch.setattr(controller, "_handle", handle)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from elastic_ft.config import Job, parse_job
-from elastic_ft.core.events import ITS_DEVICE, Assignment, Member, Source, Tier
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
+from elastic_ft.core.events import ITS_DEVICE
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
@@ -27,7 +29,8 @@ from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.faults import ON_GPU, PointFault, Points
 from elastic_ft.groups import groups as groups_module
 from elastic_ft.groups.groups import Groups
-from elastic_ft.hosts import local
+from elastic_ft.hosts.local import LocalHost
+from elastic_ft.hosts.local.orders import StartProcess
 from elastic_ft.state import snapshot
 from elastic_ft.state.tensors import StateTensor
 from elastic_ft.transport.control import Welcome
@@ -125,7 +128,7 @@ def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.
     monkeypatch.setattr(prepare, "open_dataset", lambda *_: data)
     monkeypatch.setattr(prepare, "engine_class", lambda _: Engine)
     monkeypatch.setattr(prepare, "Checkpointer", lambda *_: None)
-    monkeypatch.setattr(prepare, "Prefetcher", lambda *_: None)
+    monkeypatch.setattr(prepare, "Prefetcher", lambda *_, **__: None)
     welcome = Welcome(make_job(parallel=parallel), "", "", ("localhost", 0))
     points = Points("w0", (), lambda index: None)
     prepare.prepare("w0", welcome, points, lambda message: None, lambda why: None)
@@ -194,20 +197,20 @@ def test_what_a_world_is_made_of(
 # ------------------------------------------------------------- what a host shows its workers
 
 
-class Started:
-    """Stands in for a process."""
+class Unstarted(LocalHost):
+    """Its workers are noted instead: what each was to see."""
 
-    pid, exitcode = 1, 0
+    def __init__(self, nodes: dict[str, int]) -> None:
+        super().__init__(nodes)
+        self.gpus: dict[str, dict[str, str]] = {}
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self.environment = environment
-
-    def start(self) -> None: ...
-
-    def is_alive(self) -> bool:
+    def _ask(self, message: Any) -> bool:
+        if isinstance(message, StartProcess):
+            self.gpus[message.name] = message.environment
         return True
 
-    def join(self, timeout_s: float) -> None: ...
+    def lose(self, worker: str) -> None:
+        self._on_end(replace(self._processes[worker].forked, ended=True, code=0))
 
 
 def environments(
@@ -215,14 +218,11 @@ def environments(
 ) -> dict[str, dict[str, str]]:
     """Of the workers on ``nodes``, once those ``lost`` are replaced."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    host = local.LocalHost(nodes)
-    monkeypatch.setattr(
-        host, "_context", SimpleNamespace(Process=lambda **keys: Started(keys["args"][4]))
-    )
+    host = Unstarted(nodes)
     host.want_workers(sum(nodes.values()))
     for worker in lost:
-        host._reap(worker)
-    return {worker: process.environment for worker, process in host._processes.items()}
+        host.lose(worker)
+    return {worker: dict(os.environ) | host.gpus[worker] for worker in host._processes}
 
 
 def shown(found: dict[str, dict[str, str]]) -> list[str]:
@@ -278,7 +278,7 @@ def test_deepspeed_takes_the_device_that_the_worker_sees(monkeypatch: pytest.Mon
 # --------------------------------------------------------------------------- a sick device
 
 
-class Ended(BaseException):
+class ProcessEnded(BaseException):
     """Stands in for the end of the process."""
 
 
@@ -290,7 +290,7 @@ def explained(
 
     def end(code: int) -> None:
         sent.append(code)
-        raise Ended
+        raise ProcessEnded
 
     monkeypatch.setattr(trouble.os, "_exit", end)
     member, points = Member("w0", "n0", "localhost", 0), Points("w0", (), lambda index: None)
@@ -298,7 +298,7 @@ def explained(
     told = trouble.Trouble(member, points, sent.append, lambda seconds: False)
     told.device = torch.device(device)
     for error in errors:
-        with contextlib.suppress(Ended):
+        with contextlib.suppress(ProcessEnded):
             told.explain(1, error, restored=True)
     return sent
 

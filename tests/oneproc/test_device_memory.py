@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from elastic_ft import torch_private
-from elastic_ft.core.events import Assignment, Holding, Member, Source, Tier
+from elastic_ft.core.assignment import Assignment, Holding, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.engines import optimizer_state

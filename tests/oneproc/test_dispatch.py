@@ -8,12 +8,13 @@ import typing
 
 from elastic_ft.controller.executor import EXECUTORS
 from elastic_ft.controller.hearing import HANDLERS, LISTENERS
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.transport.control import TO_CONTROLLER, Hello
 
 
 def test_every_command_of_the_core_is_executed() -> None:
-    assert EXECUTORS.keys() == set(typing.get_args(ev.Command))
+    assert EXECUTORS.keys() == set(typing.get_args(cmd.Command))
 
 
 def test_every_event_of_the_core_is_handled() -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from elastic_ft.controller import rescue
-from elastic_ft.core.events import Holding, RecordStep, Tier
+from elastic_ft.core.assignment import Holding, Tier
+from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StoreFailed
 from elastic_ft.keeper import emergency

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic_ft.core.events import Assignment, Member, Source, Tier
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of, shares
 from elastic_ft.errors import GroupBroken

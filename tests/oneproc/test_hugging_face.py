@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_ft.config import ModelConfig, parse_job
-from elastic_ft.core.layouts.costs import ModelShape
+from elastic_ft.core.layouts.work import ModelShape
 from elastic_ft.errors import ModelError
 from elastic_ft.models import build_model, loss_sum
 from elastic_ft.models.describe import describe_job

@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ft.controller.controller import is_steady
 from elastic_ft.controller.inbox import Inbox
-from elastic_ft.core.events import Assignment, Source, Tier
+from elastic_ft.core.assignment import Assignment, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.state import State
 

@@ -17,18 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from elastic_ft.core.events import (
-    Assignment,
-    DropKept,
-    Holding,
-    Keeper,
-    KeeperHolds,
-    KeeperReady,
-    RecordStep,
-    ReleaseWorker,
-    Source,
-    Tier,
-)
+from elastic_ft.core.assignment import Assignment, Holding, Keeper, Source, Tier
+from elastic_ft.core.commands import DropKept, RecordStep, ReleaseWorker
+from elastic_ft.core.events import KeeperHolds, KeeperReady
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
@@ -48,7 +39,7 @@ from elastic_ft.sim.script import member
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage.store import open_store
-from elastic_ft.transport.control import ControlServer, NodeHealth, Welcome
+from elastic_ft.transport.control import ControlServer, Inspect, NodeHealth, Welcome
 from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
 
@@ -406,3 +397,21 @@ def test_strangers_who_say_nothing_keep_no_worker_from_its_keeper(
         path, _ = client.allocate(4096)
         assert path
         client.close()
+
+
+def test_what_a_keeper_can_not_do_is_its_lines_end(
+    desk: Desk, node_keeper: NodeKeeper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would have read there any more, and what is here been saved by nobody."""
+
+    def breaks(*_: object) -> None:
+        raise OverflowError("what nobody thought of")
+
+    monkeypatch.setattr("elastic_ft.keeper.keeper.inspect", breaks)
+    serving = threading.Thread(target=node_keeper.serve, daemon=True)
+    serving.start()
+    desk.next(KeeperReady)
+    assert desk.server.send("keeper:n0", Inspect("w0", 1))
+    serving.join(10)
+    assert not serving.is_alive()
+    assert list(tmp_path.iterdir()), "it says that it has saved"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ft.cli.preflight import check_optimizer
+from elastic_ft.cli.check_model import check_optimizer
 from elastic_ft.config import OptimizerConfig, parse_job
 from elastic_ft.engines import optimizer_state
 from elastic_ft.engines.optimizer_state import OptimizerState, materialise

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from elastic_ft.core.events import Assignment, CheckpointRef, Source, Tier
+from elastic_ft.core.assignment import Assignment, CheckpointRef, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.manifest import Manifest
 from elastic_ft.core.shares import share_of

@@ -12,9 +12,10 @@ from uuid import uuid4
 
 import pytest
 
-from elastic_ft.cli.preflight import check_steps
+from elastic_ft.cli.check_stores import check_steps
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.publisher import Publisher
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StoreFailed, Superseded
@@ -51,7 +52,7 @@ class Publishing:
         prefix = checkpoints.attempt_prefix(self.run, 1, step)
         piece = ("w", Box((0,), (4,)), "float32", memoryview(bytes(16)))
         entries = checkpoints.write_shards(self.store, prefix, 0, [piece])
-        command = ev.CommitCheckpoint(step, 1, tuple(entries), {"w": ("float32", (4,))})
+        command = cmd.CommitCheckpoint(step, 1, tuple(entries), {"w": ("float32", (4,))})
         happens()
         self.publisher.commit(command, "ddp1", TERMS)
         return self.posted.get(timeout=DEADLINE_S)
@@ -141,7 +142,7 @@ def test_a_delete_that_hangs_delays_no_outcome(publishing: Publishing) -> None:
     """Neither of that checkpoint nor of the next; a hung sweep or abandoned attempt neither."""
     backend: Any = Hanging(publishing.store)
     publishing.publisher._store.backend = backend
-    publishing.publisher.abandon(ev.AbandonCheckpoint(1, 1, "no longer wanted"))
+    publishing.publisher.abandon(cmd.AbandonCheckpoint(1, 1, "no longer wanted"))
     for step in (2, 3, 4):
         assert isinstance(publishing.commit(step), ev.CheckpointCommitted)
     assert backend.asked.wait(DEADLINE_S)
@@ -209,7 +210,7 @@ def test_what_many_have_written_is_read_back_as_fast_as_they_may_write(
     for rank in range(4):
         piece = ("w", Box((rank,), (1,)), "float32", memoryview(bytes(4)))
         entries += checkpoints.write_shards(one.store, prefix, rank, [piece])
-    command = ev.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
+    command = cmd.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
     one.publisher.commit(command, "ddp4", TERMS)
     assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
     one.settle()
@@ -274,7 +275,7 @@ def test_who_is_asked_to_stop_waits_for_no_rate_limit(
         piece = ("w", Box((rank,), (1,)), "float32", memoryview(bytes(4)))
         prefix = checkpoints.attempt_prefix("run1", 1, 2)
         entries += checkpoints.write_shards(one.store, prefix, rank, [piece])
-    command = ev.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
+    command = cmd.CommitCheckpoint(2, 1, tuple(entries), {"w": ("float32", (4,))})
     one.publisher.commit(command, "ddp4", TERMS)
     assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
     for _ in range(4):

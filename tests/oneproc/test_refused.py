@@ -13,14 +13,15 @@ import pytest
 
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment, Member
 from elastic_ft.observe.run_folder import RunFolder, read_lines
-from elastic_ft.transport.control import FaultFired, Note, connect
+from elastic_ft.transport.control import FaultFired, Hello, Note, connect
 from elastic_ft.transport.wire import Channel
 from tests.multiproc.harness import make_job
 
 SOON_S = 10.0
-MEMBER = ev.Member("w0", "n0", "host", 1)
-OTHER = ev.Member("w9", "n0", "host", 1)
+MEMBER = Member("w0", "n0", "host", 1)
+OTHER = Member("w9", "n0", "host", 1)
 
 
 class Nobody:
@@ -37,10 +38,10 @@ class Nobody:
 
     def kill_worker(self, worker: str) -> None: ...
 
-    def prepare(self, assignment: ev.Assignment) -> dict[str, Any]:
+    def prepare(self, assignment: Assignment) -> dict[str, Any]:
         return {}
 
-    def formed(self, assignment: ev.Assignment) -> None: ...
+    def formed(self, assignment: Assignment) -> None: ...
 
     def close(self) -> None: ...
 
@@ -75,7 +76,7 @@ class Running:
             self.ended.set()
 
     def connect(self) -> Channel:
-        channel, _ = connect(self.host.address, self.host.key, MEMBER)
+        channel, _ = connect(self.host.address, self.host.key, Hello(MEMBER))
         return channel
 
     def line(self, event: str) -> dict[str, Any]:

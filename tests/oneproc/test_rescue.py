@@ -21,14 +21,9 @@ from elastic_ft.controller.controller import Controller
 from elastic_ft.controller.publisher import Errands
 from elastic_ft.controller.rescue import INCOMPLETE
 from elastic_ft.controller.takeover import KEEPERS_BEGIN_S
-from elastic_ft.core.events import (
-    CheckpointRef,
-    FinishJob,
-    JobStarted,
-    Keeper,
-    RecordStep,
-    StopRequested,
-)
+from elastic_ft.core.assignment import CheckpointRef, Keeper
+from elastic_ft.core.commands import FinishJob, RecordStep
+from elastic_ft.core.events import JobStarted, StopRequested
 from elastic_ft.errors import StoreFailed, UsageError
 from elastic_ft.keeper import emergency
 from elastic_ft.keeper.client import KeeperClient

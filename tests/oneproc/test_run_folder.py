@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def test_what_others_wait_for_is_not_held_up_by_what_the_mirror_sends(
     alive.leave(folder.path)
     wait_for(lambda: store.exists(alive.NAME))
     store.put(handover.NAME, json.dumps({"run": "run1"}).encode())
-    wait_for(folder.is_asked_to_hand_over)
+    wait_for(lambda: folder.is_asked(handover.NAME))
     owners.take_over(store, job="job", run="run2", run_folder=folder.url)
     wait_for(lambda: not folder.is_ours)
     folder.close()
@@ -177,6 +178,40 @@ def record(folder: RunFolder, step: int) -> None:
     folder.record_step({"step": step, "generation": 1}, [step])
 
 
+@pytest.mark.parametrize("upload", ["make_inbox_durable", "_mirror"])
+def test_no_inbox_that_begins_anew_is_mirrored_before_the_lines_that_it_is_after(
+    upload: str,
+) -> None:
+    """Nobody could go on from it: its snapshot is of a moment that the record has not reached."""
+    folder = mirrored_by_hand()
+    store = open_store(folder.url)
+    folder._mirror()
+
+    def begin_anew() -> None:
+        folder.journal(1.0, "said", 0, "", {})
+        record(folder, folder._sequence)
+        folder.begin_inbox(1.0, {"type": "Policy"}, {})
+
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        names = ("events.jsonl", "steps.jsonl")
+        seen.append(tuple(store.get(name).count(b"\n") for name in names))  # type: ignore[arg-type]
+
+    backend: Any = Interrupted(folder._store.backend, "inbox.jsonl", look)
+    if upload == "_mirror":  # after the journal, and before the inbox
+        folder.journal(1.0, "said", 0, "", {})
+        record(folder, 9)
+        backend = Interrupted(backend, "ledger.jsonl", begin_anew)
+    else:
+        begin_anew()
+    folder._store.backend = backend
+    getattr(folder, upload)()
+    (found,) = seen
+    assert found == (folder._sequence, len(read_lines(folder.path / "steps.jsonl")))
+    folder.close()
+
+
 def test_a_file_that_was_replaced_is_mirrored_whatever_its_time_and_size() -> None:
     folder = mirrored_by_hand()
     store = open_store(folder.url)
@@ -216,6 +251,48 @@ def test_what_was_not_written_before_another_took_over_is_not_written_after(
     assert not (tmp_path / "steps.jsonl").exists()
 
 
+def test_who_was_stopped_while_it_began_replaces_nothing_of_its_successor(tmp_path: Path) -> None:
+    """A controller reads and replays for seconds before it rewrites what it has read."""
+    first, last = RunFolder(str(tmp_path)), RunFolder(str(tmp_path))
+    first.take_over("run1", "job")
+    for step in (1, 2):
+        record(first, step)
+    last.take_over("run2", "job")
+    last.journal(1.0, "said", 0, "", {})
+    last.record_inbox({"type": "A"})
+    (tmp_path / "events.jsonl").open("a").write('{"on its way')
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    replacing: list[Callable[[], None]] = [
+        lambda: first.rewrite("events.jsonl", b""),
+        lambda: first.rewrite("steps.jsonl", b""),
+        lambda: first.truncate(1),
+        lambda: first.repair(),
+    ]
+    for replace in replacing:
+        with pytest.raises(Superseded):
+            replace()
+    after = {path.name: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
+    after.pop("steps.1.jsonl")  # a copy beside it
+    assert after == before
+
+
+def test_a_folder_that_was_removed_is_written_to_no_more(tmp_path: Path) -> None:
+    """What is there by now, under the same names, is another job's."""
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.take_over("one", "job")
+    folder.record_inbox({"type": "A"})
+    shutil.rmtree(tmp_path / "run")
+    another = RunFolder(str(tmp_path / "run"))
+    another.take_over("two", "job")
+    another.record_inbox({"type": "B"})
+    with pytest.raises(FileNotFoundError, match="removed") as gone:
+        folder.record_inbox({"type": "C"})
+    assert folder.was_removed(gone.value)
+    assert not folder.was_removed(FileNotFoundError(2, "no", "/elsewhere/inbox.jsonl"))
+    assert [line["type"] for line in read_lines(tmp_path / "run" / "inbox.jsonl")] == ["B"]
+    another.close()
+
+
 class Full:
     """A file on a disk that takes some more bytes, and the rest once there is room."""
 
@@ -231,6 +308,9 @@ class Full:
 
     def flush(self) -> None:
         self._file.flush()
+
+    def fileno(self) -> int:
+        return int(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

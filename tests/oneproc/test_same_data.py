@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from elastic_ft.core.events import Assignment, Source, Tier
+from elastic_ft.core.assignment import Assignment, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import DataDiffers, DataError, GroupBroken

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ft.config import SEED_MAX, parse_job
+from elastic_ft.config import parse_job
+from elastic_ft.config.section import SEED_MAX
 from elastic_ft.core.batches import DataOrder
 from elastic_ft.engines.modules import seed_for
 from elastic_ft.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ft.core.events import Assignment, Holding, Source, Tier
+from elastic_ft.core.assignment import Assignment, Holding, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from elastic_ft.cli.run import INTERRUPTED, EndOfRun, conclude
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError
 from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import checkpoints, owners
@@ -116,6 +118,46 @@ def test_one_that_is_dead_is_not_waited_for(tmp_path: Path) -> None:
     await_handover(str(tmp_path), said.append)
     assert said == []
     assert not (tmp_path / "handover.json").exists()
+
+
+def test_one_whose_workers_live_has_a_successor_that_is_asked(tmp_path: Path) -> None:
+    """Beside it another job was started, from the newest checkpoint."""
+    store, here = open_store(str(tmp_path)), os.uname().nodename
+    owners.take_over(store, job="tiny", run="old", run_folder=str(tmp_path))
+    with subprocess.Popen(["sleep", "60"]) as worker, subprocess.Popen([sys.executable]) as gone:
+        gone.kill()
+        gone.wait()
+        member = {"worker": "w0", "rank": 0, "pid": worker.pid, "node": "n0", "host": here}
+        formed = {"event": "generation_formed", "step": 0, "generation": 1, "members": [member]}
+        line = {"at_s": time.time() + 1, "seq": 0, "reason": "", **formed}
+        (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+        sign = {"at_s": time.time(), "host": here, "pid": gone.pid, "in_charge": True}
+        sign["followed"] = True
+        (tmp_path / "alive.json").write_text(json.dumps(sign))
+        said: list[str] = []
+        follows = Alive(tmp_path)
+        follows.in_charge = True
+
+        def say(text: str) -> None:
+            said.append(text)
+            if len(said) == 1:
+                owners.take_over(store, job="tiny", run="next", run_folder=str(tmp_path))
+                follows.start()
+
+        await_handover(str(tmp_path), say, timeout_s=0.0, next_s=30.0)
+        follows.stop()
+        worker.kill()
+    assert said[0].startswith("no controller of this job is alive, 1 of its workers are: the next")
+    assert said[1].startswith("run next of this job is alive on ")
+
+
+def test_a_terminal_whose_job_was_taken_over_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said "failed: ", and nothing else: the next start had removed its result."""
+    owners.take_over(open_store(str(tmp_path)), job="tiny", run="next", run_folder=str(tmp_path))
+    assert conclude(EndOfRun({}), str(tmp_path)) == INTERRUPTED
+    assert "another start of the job has taken over" in "".join(capsys.readouterr())
 
 
 def starts(folder: Path) -> list[Any]:

@@ -15,7 +15,7 @@ from elastic_ft.errors import UsageError
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.worker import line as line_module
-from elastic_ft.worker.worker import member_here, run_worker
+from elastic_ft.worker.this_process import member_here, run_worker
 from tests.multiproc.harness import make_job
 
 DEADLINE_S = 60.0
@@ -32,9 +32,16 @@ class OneThread(LocalHost):
     def _run(self) -> None:
         try:
             member = member_here("w0", "n0", "localhost")
-            run_worker(self._address, self._key, member, train_loop=self._loop)
+            run_worker(self._address, self._key, member, train_loop=self._linked)
         except UsageError:
             return  # told to the controller
+
+    def _linked(self) -> Any:
+        """Otherwise it would call a controller that has ended, into other tests' output."""
+        for thread in threading.enumerate():
+            if thread.name == "store-link":
+                thread.join(DEADLINE_S)
+        return self._loop()
 
     def want_workers(self, total: int) -> None:
         if total and not self.thread.is_alive():

@@ -24,7 +24,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ft.config import parse_job
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
+from elastic_ft.core.assignment import Assignment, Holding, Keeper, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
@@ -171,17 +173,17 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 SLOT = Slot("a", "float32", (8, 3), Box((0, 0), (4, 3)), 0, 48)
-HOLDING = ev.Holding(7, "pp1.s2.tp1", "pp0.s0.tp0", ev.Tier.KEEPER)
-MEMBER = ev.Member("w0", "n0", "host", 1, None, "rack", 80 << 30)
-ASSIGNMENT = ev.Assignment(
+HOLDING = Holding(7, "pp1.s2.tp1", "pp0.s0.tp0", Tier.KEEPER)
+MEMBER = Member("w0", "n0", "host", 1, None, "rack", 80 << 30)
+ASSIGNMENT = Assignment(
     3,
     (MEMBER,),
     (),
     Layout(),
-    ev.Source(7, ev.Tier.PEER, "s", {"a": (("w0", ev.Tier.PEER),)}),
+    Source(7, Tier.PEER, "s", {"a": (("w0", Tier.PEER),)}),
     ((),),
     "why",
-    (ev.Keeper("n0", ("10.0.0.1", 4)),),
+    (Keeper("n0", ("10.0.0.1", 4)),),
 )
 
 
@@ -194,8 +196,8 @@ ASSIGNMENT = ev.Assignment(
         (TO_CONTROLLER, ev.ShardsWritten(1.0, "w0", 3, 8, ({"file": "x"},), {"a": ("f", (2,))})),
         (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (PointFault("forward"),))),
         (TO_WORKER, Form(share_of(ASSIGNMENT, "w0"), {"rank": 0}, frozenset({1, 2}), 5)),
-        (TO_WORKER, ev.PauseWorkers(3, ("w0", "w1"), True, "why")),
-        (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (ev.RecordStep(7, 3, 2, "l", {"loss": 1.0}),))),
+        (TO_WORKER, cmd.PauseWorkers(3, ("w0", "w1"), True, "why")),
+        (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (cmd.RecordStep(7, 3, 2, "l", {"loss": 1.0}),))),
         (TO_KEEPER, Read("w0", HOLDING, (("a", Box((1,), (2,))),))),
         (FROM_KEEPER, Content(b"\x00\xff")),
     ],
@@ -210,7 +212,8 @@ def test_every_event_is_told_by_workers_or_by_the_controllers_own_process() -> N
     own = {ev.JobStarted, ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost}
     own |= {ev.NobodyMoves}
     own |= {ev.CheckpointCommitted, ev.CheckpointFailed, ev.StopRequested, ev.ResizeRequested}
-    own |= {ev.CheckpointDamaged, ev.TimerFired}
+    own |= {ev.CheckpointDamaged, ev.TimerFired, ev.ControllerChanged}
+    own |= {ev.WorkerReturned, ev.KeeperReturned}
     told = {kind for kind in typing.get_args(ev.Event) if TO_CONTROLLER.has(kind)}
     assert told | own == set(typing.get_args(ev.Event)) and not told & own
 
@@ -228,15 +231,15 @@ def test_what_each_is_sent_does_not_grow_with_the_world() -> None:
     sizes: dict[str, set[int]] = {"form": set(), "pause": set()}
     for count in (100, 800):
         workers = [f"w{1000 + rank}" for rank in range(count)]
-        members = tuple(ev.Member(w, f"n{w}", "host", 1) for w in workers)
+        members = tuple(Member(w, f"n{w}", "host", 1) for w in workers)
         layout = Layout(dp_shard=count)
-        held = {layout.shard_of(r): ((w, ev.Tier.LIVE),) for r, w in enumerate(workers)}
-        source = ev.Source(7, ev.Tier.LIVE, layout.shard_space, held)
+        held = {layout.shard_of(r): ((w, Tier.LIVE),) for r, w in enumerate(workers)}
+        source = Source(7, Tier.LIVE, layout.shard_space, held)
         buddies = tuple(((rank + 1) % count,) for rank in range(count))
-        keepers = tuple(ev.Keeper(m.node, ("10.0.0.1", 4)) for m in members)
-        made = ev.Assignment(3, members, (), layout, source, buddies, "a loss", keepers)
+        keepers = tuple(Keeper(m.node, ("10.0.0.1", 4)) for m in members)
+        made = Assignment(3, members, (), layout, source, buddies, "a loss", keepers)
         sizes["form"] |= {len(encode(form)) for _, form in forms(made, {})}
-        pause = ev.PauseWorkers(3, tuple(workers), True, "w1 is lost")
+        pause = cmd.PauseWorkers(3, tuple(workers), True, "w1 is lost")
         sizes["pause"].add(len(to_each(pause).body))
     assert max(sizes["form"]) < 500
     assert max(sizes["form"]) - min(sizes["form"]) < 20  # digits of ranks
@@ -279,7 +282,7 @@ BODIES = [
         (TO_CONTROLLER, ev.Paused(1.0, "w0", 3, (HOLDING,))),
         (TO_WORKER, Form(Packed(ASSIGNMENT), {"rank": 0}, frozenset({1}), 5)),  # type: ignore[arg-type]
         (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (PointFault("forward"),))),
-        (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (ev.RecordStep(7, 3, 2, "l", {}),))),
+        (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (cmd.RecordStep(7, 3, 2, "l", {}),))),
     )
 ]
 
@@ -300,9 +303,10 @@ def test_any_mutation_is_a_message_or_is_refused(
 
 
 MADE_HERE = (  # by the controller and its host
-    *(ev.JobStarted, ev.StopRequested, ev.ResizeRequested, ev.TimerFired),
+    *(ev.JobStarted, ev.StopRequested, ev.ResizeRequested, ev.TimerFired, ev.ControllerChanged),
     *(ev.WorkerLost, ev.WorkerHung, ev.NodeLost, ev.NodeDraining, ev.KeeperLost, ev.NobodyMoves),
     *(ev.CheckpointCommitted, ev.CheckpointDamaged, ev.CheckpointFailed),
+    *(ev.WorkerReturned, ev.KeeperReturned),
 )
 
 

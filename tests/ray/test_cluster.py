@@ -14,7 +14,8 @@ import pytest
 import ray
 
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for, worker_environment
-from elastic_ft.hosts.ray.placement_groups import Placements, remove_placement_groups
+from elastic_ft.hosts.ray.names import ROOT, RunNames, groups_of, reap
+from elastic_ft.hosts.ray.placement_groups import Placements
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -63,8 +64,35 @@ def test_workers_spread_over_nodes_with_room() -> None:
         assert len(set(taken[:2])) == 2  # a node each
         assert sorted(taken[:4]) == sorted(2 * cluster.node_ids)  # then where there is room
         assert taken[4] == ""  # then none: it waits
-        remove_placement_groups("test:")
+        reap("test:")
         wait_for(lambda: ray.available_resources().get("CPU") == 4, 10, "all is free again")
+
+
+def test_what_a_vanished_job_has_left_is_removed() -> None:
+    """A group's name is known to its driver alone: it was said to be gone already, and stayed."""
+    names = RunNames("vanished", "/run")
+    code = (
+        "import ray, sys\n"
+        "from ray.util.placement_group import placement_group\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "group = placement_group([{'CPU': 1}], name=sys.argv[2], lifetime='detached')\n"
+        "ray.get(group.ready())\n"
+    )
+    with LocalCluster(1) as cluster:
+        cluster.connect()
+        place = f"{names.prefix}place/w0.1"
+        driver = [sys.executable, "-c", code, cluster.address, place]
+        subprocess.run(driver, env=os.environ | worker_environment(), check=True, timeout=60)
+        gc = [sys.executable, "-m", "elastic_ft.cli", "gc", "--address", cluster.address]
+
+        def say(*options: str) -> str:
+            done = subprocess.run([*gc, *options], capture_output=True, text=True, timeout=60)
+            return done.stdout + done.stderr
+
+        assert say("--dry-run") == f"would remove {place}\n"
+        assert say() == f"removed {place}\n"
+        wait_for(lambda: not groups_of(ROOT), 10, "it is removed")
+        assert say() == "nothing is left of runs without a controller\n"
 
 
 def test_a_cluster_dies_with_its_driver() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 import ray
 import ray._private.state
 import ray._private.worker
+from ray._private.ray_constants import SETUP_WORKER_FILENAME
 from ray.train.v2._internal.execution.context import ExecutionContext, TrainContext
 from ray.train.v2._internal.execution.failure_handling import default
 
-from elastic_ft.hosts.ray import ray_private
+from elastic_ft.hosts.ray import ray_private, setup_worker
 
 PACKAGE = Path(ray_private.__file__).parent
 
@@ -238,9 +241,26 @@ def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:
     assert "self.collective_seq -= 1" in source
 
 
+def test_what_is_forked_draws_ids_of_its_own() -> None:
+    """Where a class of Ray's is made as it is imported, under ``undrawn``; and a node takes our
+    script to set up its workers."""
+    code = (
+        "from elastic_ft.hosts.ray.ray_ids import draws_apart, undrawn\n"
+        "import ray\n"
+        "with undrawn(): Some = ray.remote(type('Some', (), {}))\n"
+        "print(draws_apart())\n"
+        "Some = ray.remote(type('Some', (), {}))\n"
+        "print(draws_apart())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert printed.split() == ["True", "False"]
+    assert Path(setup_worker.__file__).name == SETUP_WORKER_FILENAME
+    assert "setup_worker_path" in inspect.signature(ray_private.RayParams).parameters
+
+
 def test_private_ray_stays_in_compat() -> None:
     for path in sorted(PACKAGE.glob("*.py")):
-        if path.name == "ray_private.py":
+        if path.name in ("ray_private.py", "ray_ids.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             modules = []

@@ -176,35 +176,6 @@ def test_all_workers_killed(start: Start) -> None:
     trial.check()
 
 
-def test_killed_controller_is_followed_by_another(start: Start, cluster: LocalCluster) -> None:
-    """With nothing lost: keepers outlive it, and save what the workers had."""
-    elastic = {"max_workers": 2, "gather_s": 60}
-    sections = {"parallel": {"strategy": "fsdp"}, "checkpoint": {"every_steps": 10_000}}
-    trial = start(job("controller", elastic=elastic, snapshot={"every_steps": 1}, **sections))
-    trial.wait_for_world(2, timeout_s=START_S)
-    trial.wait("some steps", lambda: trial.step >= 20)
-    old = trial.pids()
-    [controller] = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.name().startswith("ray::ElasticCon")
-    ]
-    controller.kill()
-    trial.wait("the old workers exit", lambda: not any(map(alive, old)))
-    trial.wait("the new controller", lambda: len(trial.events("job_started")) == 2)
-    trial.wait_for_world(2, timeout_s=START_S)
-    assert not trial.pids() & old
-    (saved,) = trial.events("emergency_checkpoint")
-    (restarted,) = trial.events("controller_restarted")
-    assert saved["step"] >= 20 and restarted["steps_lost"] == 0
-    assert trial.events("job_started")[1]["step"] == saved["step"]
-    result = trial.stop()
-    assert result.error is None
-    workers = [m["worker"] for g in trial.events("generation_formed") for m in g["members"]]
-    assert len(set(workers)) == 4  # ids are never reused
-    trial.check()
-
-
 def test_nothing_is_left_in_the_cluster(cluster: LocalCluster) -> None:
     """After all of the above: no actor and no placement group holds anything."""
 

@@ -13,6 +13,7 @@ import pytest
 
 from elastic_ft.hosts.ray import ray_host as hosts
 from elastic_ft.hosts.ray.keeper_actor import KeeperLife
+from elastic_ft.hosts.ray.names import RunNames
 from elastic_ft.hosts.ray.ray_host import RayHost
 
 DEADLINE_S = 20.0
@@ -22,7 +23,8 @@ DEADLINE_S = 20.0
 def host() -> Iterator[RayHost]:
     """Its loop runs; it hosts nobody."""
     placements = SimpleNamespace(clear=lambda: None)
-    launch: Any = SimpleNamespace(placements=placements)
+    names = RunNames("job", "/run")
+    launch: Any = SimpleNamespace(placements=placements, names=names, executable="")
     made = RayHost(SimpleNamespace(members=()), launch)  # type: ignore[arg-type]
     made._thread.start()
     yield made

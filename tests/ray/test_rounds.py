@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,8 @@ from elastic_ft.hosts.ray.ray_private import (
     WorkerStatus,
 )
 from elastic_ft.hosts.ray.reports import REPORT, Barrier, Rounds
-from elastic_ft.hosts.ray.worker_actor import SEQUENCES, ElasticWorker, WorkerRefused
+from elastic_ft.hosts.ray.train_calls import SEQUENCES, WorkerRefused
+from elastic_ft.hosts.ray.worker_actor import ElasticWorker, Polled
 from elastic_ft.hosts.ray.worker_group import seats
 
 
@@ -39,18 +43,65 @@ def callback() -> Callback:
 
 
 class World:
-    """Two workers, a and b; what is committed is set by hand."""
+    """Two workers, a and b, of ranks 0 and 1; what is committed is set by hand."""
 
     def __init__(self, callback: Callback) -> None:
         self.committed = 100
+        self.generations: dict[int, int] = {}  # of the rounds
         self.rounds = Rounds([callback], 0, lambda: self.committed)  # type: ignore[list-item]
 
     def open(self, *members: str, generation: int = 1) -> None:
         self.rounds.open(generation, members or ("a", "b"))
+        self.generations[self.rounds.opened] = generation
 
-    def add(self, worker: str, index: int, metrics: Any, path: str | None = None) -> None:
-        """The report of round ``index``, made after step ``index``."""
-        self.rounds.add(worker, index, index, report(metrics, path))
+    def add(
+        self, worker: str, index: int, metrics: Any, path: str | None = None, step: int = 0
+    ) -> None:
+        """The report of round ``index``, made after step ``index`` or ``step``."""
+        told = reported(worker, index, metrics, path, step)
+        told.report_generation = self.generations.get(index, 1)
+        self.rounds.take(worker, told)
+
+    def carry(self, worker: str, step: int, metrics: Any, after: int = 0) -> None:
+        """A report of generation 1 that was refused after round ``after``."""
+        self.rounds.take(worker, carried(worker, step, metrics, after))
+
+
+def rank(worker: str) -> int:
+    return "abc".index(worker)
+
+
+def reported(
+    worker: str, index: int, metrics: Any, path: str | None = None, step: int = 0
+) -> Polled:
+    return Polled(
+        running=True,
+        training_report=report(metrics, path),
+        report_index=index,
+        report_step=step or index,
+        report_generation=1,
+        report_rank=rank(worker),
+    )
+
+
+def carried(worker: str, step: int, metrics: Any, after: int = 0) -> Polled:
+    refused = WorkerRefused(step, metrics, 1, rank(worker), after)
+    return Polled(running=True, report_index=after, carried=(refused,))
+
+
+@dataclass
+class Look:
+    """What a worker says to the next controller, in generation 1."""
+
+    rounds: int
+    undelivered: tuple[Polled, ...] = ()
+    delivered: int = 0
+    joined: int = 0
+    generation: int = 1
+
+    @property
+    def passed(self) -> tuple[int, Any]:
+        return SEQUENCES + self.rounds, f"of round {self.rounds}"
 
 
 @pytest.fixture
@@ -132,7 +183,7 @@ def test_a_step_that_is_redone_is_delivered_once(world: World, callback: Callbac
     world.add("a", 1, "lost")  # after step 1, which dies with its generation
     world.rounds.formed(2, 0)
     world.open("a", generation=2)
-    world.rounds.add("a", 2, 1, report("redone"))
+    world.add("a", 2, "redone", step=1)
     assert callback.seen == []
     world.committed = 1
     world.rounds.deliver()
@@ -170,11 +221,13 @@ def test_checkpoint_of_a_round(
     assert [path for path, _ in callback.seen] == [expected]
 
 
-def test_refused_metrics_come_before_the_next_round(world: World, callback: Callback) -> None:
-    for worker in ("a", "b"):
-        world.rounds.carry(WorkerRefused(7, {"from": worker}, generation=2))
+def test_refused_metrics_come_before_the_next_round_in_rank_order(
+    world: World, callback: Callback
+) -> None:
+    for worker in ("b", "a"):
+        world.carry(worker, 7, {"from": worker})
     world.open("a", generation=2)
-    world.rounds.add("a", 1, 8, report({"step": 8}))
+    world.add("a", 1, {"step": 8}, step=8)
     seven = [{"from": "a"}, {"from": "b"}]
     assert [metrics for _, metrics in callback.seen] == [seven, [{"step": 8}]]
     world.rounds.deliver_carried()
@@ -182,7 +235,7 @@ def test_refused_metrics_come_before_the_next_round(world: World, callback: Call
 
 
 def test_refused_metrics_do_not_overtake_a_round(world: World, callback: Callback) -> None:
-    world.rounds.carry(WorkerRefused(2, "second", generation=2))  # type: ignore[arg-type]
+    world.carry("a", 2, "second")
     world.open("a")
     world.add("a", 1, "first")
     world.rounds.deliver_carried()
@@ -192,8 +245,106 @@ def test_refused_metrics_do_not_overtake_a_round(world: World, callback: Callbac
 def test_refused_metrics_of_a_step_that_is_redone_are_dropped(
     world: World, callback: Callback
 ) -> None:
-    world.rounds.carry(WorkerRefused(7, {"step": 7}, generation=2))
+    world.carry("a", 7, {"step": 7})
     world.rounds.formed(3, 6)
+    world.rounds.deliver_carried()
+    assert callback.seen == []
+
+
+# ------------------------------------------------------------------- the next controller
+
+
+def test_who_has_not_heard_that_the_last_round_opened_takes_part_in_it(
+    world: World, callback: Callback
+) -> None:
+    """The controller was killed as one had its answer, and the other not yet."""
+    world.rounds.resume({"a": Look(5, (reported("a", 5, "a5"),)), "b": Look(4, delivered=4)}, 4)
+    world.rounds.deliver()
+    assert callback.seen == []
+    world.add("b", 5, "b5")
+    assert callback.seen == [(None, ["a5", "b5"])]
+
+
+def test_who_has_heard_of_no_round_of_an_older_generation_is_not_waited_for(
+    world: World, callback: Callback
+) -> None:
+    world.rounds.resume(
+        {"a": Look(5, (reported("a", 5, "a5"),)), "c": Look(0, joined=5, generation=2)}, 4
+    )
+    assert callback.seen == [(None, ["a5"])]
+
+
+def test_who_came_after_a_round_owes_it_nothing(world: World, callback: Callback) -> None:
+    """All are of one generation, and one has not heard of its last collective, no report."""
+    a, b = (Look(5, (reported(w, 5, f"{w}5"),), generation=1) for w in "ab")
+    world.rounds.resume({"a": a, "b": b, "c": Look(0, joined=5)}, 4)
+    assert callback.seen == [(None, ["a5", "b5"])]
+
+
+def test_a_round_of_which_nothing_was_fetched_is_of_the_generation_that_its_reports_say(
+    world: World, callback: Callback
+) -> None:
+    """A generation has formed since, from the step before: the round is void."""
+    world.rounds.formed(2, 4)
+    world.rounds.resume({w: Look(5, generation=2) for w in "ab"}, 4)
+    world.add("a", 5, "a5")
+    world.add("b", 5, "b5")
+    assert callback.seen == []
+
+
+def test_who_asks_again_is_told_though_the_generation_is_over() -> None:
+    """Else it would refuse a round that others have joined in: two halves of a report."""
+
+    async def scenario() -> None:
+        world = Fenced()
+        world.barrier.resume([(SEQUENCES + 1, "of rank 0"), (SEQUENCES, None)])
+        world.fenced.add(1)
+        assert await world.join(1, 2, 1) == "of rank 0"
+
+    asyncio.run(scenario())
+
+
+def test_who_did_not_get_the_answer_is_told_again() -> None:
+    async def scenario() -> None:
+        world = Fenced()
+        await asyncio.gather(world.join(0, 2, 1, "name"), world.join(1, 2, 1))
+        assert await world.join(1, 2, 1) == "name"
+        assert world.opened == [1]
+
+    asyncio.run(scenario())
+
+
+def test_refused_metrics_are_kept_until_they_are_delivered(
+    world: World, callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first controller has fetched them, and dies before the next round."""
+    polled = iter([report("a1"), None, None])
+
+    def poll(self: Any) -> WorkerStatus:
+        return WorkerStatus(running=True, training_report=next(polled))
+
+    monkeypatch.setattr(RayTrainWorker, "poll_status", poll)
+    worker = ElasticWorker()
+    first = worker.poll_status()
+    worker._carried.append(WorkerRefused(2, {"of": "a"}, 1, rank=0, after=1))
+    second = worker.poll_status(first.sequence)
+    assert [refused.step for refused in second.carried] == [2]
+    worker.poll_status(second.sequence, delivered=1)
+    kept = tuple(worker._undelivered)
+    world.rounds.resume({"a": Look(1, kept), "b": Look(1, (carried("b", 2, {"of": "b"}, 1),))}, 1)
+    world.rounds.deliver_carried()
+    assert callback.seen == [(None, [{"of": "a"}, {"of": "b"}])]
+    worker.poll_status(second.sequence, delivered=2)
+    assert not worker._undelivered
+
+
+def test_refused_metrics_that_were_delivered_are_not_again(
+    world: World, callback: Callback
+) -> None:
+    """They came with the report of a round, which was the last that was delivered."""
+    both = reported("a", 2, "a2")
+    both.carried = carried("a", 1, "refused", after=1).carried
+    world.rounds.resume({"a": Look(2, (both,))}, 2)
     world.rounds.deliver_carried()
     assert callback.seen == []
 
@@ -293,3 +444,20 @@ def test_an_answer_that_was_lost_is_given_again(monkeypatch: pytest.MonkeyPatch)
     ]
     assert [p.report_index for p in (first, second)] == [1, 2]
     assert worker.poll_status(second.sequence).training_report is None
+
+
+@pytest.mark.timeout(20)
+def test_an_ended_worker_waits_for_a_controller_that_is_busy() -> None:
+    """A callback at the job's end took longer than a worker waits to be asked."""
+    worker, looks = ElasticWorker(), iter([True, True, True, False])
+    worker.await_nobody(lambda: next(looks), unasked_s=0.05)
+    assert list(looks) == []
+
+
+@pytest.mark.timeout(20)
+def test_an_ended_worker_that_is_polled_asks_nobody_who_is_in_charge() -> None:
+    worker, began_s = ElasticWorker(), time.monotonic()
+    polls = threading.Timer(0.3, lambda: setattr(worker, "_polled_s", time.monotonic()))
+    polls.start()
+    worker.await_nobody(lambda: False, unasked_s=0.6)
+    assert time.monotonic() - began_s > 0.89

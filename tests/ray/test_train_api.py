@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,8 @@ from trial import SOON_S, START_S, Trial, job
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.faults import PointFault
-from elastic_ft.hosts.ray.cluster import LocalCluster
+from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
+from elastic_ft.hosts.ray.names import ROOT, actor_named, actors_of
 from elastic_ft.hosts.ray.trainer import (
     ElasticTrainer,
     check_gpus,
@@ -34,12 +36,16 @@ TWO = {"min_workers": 1, "max_workers": 2, "gather_s": 60}
 
 
 class Recorder(UserCallback):
-    """Writes what it is told, in the controller, to a file."""
+    """Writes what it is told, in the controller, to a file. Blocks while there is a file ``hold``
+    beside it, which it calls ``held``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def after_report(self, run_context: Any, metrics: list[Any], checkpoint: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            held = self.path.with_name("hold").rename(self.path.with_name("held"))
+            wait_for(lambda: not held.exists(), START_S, "the callback may go on")
         line = {"metrics": metrics, "checkpoint": checkpoint.path if checkpoint else None}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -108,6 +114,43 @@ def test_every_step_is_reported_once_whatever_is_lost(
     assert step % 10 == 0
     assert step > trial.step - 10
     assert result.return_value == "came to the end"
+
+
+def test_reports_go_on_with_the_next_controller(
+    start: Start, cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Each step's is delivered once; who waits in a collective as the controller dies waits on."""
+    recorder = Recorder(tmp_path / "reports.jsonl")
+    values = job("reports-go-on", elastic=TWO, parallel={"strategy": "fsdp"})
+    config = {"checkpoint_every": 10}
+    trial = start(values, reporting_loop, train_loop_config=config, callbacks=[recorder])
+    trial.wait_for_world(2, timeout_s=START_S)
+    pids = trial.pids()
+    os.kill(cluster.controller_pid(), signal.SIGKILL)
+    trial.wait("the next controller", lambda: bool(trial.events("in_charge")), START_S)
+    trial.wait_for_world(2, steps=11, timeout_s=START_S)
+    assert trial.pids() == pids and len(trial.events("generation_formed")) == 1
+    check_it_answers_while_a_callback_blocks(trial, tmp_path)
+    result = trial.stop()
+    trial.check()
+    reports = recorder.read()
+    assert [r["metrics"][0]["step"] for r in reports] == list(range(1, trial.step + 1))
+    assert all([metrics["rank"] for metrics in r["metrics"]] == [0, 1] for r in reports)
+    registered = [r["checkpoint"] for r in reports if r["checkpoint"]]
+    assert result.checkpoint is not None and result.checkpoint.path == registered[-1]
+    assert result.return_value == "came to the end"
+
+
+def check_it_answers_while_a_callback_blocks(trial: Trial, folder: Path) -> None:
+    (folder / "hold").touch()
+    trial.wait("the callback blocks", (folder / "held").exists, SOON_S)
+    (name,) = (name for name in actors_of(ROOT) if name.endswith("/controller"))
+    controller: Any = actor_named(name)
+    try:
+        assert ray.get(controller.process.remote(), timeout=SOON_S)
+        assert (folder / "held").exists()
+    finally:
+        (folder / "held").unlink()
 
 
 def test_dashboard_state_follows_the_members(

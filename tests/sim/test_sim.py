@@ -21,7 +21,6 @@ from elastic_ft.core import (
     blame,
     buddies,
     commits,
-    events,
     generations,
     keepers,
     membership,
@@ -30,7 +29,10 @@ from elastic_ft.core import (
     source,
     state,
 )
+from elastic_ft.core import commands as cmd
+from elastic_ft.core import events as events
 from elastic_ft.core import failures as breaks
+from elastic_ft.core.assignment import Assignment, Holding, Source
 from elastic_ft.core.layouts import layout
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
@@ -59,9 +61,7 @@ COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "500"))
 STRATEGIES: tuple[layout.Strategy, ...] = ("ddp", "fsdp", "hsdp")
 TAIL = 40  # lines of a failing history that are printed
 
-Decide = Callable[
-    [state.State, events.Event, Policy], tuple[state.State, tuple[events.Command, ...]]
-]
+Decide = Callable[[state.State, events.Event, Policy], tuple[state.State, tuple[cmd.Command, ...]]]
 
 
 def failures(scenarios: Iterable[SimScenario], **options: Any) -> list[SimScenario]:
@@ -188,7 +188,7 @@ def test_what_was_left_of_void_steps_is_never_mixed_with_those_trained_again(
 
 def without_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core takes every state for this history's state of its step, and so do keepers."""
-    Holdings = Mapping[str, tuple[events.Holding, ...]]
+    Holdings = Mapping[str, tuple[Holding, ...]]
 
     def believed(lineage: Lineage, holdings: Holdings) -> Holdings:
         return {
@@ -544,7 +544,7 @@ def test_a_seed_is_one_history_whatever_the_hash_seed() -> None:
 
 def commits_unheld(
     now: state.State, event: events.Event, policy: Policy
-) -> tuple[state.State, tuple[events.Command, ...]]:
+) -> tuple[state.State, tuple[cmd.Command, ...]]:
     """Takes every applied step for held."""
     now, commands = membership.step(now, event, policy)
     if isinstance(event, events.StepApplied):
@@ -556,9 +556,9 @@ def commits_unheld(
 
 def forgets_rollbacks(
     now: state.State, event: events.Event, policy: Policy
-) -> tuple[state.State, tuple[events.Command, ...]]:
+) -> tuple[state.State, tuple[cmd.Command, ...]]:
     now, commands = membership.step(now, event, policy)
-    return now, tuple(c for c in commands if not isinstance(c, events.RollBack))
+    return now, tuple(c for c in commands if not isinstance(c, cmd.RollBack))
 
 
 def test_the_checks_see_commits_that_do_not_wait() -> None:
@@ -571,7 +571,7 @@ def test_the_checks_see_silent_rollbacks() -> None:
 
 def strikes_the_unreadable(
     now: state.State, event: events.Event, policy: Policy
-) -> tuple[state.State, tuple[events.Command, ...]]:
+) -> tuple[state.State, tuple[cmd.Command, ...]]:
     """Takes what can't be read for damaged."""
     if isinstance(event, events.SourceRefused):
         event = replace(event, kind=events.DAMAGED)
@@ -601,13 +601,13 @@ def incomplete(holdings: Mapping[str, Any], checkpoints: Any, refused: Any) -> A
         for h in some:
             if (h.step, h.space) == (newest.step, newest.space):
                 holders.setdefault(h.shard, ((worker, h.tier),))
-    return events.Source(newest.step, newest.tier, newest.space, holders), "newest"
+    return Source(newest.step, newest.tier, newest.space, holders), "newest"
 
 
 recent_writers = restoring.recent_writers
 
 
-def all_uploads_count(turn: state.Turn, new: events.Assignment) -> dict[int, records.Writers]:
+def all_uploads_count(turn: state.Turn, new: Assignment) -> dict[int, records.Writers]:
     """Even those of steps that were voided and computed again."""
     writers = recent_writers(turn, new)
     return {generation: replace(old, until=None) for generation, old in writers.items()}

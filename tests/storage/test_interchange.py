@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import elastic_ft
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
-from elastic_ft.cli.preflight import check_weights
+from elastic_ft.cli.check_model import check_weights
 from elastic_ft.config import ModelConfig
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import initial_weights

@@ -27,3 +27,14 @@ def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"make ([\w-]+)", PAGE))
     assert targets and all(re.search(rf"\b{re.escape(t)}\b", makefile) for t in targets)
+
+
+def test_make_soak_runs_each_tier_that_has_tests_for_it() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    run = re.search(r"^SOAK := (.*)$", makefile, re.MULTILINE)
+    marked = {
+        path.relative_to(ROOT / "tests").parts[0]
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "mark.soak" in path.read_text() and path.parent.name != "tidy"
+    }
+    assert run is not None and set(run[1].split()) == marked

@@ -11,12 +11,15 @@ import elastic_ft
 
 NAMES = [
     "CheckpointReader",
+    "Client",
+    "Context",
     "ElasticError",
     "ElasticTrainer",
     "Job",
     "JobFailed",
     "Step",
     "UsageError",
+    "init",
     "load_job",
     "parse_job",
     "run_local",

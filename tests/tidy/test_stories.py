@@ -26,8 +26,8 @@ def source_of(path: str, name: str) -> str:
     return ast.get_source_segment(text, found) or ""
 
 
-def test_there_are_two() -> None:
-    assert len(STORIES) == 2
+def test_there_are_three() -> None:
+    assert len(STORIES) == 3
     assert all(len(STAY.findall(text)) == len(text.splitlines()) for text in STORIES.values())
 
 

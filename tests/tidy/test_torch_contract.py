@@ -190,3 +190,21 @@ def test_no_other_module_imports_private_names(path: Path) -> None:
         return
     found = set(private_imports(path))
     assert not found, f"{path.name} imports {sorted(found)}; put it into torch_private.py"
+
+
+def test_a_cut_module_can_be_made_as_it_was() -> None:
+    """What ``undo_fully_shard`` takes away: class, hooks, and what torch knows of the module."""
+    with torch_private.pretended_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = torch.nn.Linear(4, 4)
+        kind, hooks = type(model), len(model._forward_pre_hooks) + len(model._forward_hooks)
+        for _ in range(2):
+            fully_shard(model, mesh=mesh)
+            (weight, bias) = (cut.sharded_param for cut in torch_private.cut_parameters(model))
+            assert (model.weight, model.bias) == (weight, bias)
+            torch_private.undo_fully_shard(model)
+            assert type(model) is kind
+            assert len(model._forward_pre_hooks) + len(model._forward_hooks) == hooks
+            assert torch_private.is_cut_parameter(model.weight)
+            for name in ("weight", "bias"):
+                setattr(model, name, torch.nn.Parameter(torch.ones(getattr(model, name).shape)))

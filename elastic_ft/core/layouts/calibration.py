@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
 
-from elastic_ft.core.layouts.costs import Choice, Devices, Interconnect, Work, step_time
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.planner import CHUNKS, Limits
+from elastic_ft.core.layouts.layout_plan import Limits
+from elastic_ft.core.layouts.planner import CHUNKS
+from elastic_ft.core.layouts.time_costs import Interconnect, step_time
+from elastic_ft.core.layouts.work import Choice, Devices, Work
 
 STEPS_MIN, STEPS_MAX = 8, 50  # so many steps are a measurement; the last ones count
 RATES = 1e6, 1e18  # operations per second: no device is beyond

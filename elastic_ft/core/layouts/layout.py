@@ -15,8 +15,8 @@ from math import inf, isqrt, prod
 from typing import Literal, NamedTuple
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")  # of a layout, the outermost first
-MODEL_DIMENSIONS = ("tp", "pp")  # those of them that share one sample's work out; wished for
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a layout, the outermost first
+MODEL_DIMENSIONS = ("tp", "pp", "cp")  # those of them that share one sample's work; wished for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class LayoutWish:
     shard_size: int | None = None  # hsdp: ranks that share one replica
     tp: int = 1  # ranks that share each layer
     pp: int = 1  # ranks that share the layers out
+    cp: int = 1  # ranks that share the positions of each sample
 
     @property
     def ranks_per_sample(self) -> int:
@@ -34,8 +35,10 @@ class LayoutWish:
         return prod(getattr(self, name) for name in MODEL_DIMENSIONS)
 
     def sizes_in_words(self, prefix: str = "") -> str:
-        """Such as "tp 2 x pp 4"; ``prefix``: before each dimension's name."""
-        return " x ".join(f"{prefix}{name} {getattr(self, name)}" for name in MODEL_DIMENSIONS)
+        """Such as "tp 2 x pp 4", cp too if it is more; ``prefix``: before each dimension's name."""
+        sizes = {name: getattr(self, name) for name in MODEL_DIMENSIONS}
+        shown = (name for name in sizes if name != "cp" or self.cp > 1)
+        return " x ".join(f"{prefix}{name} {sizes[name]}" for name in shown)
 
 
 class Coordinates(NamedTuple):
@@ -44,6 +47,7 @@ class Coordinates(NamedTuple):
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int
     tp: int
 
 
@@ -51,6 +55,7 @@ class ShardPlace(NamedTuple):
     """Where a part of the state is, by the dimensions that cut it; or how often each cuts it.
 
     On disk and on the wire it is a string: a shard's name has indices, a shard space has sizes.
+    Ranks that share positions are shards as well: context parallelism has no state of its own.
     """
 
     pp: int
@@ -77,6 +82,7 @@ class Layout:
     dp_shard: int = 1
     pp: int = 1
     tp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
         if min(self.sizes) < 1:
@@ -85,7 +91,7 @@ class Layout:
     @property
     def sizes(self) -> tuple[int, ...]:
         """In the order of ``DIMENSIONS``."""
-        return self.pp, self.dp_replicate, self.dp_shard, self.tp
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp
 
     @property
     def world_size(self) -> int:
@@ -96,14 +102,25 @@ class Layout:
         """Number of ranks that read different samples."""
         return self.dp_replicate * self.dp_shard
 
+    @property
+    def gradient_size(self) -> int:
+        """Number of ranks over which gradients of one parameter are summed."""
+        return self.data_parallel_size * self.cp
+
+    @property
+    def state_shards(self) -> int:
+        """Into how many shards the ranks of one replica and stage cut the state, beside ``tp``."""
+        return self.dp_shard * self.cp
+
     def coordinates(self, rank: int) -> Coordinates:
         """Raises ValueError for a rank that the layout has not."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside layout {self} of {self.world_size} ranks")
         rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
         rest, shard = divmod(rest, self.dp_shard)
         pp, replicate = divmod(rest, self.dp_replicate)
-        return Coordinates(pp, replicate, shard, tp)
+        return Coordinates(pp, replicate, shard, cp, tp)
 
     def data_rank(self, rank: int) -> int:
         """Index of ``rank`` among the ranks that read different samples."""
@@ -118,10 +135,11 @@ class Layout:
     def mesh_dims(self) -> dict[str, int]:
         """Names and sizes of the device mesh's dimensions.
 
-        Those of size 1 are left out. FSDP2 needs a dimension of shards beside model dimensions,
-        whatever its size, and a mesh has one dimension at least.
+        Those of size 1 are left out, and ``cp`` is part of "dp_shard". FSDP2 needs a dimension of
+        shards beside model dimensions, whatever its size, and a mesh has one dimension at least.
         """
         sizes = dict(zip(DIMENSIONS, self.sizes, strict=True))
+        sizes["dp_shard"] *= sizes.pop("cp")
         used = {name: size for name, size in sizes.items() if size > 1}
         if used and not used.keys() & {*MODEL_DIMENSIONS}:
             return used
@@ -130,7 +148,7 @@ class Layout:
     def place_of(self, rank: int) -> ShardPlace:
         """Where in the shard space ``rank`` is. Equal places hold equal state."""
         at = self.coordinates(rank)
-        return ShardPlace(at.pp, at.dp_shard, at.tp)
+        return ShardPlace(at.pp, at.dp_shard * self.cp + at.cp, at.tp)
 
     def shard_of(self, rank: int) -> str:
         """Name of the part of the state that ``rank`` holds. Equal names hold equal state.
@@ -141,10 +159,15 @@ class Layout:
 
     def replicas_of(self, rank: int) -> range:
         """The ranks that hold the same shard, ``rank`` among them."""
-        apart = self.dp_shard * self.tp
+        apart = self.state_shards * self.tp
         stage = apart * self.dp_replicate
         first = rank // stage * stage + rank % apart
         return range(first, first + stage, apart)
+
+    def context_of(self, rank: int) -> range:
+        """The ranks that share the positions of one sample, ``rank`` among them."""
+        first = rank - self.coordinates(rank).cp * self.tp
+        return range(first, first + self.cp * self.tp, self.tp)
 
     @property
     def has_stages(self) -> bool:
@@ -159,7 +182,7 @@ class Layout:
     @property
     def ranks_per_layer(self) -> int:
         """Ranks that talk within each layer: they should share a node."""
-        return self.tp
+        return self.tp * self.cp
 
     @property
     def waits_within_layers(self) -> bool:
@@ -174,7 +197,7 @@ class Layout:
     @property
     def cuts(self) -> ShardPlace:
         """Into how many parts each dimension cuts the state."""
-        return ShardPlace(self.pp, self.dp_shard, self.tp)
+        return ShardPlace(self.pp, self.state_shards, self.tp)
 
     def shards(self) -> frozenset[str]:
         """Every shard name; together they are the whole state."""
@@ -194,12 +217,12 @@ class Layout:
     def parse(name: str) -> Layout:
         """What ``str`` makes of a layout. Raises ValueError."""
         match = re.fullmatch(
-            r"(?:pp(\d+)-)?(?:ddp(\d+)|fsdp(\d+)|hsdp(\d+)x(\d+))(?:-tp(\d+))?", name
+            r"(?:pp(\d+)-)?(?:ddp(\d+)|fsdp(\d+)|hsdp(\d+)x(\d+))(?:-cp(\d+))?(?:-tp(\d+))?", name
         )
         if match is None:
             raise ValueError(f"not a layout: {name!r}")
-        pp, ddp, fsdp, replicas, shards, tp = (int(group or 1) for group in match.groups())
-        return Layout(dp_replicate=ddp * replicas, dp_shard=fsdp * shards, pp=pp, tp=tp)
+        pp, ddp, fsdp, replicas, shards, cp, tp = (int(group or 1) for group in match.groups())
+        return Layout(dp_replicate=ddp * replicas, dp_shard=fsdp * shards, pp=pp, tp=tp, cp=cp)
 
     def __str__(self) -> str:
         if self.dp_shard == 1:
@@ -209,7 +232,10 @@ class Layout:
         else:
             data = f"hsdp{self.dp_replicate}x{self.dp_shard}"
         return "-".join(
-            [f"pp{self.pp}"] * (self.pp > 1) + [data] + [f"tp{self.tp}"] * (self.tp > 1)
+            [f"pp{self.pp}"] * (self.pp > 1)
+            + [data]
+            + [f"cp{self.cp}"] * (self.cp > 1)
+            + [f"tp{self.tp}"] * (self.tp > 1)
         )
 
 
@@ -218,7 +244,7 @@ def shard_names(layout: Layout) -> tuple[str, ...]:
     """``shard_of`` of every rank, in order: asked for several times while a world of N forms."""
     names: list[str] = []
     for pp in range(layout.pp):
-        places = product((pp,), range(layout.dp_shard), range(layout.tp))
+        places = product((pp,), range(layout.state_shards), range(layout.tp))
         names += [str(ShardPlace(*place)) for place in places] * layout.dp_replicate
     return tuple(names)
 
@@ -233,28 +259,32 @@ def divisors(number: int) -> tuple[int, ...]:
 def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
     """Returns the layout for ``world_size`` ranks, and the reason in words. Uses every rank.
 
-    ``tp`` and ``pp`` are as wished where their product divides the world. Else tensor parallelism
-    is kept before pipeline stages: the largest divisor of ``tp``, with it the most stages up to
-    ``pp``, that do. What is left is data parallel by ``strategy``; ``shard_size`` is HSDP's.
+    ``tp``, ``pp`` and ``cp`` are as wished where their product divides the world. Else tensor
+    parallelism is kept before pipeline stages, and these before context parallelism: the largest
+    divisor of ``tp``, with it the most stages up to ``pp``, with these the most ranks up to ``cp``,
+    that do. What is left is data parallel by ``strategy``; ``shard_size`` is HSDP's.
     """
-    if min(world_size, wish.tp, wish.pp) < 1:
+    if min(world_size, wish.tp, wish.pp, wish.cp) < 1:
         raise ValueError(
             f"a layout needs at least one rank, got {world_size} ({wish.sizes_in_words()})"
         )
-    tp, pp = next(
-        (tensor, stages)
+    tp, pp, cp = next(
+        (tensor, stages, context)
         for tensor in range(wish.tp, 0, -1)
         for stages in range(wish.pp, 0, -1)
-        if wish.tp % tensor == 0 and world_size % (tensor * stages) == 0
+        for context in range(wish.cp, 0, -1)
+        if wish.tp % tensor == 0 and world_size % (tensor * stages * context) == 0
     )
-    data, why = _plan_data(wish.strategy, world_size // (tp * pp), wish.shard_size)
-    layout = replace(data, tp=tp, pp=pp)
+    data, why = _plan_data(wish.strategy, world_size // (tp * pp * cp), wish.shard_size)
+    layout = replace(data, tp=tp, pp=pp, cp=cp)
     if wish.ranks_per_sample == 1:
         return layout, why
-    found = f"pp {pp} x tp {tp} x {why}"
-    if (tp, pp) == (wish.tp, wish.pp):
+    context = f" x cp {cp}" if wish.cp > 1 else ""
+    found = f"pp {pp} x tp {tp}{context} x {why}"
+    if (tp, pp, cp) == (wish.tp, wish.pp, wish.cp):
         return layout, found
-    return layout, (f"{found}, as pp {wish.pp} x tp {wish.tp} does not divide {world_size} ranks")
+    asked = f"pp {wish.pp} x tp {wish.tp}" + (f" x cp {wish.cp}" if wish.cp > 1 else "")
+    return layout, f"{found}, as {asked} does not divide {world_size} ranks"
 
 
 def _plan_data(strategy: Strategy, world_size: int, shard_size: int | None) -> tuple[Layout, str]:

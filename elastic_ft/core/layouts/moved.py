@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from elastic_ft.core.layouts.costs import ModelShape, Work, stage_layers
 from elastic_ft.core.layouts.layout import Layout, ShardPlace
+from elastic_ft.core.layouts.work import ModelShape, Work, stage_layers
 
 
 @dataclass(frozen=True, slots=True)

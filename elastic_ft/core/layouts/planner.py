@@ -1,6 +1,6 @@
 """Which layout, micro-batch and recomputation a job should have on given devices. Pure.
 
-``plans`` ranks every choice that fits by ``core.costs``; ``best`` is the first of them. Each plan
+``plans`` ranks every choice that fits by its costs; ``best`` is the first of them. Each plan
 says in words why it is what it is. The search is exact up to 64 devices; above that it tries the
 numbers of stages, shards and replicas that can matter.
 """
@@ -10,95 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
 from math import ceil, gcd
 
-from elastic_ft.core.layouts.costs import (
-    Choice,
-    Devices,
-    Interconnect,
-    Memory,
-    ModelShape,
-    Schedule,
-    StepTime,
-    Work,
-    memory,
-    step_time,
-)
 from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, Limits, NoLayout, fill, seats_on_nodes
+from elastic_ft.core.layouts.memory_costs import memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
+from elastic_ft.core.layouts.plan_words import Without, compared, describe, features, gb, why
+from elastic_ft.core.layouts.time_costs import AGAIN, Interconnect, step_time
+from elastic_ft.core.layouts.work import RECOMPUTES, Choice, Devices, ModelShape, Schedule, Work
 
 NEAR = 1.03  # times the fastest: as good as it
 EXACT_DEVICES = 64  # up to here every number of stages and replicas is tried
 CHUNKS: dict[Schedule, int] = {"interleaved1f1b": 2, "zero_bubble": 2}  # of layers per rank
 NEAR_MAX = 32  # near-equal layouts whose bytes moved are counted
+CONTEXT_TOKENS_MIN = 4096
 PRUNE = 1.15  # times the fastest so far: not worth ranking
-
-
-class NoLayout(ValueError):
-    """Nothing fits. The message says what the least need is, and what there is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What may be chosen."""
-
-    micro_batches: tuple[int, ...] = ()  # sizes in samples; none: what divides the global batch
-    recompute: tuple[bool, ...] = (False, True)
-    schedules: tuple[Schedule, ...] = ("1f1b",)
-    tp_max: int | None = None
-    pp_max: int | None = None
-    tp_sizes: tuple[int, ...] = ()  # that the engine can do; none: what divides the model
-    world_min: int = 1
-    multiple_of: int = 1  # of the world
-
-
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """What a running job's layouts are planned by.
-
-    Attributes:
-        devices: what each is like; on which nodes they are is known when a world is formed.
-        memory_bytes: of each; None: as the workers say.
-    """
-
-    work: Work
-    devices: Devices
-    limits: Limits
-    memory_bytes: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutPlan:
-    """A choice, its costs, and why. Devices are numbered node by node."""
-
-    choice: Choice
-    memory: Memory  # of the fullest rank
-    time: StepTime
-    used: tuple[int, ...]  # devices on each node; the first ones of each
-    nodes: tuple[int, ...]  # all devices on each node
-    bytes_moved: int | None = None  # from the previous layout
-    why: tuple[str, ...] = ()
-
-    @property
-    def layout(self) -> Layout:
-        return self.choice.layout
-
-    @property
-    def tp_inside(self) -> bool:
-        """Whether tensor-parallel peers share a node."""
-        return all(count % self.layout.tp == 0 for count in self.used)
-
-    @property
-    def idle(self) -> tuple[int, ...]:
-        """Devices on each node that have no rank."""
-        return tuple(n - u for n, u in zip(self.nodes, self.used, strict=True))
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        """The device of each rank."""
-        firsts = accumulate(self.nodes, initial=0)
-        return tuple(f + i for f, used in zip(firsts, self.used, strict=False) for i in range(used))
 
 
 def best(
@@ -140,13 +67,14 @@ def plans(
     near.sort(key=_preference)
     ranked = (near + ordered[len(near) :])[:top]
     fastest = next(plan for plan in near if plan.choice == fastest.choice)
-    first = replace(ranked[0], why=tuple(_why(ranked[0], fastest, search)))
-    return (first, *(replace(p, why=(_compared(p, first),)) for p in ranked[1:]))
+    explained = why(ranked[0], fastest, work, devices.usable_bytes, search.without)
+    first = replace(ranked[0], why=tuple(explained))
+    return (first, *(replace(p, why=(compared(p, first),)) for p in ranked[1:]))
 
 
 def _preference(plan: LayoutPlan) -> tuple[bool, int, int, int, float, str]:
     layout, moved = plan.layout, plan.bytes_moved or 0
-    parts = layout.pp * layout.tp
+    parts = layout.pp * layout.tp * layout.cp
     return not plan.tp_inside, moved, -layout.dp_replicate, parts, plan.time.total, str(layout)
 
 
@@ -165,7 +93,7 @@ class _Search:
     fastest_s: float = float("inf")
     least: tuple[float, Choice] | None = None  # bytes: the smallest need of all
     placed: dict[tuple[int, int], _Placed] = field(default_factory=dict)  # by tp and world
-    without: dict[str, tuple[float, float]] = field(default_factory=dict)  # see _note
+    without: Without = field(default_factory=dict)  # see _note
 
     @property
     def exact(self) -> bool:
@@ -173,35 +101,38 @@ class _Search:
 
     def run(self) -> None:
         for tp in reversed(tensor_sizes(self.work.model, self.devices, self.limits)):
-            seats = seats_on_nodes(self.devices.nodes, tp)
-            groups = sum(seats) // tp
-            for pp in self._stages(groups):
-                for dp, micro_batch in self._replicas(groups // pp):
-                    self._try_shards(pp, tp, dp, micro_batch, seats)
+            for cp in self.limits.cp_sizes:
+                seats = seats_on_nodes(self.devices.nodes, tp * cp)
+                groups = sum(seats) // (tp * cp)
+                for pp in self._stages(groups):
+                    for dp, micro_batch in self._replicas(groups // pp):
+                        self._try_shards(
+                            Layout(dp_shard=dp, pp=pp, tp=tp, cp=cp), micro_batch, seats
+                        )
 
-    def _try_shards(
-        self, pp: int, tp: int, dp: int, micro_batch: int, seats: tuple[int, ...]
-    ) -> None:
-        world = pp * tp * dp
+    def _try_shards(self, sharded: Layout, micro_batch: int, seats: tuple[int, ...]) -> None:
+        """All ways to replicate what ``sharded`` shards over all its data ranks."""
+        world, dp, pp = sharded.world_size, sharded.dp_shard, sharded.pp
         if world < self.limits.world_min or world % self.limits.multiple_of:
             return
         # The busiest rank's share, at full speed: no choice of what is left can be faster.
         rounds = ceil(self.work.global_batch / micro_batch / dp)
-        share = micro_batch * self.work.model.sample_flops / (pp * tp)
+        share = micro_batch * self.work.model.sample_flops / (world // dp)
         least_s = rounds * share / self.devices.flops_per_s
         if least_s > PRUNE * self.fastest_s:
             return
-        placed = self._place(seats, tp, world)
+        placed = self._place(seats, world // dp // pp, world)
         shards = divisors(dp)
         if not self.exact:
             shards = tuple(n for n in shards if n & (n - 1) == 0 or n == dp)
-            if not self._may_fit(Layout(dp_shard=dp, pp=pp, tp=tp), micro_batch):
+            if not self._may_fit(sharded, micro_batch):
                 return
         for shard in shards:
-            layout = Layout(dp_replicate=dp // shard, dp_shard=shard, pp=pp, tp=tp)
+            layout = replace(sharded, dp_replicate=dp // shard, dp_shard=shard)
             for schedule, chunks in self._schedules(pp):
-                for recompute in sorted(self.limits.recompute):
-                    if recompute and least_s * 4 / 3 > PRUNE * self.fastest_s and not self.exact:
+                for recompute in sorted(self.limits.recompute, key=RECOMPUTES.index):
+                    slower = 1 + AGAIN[recompute] / 3
+                    if recompute and least_s * slower > PRUNE * self.fastest_s and not self.exact:
                         continue
                     choice = Choice(layout, micro_batch, recompute, schedule, chunks)
                     if self._try(choice, placed):
@@ -210,7 +141,8 @@ class _Search:
     def _may_fit(self, layout: Layout, micro_batch: int) -> bool:
         """Whether the most frugal choice does: all sharded, all recomputed that may be."""
         for schedule, chunks in self._schedules(layout.pp):
-            choice = Choice(layout, micro_batch, max(self.limits.recompute), schedule, chunks)
+            frugal = max(self.limits.recompute, key=RECOMPUTES.index)
+            choice = Choice(layout, micro_batch, frugal, schedule, chunks)
             need = memory(self.work, choice, self.devices.fused).total
             if need <= self.devices.usable_bytes:
                 return True
@@ -243,7 +175,7 @@ class _Search:
         """The least need and the best time without each feature: what makes it worth having."""
         if self.least is None or nbytes < self.least[0]:
             self.least = nbytes, choice
-        for feature, has in _features(choice):
+        for feature, has in features(choice):
             if not has:
                 known = self.without.get(feature, (float("inf"), float("inf")))
                 self.without[feature] = min(known[0], nbytes), min(known[1], time_s)
@@ -296,10 +228,17 @@ class _Search:
 
 
 def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> Limits:
-    """What the engine can do on up to ``most`` ranks. ``can``: whether it lays the model out so."""
+    """What the engine can do on up to ``most`` ranks. ``can``: whether it lays the model out so.
+
+    Positions are shared only as long as each rank has CONTEXT_TOKENS_MIN of them: with fewer there
+    is nothing to gain.
+    """
+    most_cp = min(most, max(1, model.sequence_length // CONTEXT_TOKENS_MIN))
+    contexts = (cp for cp in range(1, most_cp + 1) if cp & (cp - 1) == 0)
     return Limits(
         tp_sizes=tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
         pp_max=max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp))),
+        cp_sizes=tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
     )
 
 
@@ -309,22 +248,6 @@ def tensor_sizes(model: ModelShape, devices: Devices, limits: Limits) -> list[in
     most = min(devices.count, limits.tp_max or devices.count)
     allowed = limits.tp_sizes or divisors(common)
     return [tp for tp in divisors(common) if tp <= most and tp in allowed]
-
-
-def seats_on_nodes(nodes: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    """Devices of each node that tensor-parallel groups of ``tp`` can take.
-
-    A group stays within a node if any node has room for one, else groups span whole nodes.
-    """
-    if tp <= max(nodes):
-        return tuple(count // tp * tp for count in nodes)
-    return fill(nodes, sum(nodes) // tp * tp)
-
-
-def fill(seats: tuple[int, ...], world: int) -> tuple[int, ...]:
-    """``world`` ranks on nodes in order, each full before the next."""
-    before = accumulate(seats, initial=0)
-    return tuple(max(0, min(n, world - b)) for n, b in zip(seats, before, strict=False))
 
 
 @lru_cache(maxsize=256)
@@ -349,98 +272,3 @@ def _counts(most: int, micro_batches: int, exact: bool) -> tuple[int, ...]:
     rounds = ceil(micro_batches / most)
     counts |= {ceil(micro_batches / r) for r in range(rounds, rounds + 4)}
     return tuple(sorted((n for n in counts if 1 <= n <= most), reverse=True))
-
-
-# ---------------------------------------------------------------------------------- words
-
-
-def gb(nbytes: float) -> str:
-    """In 10^9 bytes; small amounts in 10^6."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
-
-
-def describe(choice: Choice) -> str:
-    """A choice in a line."""
-    schedule = f", {choice.schedule}" if choice.layout.pp > 1 else ""
-    chunks = f" of {choice.chunks} chunks" if choice.chunks > 1 else ""
-    again = ", recomputing" if choice.recompute else ""
-    return f"{choice.layout}, micro-batch {choice.micro_batch}{schedule}{chunks}{again}"
-
-
-def _features(choice: Choice) -> tuple[tuple[str, bool], ...]:
-    layout = choice.layout
-    return (
-        ("pipeline stages", layout.pp > 1),
-        ("tensor parallelism", layout.tp > 1),
-        ("sharding", layout.dp_shard > 1),
-        ("recomputation", choice.recompute),
-    )
-
-
-def _why(plan: LayoutPlan, fastest: LayoutPlan, search: _Search) -> Iterator[str]:
-    """Sentences: fit, each feature against doing without it, tie-break, who is idle."""
-    there = search.devices.usable_bytes
-    yield f"fits: {gb(plan.memory.total)} of {gb(there)} on the fullest device"
-    for feature, has in _features(plan.choice):
-        if has:
-            yield f"{feature}: {_loss_without(feature, plan, search)}"
-    if plan.layout.tp > 1:
-        where = "inside a node" if plan.tp_inside else "across nodes: no node has room for a group"
-        yield f"tensor-parallel peers are {where}"
-    if plan.choice != fastest.choice:
-        slower = plan.time.total / fastest.time.total - 1
-        yield (
-            f"{slower:.1%} slower than {describe(fastest.choice)}, which is as good, "
-            + _preferred(plan, fastest)
-        )
-    work, dp = search.work, plan.layout.data_parallel_size
-    count = work.global_batch // plan.choice.micro_batch
-    if count % dp:
-        yield (
-            f"{count} micro-batches over {dp} replicas are uneven: the busiest has "
-            f"{plan.choice.micro_batches(work)}"
-        )
-    yield from _idle(plan)
-
-
-def _loss_without(feature: str, plan: LayoutPlan, search: _Search) -> str:
-    need, time_s = search.without.get(feature, (float("inf"), float("inf")))
-    if time_s < float("inf"):
-        ratio = time_s / plan.time.total - 1
-        return f"without it {abs(ratio):.0%} {'slower' if ratio >= 0 else 'faster'}"
-    if need < float("inf"):
-        return f"without it nothing fits, the least need is {gb(need)}"
-    return "nothing else was allowed"
-
-
-def _preferred(plan: LayoutPlan, fastest: LayoutPlan) -> str:
-    if plan.tp_inside and not fastest.tp_inside:
-        return "and keeps tensor parallelism inside a node"
-    if plan.bytes_moved != fastest.bytes_moved:
-        return f"and moves {gb(plan.bytes_moved or 0)} instead of {gb(fastest.bytes_moved or 0)}"
-    layout, other = plan.layout, fastest.layout
-    if layout.dp_replicate != other.dp_replicate:
-        return f"and has {layout.dp_replicate} replicas of the state, not {other.dp_replicate}"
-    return "and shares each copy of the model among fewer ranks"
-
-
-def _idle(plan: LayoutPlan) -> Iterator[str]:
-    """Which devices have no rank, and why."""
-    if not any(plan.idle):
-        return
-    total, tp = sum(plan.nodes), plan.layout.tp
-    where = ", ".join(f"{n} on node {i}" for i, n in enumerate(plan.idle) if n)
-    yield f"{sum(plan.idle)} of {total} devices idle: {where}"
-    seats = seats_on_nodes(plan.nodes, tp)
-    if seats != plan.nodes:
-        yield f"a node's devices beyond a multiple of {tp} have no tensor-parallel group"
-    spare, copy = sum(seats) - plan.layout.world_size, plan.layout.pp * tp
-    if 0 < spare < copy:
-        yield f"{spare} are too few for another replica, which takes {copy}"
-    elif spare:
-        yield f"{spare} would not make a step faster: it would have as many micro-batches in a row"
-
-
-def _compared(plan: LayoutPlan, first: LayoutPlan) -> str:
-    ratio = plan.time.total / first.time.total - 1
-    return f"{abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'} than {first.layout}"

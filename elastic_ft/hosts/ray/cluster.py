@@ -22,8 +22,9 @@ from typing import Any
 import psutil
 import ray
 
-from elastic_ft.core.events import NodeId
-from elastic_ft.hosts.ray import ray_private
+from elastic_ft.core.assignment import NodeId
+from elastic_ft.hosts.ray import ray_private, setup_worker
+from elastic_ft.hosts.ray.controller_place import LABEL
 from elastic_ft.observe import scratch
 
 MB = 2**20
@@ -42,7 +43,11 @@ SYSTEM_CONFIG: dict[str, Any] = {
 
 
 class LocalCluster:
-    """A head node without CPUs (it holds the driver and the controller) and ``nodes`` others.
+    """A head node without CPUs (it holds the driver) and ``nodes`` others.
+
+    Args:
+        controllers_on_head: all of it dies with this process anyway, so no node that hosts workers
+            is to be the controllers', too. Otherwise: where they may run on a fleet.
 
     Attributes:
         address: for ``ray.init``.
@@ -57,6 +62,7 @@ class LocalCluster:
         object_store_mb: int = 80,
         system_config: dict[str, Any] | None = None,
         durable_head: bool = False,
+        controllers_on_head: bool = True,
     ) -> None:
         self._cpus_per_node = cpus_per_node
         self._object_store_bytes = object_store_mb * MB
@@ -81,6 +87,7 @@ class LocalCluster:
                 dashboard_port=0,
                 gcs_server_port=0,
                 no_monitor=True,
+                labels={LABEL: "true"} if controllers_on_head else {},
                 _system_config=SYSTEM_CONFIG | (system_config or {}),
             )
             self.address: str = self._head.gcs_address
@@ -129,9 +136,20 @@ class LocalCluster:
         return [raylet, *raylet.children(recursive=True)]
 
     def head_processes(self) -> list[psutil.Process]:
-        """What the head node's raylet started: the controller among them."""
+        """What the head node's raylet started."""
         raylet = self._head.all_processes["raylet"][0].process
         return psutil.Process(raylet.pid).children(recursive=True)
+
+    def controller_pid(self) -> int:
+        """Raises ProcessLookupError if no controller is running."""
+        processes = [*self.head_processes()]
+        for node in self._nodes:
+            processes += self.processes(node)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("ElasticController" in part for part in process.cmdline()):
+                    return int(process.pid)
+        raise ProcessLookupError("no ElasticController is running")
 
     def kill_gcs(self) -> None:
         """SIGKILLs the GCS, the part of a head that a cluster has once."""
@@ -197,6 +215,7 @@ class LocalCluster:
                 object_store_memory=self._object_store_bytes,
                 num_gpus=0,
                 env_vars=worker_environment(),
+                setup_worker_path=setup_worker.__file__,
                 **params,
             )
 

@@ -13,38 +13,35 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import importlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import pyarrow
 import ray
-from ray.train import Checkpoint, TrainingFailedError
+from ray.exceptions import GetTimeoutError, RayError
 
-from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
-from elastic_ft.core.events import Assignment, WorkerId
+from elastic_ft.core.assignment import Assignment, WorkerId
 from elastic_ft.core.state import State
-from elastic_ft.errors import JobFailed
-from elastic_ft.faults import PointFault
+from elastic_ft.errors import StoreFailed
+from elastic_ft.hosts.ray.controller_thread import ControllerThread
+from elastic_ft.hosts.ray.hosted import Launch
+from elastic_ft.hosts.ray.names import RunNames
 from elastic_ft.hosts.ray.placement_groups import Placements
-from elastic_ft.hosts.ray.ray_host import Launch, RayHost
-from elastic_ft.hosts.ray.ray_metrics import RayMetrics
+from elastic_ft.hosts.ray.ray_host import RayHost
 from elastic_ft.hosts.ray.ray_private import (
     HEALTH_CHECK_INTERVAL_S_ENV_VAR,
-    FailureDecision,
-    FailurePolicy,
-    NoopDecision,
     PreemptionCallback,
     ReportCallbackHandler,
     ResizeDecision,
     Result,
     RunningState,
-    ScalingPolicy,
     SchedulingState,
     TrainController,
     TrainControllerLoopIterationResult,
@@ -53,98 +50,25 @@ from elastic_ft.hosts.ray.ray_private import (
     WorkerGroupPollStatus,
 )
 from elastic_ft.hosts.ray.reports import Barrier, Rounds
+from elastic_ft.hosts.ray.started_by import executable_of
+from elastic_ft.hosts.ray.submission import Submitted, count_start, forget, read
+from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
+from elastic_ft.hosts.ray.worker_actor import WorkerLook
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup
+from elastic_ft.observe.lines import local_path
 from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.transport.tls import JobKey
 
 log = logging.getLogger(__name__)
 POLL_S = 0.2  # how often reports are fetched; a worker can have one waiting
 FLUSH_S = 15.0  # after the job's end, for the last reports
 STOP_S = 30.0
-
-
-@dataclass(frozen=True)
-class FollowedRun:
-    """One start of a controller for a job.
-
-    Attributes:
-        run_url: the run folder; an earlier run in it is continued.
-        attempt: 0, then one more for each controller that died.
-        placements: prefix of the names of placement groups.
-    """
-
-    job: Job
-    run_url: str
-    checkpoint_url: str
-    attempt: int
-    placements: str
-    faults: tuple[PointFault, ...] = ()
-    accept_changes: bool = False
-
-
-class JobFailedError(JobFailed, TrainingFailedError):
-    """What ``ElasticTrainer.fit`` raises, and ``Result.error`` holds, when the job has failed."""
-
-
-@dataclass
-class ElasticResult(Result):  # type: ignore[misc]
-    """Ray Train's result, and how the job ended: neither end below is an error.
-
-    Attributes:
-        status: completed, or stopped: someone asked for it, and a rerun goes on from there.
-        reason: in words.
-    """
-
-    status: str = ""
-    reason: str = ""
-
-
-class WholeJobPolicy(ScalingPolicy):
-    """One group for the whole job. Pending placement groups are the autoscaler's demand."""
-
-    def after_controller_start(self, train_run_context: Any) -> None:
-        return None
-
-    def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
-        config = self.scaling_config
-        return ResizeDecision(config.max_workers, config._resources_per_worker_not_none)
-
-    def make_decision_for_running_worker_group(
-        self, worker_group_state: Any, worker_group_status: Any
-    ) -> NoopDecision:
-        return NoopDecision()
-
-    def _get_num_workers_for_resource_request(self) -> int:
-        return int(self.scaling_config.max_workers)
-
-
-class RaiseAlways(FailurePolicy):
-    """What reaches Ray Train as a failure is final: recovery is elastic_ft's, and is over."""
-
-    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
-        return FailureDecision.RAISE
-
-
-class ControllerThread(threading.Thread):
-    """Attributes:
-    result: what is in result.json, once the job has ended.
-    error: why there is none.
-    """
-
-    def __init__(self, make: Callable[[], Controller]) -> None:
-        super().__init__(name="elastic-controller", daemon=True)
-        self._make = make
-        self.controller: Controller | None = None
-        self.result: dict[str, Any] | None = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.controller = self._make()
-            with RayMetrics(self.controller.metrics.registry):
-                self.result = self.controller.run()
-        except BaseException as error:  # told to Ray Train's loop, which ends the run with it
-            log.exception("elastic_ft's controller failed")
-            self.error = error
+BEGIN_TIMEOUT_S, BEGIN_AGAIN_S = 5.0, 0.05
+SUPERSEDED = 75  # exit code (EX_TEMPFAIL)
+UNREAD = 74  # exit code (EX_IOERR)
+ALIVE = "alive"  # the concurrency group of what is answered while all else blocks
+ALIVE_CALLS = 100  # at once
+LINGER_S = 5.0  # after the job's end, for drivers to be told
 
 
 @dataclass
@@ -170,26 +94,38 @@ class ElasticController(TrainController):
     """The actor in which a job is run: Ray Train's controller, which follows elastic_ft's.
 
     Threads: the actor's event loop runs Ray Train's loop (``_step``, the polls, its callbacks) and
-    answers workers and drivers (``broadcast_from_rank_zero``, ``stop``). ``ControllerThread`` runs
-    elastic_ft's controller. ``RayHost`` has an event loop in a third. Nothing here decides about
-    the membership: this loop waits for generation 1, mirrors each later one into the worker group
-    (``adopt``, ``lose``, ``ended`` come into the loop with ``call_soon_threadsafe``), delivers
-    reports, and ends with the other's result. It may block on Ray Train's callbacks, a user's among
-    them: neither of the other two waits for it.
+    answers workers and drivers (``broadcast_from_rank_zero``, ``await_result``). It may block on
+    Ray Train's callbacks, a user's among them; nobody else waits for it: ``ControllerThread`` runs
+    elastic_ft's controller, ``RayHost`` has an event loop in a third thread, and calls of
+    concurrency group ALIVE have one in a fourth. Nothing here decides about the membership: this
+    loop waits for generation 1, mirrors each later one into the worker group (``adopt``, ``lose``,
+    ``ended`` come into the loop with ``call_soon_threadsafe``), delivers reports, and ends with the
+    other's result.
 
     Its life: ``_execute_resize_decision``, called once, starts host and thread; ``_poll_workers``
     goes on until the thread has ended, fetches the last reports, and returns or raises how the job
     ended; ``_shutdown_worker_group`` asks the thread to stop if it still runs, and frees all.
-    An actor that dies is followed by another one (``ElasticTrainer``), which continues the run
-    folder.
+    It is detached: its driver may go. Ray restarts it when it dies; it begins by itself, from what
+    was submitted (``submission``), and goes on with the run folder. Once the job has ended it tells
+    whoever waits, and ends for good.
     """
 
     worker_group_cls = ElasticWorkerGroup
 
-    def __init__(self, *, run: FollowedRun, **kwargs: Any) -> None:
-        self._run = run
+    def __init__(self, submitted: Submitted, key: JobKey) -> None:
+        self._key = key
+        count_start(submitted)
+        try:
+            self._submitted, self._submission = submitted, read(submitted)
+        except StoreFailed as error:  # raised here, it would end the actor: Ray tries again so
+            log.error("the controller ends, for another to begin: %s", error)
+            os._exit(UNREAD)
         self._hosting: Hosting | None = None
-        super().__init__(**kwargs)
+        self._asking = threading.Lock()  # calls of group ALIVE come in a thread of their own
+        self._asked: list[str] = []  # to stop, before there is anything to be stopped
+        self._is_resumed = False  # with workers that train, and are not yet members here
+        self._is_over = asyncio.Event()
+        super().__init__(**self._submission.trainer)
         callbacks = self._worker_group_callbacks_to_propagate
         self._worker_group_callbacks_to_propagate = [
             c for c in callbacks if not isinstance(c, (PreemptionCallback, ReportCallbackHandler))
@@ -198,10 +134,14 @@ class ElasticController(TrainController):
             self._report_handler._report_callbacks,
             self._checkpoint_manager._current_report_index,
             lambda: self._here.state.committed,
+            self._note_delivered,
         )
         self._barrier = Barrier(self._is_fenced, self._open_round)
         if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
             self._health_check_interval_s = POLL_S
+        self._itself = ray.get_runtime_context().current_actor
+        self._running: asyncio.Task[None] | None = None
+        threading.Thread(target=self._call_begin, name="begin", daemon=True).start()
 
     @property
     def _here(self) -> Hosting:
@@ -220,14 +160,78 @@ class ElasticController(TrainController):
         relaxable: bool = False,
     ) -> Any:
         """The workers' barrier: the controller is its own SynchronizationActor."""
+        await self._until_known()
         return await self._barrier.join(
             world_rank, world_size, data, caller_method_name, collective_seq
         )
 
+    def _call_begin(self) -> None:
+        """A restarted actor is called by nobody else. A call to it may fail at first: not even
+        its own process has been told that it lives again."""
+        while self._running is None:
+            try:
+                ray.get(self._itself.begin.remote(), timeout=BEGIN_TIMEOUT_S)
+            except (RayError, GetTimeoutError) as error:
+                log.info("the controller's first call is repeated: %s", error)
+                time.sleep(BEGIN_AGAIN_S)
+
+    async def _until_known(self) -> None:
+        """A restarted controller does not know at once which generation there is. It does, or
+        ends: refused before, one worker would leave a collective that another waits in."""
+        while not self._is_over.is_set():
+            if (hosting := self._hosting) is not None:
+                if hosting.state.assignment is not None:
+                    return
+                if not hosting.thread.is_alive():
+                    return
+            await asyncio.sleep(POLL_S / 10)
+
+    async def begin(self) -> None:
+        """On the actor's event loop. Idempotent."""
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._live())
+
+    async def _live(self) -> None:
+        """Runs the job to its end, or to where another controller has it."""
+        try:
+            await self.run()
+        finally:
+            is_ours = self._hosting is None or not self._hosting.host.is_left
+            if is_ours:
+                forget(self._submitted)
+            self._is_over.set()
+            await asyncio.sleep(LINGER_S)
+            if is_ours or await self._is_current():
+                ray.kill(self._itself)
+            else:
+                os._exit(SUPERSEDED)
+
+    async def _is_current(self) -> bool:
+        """Whether Ray takes this process for the actor: on a node that was cut off it does not."""
+        try:
+            asked = asyncio.ensure_future(self._itself.process.remote())
+            return bool(await asyncio.wait_for(asked, BEGIN_TIMEOUT_S) == await self.process())
+        except (RayError, TimeoutError):
+            return False
+
+    @ray.method(concurrency_group=ALIVE)
+    async def process(self) -> tuple[str, int]:
+        """Answered at once, whatever waits or blocks in Ray Train's loop."""
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    async def await_result(self) -> Result:
+        """Returns how the job ended, once it has. Any number of drivers may wait."""
+        await self._is_over.wait()
+        return self.get_result()
+
+    @ray.method(concurrency_group=ALIVE)
     async def stop(self, reason: str) -> None:
         """Asks for a clean stop; the second time, for an immediate one."""
-        if self._hosting is not None and self._hosting.thread.controller is not None:
-            self._hosting.thread.controller.stop(reason)
+        with self._asking:
+            if self._hosting is None:
+                self._asked.append(reason)
+                return
+        self._hosting.thread.stop(reason)
 
     # ----------------------------------------------------------------- Ray Train's loop
 
@@ -239,6 +243,10 @@ class ElasticController(TrainController):
             assert isinstance(state.scaling_decision, ResizeDecision)
             return self._execute_resize_decision(state.scaling_decision)
         await asyncio.sleep(self._health_check_interval_s / 4)
+        here = self._here.state
+        if self._is_resumed and here.phase == "running" and here.assignment is not None:
+            self._is_resumed = False
+            self._here.host.formed(here.assignment)  # an earlier controller saw it form
         formed = self._here.group.members or not self._here.thread.is_alive()
         return self._turn_to(RunningState() if formed else state)
 
@@ -260,7 +268,10 @@ class ElasticController(TrainController):
         host = RayHost(group, self._launch(decision, group, loop))
         group.rounds, group.on_flushed = self._rounds, host.retire
         thread = ControllerThread(lambda: self._make_controller(host))
-        self._hosting = Hosting(group, host, thread, loop)
+        with self._asking:
+            self._hosting = Hosting(group, host, thread, loop)
+        for reason in self._asked:
+            thread.stop(reason)
         thread.start()
         return self._turn_to(SchedulingState(decision))
 
@@ -291,9 +302,12 @@ class ElasticController(TrainController):
             return
         thread = self._here.thread
         for _ in range(2):  # the second request is obeyed at once
-            if thread.is_alive() and thread.controller is not None:
-                thread.controller.stop("Ray Train's controller shuts down")
+            if thread.is_alive():
+                thread.stop("Ray Train's controller shuts down")
         thread.join(STOP_S)
+        if self._here.host.is_left:  # the workers are another controller's
+            self._worker_group = None
+            return
         super()._shutdown_worker_group()
         self._here.host.release()
 
@@ -304,7 +318,9 @@ class ElasticController(TrainController):
         if result.metrics is None:
             result = dataclasses.replace(result, metrics=self._rounds.last_metrics or ended)
         if result.checkpoint is None and ended and ended["checkpoints"]:
-            result = dataclasses.replace(result, checkpoint=as_checkpoint(self._run.checkpoint_url))
+            result = dataclasses.replace(
+                result, checkpoint=as_checkpoint(self._submission.checkpoint_url)
+            )
         values = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         status, reason = (ended["status"], ended["reason"]) if ended else ("failed", "")
         return ElasticResult(**values, status=status, reason=reason)
@@ -312,7 +328,11 @@ class ElasticController(TrainController):
     # ------------------------------------------------------------- elastic_ft's controller
 
     def _make_controller(self, host: RayHost) -> Controller:
-        run = self._run
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            # Torch is imported before the job is taken over, not while workers that have called
+            # wait for their welcome: what they are told by then has deadlines.
+            importlib.import_module("elastic_ft.groups.store_links")
+        run = self._submission
         return Controller(
             run.job,
             host,
@@ -321,6 +341,7 @@ class ElasticController(TrainController):
             address=ray.util.get_node_ip_address(),
             faults=run.faults,
             accept_changes=run.accept_changes,
+            key=self._key,
         )
 
     def _launch(
@@ -344,22 +365,56 @@ class ElasticController(TrainController):
 
         selector = self._train_run_context.scaling_config.label_selector
         return Launch(
-            prefix=f"r{self._run.attempt}" if self._run.attempt else "",
+            names=RunNames(self._submission.job.name, self._submission.run_url),
+            owner=self._owner,
             placements=Placements(
-                prefix=self._run.placements,
+                prefix=f"{self._submission.prefix}place/",
                 bundle=decision.resources_per_worker,
                 label_selector=selector if isinstance(selector, dict) else None,
-                workers_per_node=self._run.job.elastic.workers_per_node,
+                workers_per_node=self._submission.job.elastic.workers_per_node,
             ),
             train_loop=self._train_fn_ref.get(),
             controller=own_handle,
             on_formed=on_formed,
             on_lost=on_lost,
             on_ended=on_ended,
+            on_survivors=self._resume,
             reports=lambda: self._rounds.opened,
-            domain_label=self._run.job.snapshot.domain_label,
-            start_timeout_s=self._run.job.elastic.start_timeout_s,
+            domain_label=self._submission.job.snapshot.domain_label,
+            start_timeout_s=self._submission.job.elastic.start_timeout_s,
+            executable=executable_of(self._train_run_context.run_config),
         )
+
+    def _resume(self, looks: Mapping[WorkerId, WorkerLook]) -> None:
+        """Goes on with the reports of workers that an earlier controller has started. From the
+        host's thread; nothing is asked for them yet."""
+        if not looks:
+            return
+        self._is_resumed = True
+        self._barrier.resume(look.passed for look in looks.values())
+        self._rounds.resume(looks, self._delivered_before())
+        self._checkpoint_manager._current_report_index = self._rounds.delivered
+
+    @property
+    def _delivered_file(self) -> Path | None:
+        """Where it is noted what callbacks were given: not to be given again."""
+        folder = local_path(self._submission.run_url)
+        return None if folder is None else folder / self._submitted.delivered_name
+
+    def _note_delivered(self, index: int) -> None:
+        if (file := self._delivered_file) is not None:
+            file.write_text(str(index))
+
+    def _delivered_before(self) -> int:
+        file = self._delivered_file
+        if file is None or not file.exists():
+            return 0
+        return int(file.read_text() or 0)
+
+    def _owner(self) -> int:
+        controller = self._here.thread.controller
+        assert controller is not None, "it has not begun"
+        return controller.owner
 
     def _is_fenced(self, generation: int) -> bool:
         """Whether a collective of ``generation`` can't complete any more (I1)."""
@@ -373,12 +428,3 @@ class ElasticController(TrainController):
         assignment = self._here.state.assignment
         assert assignment is not None and assignment.generation == generation
         self._rounds.open(generation, (member.worker for member in assignment.members))
-
-
-def as_checkpoint(url: str) -> Checkpoint | None:
-    """Ray Train's handle of the checkpoints' folder; None where pyarrow does not know the URL."""
-    try:
-        return Checkpoint(url)
-    except (pyarrow.ArrowException, OSError) as error:
-        log.warning("Result.checkpoint is left out: %s: %s", url, error)
-        return None

@@ -7,9 +7,9 @@ it has when its controller is killed. So it is detached, and ends itself.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import threading
-import uuid
 from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,14 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from elastic_ft.core.events import NodeId
+from elastic_ft.core.assignment import NodeId
 from elastic_ft.hosts.ray.causes import describe
+from elastic_ft.hosts.ray.names import NAMESPACE, RunNames
+from elastic_ft.hosts.ray.notices import Metadata, NoticeWatch, cloud_here
+from elastic_ft.hosts.ray.ray_private import drain_node
+from elastic_ft.hosts.ray.started_by import environment_by
+from elastic_ft.hosts.ray.stopped import StoppedControllers, end_controller
+from elastic_ft.keeper.preemption import PreemptionNotice
 from elastic_ft.transport.tls import JobKey
 
 log = logging.getLogger(__name__)
@@ -33,11 +39,18 @@ RESTART_S = 1.0  # the node itself may be gone: that is known by then
 class KeeperActor:
     """Starts keeping as it is created. ``RayHost`` starts another one where it has ended."""
 
-    def __init__(self, controller: tuple[str, int], key: JobKey, node: NodeId) -> None:
+    def __init__(
+        self, controller: tuple[str, int], key: JobKey, node: NodeId, run_url: str
+    ) -> None:
         from elastic_ft.keeper.keeper import NodeKeeper
 
         keeper = NodeKeeper(controller, key, node, ray.util.get_node_ip_address())
         itself = ray.get_runtime_context().current_actor
+        end = functools.partial(end_controller, run_url)
+        watch = StoppedControllers(run_url, keeper.timeout_s, lambda: keeper.silent_s, end)
+        watch.start()
+        if (cloud := cloud_here(keeper.notices)) is not None:
+            NoticeWatch(Metadata(cloud), functools.partial(drain_for, node)).start()
 
         def serve() -> None:
             try:
@@ -52,12 +65,25 @@ class KeeperActor:
         threading.Event().wait()
 
 
-def start_keeper(controller: tuple[str, int], key: JobKey, node: NodeId) -> ActorHandle[Any]:
+def drain_for(node: NodeId, notice: PreemptionNotice) -> None:
+    """Tells Ray, which tells every job's controller. Raises RuntimeError where it refuses."""
+    address = ray.get_runtime_context().gcs_address
+    drain_node(address, node, "preemption", notice.deadline_s)
+
+
+def start_keeper(
+    names: RunNames, controller: tuple[str, int], key: JobKey, node: NodeId, executable: str = ""
+) -> ActorHandle[Any]:
     """Returns at once; the keeper reports to the controller when it is up."""
+    name = names.keeper(node)
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     actor: ActorHandle[Any] = KeeperActor.options(  # type: ignore[attr-defined]
-        scheduling_strategy=here, lifetime="detached", name=f"elastic_ft-keeper-{uuid.uuid4().hex}"
-    ).remote(controller, key, node)
+        scheduling_strategy=here,
+        lifetime="detached",
+        name=name,
+        namespace=NAMESPACE,
+        runtime_env=environment_by(executable, {}),
+    ).remote(controller, key, node, names.run_url)
     return actor
 
 
@@ -74,15 +100,17 @@ class Keepers:
     whole. Of the host's event loop.
 
     Args:
+        names: of the run.
         lost: nodes; grows.
+        executable: that Ray starts them with; "": Python.
 
     Attributes:
         closed: no other is started.
         until_s: on the monotonic clock, for how long they may save what they have.
     """
 
-    def __init__(self, lost: Set[NodeId]) -> None:
-        self._lost = lost
+    def __init__(self, names: RunNames, lost: Set[NodeId], executable: str = "") -> None:
+        self._names, self._lost, self._executable = names, lost, executable
         self._address: tuple[str, int] = ("", 0)
         self._key = JobKey(b"")
         self._lives: dict[NodeId, KeeperLife] = {}
@@ -94,16 +122,19 @@ class Keepers:
         """The controller's."""
         self._address, self._key = address, key
 
-    def keep(self, node: NodeId) -> None:
-        """From now on there is one."""
+    def keep(self, node: NodeId, survivor: ActorHandle[Any] | None = None) -> None:
+        """From now on there is one: ``survivor``, of an earlier controller, or a new one."""
         if node not in self._tasks:
-            self._tasks[node] = asyncio.get_running_loop().create_task(self._keep(node))
+            self._tasks[node] = asyncio.get_running_loop().create_task(self._keep(node, survivor))
 
-    async def _keep(self, node: NodeId) -> None:
+    async def _keep(self, node: NodeId, actor: ActorHandle[Any] | None) -> None:
         for _ in range(STARTS_MAX):
             if self.closed or node in self._lost:
                 break
-            life = self._lives[node] = KeeperLife(start_keeper(self._address, self._key, node))
+            if actor is None:
+                actor = start_keeper(self._names, self._address, self._key, node, self._executable)
+            life, actor = KeeperLife(actor), None
+            self._lives[node] = life
             ended = asyncio.ensure_future(_await_end(life.actor))
             given_up = asyncio.ensure_future(life.given_up.wait())
             await asyncio.wait((ended, given_up), return_when=asyncio.FIRST_COMPLETED)
@@ -120,6 +151,12 @@ class Keepers:
     async def await_end(self, timeout_s: float) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=timeout_s)
+
+    def leave(self) -> None:
+        """They are another controller's."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._lives.clear()
 
     def kill(self) -> None:
         for task in self._tasks.values():

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 
 from ray.util.placement_group import (
     PlacementGroup,
-    get_placement_group,
     placement_group,
     placement_group_table,
     remove_placement_group,
 )
 
-from elastic_ft.core.events import NodeId, WorkerId
+from elastic_ft.core.assignment import NodeId, WorkerId
 from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY
 
 PLACE_S = 1  # for free resources to be reserved (whole seconds); a longer wait is one for capacity
@@ -24,7 +23,7 @@ PLACE_S = 1  # for free resources to be reserved (whole seconds); a longer wait 
 @dataclass
 class Placements:
     """Attributes:
-    prefix: of the groups' names, by which ``remove_placement_groups`` finds them.
+    prefix: of the groups' names (``names``): they outlive who made them.
     bundle: resources of a worker.
     label_selector: of the nodes it may run on.
     workers_per_node: more than so many share a node only where no other has room.
@@ -39,13 +38,19 @@ class Placements:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def take(
-        self, worker: WorkerId, nodes: Sequence[NodeId], avoid: Sequence[NodeId] = ()
+        self,
+        worker: WorkerId,
+        nodes: Sequence[NodeId],
+        avoid: Sequence[NodeId] = (),
+        at: NodeId = "",
     ) -> tuple[PlacementGroup, NodeId]:
         """Returns a group, and its node or "" if it waits for capacity.
 
         ``nodes``: of the other workers. One call after the other, so that they spread. ``avoid``:
-        not these in any case.
+        not these in any case. ``at``: there, and nowhere else.
         """
+        if at:
+            return await self._take_at(worker, at)
         async with self._turn:
             if self._kept:
                 return self._kept.pop(), ""
@@ -58,6 +63,19 @@ class Placements:
                 node = await _placed(group)
             return group, node
 
+    async def _take_at(self, worker: WorkerId, node: NodeId) -> tuple[PlacementGroup, NodeId]:
+        """Asks again and again: a group that is asked for while its node is being freed may be left
+        pending by Ray for good, with the node free beside it."""
+        while True:
+            group = self._reserve(worker, (), node)
+            try:
+                if placed := await _placed(group):
+                    return group, placed
+            except BaseException:  # it is not wanted any more
+                remove_placement_group(group)
+                raise
+            remove_placement_group(group)
+
     def give_back(self, group: PlacementGroup | None, *, keep: bool) -> None:
         if group is not None and keep:
             self._kept.append(group)
@@ -69,14 +87,19 @@ class Placements:
         while self._kept:
             remove_placement_group(self._kept.pop())
 
-    def _reserve(self, worker: WorkerId, avoid: Collection[NodeId]) -> PlacementGroup:
+    def _reserve(
+        self, worker: WorkerId, avoid: Collection[NodeId], at: NodeId = ""
+    ) -> PlacementGroup:
         self._count += 1
         selector = dict(self.label_selector or {})
-        if avoid:
+        if at:
+            selector[RAY_NODE_ID_KEY] = at
+        elif avoid:
             selector[RAY_NODE_ID_KEY] = f"!in({','.join(sorted(avoid))})"
         return placement_group(
             [self.bundle],
             name=f"{self.prefix}{worker}.{self._count}",
+            lifetime="detached",
             bundle_label_selector=[selector] if selector else None,
         )
 
@@ -94,13 +117,3 @@ def node_of(group: PlacementGroup) -> NodeId:
     """Returns where the group is placed now, or "". Blocks while the GCS is away."""
     entry = placement_group_table(group)
     return str(entry["bundles_to_node_id"][0]) if entry.get("state") == "CREATED" else ""
-
-
-def remove_placement_groups(prefix: str) -> None:
-    """Frees what a controller that died has left. Ray itself does so when the driver ends."""
-    for entry in placement_group_table().values():
-        if entry["name"].startswith(prefix) and entry["state"] != "REMOVED":
-            try:
-                remove_placement_group(get_placement_group(entry["name"]))
-            except ValueError:  # removed meanwhile
-                continue

@@ -12,36 +12,32 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
-from ray.util.placement_group import PlacementGroup
 
 from elastic_ft.controller.host import Inbox
-from elastic_ft.core.events import (
-    Assignment,
-    NodeDraining,
-    NodeId,
-    NodeLost,
-    WorkerId,
-    WorkerLost,
-)
+from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
+from elastic_ft.core.events import NodeDraining, NodeLost, WorkerLost
+from elastic_ft.hosts.ray.allowed_places import AllowedPlaces
 from elastic_ft.hosts.ray.causes import describe
+from elastic_ft.hosts.ray.cluster_nodes import ClusterNodes, ask_gcs
+from elastic_ft.hosts.ray.hosted import Hosted, Launch
 from elastic_ft.hosts.ray.keeper_actor import Keepers
-from elastic_ft.hosts.ray.placement_groups import Placements, node_of
-from elastic_ft.hosts.ray.ray_private import Worker, draining_nodes
+from elastic_ft.hosts.ray.names import reap
+from elastic_ft.hosts.ray.placement_groups import node_of
+from elastic_ft.hosts.ray.ray_private import Worker
+from elastic_ft.hosts.ray.survivors import find_survivors
 from elastic_ft.hosts.ray.worker_actor import Task, WorkerSeat
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
 from elastic_ft.transport.tls import JobKey
 
 log = logging.getLogger(__name__)
-DRAIN_POLL_S = 0.2
-NODE_POLL_S = 1.0
-DRAIN_DEADLINE_S = 120.0  # where the notice gives none
+ASK_AGAIN_S = 0.2
 PLACED_POLL_S = 5.0
 EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, train context
 RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
@@ -49,54 +45,12 @@ EARLY_S = 20.0
 CLOSE_TIMEOUT_S = 10.0
 
 
-@dataclass(slots=True, eq=False)
-class Hosted:
-    """One worker, from its placement group to its end."""
-
-    worker: WorkerId
-    placement: PlacementGroup | None = None
-    actor: ActorHandle[Any] | None = None
-    handle: Worker | None = None  # Ray Train's, once it is placed
-    node: NodeId = ""
-    task: asyncio.Task[None] | None = None
-    born_s: float = field(default_factory=time.monotonic)
-    ended: bool = False  # its training thread has, in good order: its last report is awaited
-
-
-@dataclass(slots=True)
-class Launch:
-    """What ``RayHost`` needs of the controller actor that it lives in.
+class RayHost:
+    """Keeps workers alive, and tells of their ends and of their nodes'.
 
     Attributes:
-        prefix: of the names of workers; new with every controller, as ids are never reused.
-        start_timeout_s: from a worker's place to its process.
+        is_left: the job is another controller's, and so are the workers.
     """
-
-    prefix: str
-    placements: Placements
-    train_loop: Callable[[], Any] | None
-    controller: ActorHandle[Any]
-    on_formed: Callable[[Assignment, dict[WorkerId, Worker]], None]
-    on_lost: Callable[[WorkerId], None]
-    on_ended: Callable[[WorkerId], None]
-    reports: Callable[[], int]  # rounds of ray.train.report so far
-    domain_label: str | None
-    start_timeout_s: float
-
-
-@dataclass(slots=True)
-class ClusterNodes:
-    """What is known of the nodes that host a worker, or did."""
-
-    used: set[NodeId] = field(default_factory=set)
-    draining: dict[NodeId, float] = field(default_factory=dict)  # until when (unix)
-    # Nobody is placed there for now; what ends that.
-    avoided: dict[NodeId, asyncio.TimerHandle] = field(default_factory=dict)
-    lost: set[NodeId] = field(default_factory=set)
-
-
-class RayHost:
-    """Keeps workers alive, and tells of their ends and of their nodes'."""
 
     def __init__(self, group: ElasticWorkerGroup, launch: Launch) -> None:
         self._group, self._launch = group, launch
@@ -104,26 +58,50 @@ class RayHost:
         self._placements = launch.placements
         self._nodes = ClusterNodes()
         self._wanted, self._count, self._failures = 0, 0, 0
-        self._closed = False
+        self._places = AllowedPlaces()
+        self._closed = self.is_left = False
+        self._begun, self._cleared = asyncio.Event(), asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
-        self._look = asyncio.Event()
         self._inbox: Inbox = lambda event: None
         self._address: tuple[str, int] = ("", 0)
         self._key = JobKey(b"")
         self._loop = asyncio.new_event_loop()
-        self._keepers = Keepers(self._nodes.lost)
+        self._keepers = Keepers(launch.names, self._nodes.lost, launch.executable)
         self._thread = threading.Thread(target=self._run, name="ray-host", daemon=True)
 
     # ------------------------------------------------------------------------ Host
 
+    def survivors(self) -> frozenset[WorkerId]:
+        self._thread.start()
+        found = asyncio.run_coroutine_threadsafe(self._adopt(), self._loop)
+        return found.result()
+
+    async def _adopt(self) -> frozenset[WorkerId]:
+        found = await find_survivors(self._launch.names)
+        for worker, actor in found.actors.items():
+            look = found.looks[worker]
+            handle = self._group.meet_survivor(worker, actor, look)
+            hosted = Hosted(worker, look.placement, actor, handle, handle.metadata.node_id)
+            self._hosted[worker] = hosted
+            self._nodes.used.add(hosted.node)
+            hosted.task = self._loop.create_task(self._host(hosted), name=worker)
+        for node, keeper in found.keepers.items():
+            self._keepers.keep(node, keeper)
+        self._launch.on_survivors(found.looks)
+        return frozenset({*found.actors, *(KEEPER + node for node in found.keepers)})
+
     def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
         self._inbox, self._address, self._key = inbox, address, key
         self._keepers.serve(address, key)
-        self._thread.start()
-        self._call(self._watch)
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._call(self._begin_all)
 
     def want_workers(self, total: int) -> None:
         self._call(self._set_wanted, total)
+
+    def use_places(self, places: dict[NodeId, int]) -> None:
+        self._call(self._set_places, places)
 
     def avoid_node(self, node: NodeId, for_s: float) -> None:
         self._call(self._avoid, node, for_s)
@@ -183,6 +161,13 @@ class RayHost:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
 
+    def leave(self) -> None:
+        self.is_left = True
+        if self._thread.is_alive():
+            self._call(self._forget_everybody)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(CLOSE_TIMEOUT_S)
+
     def retire(self, worker: WorkerId) -> None:
         """The worker has ended in good order and its last report is fetched."""
         self._call(self._retire, worker)
@@ -196,6 +181,21 @@ class RayHost:
     def _call(self, function: Callable[..., None], *args: Any) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, *args)
+
+    def _begin_all(self) -> None:
+        self._begun.set()
+        self._watch()
+        self._clearing = self._loop.create_task(self._clear_left())
+
+    async def _clear_left(self) -> None:
+        """What an earlier controller has left that is of no use holds no resources any more."""
+        prefix = self._launch.names.prefix
+        actors = {self._launch.names.worker(worker) for worker in self._hosted}
+        placements = (hosted.placement for hosted in self._hosted.values())
+        groups = {placement.id.hex() for placement in placements if placement is not None}
+        await ask_gcs(partial(reap, f"{prefix}worker/", actors))
+        await ask_gcs(partial(reap, f"{prefix}place/", (), groups))
+        self._cleared.set()
 
     def _set_wanted(self, total: int) -> None:
         self._wanted = total
@@ -211,19 +211,29 @@ class RayHost:
             if hosted.handle is None:  # never those that are placed: they are released, or killed
                 self._cancel(hosted)
         for _ in range(self._wanted - len(staying)):
-            self._begin()
+            if (room := self._places.free(self._hosted.values())) is not None:
+                self._begin(room)
 
-    def _begin(self) -> None:
-        worker = f"{self._launch.prefix}w{self._count}"
-        self._count += 1
-        hosted = self._hosted[worker] = Hosted(worker)
+    def _set_places(self, places: dict[NodeId, int]) -> None:
+        self._places.by_node = places
+        for hosted in self._places.beyond(self._hosted.values()):
+            self._cancel(hosted)
+        self._fill()
+
+    def _begin(self, room: NodeId) -> None:
+        number = self._launch.owner()
+        worker = f"r{number - 1}w{self._count}" if number > 1 else f"w{self._count}"
+        self._count += 1  # an id is never used again, whoever has the job
+        hosted = self._hosted[worker] = Hosted(worker, destined=room)
         hosted.task = self._loop.create_task(self._host(hosted), name=worker)
 
     async def _host(self, hosted: Hosted) -> None:
         """The life of one worker."""
         cause = ""
         try:
-            await self._bring_up(hosted)
+            await self._begun.wait()
+            if hosted.handle is None:
+                await self._bring_up(hosted)
             cause = await self._await_end(hosted)
         except (RayError, TimeoutError) as error:
             cause = describe(error)
@@ -240,11 +250,13 @@ class RayHost:
             self._launch.on_ended(hosted.worker)
 
     async def _bring_up(self, hosted: Hosted) -> None:
+        await self._cleared.wait()
         others = [other.node for other in self._hosted.values() if other.node]
         avoided = sorted(self._nodes.avoided)
-        placed = await self._placements.take(hosted.worker, others, avoided)
+        placed = await self._placements.take(hosted.worker, others, avoided, hosted.destined)
         hosted.placement, hosted.node = placed
-        hosted.actor = self._group.create_actor(hosted.placement)
+        name = self._launch.names.worker(hosted.worker)
+        hosted.actor = self._group.create_actor(hosted.placement, name)
         handle = await self._meet(hosted, hosted.actor)
         hosted.node = handle.metadata.node_id
         self._nodes.used.add(hosted.node)
@@ -273,7 +285,7 @@ class RayHost:
                 done, _ = await asyncio.wait([meeting], timeout=PLACED_POLL_S)
                 if done:
                     return meeting.result()
-                hosted.node = await self._ask(partial(node_of, hosted.placement)) or ""
+                hosted.node = await ask_gcs(partial(node_of, hosted.placement)) or ""
             return await asyncio.wait_for(meeting, self._launch.start_timeout_s)
         except TimeoutError:
             self._placements.give_back(hosted.placement, keep=False)
@@ -286,14 +298,16 @@ class RayHost:
         assert hosted.actor is not None
         while True:
             try:
-                return str(await hosted.actor.await_end.remote())
+                if (end := await hosted.actor.await_end.remote()) is not None:
+                    return str(end)
+                await asyncio.Event().wait()  # another controller asks: this one is to leave
             except ActorUnavailableError:  # means "maybe": ask again
-                await asyncio.sleep(DRAIN_POLL_S)
+                await asyncio.sleep(ASK_AGAIN_S)
 
     def _lost(self, hosted: Hosted, cause: str) -> None:
         self._inbox(WorkerLost(time.time(), hosted.worker, cause))
         self._launch.on_lost(hosted.worker)
-        self._look.set()
+        self._nodes.look.set()
         self._bury(hosted.worker)
         early = time.monotonic() - hosted.born_s < EARLY_S
         self._failures = self._failures + 1 if early else 0
@@ -317,6 +331,7 @@ class RayHost:
         waiting = any(other.handle is None for other in self._hosted.values())
         short = len(self._hosted) < self._wanted  # fewer may have been asked for meanwhile
         keep = bool(usable and short and not waiting and not self._closed)
+        keep = keep and not self._places.by_node  # else it may be another job's turn
         self._placements.give_back(hosted.placement, keep=keep)
 
     def _cancel(self, hosted: Hosted) -> None:
@@ -355,54 +370,16 @@ class RayHost:
     # ------------------------------------------------------------------- the nodes
 
     def _watch(self) -> None:
-        self._watchers = [
-            self._loop.create_task(self._watch_drains()),
-            self._loop.create_task(self._watch_deaths()),
-        ]
+        self._watchers = self._nodes.watch(self._drained, self._died)
 
-    async def _watch_drains(self) -> None:
-        while not self._closed:
-            draining = await self._ask(draining_nodes)
-            for node, until_s in (draining or {}).items():
-                if node not in self._nodes.draining:
-                    self._drains(node, until_s)
-            await asyncio.sleep(DRAIN_POLL_S)
-
-    def _drains(self, node: NodeId, until_s: float) -> None:
-        now = time.time()
-        deadline_s = until_s or now + DRAIN_DEADLINE_S
-        self._nodes.draining[node] = deadline_s
+    def _drained(self, node: NodeId, deadline_s: float, reason: str) -> None:
         if node in self._nodes.used:
-            reason = "Ray drains the node" + ("" if until_s else ", and names no deadline")
-            self._inbox(NodeDraining(now, node, deadline_s, reason))
+            self._inbox(NodeDraining(time.time(), node, deadline_s, reason))
         self._placements.clear()  # what is kept may lie on that node
         self._fill()
 
-    async def _watch_deaths(self) -> None:
-        """Looks every second, and at once when a worker has died."""
-        while not self._closed:
-            for node in await self._ask(ray.nodes) or ():
-                name = node["NodeID"]
-                if not node["Alive"] and name in self._nodes.used - self._nodes.lost:
-                    self._nodes.lost.add(name)
-                    why = " ".join(
-                        (node.get("DeathReasonMessage") or "Ray declared it dead").split()
-                    )
-                    why = "it was drained" if name in self._nodes.draining else why
-                    self._inbox(NodeLost(time.time(), name, why))
-            self._look.clear()
-            try:
-                await asyncio.wait_for(self._look.wait(), NODE_POLL_S)
-            except TimeoutError:
-                continue
-
-    async def _ask(self, question: Callable[[], Any]) -> Any:
-        """A GCS call, off the loop: while the head is away it blocks. None if it failed."""
-        try:
-            return await self._loop.run_in_executor(None, question)
-        except Exception as error:  # the head comes back, or the job ends by its own deadlines
-            log.warning("no answer from the GCS: %s: %s", type(error).__name__, error)
-            return None
+    def _died(self, node: NodeId, why: str) -> None:
+        self._inbox(NodeLost(time.time(), node, why))
 
     # ---------------------------------------------------------------------- the end
 
@@ -413,6 +390,16 @@ class RayHost:
             if hosted.worker not in self._group.members:
                 self._cancel(hosted)
         self._placements.clear()
+
+    def _forget_everybody(self) -> None:
+        self._closed = self._keepers.closed = True
+        for hosted in self._hosted.values():
+            if hosted.task is not None:
+                hosted.task.cancel()
+        self._hosted.clear()
+        for watcher in self._watchers:
+            watcher.cancel()
+        self._keepers.leave()
 
     def _free_everything(self, done: threading.Event) -> None:
         self._stop_keeping()

@@ -7,13 +7,14 @@ reading that test's failures.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import ray._private.state
 import ray._private.worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
-from ray._raylet import RAY_NODE_ID_KEY, GcsClient
+from ray._raylet import RAY_NODE_ID_KEY, GcsClient, PlacementGroupID
 from ray.core.generated import autoscaler_pb2
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
@@ -94,6 +95,7 @@ __all__ = [
     "ObjectRefWrapper",
     "PlacementGroupCleanerCallback",
     "PlacementGroupHandle",
+    "PlacementGroupID",
     "PreemptionCallback",
     "PreemptionContext",
     "RayTrainWorker",
@@ -129,6 +131,7 @@ __all__ = [
     "get_env_vars_to_propagate",
     "get_train_application_worker_log_path",
     "get_train_context",
+    "logs_folder",
     "set_train_fn_utils",
     "shutdown_workers",
     "silence_raylets",
@@ -182,3 +185,8 @@ def start_node(*, head: bool, **params: Any) -> Any:
     return Node(
         RayParams(**(defaults | params)), head=head, shutdown_at_exit=False, spawn_reaper=True
     )
+
+
+def logs_folder() -> Path:
+    """Of this node: where Ray keeps what its processes print."""
+    return Path(ray._private.worker._global_node.get_logs_dir_path())

@@ -14,21 +14,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from elastic_ft.core.events import WorkerId
+from elastic_ft.core.assignment import WorkerId
 from elastic_ft.hosts.ray.ray_private import (
     CheckpointManager,
     ReportCallback,
     SynchronizationBarrierResetError,
     TrainingReport,
 )
-from elastic_ft.hosts.ray.worker_actor import SEQUENCES, WorkerRefused
+from elastic_ft.hosts.ray.train_calls import REPORT, SEQUENCES, WorkerRefused
+from elastic_ft.hosts.ray.worker_actor import Polled
 
 log = logging.getLogger(__name__)
-REPORT = "ray.train.report"  # what Ray Train calls itself at the barrier
 FENCE_CHECK_EVERY_S = 0.02
 
 
@@ -43,10 +43,18 @@ class Barrier:
     def __init__(self, is_fenced: Callable[[int], bool], on_report: Callable[[int], None]) -> None:
         self._is_fenced, self._on_report = is_fenced, on_report
         self._waiting: dict[int, _Gathering] = {}
+        self._passed: tuple[int, Any] = (0, None)
+
+    def resume(self, passed: Iterable[tuple[int, Any]]) -> None:
+        """Goes on where an earlier controller's was. ``passed``: as some of the ranks have been
+        told; the others ask again."""
+        self._passed = max(passed, key=lambda one: one[0], default=(0, None))
 
     async def join(self, rank: int, world_size: int, data: Any, method: str, sequence: int) -> Any:
         """Returns rank 0's data once every rank has joined. Raises when the generation is over."""
         generation = sequence // SEQUENCES
+        if sequence == self._passed[0]:  # others have passed: refused, it would be torn
+            return self._passed[1]
         if self._is_fenced(generation):
             raise _refused(generation)
         gathering = self._waiting.setdefault(sequence, _Gathering())
@@ -55,6 +63,7 @@ class Barrier:
             gathering.data = data
         if len(gathering.ranks) == world_size:
             del self._waiting[sequence]
+            self._passed = (sequence, gathering.data)  # for who does not hear of it, and asks again
             if method == REPORT:
                 self._on_report(generation)
             gathering.complete.set()
@@ -79,11 +88,28 @@ def _refused(generation: int) -> SynchronizationBarrierResetError:
     return SynchronizationBarrierResetError(f"generation {generation} is over")
 
 
+class ReportsKept(Protocol):
+    """What a worker tells a new controller of its reports (``worker_actor.WorkerLook``)."""
+
+    @property
+    def passed(self) -> tuple[int, Any]: ...
+    @property
+    def undelivered(self) -> Sequence[Polled]: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def joined(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def delivered(self) -> int: ...
+
+
 @dataclass
 class Round:
     """Attributes:
-    members: in rank order.
     step: after which the members reported; known with the first report.
+    reports: with the rank of each.
     lost: members that died before their report was fetched.
     """
 
@@ -91,14 +117,15 @@ class Round:
     members: tuple[WorkerId, ...]
     lost: set[WorkerId]
     step: int = 0
-    reports: dict[WorkerId, TrainingReport] = field(default_factory=dict)
+    reports: dict[WorkerId, tuple[int, TrainingReport]] = field(default_factory=dict)
 
     @property
     def complete(self) -> bool:
         return all(worker in self.reports or worker in self.lost for worker in self.members)
 
     def in_rank_order(self) -> list[TrainingReport]:
-        return [self.reports[worker] for worker in self.members if worker in self.reports]
+        made = sorted(self.reports.values(), key=lambda one: one[0])
+        return [report for _, report in made]
 
 
 class Rounds:
@@ -108,19 +135,28 @@ class Rounds:
         callbacks: of Ray Train: checkpoint registry, validation, user callbacks.
         first: index of the last round delivered by an earlier controller.
         committed: the newest committed step.
+        on_delivered: called with the index of each round that is.
+
+    Attributes:
+        opened: index of the newest round.
+        delivered: of the last one that needs no telling any more.
     """
 
     def __init__(
-        self, callbacks: Iterable[ReportCallback], first: int, committed: Callable[[], int]
+        self,
+        callbacks: Iterable[ReportCallback],
+        first: int,
+        committed: Callable[[], int],
+        on_delivered: Callable[[int], None] = lambda index: None,
     ) -> None:
         self._callbacks = list(callbacks)
-        self._committed = committed
+        self._committed, self._on_delivered = committed, on_delivered
         self._rounds: dict[int, Round] = {}
-        self._carried: dict[tuple[int, int], list[dict[str, Any]]] = {}  # step, generation
+        # (step, generation) -> rank -> metrics
+        self._carried: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
         self._starts: dict[int, int] = {}  # generation -> the step it started from
         self._gone: set[WorkerId] = set()
-        self._delivered = first
-        self.opened = first  # index of the newest round
+        self.delivered = self.opened = first
         self.last_metrics: dict[str, Any] | None = None
 
     # ------------------------------------------------------------------ what comes in
@@ -129,24 +165,69 @@ class Rounds:
         """A generation trains from ``step``: earlier reports of later steps are void."""
         self._starts[generation] = step
 
+    def resume(self, told: Mapping[WorkerId, ReportsKept], delivered: int) -> None:
+        """Goes on where an earlier controller's were: who has joined in a round that was not
+        delivered has kept its report, or still owes it; so does who has not heard that the last
+        one has opened, and asks again.
+
+        ``delivered``: index of the last round that was, as far as that is known otherwise.
+        """
+        last = max(told.values(), key=lambda one: one.passed[0])
+        unheard = {
+            worker
+            for worker, one in told.items()
+            if one.rounds < last.rounds
+            and one.joined < last.rounds  # who came later owes it nothing
+            and one.generation == last.passed[0] // SEQUENCES
+        }
+        self.delivered = max(self.delivered, delivered, *(one.delivered for one in told.values()))
+        self.opened = self.delivered
+        for index in range(self.opened + 1, max(one.rounds for one in told.values()) + 1):
+            members = {w for w, one in told.items() if one.joined < index <= one.rounds}
+            if index == last.rounds:
+                members |= unheard
+            reports = {
+                answer.report_generation
+                for one in told.values()
+                for answer in one.undelivered
+                if answer.report_index == index
+            }
+            newest = max(one.generation for one in told.values())
+            self.open(min(reports, default=newest), members)
+        for worker, one in told.items():
+            for answer in one.undelivered:
+                self.take(worker, answer)
+
     def open(self, generation: int, members: Iterable[WorkerId]) -> None:
         self.opened += 1
         names = tuple(members)
         self._rounds[self.opened] = Round(generation, names, self._gone.intersection(names))
 
-    def add(self, worker: WorkerId, index: int, step: int, report: TrainingReport) -> None:
-        """A report, made after ``step``, is fetched from a worker: its ``index``-th."""
+    def take(self, worker: WorkerId, answer: Polled) -> None:
+        """What a worker has answered to a poll."""
+        for refused in answer.carried:
+            self._carry(refused)
+        if answer.training_report is not None:
+            self._add(worker, answer.training_report, answer)
+
+    def _add(self, worker: WorkerId, report: TrainingReport, answer: Polled) -> None:
+        index = answer.report_index
         pending = self._rounds.get(index)
+        if index <= self.delivered:
+            return  # told again, to another controller
         if pending is None or worker not in pending.members:
             log.warning("round %d: a report of %s came too late and is dropped", index, worker)
             return
-        pending.reports[worker] = report
-        pending.step = max(pending.step, step)
+        pending.reports[worker] = (answer.report_rank, report)
+        # A controller that found nobody's report could not know it.
+        pending.generation = min(pending.generation, answer.report_generation)
+        pending.step = max(pending.step, answer.report_step)
         self.deliver()
 
-    def carry(self, refused: WorkerRefused) -> None:
-        """The metrics of a refused report, from one of the workers that made it."""
-        self._carried.setdefault((refused.step, refused.generation), []).append(refused.metrics)
+    def _carry(self, refused: WorkerRefused) -> None:
+        if refused.after >= self.delivered:  # else it was told again, to another controller
+            made = self._carried.setdefault((refused.step, refused.generation), {})
+            made[refused.rank] = refused.metrics
 
     def lose(self, worker: WorkerId) -> None:
         """Nothing more comes from ``worker``, which may have joined a round yet to open."""
@@ -160,19 +241,20 @@ class Rounds:
 
     def deliver(self) -> None:
         """Hands on what is complete and committed."""
-        while (pending := self._rounds.get(self._delivered + 1)) and pending.complete:
+        while (pending := self._rounds.get(self.delivered + 1)) and pending.complete:
             void = self._is_void(pending.generation, pending.step)
             if not void and pending.step > self._committed():
                 return
-            self._delivered += 1
-            del self._rounds[self._delivered]
+            self.delivered += 1
+            del self._rounds[self.delivered]
             self.deliver_carried(
                 pending.step
             )  # they came with the reports of this round, or before
             if void or not pending.reports:
                 self._count()
             else:
-                self._hand_on(self._delivered, pending)
+                self._hand_on(self.delivered, pending)
+            self._on_delivered(self.delivered)
 
     def deliver_carried(self, before: float = math.inf) -> None:
         """Hands on what was refused of steps ``before`` that one, in their order.
@@ -183,9 +265,10 @@ class Rounds:
             void = self._is_void(generation, step)
             if step >= before or (step > self._committed() and not void):
                 continue
-            metrics = self._carried.pop((step, generation))
+            made = self._carried.pop((step, generation))
             if void:
                 continue
+            metrics = [made[rank] for rank in sorted(made)]
             self.last_metrics = metrics[0]
             report = TrainingReport(None, metrics[0], False)
             for callback in self._callbacks:

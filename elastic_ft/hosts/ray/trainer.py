@@ -7,31 +7,23 @@ import dataclasses
 import logging
 import signal
 import threading
-import uuid
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, RayActorError
 
 from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.causes import describe
-from elastic_ft.hosts.ray.controller_actor import (
-    ElasticController,
-    ElasticResult,
-    FollowedRun,
-    JobFailedError,
-    RaiseAlways,
-    WholeJobPolicy,
-    as_checkpoint,
-)
-from elastic_ft.hosts.ray.placement_groups import remove_placement_groups
+from elastic_ft.hosts.ray.controller_actor import ALIVE, ALIVE_CALLS, ElasticController
+from elastic_ft.hosts.ray.controller_place import scheduling_of
+from elastic_ft.hosts.ray.names import NAMESPACE, RunNames, actor_named, reap
 from elastic_ft.hosts.ray.ray_private import (
-    RAY_NODE_ID_KEY,
     BackendConfig,
     DataParallelTrainer,
     DatasetsCallback,
@@ -43,11 +35,25 @@ from elastic_ft.hosts.ray.ray_private import (
     WorkingDirectorySetupCallback,
     get_env_vars_to_propagate,
 )
+from elastic_ft.hosts.ray.started_by import environment_by, executable_of
+from elastic_ft.hosts.ray.submission import ByValue, Submission, has_begun, submit
+from elastic_ft.hosts.ray.trainer_parts import (
+    ElasticResult,
+    JobFailedError,
+    RaiseAlways,
+    WholeJobPolicy,
+    as_checkpoint,
+)
+from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_reader import RunReader
+from elastic_ft.transport.tls import new_key
+from elastic_ft.worker.user_script import run_script
 
 log = logging.getLogger(__name__)
-CONTROLLER_STARTS = 4
+ASK_AGAIN_S = 0.5
+END_TIMEOUT_S = 30.0  # of a controller whose job has ended
+ENDED_WELL = ("completed", "stopped")
 UNUSED_CALLBACKS = (
     DatasetsCallback,  # data is sharded by elastic_ft
     PlacementGroupCleanerCallback,  # knows one placement group; see remove_placement_groups
@@ -106,6 +112,8 @@ class ElasticTrainer(DataParallelTrainer):
         self._faults = tuple(faults)
         self._accept_changes = accept_changes
         self._controller: Any = None
+        self._asked: list[str] = []  # to stop, and no controller has been told so
+        self._is_left = False
         super().__init__(
             train_loop,
             train_loop_config=train_loop_config,
@@ -137,86 +145,179 @@ class ElasticTrainer(DataParallelTrainer):
             )
         return super().fit()
 
+    def start(self) -> None:
+        """Leaves the job to the cluster: returns once its controller is asked for.
+
+        Raises what ``fit`` raises before anything is started.
+        """
+        self._is_left = True
+        self.fit()
+
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
         return [c for c in callbacks if not isinstance(c, UNUSED_CALLBACKS)]
 
     def _initialize_and_run_controller(self, **kwargs: Any) -> Result:
-        """Runs a controller to the job's end; one that dies is followed by another."""
+        """Starts a controller, and waits for the job's end: this process is but a spectator."""
         if ended := self._complete():
             return ended
+        self._take_turn()
+        if ended := self._complete():  # by the one that was asked
+            return ended
+        self._start(kwargs)
+        if self._is_left:
+            return ElasticResult(None, None, None, self.run_url, status="running", reason="")
+        return self._await_end()
+
+    @property
+    def _names(self) -> RunNames:
+        return RunNames(self.job.name, self.run_url)
+
+    def _take_turn(self) -> None:
+        """Ends the run folder's earlier run on this cluster, if there is one: a controller that
+        lives hands over. What is left of one that can't come back is cleared away."""
+        if actor_named(self._names.controller) is not None:
+            self._refuse_strangers()
+            await_handover(self.run_url, log.info)
+            if RunReader(self.run_url).result():  # it has ended in good order, and says so
+                self._await_its_end()
+        for name in reap(self._names.prefix):
+            log.info("an earlier run has left %s: removed", name)
+
+    def _refuse_strangers(self) -> None:
+        """Raises ConfigError where the controller of these names writes another folder: the same
+        path on another machine's disk. One that ended before it began is waited for."""
+        if has_begun(self.run_url):
+            return
+        self._await_its_end()
+        if actor_named(self._names.controller) is not None and not has_begun(self.run_url):
+            raise ConfigError(
+                f"run_config: a run of job {self.job.name!r} in {self.run_url} lives on this "
+                "cluster, and its folder is not this machine's: expected another name, another "
+                "folder, or one that both machines see"
+            )
+
+    def _await_its_end(self) -> None:
+        until_s = time.monotonic() + END_TIMEOUT_S
+        while actor_named(self._names.controller) is not None and time.monotonic() < until_s:
+            time.sleep(ASK_AGAIN_S)
+
+    def _start(self, kwargs: dict[str, Any]) -> None:
         kwargs["scaling_policy"] = WholeJobPolicy(self.scaling_config)
         kwargs["failure_policy"] = RaiseAlways(self.run_config.failure_config)
-        placements = f"elastic_ft:{uuid.uuid4().hex}:"
-        try:
-            for attempt in range(CONTROLLER_STARTS):
-                run = FollowedRun(
-                    self.job,
-                    self.run_url,
-                    self.job.checkpoint.url or f"{self.run_url}/checkpoints",
-                    attempt,
-                    placements,
-                    self._faults,
-                    self._accept_changes,
-                )
-                try:
-                    return self._run_once(run, kwargs)
-                except RayActorError as error:
-                    if error.actor_init_failed:
-                        raise  # the next one would not start either
-                    log.warning("a controller has ended: %s; another one starts", describe(error))
-                    remove_placement_groups(placements)
-        finally:
-            remove_placement_groups(placements)
-        raise JobFailedError(
-            f"{CONTROLLER_STARTS} controllers died; the newest checkpoint is under "
-            f"{self.job.checkpoint.url or self.run_url}"
+        kwargs["train_fn_ref"] = ByValue(kwargs["train_fn_ref"].get())
+        submitted = submit(
+            Submission(
+                self.job,
+                self.run_url,
+                self._checkpoint_url,
+                self._names.prefix,
+                self._faults,
+                self._accept_changes,
+                kwargs,
+            )
         )
+        actor_class = ray.remote(
+            num_cpus=0,
+            max_concurrency=CONTROLLER_CONCURRENCY,
+            concurrency_groups={ALIVE: ALIVE_CALLS},
+            max_restarts=-1,
+            lifetime="detached",
+            name=self._names.controller,
+            namespace=NAMESPACE,
+            runtime_env=self._controller_environment,
+            **scheduling_of(self.run_url),
+        )(ElasticController)
+        self._controller = actor_class.remote(submitted, new_key(tls=self.job.network.tls))
+        self._pass_on()
+
+    @property
+    def _controller_environment(self) -> dict[str, Any]:
+        own = CONTROLLER_ENVIRONMENT | get_env_vars_to_propagate()
+        return environment_by(executable_of(self.run_config), own)
+
+    @property
+    def _checkpoint_url(self) -> str:
+        return self.job.checkpoint.url or f"{self.run_url}/checkpoints"
+
+    def _await_end(self) -> Result:
+        """Raises RayActorError where no controller comes up; JobFailedError where its job is no
+        more."""
+        try:
+            with self._interruptible():
+                result = self._ask_for_result()
+        except KeyboardInterrupt:  # it is stuck, or the user can't wait
+            self._dismiss()
+            if actor_named(self._names.controller) is None:
+                reap(self._names.prefix)
+            raise
+        self._dismiss()
+        return result
+
+    def _dismiss(self) -> None:
+        """This controller, and no other: the run folder may be another driver's by now."""
+        ray.kill(self._controller)
+        self._controller = None
+        self._asked.clear()
+
+    def _ask_for_result(self) -> Result:
+        has_lived = False
+        while True:
+            try:
+                return ray.get(self._controller.await_result.remote())
+            except ActorUnavailableError as error:  # Ray starts it again
+                has_lived = True
+                log.info("the controller is away: %s", describe(error))
+                time.sleep(ASK_AGAIN_S)
+            except RayActorError as error:
+                if error.actor_init_failed and not has_lived:
+                    raise
+                last = RunReader(self.run_url).result()
+                if last.get("status") in ENDED_WELL:
+                    return self._result_of(last)
+                why = last.get("reason") or describe(error)
+                raise JobFailedError(
+                    f"the controller is gone: {why}; the newest checkpoint is under "
+                    f"{self._checkpoint_url}"
+                ) from error
 
     def _complete(self) -> ElasticResult | None:
         """The result of a job that an earlier run has completed: nothing is started for it."""
         ended = RunReader(self.run_url).result()
         if not complete(ended, self.job.steps) or self.job.checkpoint.from_scratch:
             return None
+        return self._result_of(ended)
+
+    def _result_of(self, ended: dict[str, Any]) -> ElasticResult:
+        """Of what is in result.json: whoever could tell more is gone."""
         return ElasticResult(
             metrics=ended,
-            checkpoint=as_checkpoint(self.job.checkpoint.url or f"{self.run_url}/checkpoints"),
+            checkpoint=as_checkpoint(self._checkpoint_url),
             error=None,
             path=self.run_url,
             status=ended["status"],
             reason=ended.get("reason", ""),
         )
 
-    def _run_once(self, run: FollowedRun, kwargs: dict[str, Any]) -> Result:
-        here = {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}
-        actor_class = ray.remote(
-            num_cpus=0,
-            max_concurrency=CONTROLLER_CONCURRENCY,
-            label_selector=here,
-            runtime_env={"env_vars": CONTROLLER_ENVIRONMENT | get_env_vars_to_propagate()},
-        )(ElasticController)
-        self._controller = actor_class.remote(run=run, **kwargs)
-        try:
-            with self._interruptible():
-                ray.get(self._controller.run.remote())
-                return ray.get(self._controller.get_result.remote())
-        finally:
-            ray.kill(self._controller)
-            self._controller = None
-
     def stop(self, reason: str) -> None:
         """From another thread than ``fit``: a clean stop after the running step, with a checkpoint.
 
-        The second time: at once.
+        The second time: at once. Before there is a controller, it is told as soon as there is one.
         """
-        if self._controller is not None:
-            self._controller.stop.remote(reason)
+        self._asked.append(reason)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """In the thread of ``fit``, and in those that ask: each request is passed on once."""
+        with contextlib.suppress(IndexError):
+            while self._controller is not None:
+                self._controller.stop.remote(self._asked.pop(0))
 
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
         """Ctrl C is ``stop``, where signals can be caught: in the main thread.
 
-        The third one ends the driver, and with it the controller: it may be stuck.
+        The third one ends driver and controller: it may be stuck.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -241,7 +342,7 @@ def report_milestones() -> None:
     """The train loop of a job without one."""
     import ray.train
 
-    from elastic_ft.worker.worker import train
+    from elastic_ft.worker.this_process import train
 
     for step in train():
         if step.checkpointed or step.last or step.eval_loss is not None:
@@ -262,7 +363,11 @@ def loop_and_job(
 ) -> tuple[Callable[..., Any], Job]:
     """Raises ConfigError."""
     if not callable(train_loop_or_task):
-        return report_milestones, as_job(train_loop_or_task)
+        job = as_job(train_loop_or_task)
+        loop = job.loop
+        if loop is not None and loop.script is not None:
+            return lambda: run_script(loop), job
+        return report_milestones, job
     job = job if job is not None else (train_loop_config or {}).get("job")
     if job is None:
         raise ConfigError("job: a train loop needs one, as job=... or train_loop_config['job']")

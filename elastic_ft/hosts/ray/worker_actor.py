@@ -15,35 +15,46 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayTaskError
-from ray.train import Checkpoint
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    remove_placement_group,
+)
 
-from elastic_ft.core.events import Member, NodeId, WorkerId
+from elastic_ft.core.assignment import Member, NodeId, WorkerId
 from elastic_ft.core.typed import decoder
+from elastic_ft.hosts.ray.names import actor_named, run_of
 from elastic_ft.hosts.ray.ray_private import (
     DistributedContext,
-    DistributedTrainFnUtils,
     PreemptionContext,
     RayTrainWorker,
-    SynchronizationBarrierResetError,
     WorkerStatus,
+    get_train_application_worker_log_path,
     get_train_context,
     set_train_fn_utils,
+)
+from elastic_ft.hosts.ray.submission import ByValue
+from elastic_ft.hosts.ray.train_calls import (
+    SEQUENCES,
+    ElasticTrainFnUtils,
+    MadeReports,
+    Meeting,
+    ReportMade,
+    WorkerRefused,
 )
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import one_gpu
 
 log = logging.getLogger(__name__)
-SEQUENCES = 1_000_000_000  # collective calls per generation: the sequence number tells which it is
 END = "end"  # the concurrency group of the sentinel
+END_CALLS = 8  # at once: those of controllers that are gone wait on
 FLUSH_S = 10.0  # for the controller to fetch the last report
-
-T = TypeVar("T")
+UNASKED_S, LOOKS = 30.0, 6  # after its end a worker unpolled for so long may free its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +79,6 @@ class Task:
     domain_label: str | None = None  # of the nodes: what fails together
 
 
-class ByValue(Generic[T]):
-    """Stands in for Ray Train's reference to the train function."""
-
-    def __init__(self, value: T) -> None:
-        self._value = value
-
-    def get(self) -> T:
-        return self._value
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerRefused:
-    """A report of ``step`` that its generation's barrier has refused.
-
-    ``generation``: the next one, in which the step stands.
-    """
-
-    step: int
-    metrics: dict[str, Any]
-    generation: int = 0
-
-
 @dataclass
 class Polled(WorkerStatus):
     """Ray Train's worker status, and what elastic_ft adds.
@@ -98,13 +87,53 @@ class Polled(WorkerStatus):
         sequence: of the answer: one that was lost on its way is given again.
         report_index: of the round that the report in it belongs to.
         report_step: the step after which it was made.
-        carried: refused reports of steps that stand: they come before that report.
+        report_generation: in which it was made.
+        report_rank: of its maker, there.
+        carried: refused reports of steps that stand.
     """
 
     sequence: int = 0
     report_index: int = 0
     report_step: int = 0
+    report_generation: int = 0
+    report_rank: int = 0
     carried: tuple[WorkerRefused, ...] = ()
+
+    def is_settled(self, delivered: int) -> bool:
+        """Whether all that is in it came to its end with the round ``delivered``."""
+        told = self.training_report is None or self.report_index <= delivered
+        return told and all(refused.after < delivered for refused in self.carried)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLook:
+    """What a worker says to a controller that did not start it.
+
+    Attributes:
+        metadata: Ray Train's, of the process.
+        placement: where it runs.
+        place: in its generation.
+        log_file_path: of its training thread's output.
+        passed: the last barrier that it has passed, and what it was given there.
+        sequence: of its last answer to a poll.
+        generation: it is in.
+        joined: how many rounds of reports there had been when it came.
+        rounds: index of the last one that it has joined in.
+        delivered: of the last one that it was told is delivered.
+        undelivered: answers that have something of later rounds, or before them.
+    """
+
+    metadata: Any
+    placement: PlacementGroup
+    place: DistributedContext
+    log_file_path: str | None
+    passed: tuple[int, Any]
+    sequence: int
+    generation: int
+    joined: int
+    rounds: int
+    delivered: int
+    undelivered: tuple[Polled, ...]
 
 
 class ElasticWorker(RayTrainWorker):
@@ -113,7 +142,7 @@ class ElasticWorker(RayTrainWorker):
     Threads: the actor's own answer Ray Train's calls (``init_train_context``, ``start_training``,
     ``poll_status``), one after the other, and must not block: a report is fetched or not there.
     One more, of concurrency group END, holds the sentinel ``await_end`` to the last. The training
-    thread runs ``worker.run_worker`` and in it the user's train loop; it alone calls ``take_seat``,
+    thread runs ``run_worker`` and in it the user's train loop; it alone calls ``take_seat``,
     at its safe point, so that what ``ray.train`` tells the user of rank and world changes between
     two steps. What it reports lies in Ray Train's queue, of one place, until it is polled.
 
@@ -123,54 +152,104 @@ class ElasticWorker(RayTrainWorker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ended = threading.Event()
-        self._end = ""
+        self._news = threading.Condition()  # guards the next two
+        self._end: str | None = None  # its training thread's error, "" for none
+        self._sentinels = 0
+        self._started = False
         self._seated = False
-        self._reports = 0
+        self._joined = self._reports = self._delivered = 0
+        self._undelivered: deque[Polled] = deque()
         self._made = MadeReports()
         self._carried: deque[WorkerRefused] = deque()
         self._answer = Polled(running=True)
+        self._answering = threading.Lock()  # a poll by one controller, a look by the next
+        self._polled_s = time.monotonic()
         # It takes seconds: Ray Train's calls, that come before the training thread, need not wait.
         threading.Thread(target=_import_worker, name="import", daemon=True).start()
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
-        super().init_train_context(*args, **kwargs)
+        actor = kwargs["synchronization_actor"]
+        super().init_train_context(*args, **kwargs | {"synchronization_actor": Meeting(actor)})
         set_train_fn_utils(ElasticTrainFnUtils(self._made))
 
     def start_training(self, task: Task) -> None:
         """Starts the training thread and returns."""
+        self._started = True
         self.run_train_fn(ByValue(functools.partial(self._train, task)))
 
     @ray.method(concurrency_group=END)
-    def await_end(self) -> str:
+    def await_end(self) -> str | None:
         """Blocks until the training thread has ended. Returns its error, or "".
 
-        The call is the sentinel: it fails as soon as Ray knows that the process is gone.
+        The call is the sentinel: it fails as soon as Ray knows that the process is gone. None:
+        another controller asks by now.
         """
-        self._ended.wait()
+        with self._news:
+            self._sentinels += 1
+            mine = self._sentinels
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._end is not None or self._sentinels > mine)
+            if self._end is None:
+                return None
         queue = get_train_context().execution_context.result_queue
         deadline_s = time.monotonic() + FLUSH_S
         while not queue.empty() and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return self._end
 
-    def poll_status(self, received: int = 0) -> Polled:
-        """Fetches at most one report. ``received``: sequence number of the last answer seen."""
-        if self._answer.sequence > received:
+    @ray.method(concurrency_group=END)
+    def look(self) -> WorkerLook | None:
+        """None before its training thread was started, or after it has ended: it is of no use."""
+        if not self._started or self._end is not None:
+            return None
+        context = get_train_context()
+        passed = context.execution_context.synchronization_actor.passed
+        placement = get_current_placement_group()
+        assert placement is not None, "each worker has one"
+        with self._answering:
+            return WorkerLook(
+                self.get_metadata(),
+                placement,
+                context.distributed_context,
+                get_train_application_worker_log_path(),
+                (passed.sequence, passed.data),
+                self._answer.sequence,
+                context.collective_seq // SEQUENCES,
+                self._joined,
+                passed.rounds,
+                self._delivered,
+                tuple(self._undelivered),
+            )
+
+    def poll_status(self, received: int = 0, delivered: int = 0) -> Polled:
+        """Fetches at most one report. ``received``: sequence number of the last answer seen;
+        ``delivered``: index of the last round that needs no telling any more."""
+        self._polled_s = time.monotonic()
+        with self._answering:
+            self._delivered = max(delivered, self._delivered)
+            while self._undelivered and self._undelivered[0].is_settled(self._delivered):
+                self._undelivered.popleft()
+            if self._answer.sequence <= received:
+                self._answer_next(received + 1)
             return self._answer
-        status, step = super().poll_status(), 0
+
+    def _answer_next(self, sequence: int) -> None:
+        status, made = super().poll_status(), ReportMade()
         if status.training_report is not None:
             self._reports += 1
-            step = self._made.steps.pop(self._reports, 0)
+            made = self._made.reports.pop(self._reports, made)
         carried = tuple(self._carried.popleft() for _ in range(len(self._carried)))
         self._answer = Polled(
             **vars(status),
-            sequence=received + 1,
+            sequence=sequence,
             report_index=self._reports,
-            report_step=step,
+            report_step=made.step,
+            report_generation=made.generation,
+            report_rank=made.rank,
             carried=carried,
         )
-        return self._answer
+        if status.training_report is not None or carried:
+            self._undelivered.append(self._answer)
 
     def take_seat(self, seat: WorkerSeat) -> None:
         """In the training thread, at its safe point: Ray Train's context of the new generation."""
@@ -181,10 +260,10 @@ class ElasticWorker(RayTrainWorker):
         if not self._seated:
             self._seated = True
             context.report_call_index = context.current_report_index = seat.reports
-            self._reports = seat.reports
+            self._joined = self._reports = seat.reports
         for refused in self._made.refused:
             if refused.step <= seat.step:  # the others' steps are trained, and reported, again
-                self._carried.append(replace(refused, generation=seat.generation))
+                self._carried.append(refused)
         self._made.refused.clear()
         os.environ.update(
             RANK=str(seat.place.world_rank),
@@ -195,7 +274,7 @@ class ElasticWorker(RayTrainWorker):
         )
 
     def _train(self, task: Task) -> Any:
-        from elastic_ft.worker.worker import run_worker
+        from elastic_ft.worker.this_process import run_worker
 
         os.environ.update(_own_gpu(task.worker))
         returned: list[Any] = []
@@ -213,11 +292,33 @@ class ElasticWorker(RayTrainWorker):
                 on_generation=lambda extra: self.take_seat(decoder(WorkerSeat)(extra)),
             )
         except BaseException as error:
-            self._end = f"{type(error).__name__}: {error}"
+            self._tell_end(f"{type(error).__name__}: {error}")
             raise
-        finally:
-            self._ended.set()
+        self._tell_end("")
         return returned[0] if returned else None
+
+    def _tell_end(self, end: str) -> None:
+        with self._news:
+            self._end = end
+            self._news.notify_all()
+        threading.Thread(target=self._free_in_the_end, name="free", daemon=True).start()
+
+    def _free_in_the_end(self) -> None:
+        """A controller ends it, once it has its last report. Without one its resources would be
+        held for ever: nobody's driver owns them."""
+        placement = get_current_placement_group()
+        controller = f"{run_of(ray.get_runtime_context().get_actor_name() or '')}controller"
+        self.await_nobody(lambda: actor_named(controller) is not None)
+        log.warning("no controller is there to ask: this worker's place is free")
+        if placement is not None:
+            remove_placement_group(placement)  # and with it this process
+
+    def await_nobody(self, is_led: Callable[[], bool], unasked_s: float = UNASKED_S) -> None:
+        """Returns once nobody has polled for so long, and no controller is there that will: one
+        that lives polls nobody while a user's callback blocks it."""
+        self._polled_s = time.monotonic()
+        while time.monotonic() < self._polled_s + unasked_s or is_led():
+            time.sleep(unasked_s / LOOKS)
 
 
 def _import_worker() -> None:
@@ -236,71 +337,6 @@ def _member_here(task: Task) -> Member:
     domain = str(labels.get(task.domain_label, "")) if task.domain_label else ""
     host = os.uname().nodename
     return Member(task.worker, task.node, host, os.getpid(), find_raylet_pid(), domain)
-
-
-@dataclass
-class MadeReports:
-    """Attributes:
-    steps: round -> step after which this worker made its report.
-    refused: reports of this generation that its barrier has refused.
-    """
-
-    steps: dict[int, int] = field(default_factory=dict)
-    refused: list[WorkerRefused] = field(default_factory=list)
-
-
-class ElasticTrainFnUtils(DistributedTrainFnUtils):
-    """What ``ray.train.*`` calls in a train loop. Nothing here raises as a generation breaks."""
-
-    def __init__(self, made: MadeReports) -> None:
-        self._made = made
-
-    def report(
-        self,
-        metrics: dict[str, Any],
-        checkpoint: Checkpoint | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        """As Ray Train's. Refused with its generation, the metrics are delivered with the next."""
-        context = get_train_context()
-        before, step = context.report_call_index, current_step()
-        self._made.steps[before + 1] = step
-        super().report(metrics, checkpoint, *args, **kwargs)
-        if context.report_call_index == before:
-            self._made.refused.append(WorkerRefused(step, metrics))
-
-    def barrier(self) -> None:
-        or_alone(None, super().barrier)
-
-    def broadcast_from_rank_zero(self, data: Any) -> Any:
-        return or_alone(data, super().broadcast_from_rank_zero, data)
-
-    def get_preemption_info(self) -> Any:
-        own = get_train_context().preemption_context.preemption_info
-        return or_alone(own, super().get_preemption_info)
-
-
-def or_alone(own: T, collective: Callable[..., T], *args: Any) -> T:
-    """Returns what ``collective`` does, or ``own`` if the generation is over.
-
-    An error would end the train loop, and with it this survivor. As it is, the running iteration
-    is the loop's last in this generation: what it makes of its own value reaches no other worker.
-    """
-    try:
-        return collective(*args)
-    except RayTaskError as error:
-        if isinstance(error.cause, SynchronizationBarrierResetError):
-            log.warning("a collective of ray.train is broken off: %s", error.cause)
-            return own
-        raise
-
-
-def current_step() -> int:
-    """The step that this worker's train loop was last given."""
-    from elastic_ft.worker import worker
-
-    return worker.current_step()
 
 
 def find_raylet_pid() -> int | None:

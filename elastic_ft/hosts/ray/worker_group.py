@@ -18,7 +18,8 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from elastic_ft.core.events import WorkerId
+from elastic_ft.core.assignment import WorkerId
+from elastic_ft.hosts.ray.names import NAMESPACE
 from elastic_ft.hosts.ray.ray_private import (
     DistributedContext,
     PlacementGroupHandle,
@@ -35,7 +36,14 @@ from elastic_ft.hosts.ray.ray_private import (
     time_monotonic,
 )
 from elastic_ft.hosts.ray.reports import Rounds
-from elastic_ft.hosts.ray.worker_actor import END, ElasticWorker, Polled, Task
+from elastic_ft.hosts.ray.worker_actor import (
+    END,
+    END_CALLS,
+    ElasticWorker,
+    Polled,
+    Task,
+    WorkerLook,
+)
 
 SHUTDOWN_PATIENCE_S = 2.0
 
@@ -87,15 +95,22 @@ class ElasticWorkerGroup(WorkerGroup):
 
     # ------------------------------------------------------------- making a worker
 
-    def create_actor(self, placement: PlacementGroup) -> ActorHandle[Any]:
-        """Returns the handle at once; the process comes when ``placement`` has its resources."""
+    def create_actor(self, placement: PlacementGroup, name: str) -> ActorHandle[Any]:
+        """Returns the handle at once; the process comes when ``placement`` has its resources.
+
+        It outlives this one. Ray starts no other in its place: that would be a process with
+        nothing, under a worker's name."""
         resources = self._worker_group_context.resources_per_worker
         environment = self._get_worker_runtime_env(
             custom_runtime_env=self._train_run_context.run_config.worker_runtime_env
         )
         actor_class = ray.remote(
             runtime_env=environment,
-            concurrency_groups={END: 1},
+            concurrency_groups={END: END_CALLS},
+            max_restarts=0,
+            lifetime="detached",
+            name=name,
+            namespace=NAMESPACE,
             **bundle_to_remote_args(resources),
         )(ElasticWorker)
         strategy = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=0)
@@ -106,6 +121,18 @@ class ElasticWorkerGroup(WorkerGroup):
         resources = self._worker_group_context.resources_per_worker
         return Worker(
             actor, await actor.get_metadata.remote(), resources, placement_group_bundle_index=0
+        )
+
+    def meet_survivor(self, worker: WorkerId, actor: ActorHandle[Any], look: WorkerLook) -> Worker:
+        """Returns one that an earlier controller has started. From any thread."""
+        self._received[worker] = look.sequence
+        return Worker(
+            actor,
+            look.metadata,
+            self._worker_group_context.resources_per_worker,
+            look.place,
+            look.log_file_path,
+            placement_group_bundle_index=0,
         )
 
     async def start_worker(self, worker: Worker, task: Task, controller: ActorHandle[Any]) -> None:
@@ -207,7 +234,8 @@ class ElasticWorkerGroup(WorkerGroup):
         for worker, handle in self._listening.items():
             if worker not in self._polls:
                 received = self._received.get(worker, 0)
-                self._polls[worker] = asyncio.ensure_future(_poll(handle.actor, received))
+                polled = _poll(handle.actor, received, self.rounds.delivered)
+                self._polls[worker] = asyncio.ensure_future(polled)
         if self._polls:
             await asyncio.wait(self._polls.values(), timeout=timeout_s)
         for worker, poll in list(self._polls.items()):
@@ -226,12 +254,8 @@ class ElasticWorkerGroup(WorkerGroup):
         except RayActorError:  # the sentinel knows more, and tells
             return
         self._received[worker] = status.sequence
-        for refused in status.carried:
-            self.rounds.carry(refused)
-        if status.training_report is not None:
-            index, step = status.report_index, status.report_step
-            self.rounds.add(worker, index, step, status.training_report)
-        elif not status.running:
+        self.rounds.take(worker, status)
+        if status.training_report is None and not status.running:
             self._listening.pop(worker, None)
             self._flushed[worker] = status
             self._dismiss()
@@ -253,8 +277,8 @@ class ElasticWorkerGroup(WorkerGroup):
         return not self._listening
 
 
-async def _poll(actor: ActorHandle[Any], received: int) -> Polled:
-    return await actor.poll_status.remote(received)  # type: ignore[no-any-return]
+async def _poll(actor: ActorHandle[Any], received: int, delivered: int) -> Polled:
+    return await actor.poll_status.remote(received, delivered)  # type: ignore[no-any-return]
 
 
 def seats(nodes: Sequence[str]) -> list[DistributedContext]:

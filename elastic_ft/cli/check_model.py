@@ -1,0 +1,112 @@
+"""Preflight of model, data and optimizer: they are made, on meta, and fit together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic_ft.cli.check_stores import TensorTable
+from elastic_ft.config import Job
+from elastic_ft.errors import ConfigError, StorageError, StoreFailed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from elastic_ft.data.dataset import DataBundle
+
+
+def check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[str, ...]]:
+    """The open data; dtype and shape of every tensor that a checkpoint holds of the model; the
+    number of parameters; remarks."""
+    import torch
+
+    from elastic_ft.data.dataset import preflight
+    from elastic_ft.engines.laid_out import check_data, check_parallel
+    from elastic_ft.engines.learning_rates import check_groups
+    from elastic_ft.models.build import build_model
+
+    bundle, parameters = preflight(job)
+    count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
+    with torch.device("meta"):
+        model = build_model(
+            job.model, vocab_size=bundle.vocab_size, sequence_length=bundle.sequence_length
+        )
+    check_parallel(job, model, bundle.sequence_length)
+    check_data(job, bundle.train)
+    check_groups(job.optimizer, model)
+    check_optimizer(job, model)
+    if job.parallel.strategy == "auto":
+        from elastic_ft.controller.planning import planning_of
+
+        planning_of(job)
+    if job.parallel.engine == "deepspeed":
+        from elastic_ft.engines.deepspeed import check_parameters
+
+        check_parameters(model)
+    persistent = model.state_dict().keys()
+    tensors: dict[str, Any] = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    table = {
+        f"model.{name}": (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
+    remarks = () if job.model.weights is None else check_weights(job.model.weights, model)
+    return bundle, table, count, remarks
+
+
+def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
+    """Whether the folder has all of the model. Returns remarks. Raises ModelError, StorageError."""
+    from elastic_ft.engines.initial_weights import differences, match
+    from elastic_ft.storage.safetensors import open_folder
+
+    try:
+        folder = open_folder(url)
+        config = folder.config()
+    except (StorageError, StoreFailed) as error:
+        raise StorageError(f"model.weights: {error}") from None
+    matched = match(model, {name: t.spec for name, t in folder.tensors.items()}, folder.url)
+    return (*differences(config, model, folder.url), *matched.remarks)
+
+
+def check_optimizer(job: Job, model: nn.Module) -> None:
+    """Makes one for ``model``, which may be on meta, and rehearses what is not known to be good.
+
+    Raises ConfigError.
+    """
+    from functools import partial
+
+    from elastic_ft.engines import rehearsal
+    from elastic_ft.engines.learning_rates import learning_rate
+    from elastic_ft.engines.optimizers import make_optimizer
+    from elastic_ft.models.imports import import_object, one_line
+
+    config, parallel = job.optimizer, job.parallel
+    for step in {1, job.steps // 2 + 1, job.steps}:
+        learning_rate(config, job.steps, step)
+    if ":" in config.name:
+        import_object(config.name, "optimizer.name", ConfigError)
+    make = partial(make_optimizer, config)
+    dimensions = {p.dim() for p in model.parameters() if p.requires_grad}
+    native = parallel.engine == "native"
+    try:
+        make(dict(model.named_parameters()))
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's class may raise anything
+        raise ConfigError(f"optimizer.kwargs: {config.name}: {one_line(error)}") from error
+    if config.name in ("adamw", "adam") or (native and config.name == "sgd"):
+        return
+    try:
+        sharded = native and (parallel.strategy != "ddp" or parallel.cuts_layers)
+        rehearsal.rehearse(make, dimensions, sharded=sharded)
+        good = native or rehearsal.begins_with_zeros(make, dimensions)
+    except ConfigError:
+        raise
+    except Exception as error:  # steps are on the CPU here, and may be for GPUs alone there
+        if native and parallel.may_use_gpu:
+            return
+        raise ConfigError(f"optimizer.name: {config.name}: {one_line(error)}") from error
+    if not good:
+        raise ConfigError(
+            f"optimizer.name: {config.name} begins with a state that is not zero: engine "
+            "deepspeed can't, native can"
+        )

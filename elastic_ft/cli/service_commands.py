@@ -1,0 +1,295 @@
+"""``elastic-ft service``, ``submit``, ``jobs``, ``status``, ``logs``, ``priority``; and what of
+``events``, ``stop`` and ``resize`` is about a job of the service, known by its id.
+
+Exit codes: 0 done; 1 failed, or the service does not answer; 2 bad usage, one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from elastic_ft.cli.progress import clock, say
+from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
+from elastic_ft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from elastic_ft.service.service_client import Client
+
+PORT = 8266
+FOLDER = "runs/service"
+STOPPED_TIMEOUT_S = 60.0
+app = typer.Typer(no_args_is_help=True, help="The service that takes jobs in and shares a cluster.")
+ServiceUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--service", metavar="URL", help="The service [ELASTIC_FT_SERVICE, or this machine's]."
+    ),
+]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, as submit printed it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+def client(url: str | None) -> Client:
+    from elastic_ft.service.service_client import Client
+
+    return Client(url)
+
+
+def is_job(given: str, service: str | None) -> bool:
+    """Whether ``given`` is a job of the service, not a run folder. Where nobody has said that there
+    is a service, one must answer."""
+    from elastic_ft.service.service_client import VARIABLE, Client, ServiceAway
+
+    if service is not None:
+        return True
+    if "/" in given or Path(given).exists():
+        return False
+    if os.environ.get(VARIABLE):
+        return True
+    try:
+        Client(away_s=0.0).service()
+    except ServiceAway:
+        return False
+    except ConfigError:  # it wants a token, say
+        return True
+    return True
+
+
+# ------------------------------------------------------------------------------ the service
+
+
+@app.command("start")
+def start(
+    address: Annotated[
+        str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster [RAY_ADDRESS].")
+    ] = None,
+    local_nodes: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
+    ] = None,
+    cpus_per_node: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of --local-nodes: workers that one holds.")
+    ] = 1,
+    folder: Annotated[
+        str, typer.Option(metavar="URL", help="Its journal and its jobs' run folders.")
+    ] = FOLDER,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = PORT,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Queues, and how they share.")
+    ] = None,
+    tls_cert: Annotated[str, typer.Option(metavar="FILE", help="A certificate (PEM).")] = "",
+    tls_key: Annotated[str, typer.Option(metavar="FILE", help="Its key.")] = "",
+) -> int:
+    """Start the service, unless it runs, and return."""
+    from elastic_ft.cli.run import connected
+    from elastic_ft.service import starting
+    from elastic_ft.service.service_config import load_config
+
+    said = load_config(config)
+    how = starting.HowToServe(
+        folder, host, port, said.terms, said.rights, tls_cert, tls_key, said.warm
+    )
+    if address is not None and local_nodes is not None:
+        raise ConfigError("--address and --local-nodes: expected at most one of them")
+    address = address or (None if local_nodes else os.environ.get("RAY_ADDRESS"))
+    if address is None and local_nodes is None:
+        raise ConfigError("--address, --local-nodes: expected one of them")
+    there = f"http{'s' * bool(tls_cert)}://127.0.0.1:{port}"
+    if port and (found := starting.running(there, folder)) is not None:
+        say(f"the service runs already: {there} (folder {found['folder']})")
+        return COMPLETED
+    if local_nodes is not None:
+        url = starting.start_here(how, local_nodes, cpus_per_node, say)
+    else:
+        assert address is not None
+        with connected(address):
+            url = starting.start_at(how)
+    say(f"the service runs: {url}")
+    return COMPLETED
+
+
+@app.command("status")
+def service_status(service: ServiceUrl = None, as_json: AsJson = False) -> int:
+    """Tell who the service is, and what its nodes do."""
+    found = client(service).service()
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return COMPLETED
+    slots = found["slots"]
+    print(f"version {found['version']}, folder {found['folder']}, start {found['starts']}")
+    print(f"{len(found['nodes'])} nodes, {slots['used']} of {slots['all']} slots used")
+    for node in found["nodes"]:
+        jobs = ", ".join(f"{job} {n}" for job, n in node["jobs"].items()) or "idle"
+        print(f"  {node['node'][:12]}  {node['slots']} slots  {jobs}")
+    for queue in found["queues"]:
+        print(
+            f"queue {queue['queue']}: {queue['running']} running on {queue['used']} slots, "
+            f"{queue['waiting']} waiting"
+        )
+    return COMPLETED
+
+
+@app.command("token")
+def service_token(
+    out: Annotated[Path, typer.Option(metavar="FILE", help="A new file, for your eyes alone.")],
+) -> int:
+    """Make a token; print the digest that goes into the service's config."""
+    from elastic_ft.service.access import new_token
+
+    print(f"token_sha256: {new_token(out)}")
+    return COMPLETED
+
+
+@app.command("stop")
+def service_stop(
+    service: ServiceUrl = None,
+    jobs: Annotated[
+        str, typer.Option(metavar="keep|stop", help="Jobs go on without it, or are stopped.")
+    ] = "keep",
+) -> int:
+    """Stop the service. A cluster of --local-nodes ends with the last job."""
+    from elastic_ft.service import starting
+
+    asked = client(service)
+    asked.away_s = 0.0
+    folder = asked.service()["folder"]
+    asked.stop_service(jobs)
+    if jobs == "stop" and not starting.ended_here(folder, STOPPED_TIMEOUT_S):
+        say("the service has ended, its local nodes have not yet")
+        return FAILED
+    say("the service has ended")
+    return COMPLETED
+
+
+# ----------------------------------------------------------------------------------- its jobs
+
+
+def submit(
+    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    service: ServiceUrl = None,
+    priority: Annotated[int, typer.Option(metavar="N", help="Higher comes first.")] = 0,
+    queue: Annotated[str, typer.Option(metavar="NAME")] = "default",
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="In place of its own.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended.")] = False,
+) -> int:
+    """Hand a job to the service; print its id and its page."""
+    asked = client(service)
+    found = asked.submit(job_file, priority=priority, queue=queue, name=name)
+    print(found["id"])
+    print(found["page"], flush=True)
+    return _ended(asked.wait(found["id"])) if wait else COMPLETED
+
+
+def _ended(job: dict[str, Any]) -> int:
+    say(f"{job['id']}: {job['state']}: {job['reason']}; run folder: {job['run_folder']}")
+    return {"completed": COMPLETED, "stopped": INTERRUPTED}.get(job["state"], FAILED)
+
+
+def jobs(
+    service: ServiceUrl = None,
+    all: Annotated[bool, typer.Option("--all", help="Those that have ended, too.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """List jobs: how they stand, and why they wait."""
+    found = client(service).jobs(all)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return COMPLETED
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("id", "name", "queue", "priority", "state", "workers", "step", "rate", "ETA"):
+        table.add_column(title, overflow="fold")
+    table.add_column("why", overflow="fold")
+    for job in found:
+        workers = job["workers"]
+        table.add_row(
+            job["id"],
+            job["name"],
+            job["queue"],
+            str(job["priority"]),
+            job["state"],
+            f"{workers['now']}/{workers['min']}/{workers['max']}",
+            f"{job['step']}" + (f"/{job['steps']}" if job["steps"] else ""),
+            f"{job['rate']:.2f}/s" if job["rate"] else "",
+            clock(job["eta_s"]) if job["eta_s"] is not None else "",
+            job["why"] or job["reason"],
+        )
+    Console().print(table)
+    return COMPLETED
+
+
+def status(job: JobId, service: ServiceUrl = None, as_json: AsJson = False) -> int:
+    """Tell how a job stands, who is where, and what was decided on it."""
+    found = client(service).status(job)
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return COMPLETED
+    workers = found["workers"]
+    print(f"{found['id']}: {found['state']}; queue {found['queue']}, priority {found['priority']}")
+    if why := found["why"] or found["reason"]:
+        print(why)
+    steps = f"/{found['steps']}" if found["steps"] else ""
+    rate = f", {found['rate']:.2f} steps/s" if found["rate"] else ""
+    eta = f", ETA {clock(found['eta_s'])}" if found["eta_s"] is not None else ""
+    print(f"step {found['step']}{steps}{rate}{eta}")
+    print(f"{workers['now']} workers of {workers['min']} to {workers['max']}; {found['layout']}")
+    for member in found["members"]:
+        print(f"  rank {member['rank']}  {member['worker']}  {member['host']}  pid {member['pid']}")
+    for decision in found["decisions"][-10:]:
+        print(f"{decision['what']}: {decision['why']}")
+    print(f"run folder: {found['run_folder']}")
+    return COMPLETED
+
+
+def logs(
+    job: JobId,
+    service: ServiceUrl = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it ends.")] = False,
+) -> int:
+    """Print what a job's processes print."""
+    for line in client(service).logs(job, follow):
+        print(line, flush=True)
+    return COMPLETED
+
+
+def priority(
+    job: JobId,
+    value: Annotated[int, typer.Argument(metavar="N", help="Higher comes first.")],
+    service: ServiceUrl = None,
+) -> int:
+    """Change a job's priority."""
+    found = client(service).set_priority(job, value)
+    print(f"{job}: priority {found['priority']}")
+    return COMPLETED
+
+
+COMMANDS = (submit, jobs, status, logs, priority)
+
+
+def events_of(job: str, service: str | None, follow: bool, raw: bool) -> int:
+    for line in client(service).events(job, follow):
+        if raw or line["text"]:
+            print(f"{line['event']}: {line['reason']}" if raw else line["text"], flush=True)
+    return COMPLETED
+
+
+def stop_job(job: str, service: str | None, now: bool, timeout_s: float) -> int:
+    asked = client(service)
+    asked.stop(job, now)
+    found = asked.wait(job, timeout_s)
+    say(f"{job}: {found['state']}: {found['reason']}")
+    return COMPLETED
+
+
+def resize_job(job: str, service: str | None, workers: int) -> int:
+    found = client(service).resize(job, workers)
+    print(f"{job}: {workers} workers at most; it has {found['workers']['now']}")
+    return COMPLETED

@@ -1,0 +1,133 @@
+"""The job: its sections, and what they can't be together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from elastic_ft.config.elastic import (
+    CheckpointConfig,
+    ElasticConfig,
+    FaultConfig,
+    NetworkConfig,
+    SnapshotConfig,
+)
+from elastic_ft.config.parallel import ParallelConfig
+from elastic_ft.config.section import COUNT_MAX, SEED_MAX, Count, Section
+from elastic_ft.config.trained import (
+    BatchConfig,
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+)
+
+
+class Job(Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    seed: int = Field(0, ge=0, le=SEED_MAX)
+    steps: Count
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch: BatchConfig = BatchConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    elastic: ElasticConfig = ElasticConfig()
+    snapshot: SnapshotConfig = SnapshotConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    network: NetworkConfig = NetworkConfig()
+    faults: FaultConfig = FaultConfig()
+    audit: bool = False  # write ledger.jsonl: the samples each committed step consumed
+    loop: LoopConfig | None = None  # a training loop of one's own
+
+    @model_validator(mode="before")
+    @classmethod
+    def loop_decides(cls, values: Any) -> Any:
+        """With a loop of one's own, model and data are its own; it may end when it likes."""
+        if not isinstance(values, dict) or values.get("loop") is None:
+            return values
+        own = {"own": True}
+        for key in (key for key in ("model", "data") if key in values):
+            if not (isinstance(values[key], dict) and values[key].get("own")):
+                raise ValueError(f"{key}: is the loop's own; leave it out")
+        return {"steps": COUNT_MAX, "model": own, "data": own, **values}
+
+    @property
+    def multiple_of(self) -> int:
+        """Worlds are multiples of this."""
+        return self.elastic.multiple_of or self.parallel.wish.ranks_per_sample
+
+    def imports(self) -> list[str]:
+        """The code of the user's that the job names, as key and "module:name"."""
+        named = {
+            "model.path": self.model.path,
+            "data.path": self.data.path,
+            "optimizer.name": self.optimizer.name,
+            "optimizer.schedule": self.optimizer.schedule,
+            "parallel.tp_plan": self.parallel.tp_plan,
+        }
+        return [f"{key} {path}" for key, path in named.items() if path and ":" in path]
+
+    @model_validator(mode="after")
+    def own_is_of_loops(self) -> Job:
+        if (self.model.own or self.data.own) != (self.loop is not None):
+            raise ValueError("model.own, data.own: are of a job that has a loop; leave them out")
+        if self.loop is not None and self.optimizer != OptimizerConfig():
+            raise ValueError("optimizer: is the loop's own; leave it out")
+        parallel = self.parallel
+        if self.loop is not None and (
+            parallel.strategy == "auto"
+            or parallel.engine != "native"
+            or max(parallel.pp, parallel.tp, parallel.cp) > 1
+        ):
+            raise ValueError("loop: has engine native, strategy ddp, fsdp or hsdp, no tp, pp, cp")
+        return self
+
+    @model_validator(mode="after")
+    def loops_do_the_rest(self) -> Job:
+        """What would have no effect is refused: a loop calls its module by itself."""
+        parallel = self.parallel
+        own = {
+            "compile": "call torch.compile in your script",
+            "activation_checkpointing": "use torch.utils.checkpoint in your module",
+            "offload_activations": "use torch.autograd.graph.save_on_cpu in your step",
+            "loss_chunk_tokens": "the loss is your step's",
+        }
+        for key, instead in own.items() if self.loop is not None else ():
+            if getattr(parallel, key):
+                raise ValueError(f"parallel.{key}: has no effect on a loop: {instead}")
+        lower = self.precision.dtype != "fp32"
+        if self.loop is not None and lower and parallel.strategy == "ddp":
+            raise ValueError(
+                "precision.dtype: has no effect on a loop with ddp: use torch.autocast in your step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def stages_take_tokens_alone(self) -> Job:
+        for key in ("pp", "cp"):
+            if self.data.separate_documents and getattr(self.parallel, key) > 1:
+                raise ValueError(f"data.separate_documents: not with parallel.{key}")
+        return self
+
+    @model_validator(mode="after")
+    def chunks_in_range(self) -> Job:
+        if self.parallel.loss_chunk_tokens and self.precision.dtype == "fp16":
+            raise ValueError(
+                "parallel.loss_chunk_tokens: not with precision.dtype fp16: its gradients are made "
+                "before the loss is scaled"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def every_worker_has_work(self) -> Job:
+        if self.batch.micro_batches < self.elastic.max_workers:
+            raise ValueError(
+                f"batch.global_batch_size {self.batch.global_batch_size} makes "
+                f"{self.batch.micro_batches} micro-batches, fewer than elastic.max_workers "
+                f"{self.elastic.max_workers}: some workers would have nothing to do"
+            )
+        return self

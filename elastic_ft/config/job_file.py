@@ -1,0 +1,134 @@
+"""A job from a YAML file or a mapping; what is wrong with it is one line (``ConfigError``)."""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from elastic_ft.config.job import Job
+from elastic_ft.config.section import COUNT_MAX
+from elastic_ft.errors import ConfigError
+
+FILE_BYTES_MAX = 4 << 20  # of a job file
+VALUES_MAX = 100_000  # in a job file, aliases resolved
+# What PyYAML's constructors let through, as for the date 2024-13-45.
+ESCAPES = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
+MERGED_MAX = 100  # of merge keys in one mapping
+SHOWN = 80  # characters of a value, in a message
+
+
+def parse_job(values: Any, where: str = "job") -> Job:
+    """Returns the typed job. Raises ConfigError with one line: the first bad key and why.
+
+    ``where``: what the values are from; a file's name is part of the line.
+    """
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: expected a mapping of sections, found {type(values).__name__}")
+    if _count(values) > VALUES_MAX:
+        raise ConfigError(f"{where}: more than {VALUES_MAX} values, which no job has")
+    try:
+        return Job.model_validate(values)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        key = ".".join(_line(part) for part in first["loc"]) or where
+        message = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
+            first["type"], _line(first["msg"].removeprefix("Value error, "), 300)
+        )
+        if first["type"] == "extra_forbidden":
+            message += _did_you_mean(first["loc"])
+        found = ""
+        if first["type"] not in ("extra_forbidden", "missing", "value_error"):
+            found = f", found {_line(_shown(first['input']))}"
+        more = f" (and {len(others)} more)" if others else ""
+        inside = f" (in {where})" if where not in ("job", key) else ""
+        raise ConfigError(f"{key}: {message}{found}{more}{inside}") from None
+    except (RecursionError, OverflowError, TypeError) as error:  # of a value that refers to itself
+        raise ConfigError(f"{where}: not a job: {_line(error)}") from None
+
+
+def _count(values: Any) -> int:
+    """How many values there are, aliases counted wherever they are used: one more than VALUES_MAX
+    if there are more, or if they go round in a circle."""
+    count, left = 0, [values]
+    while left and count <= VALUES_MAX:
+        count += 1
+        one = left.pop()
+        if isinstance(one, dict):
+            left.extend(one.values())
+        elif isinstance(one, list | tuple | set):
+            left.extend(one)
+    return count
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) > COUNT_MAX**2:
+        return "a number of very many digits"
+    return reprlib.repr(value)
+
+
+def _line(value: object, length: int = SHOWN) -> str:
+    """One line that any terminal takes."""
+    text = " ".join(str(value).split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
+def _did_you_mean(path: tuple[int | str, ...]) -> str:
+    """The known key nearest to the last of ``path``, if one is near; and where it is known."""
+    section: Any = Job
+    for part in path[:-1]:
+        found = section.model_fields.get(part)
+        if found is None:
+            return ""
+        section = found.annotation
+        if not hasattr(section, "model_fields"):
+            return ""
+    near = difflib.get_close_matches(str(path[-1])[:SHOWN], section.model_fields, 1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Merge keys ("<<") copy what they merge: bounded, or a few lines of them would fill memory."""
+
+    def flatten_mapping(self, node: Any) -> None:
+        for _, value in node.value:
+            if isinstance(value, yaml.SequenceNode) and len(value.value) > MERGED_MAX:
+                self._refuse(node) if any(k.value == "<<" for k, _ in node.value) else None
+        super().flatten_mapping(node)
+        if len(node.value) > MERGED_MAX * 10:
+            self._refuse(node)
+
+    def _refuse(self, node: Any) -> None:
+        raise yaml.constructor.ConstructorError(None, None, "too many keys", node.start_mark)
+
+
+def load_job(path: str | Path) -> Job:
+    """Returns the job in a YAML file. Raises ConfigError."""
+    try:
+        with Path(path).open("rb") as file:
+            content = file.read(FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_text(content, str(path))
+
+
+def parse_text(content: bytes, where: str) -> Job:
+    """As ``parse_job``, of a job file's content."""
+    return parse_job(parse_yaml(content, where), where)
+
+
+def parse_yaml(content: bytes, where: str) -> Any:
+    """The values in a YAML file. Raises ConfigError, one line that begins with ``where``."""
+    if len(content) > FILE_BYTES_MAX:
+        raise ConfigError(f"{where}: larger than {FILE_BYTES_MAX} bytes, which no job file is")
+    try:
+        return yaml.load(content.decode(), _Loader)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where}: not a text file: {error.reason}") from None
+    except (yaml.YAMLError, *ESCAPES) as error:
+        raise ConfigError(f"{where}: not YAML: {_line(error, 300)}") from None

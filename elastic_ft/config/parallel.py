@@ -1,0 +1,157 @@
+"""How the model is laid out over ranks, and computed on each."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from elastic_ft.config.section import SEQUENCE_MAX, Section
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, LayoutWish, Strategy
+from elastic_ft.core.policy import same_names
+
+
+class DeviceConfig(Section):
+    """What strategy ``auto`` is planned by: what a device really reaches, not the datasheet."""
+
+    memory_gb: float | None = Field(None, gt=0)  # 10^9 bytes; none: as the workers find
+    tflops: float = Field(400, gt=0)
+    intra_gb_per_s: float = Field(300, gt=0)  # of a device, one way, within its node
+    inter_gb_per_s: float = Field(40, gt=0)  # to other nodes
+
+
+class ParallelConfig(Section):
+    """``tp`` and ``pp`` are kept whole unless ``elastic.multiple_of`` says otherwise."""
+
+    # Of data ranks; auto: of everything.
+    strategy: Literal[Strategy, "auto"] = LayoutWish.strategy
+    devices: DeviceConfig = DeviceConfig()
+    # Of hsdp: ranks that share one replica.
+    shard_size: int | None = Field(LayoutWish.shard_size, ge=2)
+    # Ranks that share each layer, sequence-parallel between layers.
+    tp: int = Field(LayoutWish.tp, ge=1)
+    tp_plan: str | None = None  # "package.module:name", how tp cuts a model of your own
+    pp: int = Field(LayoutWish.pp, ge=1)  # ranks that share the layers out as pipeline stages
+    cp: int = Field(LayoutWish.cp, ge=1)  # of a preset: ranks that share each sample's positions
+    schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"
+    engine: Literal["native", "deepspeed"] = "native"
+    zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
+    offload_optimizer: bool = False  # deepspeed: optimizer state and step on the CPU
+    # Layers keep their inputs alone for backward; selective: what is dear to compute again, too.
+    activation_checkpointing: bool | Literal["selective"] = False
+    # Native, on GPUs: what layers keep for backward waits in host memory. Not with selective.
+    offload_activations: bool = False
+    # Of a preset: logits of so many tokens at a time in the loss, which then takes no more memory
+    # for a longer sequence. None: of all.
+    loss_chunk_tokens: int | None = Field(None, ge=1, le=SEQUENCE_MAX)
+    # Of a preset, without tp and pp: each layer by torch.compile, before a worker takes part.
+    compile: bool = False
+    # Native, without tp and pp: parameters that a rank's samples do not use have gradients of zero.
+    unused_parameters: bool = False
+    # fsdp, hsdp without pp: free gathered weights after each backward; false: after a step's last
+    # one, which takes the memory of the whole weights, and gathers them once a step.
+    reshard_after_backward: bool = True
+    # fsdp, hsdp without pp: over the ranks of a replica, after each micro-batch, or once a step,
+    # which takes the memory of the whole gradients. Over replicas, once a step anyway.
+    reduce_gradients: Literal["micro_batch", "step"] = "micro_batch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: a GPU if there is one, not with gloo
+    backend: Literal["auto", "gloo", "nccl"] = "auto"  # gloo on cuda: through host memory, slow
+
+    @field_validator("offload_optimizer", mode="before")
+    @classmethod
+    def not_to_nvme(cls, value: Any) -> Any:
+        if value == "nvme":
+            raise ValueError("offload to NVMe is not offered, as it can train wrong without a word")
+        return value
+
+    @model_validator(mode="after")
+    def nccl_is_for_gpus(self) -> ParallelConfig:
+        if self.backend == "nccl" and self.device == "cpu":
+            raise ValueError("backend nccl is for GPUs, and device is cpu")
+        return self
+
+    @property
+    def wants_gpu(self) -> bool:
+        """Without one a worker can't take part."""
+        return self.device == "cuda" or self.backend == "nccl"
+
+    @property
+    def may_use_gpu(self) -> bool:
+        return self.wants_gpu or (self.device == "auto" and self.backend == "auto")
+
+    @model_validator(mode="after")
+    def auto_decides(self) -> ParallelConfig:
+        given = [k for k in ("shard_size", *MODEL_DIMENSIONS) if k in self.model_fields_set]
+        given = [k for k in given if getattr(self, k) not in (None, 1)]
+        if self.strategy == "auto" and given:
+            raise ValueError(f"strategy auto decides on {given[0]}: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def accumulates_shards(self) -> ParallelConfig:
+        given = {
+            "reshard_after_backward": not self.reshard_after_backward,
+            "reduce_gradients": self.reduce_gradients != "micro_batch",
+        }
+        sharded = self.strategy != "ddp" and self.engine == "native" and self.pp == 1
+        for key in (key for key, is_given in given.items() if is_given and not sharded):
+            raise ValueError(f"{key}: is of strategy fsdp, hsdp and auto, without pp; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def saves_activations(self) -> ParallelConfig:
+        native = self.engine == "native"
+        if self.offload_activations and (
+            not native or self.activation_checkpointing == "selective" or self.device == "cpu"
+        ):
+            raise ValueError(
+                "offload_activations: is of engine native on GPUs, with activation_checkpointing "
+                "true or false"
+            )
+        if self.loss_chunk_tokens and not native:
+            raise ValueError("loss_chunk_tokens: is of engine native")
+        if self.loss_chunk_tokens and self.pp > 1 and self.schedule == "zero_bubble":
+            raise ValueError(
+                "loss_chunk_tokens: not with schedule zero_bubble, which differentiates twice"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def compiles_whole_layers(self) -> ParallelConfig:
+        whole = (
+            self.engine == "native" and self.strategy != "auto" and self.wish.ranks_per_sample == 1
+        )
+        if self.compile and (not whole or self.offload_activations):
+            raise ValueError(
+                "compile: is of ddp, fsdp and hsdp without tp, pp, cp or offload_activations"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def knows_what_is_unused(self) -> ParallelConfig:
+        whole = (
+            self.engine == "native" and self.strategy != "auto" and self.wish.ranks_per_sample == 1
+        )
+        if self.unused_parameters and not whole:
+            raise ValueError("unused_parameters: is of ddp, fsdp and hsdp without tp, pp and cp")
+        return self
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether ranks share each layer."""
+        return self.tp > 1
+
+    @property
+    def wish(self) -> LayoutWish:
+        """What layouts are made of by rule."""
+        return LayoutWish(**same_names(LayoutWish, self) | {"strategy": self.data_strategy})
+
+    @property
+    def data_strategy(self) -> Strategy:
+        """How the data-parallel ranks hold the state. ZeRO shards the optimizer's from stage 1.
+
+        Of ``auto``: what the planner has no say in.
+        """
+        if self.engine == "native":
+            return "fsdp" if self.strategy == "auto" else self.strategy
+        return "fsdp" if self.zero_stage else "ddp"

@@ -1,0 +1,167 @@
+"""What is trained: model, data, optimizer, batches, precision; or a loop of one's own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from elastic_ft.config.section import BATCH_MAX, SEQUENCE_MAX, Count, CountFrom0, Section
+
+
+class LoopConfig(Section):
+    """The training loop is a script's own, which calls ``elastic_ft.init``: it has the model, the
+    data and the optimizer, and says when it ends."""
+
+    script: str | None = None  # a file on every node; none: a function does (ElasticTrainer)
+    arguments: tuple[str, ...] = ()
+    # For what registered objects keep beside large tensors: numbers, text, small tensors.
+    state_kb: int = Field(64, ge=1, le=1 << 20)
+
+
+class ModelConfig(Section):
+    """Exactly one of ``preset``, ``path`` and ``transformers``."""
+
+    preset: str | None = None  # a built-in decoder, see elastic_ft.models.decoder.PRESETS
+    path: str | None = None  # "package.module:callable" returning an nn.Module
+    transformers: dict[str, Any] | None = None  # a Hugging Face config, with its model_type
+    own: bool = False  # the loop's, see Job.loop
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # for preset and path
+    weights: str | None = None  # to begin with: a safetensors folder, any fsspec URL
+
+    @model_validator(mode="after")
+    def one_source(self) -> ModelConfig:
+        given = [k for k in ("preset", "path", "transformers") if getattr(self, k) is not None]
+        if len(given) + self.own != 1:
+            found = " and ".join(given) if given else "none"
+            raise ValueError(f"expected one of preset, path, transformers; found {found}")
+        return self
+
+
+class DataConfig(Section):
+    """Token data from a URL, or a map-style dataset by import path."""
+
+    url: str | None = None  # file, folder or glob, any fsspec URL; "stdlib:" = Python's own source
+    # tokens are copied to cache_dir; token_shards, of any size, are read where they are.
+    format: Literal["auto", "text", "jsonl", "parquet", "tokens", "token_shards"] = "auto"
+    text_field: str = "text"  # jsonl, parquet
+    tokenizer: str | None = None  # a tokenizer.json; none: a BPE is trained on the data
+    # Ends each document: of the tokenizer, or an id; none: a usual name.
+    end_token: str | Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
+    # Documents in one window do not attend to each other, and positions begin anew in each.
+    separate_documents: bool = False
+    # Of a trained BPE. Of token_shards, which nobody looks through: ids are below it.
+    vocab_size: int = Field(4096, ge=258, le=1 << 31)
+    token_bytes: Literal[2, 4] = 2  # tokens, token_shards: little-endian unsigned
+    sequence_length: int = Field(256, ge=2, le=SEQUENCE_MAX)
+    max_tokens: Count | None = None  # use at most this many
+    eval_fraction: float = Field(0.02, ge=0, lt=1)  # held out, from the end
+    eval_every_steps: CountFrom0 = 0  # 0: never
+    eval_samples: Count = 64  # at most so many of the held-out ones
+    cache_dir: str = "~/.cache/elastic_ft"  # tokenised data
+    path: str | None = None  # "package.module:callable" returning a map-style dataset
+    own: bool = False  # the loop's, see Job.loop
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # for path
+
+    @model_validator(mode="after")
+    def one_source(self) -> DataConfig:
+        if (self.url is not None) + (self.path is not None) + self.own != 1:
+            raise ValueError("expected exactly one of url and path")
+        return self
+
+    @model_validator(mode="after")
+    def shards_tell_their_vocabulary(self) -> DataConfig:
+        if self.format == "token_shards":
+            if "vocab_size" not in self.model_fields_set:
+                raise ValueError("format token_shards needs vocab_size: that of the ids' tokenizer")
+            if self.separate_documents:
+                raise ValueError("separate_documents: format token_shards has no documents")
+        return self
+
+    @model_validator(mode="after")
+    def knows_where_documents_end(self) -> DataConfig:
+        if self.separate_documents and self.url is None:
+            raise ValueError("separate_documents: is of url; a dataset has position_ids in samples")
+        unknown = self.format == "tokens" and not (
+            isinstance(self.end_token, int) or (self.end_token and self.tokenizer)
+        )
+        if self.separate_documents and unknown:
+            raise ValueError("separate_documents: format tokens needs end_token: an id, say")
+        return self
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Rate = Annotated[float, Field(gt=0, le=1e6)]
+Decay = Annotated[float, Field(ge=0, le=1e6)]
+SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
+
+
+class ParameterGroup(Section):
+    """Parameters by the pattern of their names in the whole model, ``*`` for any part.
+
+    What is not given is as for all others.
+    """
+
+    match: str = Field(min_length=1)
+    lr: Rate | None = None  # its highest; the schedule shapes it as it does optimizer.lr
+    weight_decay: Decay | None = None  # of vectors too
+
+
+class OptimizerConfig(Section):
+    name: str = "adamw"  # adamw, adam, sgd, or "package.module:class"
+    lr: Rate = 3e-4
+    weight_decay: Decay = 0.1  # of matrices; norms and biases have none
+    groups: tuple[ParameterGroup, ...] = ()  # the first whose pattern matches counts
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0, le=1e6)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    # constant, linear, cosine, wsd, inverse_sqrt, or "package.module:callable", which is given
+    # (step, steps) and returns what the rate is of lr: a function of these alone.
+    schedule: str = "cosine"
+    warmup_steps: CountFrom0 = 0
+    decay_steps: CountFrom0 = 0  # wsd: the last ones
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    grad_clip: float | None = Field(1.0, gt=0)  # maximum global norm
+    # Steps in a row whose gradients may be infinite or NaN: each is skipped. 0: none may.
+    skip_nonfinite: int = Field(0, ge=0, le=10**6)
+
+    @field_validator("schedule")
+    @classmethod
+    def known(cls, value: str) -> str:
+        if value not in SCHEDULES and ":" not in value:
+            names = ", ".join(SCHEDULES)
+            raise ValueError(f"expected one of {names} or package.module:callable, found {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def decays_in_some_steps(self) -> OptimizerConfig:
+        if (self.schedule == "wsd") != (self.decay_steps > 0):
+            raise ValueError("decay_steps: schedule wsd needs it, and no other schedule has it")
+        return self
+
+
+class BatchConfig(Section):
+    """Sizes in samples. Micro-batches are the unit that is dealt to workers."""
+
+    global_batch_size: int = Field(32, ge=1, le=BATCH_MAX)
+    micro_batch_size: int = Field(4, ge=1, le=BATCH_MAX)
+
+    @property
+    def micro_batches(self) -> int:
+        return self.global_batch_size // self.micro_batch_size
+
+    @model_validator(mode="after")
+    def divisible(self) -> BatchConfig:
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} is not a multiple of "
+                f"micro_batch_size {self.micro_batch_size}"
+            )
+        return self
+
+
+class PrecisionConfig(Section):
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of compute; parameters stay fp32
+    tf32: bool = True  # on GPUs: fp32 matrix products by tensor cores, inputs cut to 10 bits
+    initial_loss_scale: float = Field(2.0**16, gt=0)  # fp16
+    loss_scale_growth_steps: Count = 2000

@@ -1,0 +1,163 @@
+"""How a controller ends: what it leaves to whom, and what stands in result.json."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import replace
+from typing import Any
+
+from elastic_ft.config import Job
+from elastic_ft.controller.connections import Connections
+from elastic_ft.controller.durability import Durability
+from elastic_ft.controller.hearing import Hearing
+from elastic_ft.controller.heir import Heir
+from elastic_ft.controller.host import Host
+from elastic_ft.controller.inbox import Inbox
+from elastic_ft.controller.observer import Observer
+from elastic_ft.controller.publisher import Publisher
+from elastic_ft.controller.takeover import Takeover
+from elastic_ft.core import commands as cmd
+from elastic_ft.core import deadlines
+from elastic_ft.core.policy import Policy
+from elastic_ft.core.state import State
+from elastic_ft.errors import JobFailed, StoreFailed
+from elastic_ft.observe.metrics import write_targets
+from elastic_ft.observe.outcome import complete
+from elastic_ft.observe.report import ReportAtEnd
+from elastic_ft.observe.run_folder import RunFolder
+from elastic_ft.observe.run_reader import RunReader
+
+UNKNOWN_BYTES = 1 << 60  # as long as they try by themselves
+
+
+class ControllerEnding:
+    """That part of a ``Controller``."""
+
+    job: Job
+    host: Host
+    run_folder: RunFolder
+    policy: Policy
+    state: State
+    _connections: Connections
+    _durability: Durability
+    _hearing: Hearing
+    _heir: Heir
+    _inbox: Inbox
+    _observer: Observer
+    _publisher: Publisher
+    _report: ReportAtEnd
+    _takeover: Takeover
+    _fired: set[int]
+    _ended_at_s: float
+    _closed: bool
+    _is_superseded: bool
+
+    @property
+    def _finish(self) -> cmd.FinishJob | None:
+        """How the job ends, once that is decided."""
+        raise NotImplementedError
+
+    def _complete(self) -> dict[str, Any]:
+        """The result of the job that is complete; {} if it is not."""
+        ended = RunReader(self.run_folder.url).result()
+        if self.policy.from_scratch or not complete(ended, self.job.steps):
+            return {}
+        self.run_folder.close()
+        return ended
+
+    def _failed(self, error: Exception) -> None:
+        """The journal's last line says why, and a remote folder has it. Another job's does not."""
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        with contextlib.suppress(OSError, StoreFailed, JobFailed):  # it may be what has failed
+            if self.run_folder.is_ours:
+                self._observer.journal("controller_failed", self.state.generation, reason, {})
+        with contextlib.suppress(OSError):  # of a full disk: what it does not take is lost now
+            self.run_folder.close()
+
+    def _give_up(self) -> dict[str, Any]:
+        """The job has ended before it could begin: what is in the run folder stays as it is."""
+        assert self._finish is not None
+        self._observer.journal("finished", 0, self._finish.reason, {"status": self._finish.status})
+        self._ended_at_s = time.time()
+        if self._connections.was_opened:  # to adopt who lives, and that is not ours to end
+            self._closed = True
+            self._leave()
+        else:
+            self._publisher.close()
+        self.state = replace(self.state, committed=self._takeover.recorded)
+        return self._result(self._finish)
+
+    def _leave(self) -> None:
+        """Nobody is killed, and nothing more is said."""
+        self._durability.close()
+        self._connections.close()
+        self.host.leave()
+        self._observer.metrics.close()
+        self._publisher.close(at_once=True)
+
+    def _close(self) -> None:
+        """What no checkpoint has, keepers save first. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._durability.close()
+        if self._has_lost_the_job():
+            self._leave()
+            return
+        self._connections.say_farewell()
+        # Who asks to stop gives it some seconds, and kills it then.
+        is_stopped = self._finish is not None and self._finish.status == "stopped"
+        if self._left_unsaved():
+            self._connections.close()
+            self.host.close(self._save_s(is_stopped))
+        else:
+            self._connections.release_keepers()
+            self.host.close()
+        self._connections.close()
+        self._observer.metrics.close()
+        if self._connections.was_opened and self.run_folder.is_ours:
+            with contextlib.suppress(OSError):  # a disk that is full has said so before
+                write_targets(self.run_folder.path, "")
+        self._publisher.close(at_once=is_stopped)
+
+    def _save_s(self, is_stopped: bool) -> float:
+        """What keepers get. Those that an earlier controller had have not said what they have."""
+        give_up_s = self.job.elastic.suspend_timeout_s
+        if self._heir.ends_unsaved and not is_stopped:
+            return deadlines.save_s(UNKNOWN_BYTES, give_up_s)
+        nbytes = 0 if is_stopped else max(self._hearing.kept.values(), default=0)
+        return deadlines.save_s(nbytes, give_up_s)
+
+    def _has_lost_the_job(self) -> bool:
+        """Another has it, or it never was ours: who lives is not ours to kill."""
+        if self._is_superseded or (self._connections.was_opened and not self.run_folder.is_ours):
+            return True
+        return bool(self._heir.survivors) and not self._publisher.has_claim
+
+    def _left_unsaved(self) -> bool:
+        """Whether keepers may have steps that the next start would train again."""
+        if not self._connections.was_opened:
+            return False  # there were none
+        if self._finish is None:
+            return True
+        return self._finish.status != "completed" and self.state.committed > self._newest()
+
+    def _newest(self) -> int:
+        """The step of the newest checkpoint, 0 if there is none."""
+        return max((ref.step for ref in self.state.checkpoints), default=0)
+
+    def _result(self, finish: cmd.FinishJob) -> dict[str, Any]:
+        for told in self._inbox.take(0.0):
+            self._hearing.hear_late(told)
+        if unsaved := self._left_unsaved():
+            saved = self._takeover.saved_in_words(self._newest())
+            finish = replace(finish, reason=finish.reason + saved)
+        result = self._observer.result(finish, self.state, self._ended_at_s, self._fired)
+        self.run_folder.drop_request()
+        self.run_folder.write_result(result)
+        self._report.write(result)
+        if not unsaved:  # first: who is killed now leaves no keepers to be waited for
+            self._publisher.ended()
+        self.run_folder.close()
+        return result

@@ -1,0 +1,105 @@
+"""Why a plan of a layout is what it is, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, seats_on_nodes
+from elastic_ft.core.layouts.work import Choice, Work
+
+Without = dict[str, tuple[float, float]]  # by feature: the least bytes and best seconds without it
+
+
+def gb(nbytes: float) -> str:
+    """In 10^9 bytes; small amounts in 10^6."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def describe(choice: Choice) -> str:
+    """A choice in a line."""
+    schedule = f", {choice.schedule}" if choice.layout.pp > 1 else ""
+    chunks = f" of {choice.chunks} chunks" if choice.chunks > 1 else ""
+    again = ", recomputing" if choice.recompute else ""
+    again += " selectively" if choice.recompute == "selective" else ""
+    return f"{choice.layout}, micro-batch {choice.micro_batch}{schedule}{chunks}{again}"
+
+
+def features(choice: Choice) -> tuple[tuple[str, bool], ...]:
+    layout = choice.layout
+    return (
+        ("pipeline stages", layout.pp > 1),
+        ("tensor parallelism", layout.tp > 1),
+        ("context parallelism", layout.cp > 1),
+        ("sharding", layout.dp_shard > 1),
+        ("recomputation", bool(choice.recompute)),
+    )
+
+
+def why(
+    plan: LayoutPlan, fastest: LayoutPlan, work: Work, usable_bytes: float, without: Without
+) -> Iterator[str]:
+    """Sentences: fit, each feature against doing without it, tie-break, who is idle."""
+    yield f"fits: {gb(plan.memory.total)} of {gb(usable_bytes)} on the fullest device"
+    for feature, has in features(plan.choice):
+        if has:
+            yield f"{feature}: {_loss_without(feature, plan, without)}"
+    if plan.layout.tp > 1:
+        where = "inside a node" if plan.tp_inside else "across nodes: no node has room for a group"
+        yield f"tensor-parallel peers are {where}"
+    if plan.choice != fastest.choice:
+        slower = plan.time.total / fastest.time.total - 1
+        yield (
+            f"{slower:.1%} slower than {describe(fastest.choice)}, which is as good, "
+            + _preferred(plan, fastest)
+        )
+    dp = plan.layout.data_parallel_size
+    count = work.global_batch // plan.choice.micro_batch
+    if count % dp:
+        yield (
+            f"{count} micro-batches over {dp} replicas are uneven: the busiest has "
+            f"{plan.choice.micro_batches(work)}"
+        )
+    yield from _idle(plan)
+
+
+def _loss_without(feature: str, plan: LayoutPlan, without: Without) -> str:
+    need, time_s = without.get(feature, (float("inf"), float("inf")))
+    if time_s < float("inf"):
+        ratio = time_s / plan.time.total - 1
+        return f"without it {abs(ratio):.0%} {'slower' if ratio >= 0 else 'faster'}"
+    if need < float("inf"):
+        return f"without it nothing fits, the least need is {gb(need)}"
+    return "nothing else was allowed"
+
+
+def _preferred(plan: LayoutPlan, fastest: LayoutPlan) -> str:
+    if plan.tp_inside and not fastest.tp_inside:
+        return "and keeps tensor parallelism inside a node"
+    if plan.bytes_moved != fastest.bytes_moved:
+        return f"and moves {gb(plan.bytes_moved or 0)} instead of {gb(fastest.bytes_moved or 0)}"
+    layout, other = plan.layout, fastest.layout
+    if layout.dp_replicate != other.dp_replicate:
+        return f"and has {layout.dp_replicate} replicas of the state, not {other.dp_replicate}"
+    return "and shares each copy of the model among fewer ranks"
+
+
+def _idle(plan: LayoutPlan) -> Iterator[str]:
+    """Which devices have no rank, and why."""
+    if not any(plan.idle):
+        return
+    total, tp = sum(plan.nodes), plan.layout.ranks_per_layer
+    where = ", ".join(f"{n} on node {i}" for i, n in enumerate(plan.idle) if n)
+    yield f"{sum(plan.idle)} of {total} devices idle: {where}"
+    seats = seats_on_nodes(plan.nodes, tp)
+    if seats != plan.nodes:
+        yield f"a node's devices beyond a multiple of {tp} have no tensor-parallel group"
+    spare, copy = sum(seats) - plan.layout.world_size, plan.layout.pp * tp
+    if 0 < spare < copy:
+        yield f"{spare} are too few for another replica, which takes {copy}"
+    elif spare:
+        yield f"{spare} would not make a step faster: it would have as many micro-batches in a row"
+
+
+def compared(plan: LayoutPlan, first: LayoutPlan) -> str:
+    ratio = plan.time.total / first.time.total - 1
+    return f"{abs(ratio):.1%} {'slower' if ratio >= 0 else 'faster'} than {first.layout}"

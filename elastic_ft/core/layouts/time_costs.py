@@ -1,0 +1,197 @@
+"""The seconds that a step takes in a layout, estimated from sizes and bandwidths. Pure.
+
+After Narayanan et al., 2021 (pipeline bubbles, tensor parallelism), Qi et al., 2023 (zero-bubble)
+and ring collectives over two kinds of links. Ranks are placed row-major over (pp, dp_replicate,
+dp_shard, cp, tp), as in ``core.layouts.layout``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil, gcd
+from typing import NamedTuple
+
+from elastic_ft.core.layouts.memory_costs import kept_activation_bytes
+from elastic_ft.core.layouts.work import (
+    Choice,
+    Devices,
+    ModelShape,
+    Recompute,
+    Work,
+    stage_layers,
+)
+
+# Shares of a layer's forward, and of what it sends, that are done again. Selective: norms, rotary
+# angles and activation functions, and inputs gathered, not what was reduced.
+AGAIN: dict[Recompute, float] = {False: 0.0, "selective": 0.15, True: 1.0}
+SENT_AGAIN: dict[Recompute, float] = {False: 0.0, "selective": 0.5, True: 1.0}
+CONTENTION = 0.15  # of communication that computation hides: what it slows that computation by
+
+
+class StepTime(NamedTuple):
+    """Seconds of one step on the slowest path. Communication: what computing does not hide."""
+
+    compute: float
+    recompute: float
+    offload: float
+    tp: float
+    cp: float
+    pp: float
+    dp: float
+    bubble: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Interconnect:
+    """How far apart ranks are: nodes in use, devices used on one of them, what divides them all."""
+
+    devices: Devices
+    nodes: int
+    on_node: int  # mean
+    common: int  # greatest common divisor
+
+    @staticmethod
+    def of(devices: Devices, used: Iterable[int]) -> Interconnect:
+        """``used``: devices of each node that have a rank."""
+        filled = [count for count in used if count]
+        return Interconnect(devices, len(filled), sum(filled) // len(filled), gcd(*filled))
+
+    def ring(self, nbytes: float, size: int, stride: int) -> float:
+        """Seconds of an all-gather (or reduce-scatter) of ``nbytes`` in total, over ``size`` ranks
+        that are ``stride`` apart. Rings inside a node share the work of going between nodes."""
+        if size == 1:
+            return 0.0
+        devices = self.devices
+        latency_s = (size - 1) * devices.latency_s
+        inside_s = nbytes * (size - 1) / size / devices.intra_bytes_per_s
+        if self.is_inside(size, stride):
+            return inside_s + latency_s
+        on_node = max(1, min(size, self.on_node // stride))
+        nodes = ceil(size / on_node)
+        between_s = nbytes * (nodes - 1) / nodes / (on_node * devices.inter_bytes_per_s)
+        return max(inside_s, between_s) + latency_s
+
+    def send(self, nbytes: float) -> float:
+        """Seconds of one message to the next pipeline stage, on another node if there is one."""
+        devices = self.devices
+        rate = devices.intra_bytes_per_s if self.nodes == 1 else devices.inter_bytes_per_s
+        return nbytes / rate + devices.latency_s
+
+    def is_inside(self, size: int, stride: int) -> bool:
+        """Whether every such group lies within one node."""
+        return self.nodes == 1 or self.common % (size * stride) == 0
+
+
+def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
+    """Returns the time of one step, by its slowest pipeline stage."""
+    model, layout, devices = work.model, choice.layout, links.devices
+    layers, count = stage_layers(model, layout.pp), choice.micro_batches(work)
+    rate = devices.flops_per_s * layout.tp * layout.cp  # chunks are dealt so that all have as much
+    block_s = max(model.block_flops * choice.micro_batch / rate, devices.layer_s)
+    output_s = model.output_flops * choice.micro_batch / rate
+    stage = max(
+        (0, layers.index(max(layers)), len(layers) - 1),
+        key=lambda s: layers[s] * block_s + (s == choice.output_rank) * output_s,
+    )
+    blocks_s = layers[stage] * block_s
+    forward_s = blocks_s + (stage == choice.output_rank) * output_s
+    again_s = blocks_s * AGAIN[choice.recompute]
+    # One all-gather and one reduce-scatter around each half of a layer (sequence parallelism).
+    tokens = choice.micro_batch * model.sequence_length
+    hidden = tokens / layout.cp * model.dim * work.compute_bytes
+    tp_s = 4 * layers[stage] * links.ring(hidden, layout.tp, 1)
+    # Keys and values are gathered in forward and backward; their gradients are summed in float32.
+    kv = 2 * tokens * model.kv_dim / layout.tp
+    kv_s, dkv_s = (
+        layers[stage] * links.ring(kv * nbytes, layout.cp, layout.tp)
+        for nbytes in (work.compute_bytes, 4)
+    )
+    cp_again_s = kv_s * (1 + bool(choice.recompute)) + dkv_s
+    pp_s = 2 * links.send(hidden) * choice.chunks
+    pp_s *= layout.pp > 1
+    tp_again = SENT_AGAIN[choice.recompute]
+    backward_s = 2 * forward_s + again_s + (1 + tp_again) * tp_s + cp_again_s
+    offload_s = _offload_s(work, choice, layers[stage], devices)
+    slot_s = forward_s + tp_s + kv_s + backward_s + pp_s + offload_s
+    own = _widest_stage(model, layout.pp) / layout.tp
+    dp_s = _data_parallel_s(work, choice, links, own, forward_s + tp_s + kv_s, backward_s, count)
+    return StepTime(
+        compute=3 * forward_s * count,
+        recompute=again_s * count,
+        offload=offload_s * count,
+        tp=(2 + tp_again) * tp_s * count,
+        cp=(kv_s + cp_again_s) * count,
+        pp=pp_s * count,
+        dp=dp_s,
+        bubble=_bubble_s(choice, slot_s, forward_s),
+    )
+
+
+def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> float:
+    """Seconds of a micro-batch's way to host memory and back: computing waits for it."""
+    if not work.offloads:
+        return 0.0
+    tokens = choice.micro_batch * work.model.sequence_length / choice.layout.cp
+    kept = kept_activation_bytes(work, choice.layout.tp, choice.recompute, devices.fused)
+    return 2 * layers * tokens * kept / devices.host_bytes_per_s
+
+
+def _widest_stage(model: ModelShape, pp: int) -> int:
+    """Parameters of the stage that has the most."""
+    layers = [n * model.block_parameters for n in stage_layers(model, pp)]
+    layers[0] += model.embedding_parameters
+    layers[-1] += model.output_parameters
+    return max(layers)
+
+
+def _bubble_s(choice: Choice, slot_s: float, forward_s: float) -> float:
+    """Idle seconds of a rank: (pp - 1) slots, or chunks of one; zero_bubble fills two forwards'
+    worth of each slot with weight gradients."""
+    filled_s = 2 * forward_s if choice.schedule == "zero_bubble" else 0.0
+    return (choice.layout.pp - 1) * (slot_s - filled_s) / choice.chunks
+
+
+def _data_parallel_s(
+    work: Work,
+    choice: Choice,
+    links: Interconnect,
+    own: float,
+    forward_s: float,
+    backward_s: float,
+    micro_batches: int,
+) -> float:
+    """Seconds of gathering weights and reducing gradients that no computation hides.
+
+    DDP, and stages, reduce once a step, behind one micro-batch's backward. FSDP gathers for each
+    forward and each backward, and reduces in each backward, unless the work says once; over
+    replicas, in the last one.
+    """
+    layout = choice.layout
+    shards, stride = layout.state_shards, layout.tp
+    gradients = own * work.gradient_bytes
+    replicas_s = 2 * links.ring(gradients / shards, layout.dp_replicate, stride * shards)
+    if shards == 1:
+        return _late(replicas_s, backward_s)
+    gather_s = links.ring(own * work.compute_bytes, shards, stride)
+    reduce_s = links.ring(gradients, shards, stride)
+    if layout.pp > 1:
+        return _late(gather_s, forward_s) + _late(reduce_s + replicas_s, backward_s)
+    again_s = 0.0 if work.gathers_once else gather_s  # in backward
+    early_s = again_s + (0.0 if work.reduces_once else reduce_s)
+    forwards = 1 if work.gathers_once else micro_batches
+    return (
+        _late(gather_s, forward_s) * forwards
+        + _late(early_s, backward_s) * (micro_batches - 1)
+        + _late(again_s + reduce_s + replicas_s, backward_s)
+    )
+
+
+def _late(communication_s: float, behind_s: float) -> float:
+    """Seconds that communication adds to the computation it runs behind."""
+    hidden_s = min(communication_s, behind_s)
+    return communication_s - hidden_s + CONTENTION * hidden_s

@@ -1,0 +1,341 @@
+"""Sharing: ``decide(state, event, terms) -> (state, commands)``, for several jobs on one cluster.
+
+Pure: equal state and event give equal answers, so a service that journals each event before it
+tells it comes back to the same state by replaying them. Every command has its reason in words.
+The life of a job here:
+
+    queued ──room──> starting ──workers train──> running ──> completed | failed | stopped
+       ^                │                           │
+       └── its start    ├── others need its minimum ┤        stopping: someone asked for it
+           failed       v                           v
+                     suspended: checkpoint, release, wait; ──room──> starting
+
+The rules are in the files of ``core.sharing``, see there: ``dealing`` has their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.admission import Admission
+from elastic_ft.core.sharing.asks import SharingCommand, SharingEvent, SharingTerms
+from elastic_ft.core.sharing.dealing import deal
+from elastic_ft.core.sharing.desk import Desk, plural
+from elastic_ft.core.sharing.ledger import (
+    ENDED_KEPT,
+    SharedJob,
+    Sharing,
+    count,
+    removed,
+)
+from elastic_ft.core.table import Table
+
+ROUNDS_MAX = 8  # what is left to do after them waits for the next event
+OfAStart = asks.JobBegan | asks.StartFailed | asks.WorkersReleased | asks.JobSuspended
+
+
+def decide(
+    state: Sharing, event: SharingEvent, terms: SharingTerms
+) -> tuple[Sharing, tuple[SharingCommand, ...]]:
+    """Returns the next state and what is to be done about it."""
+    desk = Desk(state, terms, event.at_s)
+    handlers[type(event)](desk, event)
+    found = _deal_out(desk)
+    if terms.autoscaler:
+        _size_cluster(desk, found)
+    _arm(desk)
+    return _next_state(desk), tuple(desk.commands)
+
+
+def _deal_out(desk: Desk) -> Admission:
+    """Until nothing is left to do: who started may have changed whose turn it is. Who gave way
+    before its start was told is looked at once more then, and no third time."""
+    looked_again = False
+    for _ in range(ROUNDS_MAX):
+        jobs, told = dict(desk.jobs), len(desk.commands)
+        desk.wakes.clear()
+        found = deal(desk)
+        if desk.jobs == jobs and len(desk.commands) == told:
+            if looked_again or not desk.barred:
+                break
+            desk.barred.clear()
+            looked_again = True
+    return found
+
+
+# ------------------------------------------------------------------------------------ who comes
+
+
+def _job_submitted(desk: Desk, event: asks.JobSubmitted) -> None:
+    if why := refuses(desk.state, event, desk.terms):
+        desk.do(asks.Refuse(event.job, why))
+        return
+    number = desk.state.submitted + 1
+    desk.state = replace(desk.state, submitted=number)
+    desk.jobs[event.job] = SharedJob(event.job, event.wish, number, waits_since_s=event.at_s)
+
+
+def refuses(state: Sharing, event: asks.JobSubmitted, terms: SharingTerms) -> str:
+    """Why not; empty if the job is welcome."""
+    wish = event.wish
+    if event.job in state.jobs or event.job in state.ended:
+        return f"a job {event.job} has been submitted already"
+    if min(wish.min_workers, wish.multiple_of, wish.slots_per_worker) < 1:
+        return "min_workers, multiple_of and slots_per_worker are at least 1"
+    if wish.least > wish.most:
+        return (
+            f"no multiple of {wish.multiple_of} lies between min_workers {wish.min_workers} "
+            f"and max_workers {wish.max_workers}"
+        )
+    queue = terms.queues.get(wish.queue)
+    if queue is None:
+        return f"there is no queue {wish.queue}: {', '.join(sorted(terms.queues))}"
+    need = wish.least * wish.slots_per_worker
+    if queue.ceiling is not None and need > queue.ceiling:
+        return f"it needs {need} slots at least, queue {wish.queue} may use {queue.ceiling}"
+    return ""
+
+
+def _job_began(desk: Desk, event: asks.JobBegan) -> None:
+    job = _told_by(desk, event)
+    if job is not None and job.phase == "starting":
+        desk.change(event.job, phase="running", failed_starts=0, ran=True)
+
+
+def _told_by(desk: Desk, event: OfAStart) -> SharedJob | None:
+    """The job, if this is of its last start."""
+    job = desk.jobs.get(event.job)
+    return job if job is not None and job.start == event.start else None
+
+
+def _start_failed(desk: Desk, event: asks.StartFailed) -> None:
+    job = _told_by(desk, event)
+    if job is None:
+        return
+    if job.phase == "stopping":
+        _end(desk, job, "stopped")
+        return
+    if job.phase != "starting":  # it was to be suspended meanwhile: now it is
+        desk.change(job.job, held=(), leaving=(), releasing=False)
+        return
+    failed, terms = job.failed_starts + 1, desk.terms
+    if failed >= terms.starts_max:
+        desk.do(asks.GiveUpJob(job.job, f"{failed} starts failed; the last: {event.reason}"))
+        _end(desk, job, "failed")
+        return
+    delay_s = terms.retry_s * 2 ** (failed - 1)
+    desk.change(
+        job.job,
+        phase="queued" if not job.ran else "suspended",
+        target=0,
+        held=(),
+        leaving=(),
+        waits_since_s=desk.at_s,
+        first=True,
+        behind=(),
+        failed_starts=failed,
+        not_before_s=desk.at_s + delay_s,
+        why=f"waits {delay_s:g} s: a start failed: {event.reason}",
+    )
+
+
+def _priority_changed(desk: Desk, event: asks.PriorityChanged) -> None:
+    job = desk.jobs.get(event.job)
+    if job is None:
+        desk.do(asks.Refuse(event.job, _unknown(desk, event.job)))
+        return
+    wish = replace(job.wish, priority=event.priority)
+    rank = event.priority if job.has_room else job.rank
+    desk.change(job.job, wish=wish, rank=rank)
+
+
+def _resize_asked(desk: Desk, event: asks.ResizeAsked) -> None:
+    job = desk.jobs.get(event.job)
+    why = ""
+    if job is None:
+        why = _unknown(desk, event.job)
+    elif event.workers % job.unit:
+        why = f"{event.workers} is no multiple of {job.unit}"
+    elif not job.least <= event.workers <= job.wish.most:
+        why = f"{event.workers} is not within {job.least} and {job.wish.most}"
+    if why:
+        desk.do(asks.Refuse(event.job, why))
+        return
+    desk.change(event.job, cap=event.workers)
+
+
+# ------------------------------------------------------------------------------------ what goes
+
+
+def _workers_released(desk: Desk, event: asks.WorkersReleased) -> None:
+    job = _told_by(desk, event)
+    if job is not None:
+        _released(desk, job, event.places)
+
+
+def _released(desk: Desk, job: SharedJob, places: asks.Places) -> None:
+    """A job may let others go than it was told: what it still has to release is as many."""
+    held = removed(job.held, places)
+    leaving = removed(job.leaving, places)
+    more = max(0, count(held) - job.target)
+    leaving = _as_many(leaving, held, more) if job.has_room else held
+    desk.change(job.job, held=held, leaving=leaving)
+
+
+def _as_many(leaving: asks.Places, held: asks.Places, workers: int) -> asks.Places:
+    """``workers`` of ``held``, those of ``leaving`` first."""
+    chosen: dict[str, int] = {}
+    for places in (leaving, held):
+        for node, here in places:
+            more = min(here - chosen.get(node, 0), workers)
+            if more > 0:
+                chosen[node] = chosen.get(node, 0) + more
+                workers -= more
+    return tuple(sorted(chosen.items()))
+
+
+def _job_suspended(desk: Desk, event: asks.JobSuspended) -> None:
+    job = _told_by(desk, event)
+    if job is None:
+        return
+    if job.has_room:  # by itself: it had too few workers for too long, say
+        job = desk.change(job.job, phase="suspended", target=0, waits_since_s=desk.at_s, first=True)
+        desk.change(job.job, why="suspended by itself", behind=())
+    desk.change(job.job, held=(), leaving=(), releasing=False)
+
+
+def _job_ended(desk: Desk, event: asks.JobEnded) -> None:
+    if (job := desk.jobs.get(event.job)) is not None:
+        _end(desk, job, event.status)
+
+
+def _end(desk: Desk, job: SharedJob, status: str) -> None:
+    del desk.jobs[job.job]
+    ended = desk.state.ended.put(job.job, status)
+    if len(ended) > 2 * ENDED_KEPT:
+        ended = Table(dict(list(ended.items())[ENDED_KEPT:]))
+    desk.state = replace(desk.state, ended=ended)
+
+
+def _stop_asked(desk: Desk, event: asks.StopAsked) -> None:
+    job = desk.jobs.get(event.job)
+    if job is None:
+        desk.do(asks.Refuse(event.job, _unknown(desk, event.job)))
+    elif job.phase == "stopping":
+        return
+    elif not job.has_room and not job.releasing:
+        _end(desk, job, "stopped")
+    else:
+        desk.change(job.job, phase="stopping", target=0, leaving=job.held)
+        desk.do(asks.StopJob(job.job, "somebody asked for it"))
+
+
+def _unknown(desk: Desk, job: asks.JobId) -> str:
+    how = desk.state.ended.get(job)
+    return f"it has {how}" if how else f"there is no job {job}"
+
+
+# --------------------------------------------------------------------------------------- nodes
+
+
+def _capacity_changed(desk: Desk, event: asks.CapacityChanged) -> None:
+    nodes = {node: slots for node, slots in event.nodes if slots > 0}
+    desk.state = replace(
+        desk.state,
+        nodes=Table(nodes),
+        returning=tuple(node for node in desk.state.returning if node in nodes),
+    )
+    for job in list(desk.jobs.values()):
+        held = tuple(place for place in job.held if place[0] in nodes)
+        if held == job.held:
+            continue
+        leaving = tuple(place for place in job.leaving if place[0] in nodes)
+        target = job.target
+        if job.has_room:  # what is below its minimum is owed: see ``SharedJob.owed``
+            stays = job.floor(count(held) - count(leaving))
+            target = min(job.target, max(job.least, stays))
+            leaving = _as_many(leaving, held, max(0, count(held) - target))
+        lost = count(job.held) - count(held)
+        desk.change(job.job, held=held, leaving=leaving, target=target)
+        if job.has_room and target != job.target:
+            desk.change(job.job, resized_at_s=desk.at_s)
+            why = f"{plural(lost)} went with a lost node"
+            told = removed(leaving, job.leaving)
+            desk.do(asks.ResizeJob(job.job, target, why, less=told))
+
+
+def _ticked(desk: Desk, event: asks.Ticked) -> None:
+    """What is due is found by whoever watches it."""
+
+
+def _size_cluster(desk: Desk, found: Admission) -> None:
+    """Asks for what no room is found for, and gives back what idles."""
+    state = desk.state
+    missing = sum(job.least * job.slots for job in found.blocked)
+    missing += sum(job.owed * job.slots for job in desk.running())
+    if missing != state.missing:
+        names = ", ".join(job.job for job in found.blocked[:3])
+        why = f"{names} can't start without" if names else "nobody waits for more"
+        desk.do(asks.AskAutoscaler(missing, why))
+    used = {node for job in desk.jobs.values() for node, _ in job.held}
+    idle: Table[str, float] = Table()
+    if not missing and not desk.waiting():
+        since = {n: state.idle_since_s.get(n, desk.at_s) for n in state.nodes if n not in used}
+        idle = Table(since)
+    returning = state.returning if not missing else ()
+    most = len(state.nodes) - len(returning) - desk.terms.nodes_min
+    due = [n for n, at_s in idle.items() if desk.at_s >= at_s + desk.terms.idle_s]
+    due = [n for n in due if n not in returning][: max(0, most)]
+    if due:
+        returning = (*returning, *due)
+        desk.do(asks.ReturnNodes(tuple(due), f"idle for {desk.terms.idle_s:g} s"))
+    waits = [at_s for node, at_s in idle.items() if node not in returning]
+    if waits and most > len(due):
+        desk.wake(min(waits) + desk.terms.idle_s, "nodes idle")
+    desk.state = replace(state, missing=missing, idle_since_s=idle, returning=returning)
+
+
+# ---------------------------------------------------------------------------------------- time
+
+
+def _arm(desk: Desk) -> None:
+    """When time alone may change something: a ``Ticked`` is due then."""
+    ageing_s = desk.terms.ageing_s
+    for job in desk.jobs.values():
+        if job.phase in ("queued", "suspended"):
+            desk.wake(job.not_before_s, f"{job.job} may be started again")
+            waited_s = job.waited_s + desk.at_s - job.waits_since_s
+            left_s = ageing_s - waited_s % ageing_s
+            desk.wake(desk.at_s + left_s, f"{job.job} has waited long")
+    at_s, reason = min(desk.wakes, default=(None, ""))
+    armed = desk.state.wake_at_s
+    if at_s is not None and (armed is None or armed <= desk.at_s or at_s < armed):
+        desk.do(asks.WakeAt(at_s, reason))
+        desk.state = replace(desk.state, wake_at_s=at_s)
+
+
+def _next_state(desk: Desk) -> Sharing:
+    before = desk.state.jobs
+    jobs = before.without(job for job in before if job not in desk.jobs)
+    for name, job in desk.jobs.items():
+        if before.get(name) is not job:
+            jobs = jobs.put(name, job)
+    return replace(desk.state, jobs=jobs)
+
+
+handlers: dict[type[Any], Callable[[Desk, Any], None]] = {
+    asks.JobSubmitted: _job_submitted,
+    asks.JobBegan: _job_began,
+    asks.StartFailed: _start_failed,
+    asks.WorkersReleased: _workers_released,
+    asks.JobSuspended: _job_suspended,
+    asks.JobEnded: _job_ended,
+    asks.CapacityChanged: _capacity_changed,
+    asks.PriorityChanged: _priority_changed,
+    asks.ResizeAsked: _resize_asked,
+    asks.StopAsked: _stop_asked,
+    asks.Ticked: _ticked,
+}

@@ -1,0 +1,144 @@
+"""The scratch pad of one event being handled: jobs as they are by now, commands so far."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elastic_ft.core.sharing.asks import (
+    JobId,
+    Places,
+    ResizeJob,
+    SharingCommand,
+    SharingTerms,
+    StartJob,
+    SuspendJob,
+)
+from elastic_ft.core.sharing.ledger import SharedJob, Sharing, added, removed
+from elastic_ft.core.sharing.rooms import Rooms
+
+
+class Desk:
+    def __init__(self, state: Sharing, terms: SharingTerms, at_s: float) -> None:
+        self.state, self.terms, self.at_s = state, terms, at_s
+        self.jobs: dict[JobId, SharedJob] = dict(state.jobs)
+        self.commands: list[SharingCommand] = []
+        self.wakes: list[tuple[float, str]] = []
+        self.barred: set[JobId] = set()  # was about to start, and gave way: not in this event
+
+    def do(self, command: SharingCommand) -> None:
+        """What one event makes of a job's size is one command; its suspension makes it none."""
+        if isinstance(command, (ResizeJob, SuspendJob)):
+            for index, before in enumerate(self.commands):
+                if isinstance(before, ResizeJob) and before.job == command.job:
+                    del self.commands[index]
+                    if isinstance(command, ResizeJob):
+                        command = _merged(before, command)
+                    break
+        self.commands.append(command)
+
+    def wake(self, at_s: float, reason: str) -> None:
+        if at_s > self.at_s:
+            self.wakes.append((at_s, reason))
+
+    def change(self, job: JobId, **changes: Any) -> SharedJob:
+        self.jobs[job] = found = replace(self.jobs[job], **changes)
+        return found
+
+    def usable(self) -> dict[str, int]:
+        """Slots by node, of nodes that are not given back."""
+        gone = self.state.returning
+        return {node: n for node, n in self.state.nodes.items() if node not in gone}
+
+    def rooms(self) -> Rooms:
+        return Rooms(self.usable(), self.jobs.values())
+
+    def running(self) -> list[SharedJob]:
+        return [job for job in self.jobs.values() if job.has_room]
+
+    def waiting(self) -> list[SharedJob]:
+        """Those that could start now; what they had before is released."""
+        waits = (job for job in self.jobs.values() if job.phase in ("queued", "suspended"))
+        return [
+            job
+            for job in waits
+            if not job.releasing and job.not_before_s <= self.at_s and job.job not in self.barred
+        ]
+
+    def is_cool(self, job: SharedJob) -> bool:
+        return self.at_s >= job.resized_at_s + self.terms.cooldown_s
+
+    # ------------------------------------------------------------------------ what is told to jobs
+
+    def shrink(self, rooms: Rooms, job: SharedJob, workers: int, reason: str) -> None:
+        """To ``workers``. What it is owed is given up first."""
+        less = rooms.leave(job, max(0, job.target - job.owed - workers))
+        self.shrink_at(job, workers, less, reason)
+
+    def shrink_at(self, job: SharedJob, workers: int, less: Places, reason: str) -> None:
+        if (start := self._unsent(job.job)) is not None:
+            places = removed(start.places, less)
+            self.commands[self.commands.index(start)] = replace(start, places=places)
+            self.change(job.job, target=workers, held=places)
+            return
+        leaving = added(job.leaving, less)
+        self.change(job.job, target=workers, leaving=leaving, resized_at_s=self.at_s)
+        self.do(ResizeJob(job.job, workers, reason, less=less))
+
+    def grow(self, job: SharedJob, workers: int, more: Places, reason: str) -> SharedJob:
+        """To ``workers``, with those of ``more``."""
+        held = added(job.held, more)
+        found = self.change(job.job, target=workers, held=held, resized_at_s=self.at_s)
+        self.do(ResizeJob(job.job, workers, reason, more=more))
+        return found
+
+    def _unsent(self, job: JobId) -> StartJob | None:
+        """The start of a job that this event has decided on: it may still be another."""
+        starts = (c for c in self.commands if isinstance(c, StartJob))
+        return next((c for c in starts if c.job == job), None)
+
+    def suspend(self, job: SharedJob, reason: str, first: bool) -> None:
+        """``first``: it will come first among its equals."""
+        if (start := self._unsent(job.job)) is not None:
+            self.commands.remove(start)
+            self.jobs[job.job] = self.state.jobs.get(job.job) or replace(
+                job, phase="queued", target=0, held=(), leaving=(), behind=(), start=0
+            )
+            self.barred.add(job.job)
+            return
+        told = (c for c in self.commands if isinstance(c, ResizeJob) and c.job == job.job)
+        held = removed(job.held, added((), *(c.more for c in told)))  # it will not hear of those
+        self.change(
+            job.job,
+            phase="suspended",
+            target=0,
+            held=held,
+            leaving=held,
+            releasing=True,
+            waits_since_s=self.at_s,
+            behind=(),
+            first=first,
+            why=reason,
+        )
+        self.do(SuspendJob(job.job, reason))
+
+
+def _merged(first: ResizeJob, second: ResizeJob) -> ResizeJob:
+    return ResizeJob(
+        second.job,
+        second.workers,
+        f"{first.reason}; {second.reason}",
+        more=added(first.more, second.more),
+        less=added(first.less, second.less),
+    )
+
+
+def plural(workers: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)}"
+
+
+def named(jobs: list[SharedJob]) -> str:
+    """Whom something is for, in words a user understands."""
+    found = [f"{job.job} (priority {job.wish.priority})" for job in jobs[:2]]
+    others = f" and {len(jobs) - 2} more" * (len(jobs) > 2)
+    return ", ".join(found) + others

@@ -1,0 +1,247 @@
+"""One step as a user's function makes it: batches, backward, the agreement, the optimizers' hooks.
+
+The agreement (I4) comes before the first optimizer steps, from its own hook.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ft.config import Job
+from elastic_ft.engines import gradients, own_watch
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.laid_out import LaidOut
+from elastic_ft.engines.modules import FirstGradients, Terms, seed_for
+from elastic_ft.engines.optimizer_state import OptimizerState
+from elastic_ft.engines.own_attempt import Running, check_alike
+from elastic_ft.engines.own_forward import Routed
+from elastic_ft.engines.own_frozen import Frozen
+from elastic_ft.engines.own_state import OwnState
+from elastic_ft.errors import ConfigError
+from elastic_ft.faults import Reach
+from elastic_ft.groups.groups import Groups
+
+OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other numbers
+
+
+class OwnStep:
+    """That part of an ``OwnEngine``, which says what its attributes are."""
+
+    job: Job
+    device: torch.device
+    models: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    own: OwnState
+    intact: bool
+    seed: int | None
+    running: Running | None
+    _alike: int | None
+    _first_gradients: FirstGradients
+    _frozen: Frozen | None
+    _groups: Groups | None
+    _is_cut: bool
+    _kept: list[OptimizerState]
+    _laid_out: LaidOut | None
+    _listed: list[nn.Parameter]
+    _routed: dict[int, Routed]
+    _runners: dict[int, DistributedDataParallel]
+    _stepping: AbstractContextManager[None] | None
+    _told_last: bool | None
+    _trained: list[dict[str, nn.Parameter]]
+
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        raise NotImplementedError
+
+    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        raise NotImplementedError
+
+    def attempt(self, running: Running) -> None:
+        """From now on, what the user's function tells is of this attempt at a step."""
+        self.running = running
+        self._watch_first_gradients(running.reach)
+
+    def micro_batches(self, running: Running) -> Iterator[MicroBatch]:
+        """Each while it is the current one."""
+        running.passes += 1
+        other = OTHER_DRAWS * (running.passes - 1)
+        for index, micro_batch in enumerate(running.micro_batches):
+            if running is not self.running:
+                raise ConfigError("a batch is of the step that it was given to, and of no other")
+            last = index == len(running.micro_batches) - 1
+            if self.seed is not None:
+                seed_for(self.seed, running.number, micro_batch.number + other)
+            running.reach("forward", None if index == 0 else running.number)
+            self._accumulate(last)
+            if index == 0:
+                running.before = own_watch.versions(self._listed)
+            running.current, running.begun = micro_batch, index + 1
+            kept = {} if micro_batch.weight else {b: b.clone() for _, b in self._persistent()}
+            yield micro_batch
+            for buffer, before in kept.items():  # padding is no sample: running statistics, say
+                buffer.copy_(before)
+
+    def _accumulate(self, last: bool) -> None:
+        """What can wait for a step's last micro-batch is not sent before."""
+        for number, runner in self._runners.items():
+            runner.require_backward_grad_sync = last
+            self._routed[number].entered = False
+        if self._is_cut and last is not self._told_last:
+            self._told_last, parallel = last, self.job.parallel
+            for model in self.models:
+                assert isinstance(model, FSDPModule)
+                model.set_reshard_after_backward(last or parallel.reshard_after_backward)
+                model.set_requires_gradient_sync(last or parallel.reduce_gradients != "step")
+                model.set_requires_all_reduce(last)
+
+    def _watch_first_gradients(self, reach: Reach) -> None:
+        last = None
+        for parameter in () if self._is_cut else self._listed:
+            last = parameter if parameter.requires_grad else last
+        self._first_gradients.watch(reach, self.blocks, last)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        count: torch.Tensor | int | None,
+        scaler: torch.amp.GradScaler | None = None,
+        of: int | None = None,
+    ) -> None:
+        """``loss``: a sum over ``count`` terms; None: a mean, of as many as in any other.
+
+        ``of``: the global batch's terms, where ``loss`` was divided by them already.
+        """
+        running = self._attempted("backward")
+        micro_batch = running.current
+        if micro_batch is None:
+            raise ConfigError("ctx.backward: comes inside `for micro in batch`")
+        assert self._groups is not None
+        weight = micro_batch.weight
+        if count is None and weight:
+            self._alike = check_alike(micro_batch.data, self._alike)
+        if running.begun == 1:
+            running.reach("backward")
+        running.told += 1
+        running.divided = of is not None
+        if weight:
+            running.loss = running.loss + loss.detach().double() * (of or 1)
+            running.terms.add(1 if count is None else count)
+        divisor = 1 if running.divided else self.job.batch.global_batch_size
+        share = loss * (weight * self._groups.assignment.layout.data_parallel_size / divisor)
+        (share if scaler is None else scaler.scale(share)).backward()
+        if scaler is None and running.begun == len(running.micro_batches):
+            running.made = own_watch.versions(self._listed)
+            running.probe = own_watch.probe(self._listed) if self._is_cut else None
+
+    def _attempted(self, what: str) -> Running:
+        if self.running is None:
+            raise ConfigError(f"ctx.{what}: comes inside the function that @ctx.step decorates")
+        return self.running
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clips the global gradient. Returns its norm before, the same on all ranks."""
+        running = self._attempted("clip_grad_norm_")
+        self._agree(running)
+        assert running.norm is not None
+        self._scale(running, max_norm)
+        return running.norm
+
+    def _agree(self, running: Running) -> None:
+        """On the sums of all that ``backward`` was told since the last agreement (I4)."""
+        if running.agreed and not running.told:
+            return
+        if running.begun < len(running.micro_batches):
+            done = f"{running.begun} of {len(running.micro_batches)}"
+            raise ConfigError(
+                f"optimizer.step: after {done} micro-batches: all of a batch come before it"
+            )
+        own_watch.check_untouched(running.made)
+        own_watch.check_probe(self._listed, running.probe)
+        if self._frozen is not None:
+            self._frozen.check_unchanged(running.number)
+        running.made, squares = {}, self._square_norm(running)
+        told = float(running.loss), running.terms.total()
+        terms, squares = running.agree(*told, squares, self.own.sums(running.number))
+        ratio = self.job.batch.global_batch_size / max(terms, 1)
+        running.ratio = 1.0 if running.divided else ratio
+        running.norm = math.sqrt(squares) * running.ratio
+        running.agreed, running.scaled = True, False
+        running.loss, running.terms, running.told = 0.0, Terms(), 0
+
+    def _square_norm(self, running: Running) -> float:
+        assert self._groups is not None and self._laid_out is not None
+        found, layout = gradients.reduced(self._laid_out), self._groups.assignment.layout
+        if self._is_cut:
+            gradients.check_reduced(self._laid_out, self.models[0], layout.dp_replicate)
+            squares = gradients.squares_of_shards(found, layout, None, self.device)
+            self._groups.check()
+            return squares
+        for number, runner in self._runners.items():
+            self._check_reduced(number, runner, running)
+        norm = float(torch.nn.utils.get_total_norm(found))
+        self._groups.check()
+        return norm * norm if self._groups.rank == 0 else 0.0
+
+    def _check_reduced(
+        self, number: int, runner: DistributedDataParallel, running: Running
+    ) -> None:
+        """Of one model. Where there are several, not all have gradients of the same losses."""
+        if not self._routed[number].entered:
+            own_watch.check_called(self.models[number], running.before)
+        trained = {n: p for n, p in self._trained[number].items() if p.requires_grad}
+        if len(self.models) > 1 and all(p.grad is None for p in trained.values()):
+            return
+        gradients.check_all_reduced(trained, runner)
+
+    def _scale(self, running: Running, max_norm: float | None) -> None:
+        assert self._laid_out is not None and running.norm is not None
+        ratio = 1.0 if running.scaled else running.ratio
+        found = gradients.present(self._laid_out)
+        gradients.scale(found, running.norm, ratio, max_norm)
+        running.scaled = True
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        running = self.running
+        if running is None:
+            raise ConfigError(
+                "optimizer.step: outside the function that @ctx.step decorates: no other rank "
+                "would do the same step"
+            )
+        self._agree(running)
+        if not running.scaled:
+            self._scale(running, None)
+        running.reach("before_optimizer")
+        self.intact = False
+        self._stepping = self._kept[self._number(optimizer)].stepping()
+        self._stepping.__enter__()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._stepping is not None:
+            self._stepping.__exit__(None, None, None)
+            self._stepping = None
+
+    def _number(self, optimizer: torch.optim.Optimizer) -> int:
+        return next(n for n, known in enumerate(self.optimizers) if known is optimizer)
+
+    def end_attempt(self) -> None:
+        """The user's function has returned. Raises ConfigError if it made no step.
+
+        A scaler calls no optimizer where gradients overflow: that is a step, too.
+        """
+        running = self.running
+        assert running is not None
+        if not running.agreed and running.told and self.own.has(torch.amp.GradScaler):
+            self._agree(running)
+        if not running.agreed:
+            raise ConfigError(
+                "@ctx.step: the function returned without optimizer.step(): nothing was agreed on"
+            )
+        self.running, self.intact = None, True

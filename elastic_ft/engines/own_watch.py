@@ -1,0 +1,70 @@
+"""Whether gradients are what the agreement takes them for: sums over ranks, and not touched since.
+
+Both are looked for by the numbers that torch counts in-place changes with, which costs no device
+anything. It counts none of a DTensor's: of those a few elements are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from elastic_ft.engines.modules import local_part
+from elastic_ft.errors import ConfigError, UsageError
+
+Versions = dict[nn.Parameter, tuple[int, int]]
+PROBED_TENSORS, PROBED_ELEMENTS = 8, 64
+
+
+def versions(parameters: Iterable[nn.Parameter]) -> Versions:
+    """Of those with a gradient: which tensor that is, and how often it was changed."""
+    return {p: _version(p.grad) for p in parameters if p.grad is not None}
+
+
+def _version(gradient: torch.Tensor) -> tuple[int, int]:
+    return id(gradient), gradient._version + local_part(gradient)._version
+
+
+def check_called(model: nn.Module, before: Versions) -> None:
+    """Raises ConfigError if ``model``, which was not called with the last micro-batch, has other
+    gradients than ``before`` the first: nothing has summed them over ranks."""
+    if any(before.get(p) != found for p, found in versions(model.parameters()).items()):
+        raise ConfigError(
+            f"ctx.backward: {type(model).__name__} was not called with the step's last "
+            "micro-batch, and has gradients: call the module itself: its methods and parts skip "
+            "the reduction"
+        )
+
+
+def check_untouched(told: Versions) -> None:
+    """Raises UsageError if gradients have changed since the last backward, other than to zero."""
+    for parameter, found in versions(told).items():
+        if found != told[parameter] and local_part(parameter.grad).count_nonzero():
+            _refuse()
+
+
+def probe(parameters: Iterable[nn.Parameter]) -> torch.Tensor | None:
+    """Some elements of the largest gradients' parts here, as bytes: clipping changes them all."""
+    parts = [local_part(p.grad).detach().reshape(-1) for p in parameters if p.grad is not None]
+    largest = sorted(parts, key=torch.Tensor.numel, reverse=True)[:PROBED_TENSORS]
+    some = [part[:: max(1, part.numel() // PROBED_ELEMENTS)].clone() for part in largest]
+    return torch.cat([piece.view(torch.uint8) for piece in some]) if some else None
+
+
+def check_probe(parameters: Iterable[nn.Parameter], before: torch.Tensor | None) -> None:
+    """Raises UsageError if gradients are not what ``probe`` has seen, nor zero."""
+    found = probe(parameters)
+    if before is None or found is None or torch.equal(found, before):
+        return
+    if found.count_nonzero():
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise UsageError(
+        "optimizer.step: gradients were changed before they are means: use "
+        "ctx.clip_grad_norm_ (with math.inf it clips nothing), and change them after it"
+    )

@@ -1,0 +1,198 @@
+"""A job on plain processes that nobody owns, as the process sees it that has started it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from elastic_ft.config import Job
+from elastic_ft.errors import JobFailed
+from elastic_ft.faults import PointFault
+from elastic_ft.hosts.local.guard import noted
+from elastic_ft.hosts.local.orders import (
+    Attend,
+    Forked,
+    Interrupt,
+    LocalRun,
+    NodeRequest,
+    Order,
+    Packets,
+    ProcessTable,
+    RunEnded,
+    call_in,
+    listen_in,
+    lives,
+)
+from elastic_ft.hosts.local.to_launcher import FOLDER, LAUNCHER_S
+from elastic_ft.hosts.local.warm import fork_launcher, stop_warm
+from elastic_ft.observe import scratch
+from elastic_ft.observe.alive import Vigil
+from elastic_ft.observe.lines import local_path
+from elastic_ft.transport.tls import new_key
+
+LOG = "processes.log"
+ANSWER_S = 5.0
+CALL_AGAIN_S = 0.1  # where a launcher was killed: its controller starts another one in its place
+
+
+class DetachedRun:
+    """Its launcher and all that it forks live on when this process ends.
+
+    Args:
+        nodes: name -> slots.
+
+    Attributes:
+        log: where its processes write what nobody reads at a terminal.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        out: str,
+        checkpoint_url: str,
+        nodes: dict[str, int],
+        faults: tuple[PointFault, ...] = (),
+        accept_changes: bool = False,
+    ) -> None:
+        self.log = _log_of(out, job.name)
+        self._run = LocalRun(
+            job,
+            out,
+            checkpoint_url,
+            nodes,
+            new_key(tls=job.network.tls),
+            self.log,
+            faults,
+            accept_changes,
+        )
+        self._folder: Path | None = None
+        self._line: Packets | None = None
+        self._outcome: RunEnded | None = None
+        self._vigil: Vigil | None = None  # while no launcher answers
+
+    def start(self) -> None:
+        """Returns once the launcher is there. Raises JobFailed."""
+        folder = self._folder = scratch.make(FOLDER)
+        order = Order(str(folder), None, dict(os.environ), tuple(sys.path), self._run)
+        with listen_in(folder) as listener:
+            fork_launcher(order, listener)
+        try:
+            self._line = _watch(folder)
+            if not self._table():
+                raise JobFailed(f"no launcher after {LAUNCHER_S:g} s: {self.log} may say why")
+        except (OSError, EOFError) as error:
+            self._give_up(folder)
+            raise JobFailed(f"the launcher ended at once ({error}); see {self.log}") from error
+        except JobFailed:
+            self._give_up(folder)
+            raise
+        stop_warm()
+
+    def _give_up(self, folder: Path) -> None:
+        """What has not begun by now never does: a job that was said to have failed."""
+        stop_warm()
+        self.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def poll(self, timeout_s: float) -> RunEnded | None:
+        """How it has ended; None: it has not, within ``timeout_s``, as far as is known."""
+        try:
+            if self._line is None:
+                time.sleep(min(timeout_s, CALL_AGAIN_S))
+                assert self._folder is not None
+                self._line = _watch(self._folder)
+            message = self._line.receive(timeout_s)
+        except (EOFError, OSError):
+            self.close()
+            self._vigil = self._vigil or Vigil(self._run.out)
+            if (dead := self._vigil.look()) and self._outcome is None:  # nobody starts another
+                self._outcome = RunEnded(1, dead)
+            return self._outcome
+        self._vigil = None
+        if isinstance(message, RunEnded):
+            self._outcome = message
+        return self._outcome
+
+    def stop(self) -> None:
+        """In good order; the second time: at once."""
+        if self._line is not None:
+            self._line.send(Interrupt())
+
+    def processes(self) -> list[Forked]:
+        """All that are alive. Raises ProcessLookupError where no launcher tells."""
+        return [process for process in self._asked().forked if lives(process)]
+
+    def nodes(self) -> list[str]:
+        """Names of those alive, oldest first. Raises ProcessLookupError likewise."""
+        return [name for name, node in self._asked().nodes.items() if node["alive"]]
+
+    def ask(self, request: NodeRequest) -> None:
+        """Returns once it is seen to. Raises ProcessLookupError where nobody in charge does."""
+        until_s = time.monotonic() + ANSWER_S
+        self._asked(request)
+        while not _is_done(request, self._asked().nodes):
+            if time.monotonic() > until_s:
+                raise ProcessLookupError(f"nobody is in charge to {request.what} {request.node}")
+            time.sleep(CALL_AGAIN_S)
+
+    def _asked(self, request: NodeRequest | None = None) -> ProcessTable:
+        if self._folder is None:
+            raise ProcessLookupError("it was not started yet")
+        try:
+            line = _watch(self._folder)
+            try:
+                table = line.receive(ANSWER_S)
+                if request is not None:
+                    line.send(request)
+            finally:
+                line.close()
+        except (EOFError, OSError) as error:
+            raise ProcessLookupError(f"no launcher answers: {error}") from error
+        if not isinstance(table, ProcessTable):
+            raise ProcessLookupError("no launcher answers")
+        return table
+
+    def launcher_pid(self) -> int:
+        """Raises ProcessLookupError."""
+        known = noted(self._folder) if self._folder is not None else None
+        if known is None or not known.lives:
+            raise ProcessLookupError("no launcher is running")
+        return known.pid
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+        self._line = None
+
+    def _table(self) -> Any:
+        assert self._line is not None
+        return self._line.receive(LAUNCHER_S)
+
+
+def _is_done(request: NodeRequest, nodes: dict[str, Any]) -> bool:
+    node = nodes.get(request.node)
+    if node is None:
+        return False
+    done = {"add": True, "kill": not node["alive"], "drain": node["draining"]}
+    return bool(done[request.what])
+
+
+def _watch(folder: Path) -> Packets:
+    line = call_in(folder)
+    line.send(Attend("watcher", os.getpid()))
+    return line
+
+
+def _log_of(out: str, name: str) -> str:
+    folder = local_path(out)
+    if folder is None:
+        handle, path = tempfile.mkstemp(prefix=f"elastic_ft_{name}_", suffix=".log")
+        os.close(handle)
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    return str((folder / LOG).absolute())

@@ -1,0 +1,62 @@
+"""On which node a job's controller may run.
+
+Not on the head where it can be helped: whoever loses that would lose both. Nodes that carry the
+label ``elastic-ft/controller=true`` come first; any node but the head next; the head last. A run
+folder that lies on this machine alone, though, ties it to this machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY
+from elastic_ft.observe.lines import local_path
+
+log = logging.getLogger(__name__)
+LABEL = "elastic-ft/controller"
+HEAD = "node:__internal_head__"  # a resource of the head alone
+LOOK_TIMEOUT_S = 30.0
+Selector = dict[str, str]
+
+
+def scheduling_of(run_url: str) -> dict[str, Any]:
+    """Options of the actor. Blocks while the GCS is away, and up to LOOK_TIMEOUT_S."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    head = next((node["NodeID"] for node in nodes if HEAD in node["Resources"]), "")
+    others = [node for node in nodes if node["NodeID"] != head]
+    elsewhere: Selector = {RAY_NODE_ID_KEY: f"!in({head})"} if head else {}
+    if not _is_seen(run_url, others, elsewhere):
+        here = ray.get_runtime_context().get_node_id()
+        log.info("%s is on this machine alone: so is its controller", run_url)
+        return {"label_selector": {RAY_NODE_ID_KEY: here}}
+    wished: list[Selector] = [{LABEL: "true"}, elsewhere, {}]
+    if not any(node.get("Labels", {}).get(LABEL) == "true" for node in nodes):
+        del wished[0]  # it would wait to see whether one comes
+    first, *others_wished = wished
+    fallback = [{"label_selector": selector} for selector in others_wished]
+    return {"label_selector": first, "fallback_strategy": fallback}
+
+
+def _is_seen(run_url: str, others: list[dict[str, Any]], elsewhere: Selector) -> bool:
+    """Whether other machines of the cluster see the run folder, as one of them says."""
+    folder, this_machine = local_path(run_url), os.uname().nodename
+    if folder is None or all(node["NodeManagerHostname"] == this_machine for node in others):
+        return True
+    folder.mkdir(parents=True, exist_ok=True)
+    mark = folder / f".seen-{uuid.uuid4().hex}"
+    mark.touch()
+    looking = ray.remote(num_cpus=0, label_selector=elsewhere)(os.path.exists).remote(str(mark))
+    try:
+        return bool(ray.get(looking, timeout=LOOK_TIMEOUT_S))
+    except (RayError, GetTimeoutError) as error:
+        log.warning("no other node says whether it sees %s: %s", run_url, error)
+        ray.cancel(looking)
+        return False
+    finally:
+        mark.unlink(missing_ok=True)

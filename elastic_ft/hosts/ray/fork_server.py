@@ -1,0 +1,141 @@
+"""A node's template: a process that has imported what workers, keepers and controllers need.
+
+Ray's worker processes are forked from it (``fork_client``) in a tenth of the time and memory that
+starting Python and importing torch takes. It has one thread, and ends with who has started it.
+"""
+
+from __future__ import annotations
+
+# First: a worker tells when what it is made of was imported, and from when.
+from elastic_ft.worker import birth  # isort: skip
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from elastic_ft.hosts.ray.fork_client import GO, is_ours
+from elastic_ft.hosts.ray.ray_ids import draws_apart, undrawn
+from elastic_ft.transport.title import set_title
+
+REQUEST_MAX = 8 << 20
+TALK_S = 5.0  # a client that says nothing holds up the others no longer
+MODULES = (
+    "elastic_ft.worker.preload",
+    "elastic_ft.hosts.ray.controller_actor",
+    "elastic_ft.hosts.ray.keeper_actor",
+    "elastic_ft.keeper.keeper",
+    "ray._private.workers.default_worker",
+)
+OWN = ("PWD", "OLDPWD", "SHLVL", "_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")  # RAY_... too
+FIRST = dict(os.environ)  # libraries set some variables as they are loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``environment``: its own. ``leads``: a process group. ``streams``: the standard ones."""
+
+    argv: list[str]
+    environment: dict[str, str]
+    folder: str
+    leads: bool
+    streams: list[int]
+
+
+def load() -> None:
+    """What is imported here is not imported by each of them. Raises RuntimeError."""
+    with undrawn():
+        for module in MODULES:
+            importlib.import_module(module)
+    if not draws_apart():
+        raise RuntimeError("processes that are forked here would draw the same ids of Ray's")
+
+
+def main(fd: int) -> None:
+    """``fd``: of a socket that listens already: who comes while this imports waits."""
+    set_title("ef-template")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them but Ray
+    with socket.socket(fileno=fd) as listener:
+        load()
+        request = _serve(listener)
+    if request is not None:
+        become(request)
+
+
+def _serve(listener: socket.socket) -> Request | None:
+    """Returns the request in each process that was forked for one; None in the end."""
+    while True:
+        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in ready:  # who has started this is gone
+            return None
+        link, _ = listener.accept()
+        with link, contextlib.suppress(OSError, ValueError, KeyError):
+            link.settimeout(TALK_S)
+            if not is_ours(link) or (request := receive(link)) is None:
+                continue
+            is_child = agree(link, request) and os.fork() == 0
+            if is_child:
+                return request
+            for stream in request.streams:
+                os.close(stream)
+
+
+def receive(link: socket.socket) -> Request | None:
+    """None where the client is gone. Raises OSError, ValueError, KeyError."""
+    head, streams, _, _ = socket.recv_fds(link, 4, 3)
+    size, content = int.from_bytes(head, "big"), b""
+    if not head or size > REQUEST_MAX:
+        return None
+    while len(content) < size:
+        if not (more := link.recv(size - len(content))):
+            return None
+        content += more
+    said: dict[str, Any] = json.loads(content)
+    return Request(said["argv"], said["environment"], said["folder"], said["leads"], streams)
+
+
+def agree(link: socket.socket, request: Request) -> bool:
+    """Whether it is to be forked: what libraries have read as they were loaded is what it would
+    read, and its client still waits."""
+    if others := differing(FIRST, request.environment):
+        print(f"not forked, for these are others: {', '.join(others)}", file=sys.stderr, flush=True)
+        return False
+    link.sendall(GO)
+    return link.recv(1) == GO
+
+
+def differing(mine: dict[str, str], its: dict[str, str]) -> list[str]:
+    """Names of what is not the same in two environments."""
+    names = [n for n in {*mine, *its} if n not in OWN and not n.startswith("RAY_")]
+    return sorted(name for name in names if mine.get(name) != its.get(name))
+
+
+def become(request: Request) -> None:
+    """In the forked process: from here on it is the worker that Ray has asked for."""
+    for number, stream in enumerate(request.streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    if request.leads:
+        os.setpgid(0, 0)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(request.folder)
+    set_by_libraries = {name: os.environ[name] for name in os.environ if name not in FIRST}
+    os.environ.clear()
+    os.environ.update(set_by_libraries | request.environment)
+    script, *_ = sys.argv = request.argv
+    sys.path[0] = str(Path(script).parent)
+    birth.begin_again()
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

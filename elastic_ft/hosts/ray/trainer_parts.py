@@ -1,0 +1,74 @@
+"""What Ray Train's controller is given, and what ``ElasticTrainer.fit`` gives back."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow
+from ray.train import Checkpoint, TrainingFailedError
+
+from elastic_ft.errors import JobFailed
+from elastic_ft.hosts.ray.ray_private import (
+    FailureDecision,
+    FailurePolicy,
+    NoopDecision,
+    ResizeDecision,
+    Result,
+    ScalingPolicy,
+)
+
+log = logging.getLogger(__name__)
+
+
+class JobFailedError(JobFailed, TrainingFailedError):
+    """What ``ElasticTrainer.fit`` raises, and ``Result.error`` holds, when the job has failed."""
+
+
+@dataclass
+class ElasticResult(Result):  # type: ignore[misc]
+    """Ray Train's result, and how the job ended: neither end below is an error.
+
+    Attributes:
+        status: completed, or stopped: someone asked for it, and a rerun goes on from there.
+        reason: in words.
+    """
+
+    status: str = ""
+    reason: str = ""
+
+
+class WholeJobPolicy(ScalingPolicy):
+    """One group for the whole job. Pending placement groups are the autoscaler's demand."""
+
+    def after_controller_start(self, train_run_context: Any) -> None:
+        return None
+
+    def make_decision_for_non_running_worker_group(self) -> ResizeDecision:
+        config = self.scaling_config
+        return ResizeDecision(config.max_workers, config._resources_per_worker_not_none)
+
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: Any, worker_group_status: Any
+    ) -> NoopDecision:
+        return NoopDecision()
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return int(self.scaling_config.max_workers)
+
+
+class RaiseAlways(FailurePolicy):
+    """What reaches Ray Train as a failure is final: recovery is elastic_ft's, and is over."""
+
+    def make_decision(self, training_failed_error: TrainingFailedError) -> FailureDecision:
+        return FailureDecision.RAISE
+
+
+def as_checkpoint(url: str) -> Checkpoint | None:
+    """Ray Train's handle of the checkpoints' folder; None where pyarrow does not know the URL."""
+    try:
+        return Checkpoint(url)
+    except (pyarrow.ArrowException, OSError) as error:
+        log.warning("Result.checkpoint is left out: %s: %s", url, error)
+        return None

@@ -1,0 +1,178 @@
+"""Context parallelism: the ranks of a group have some positions of each sample.
+
+A sequence is cut into 2 x ranks chunks, of which rank r has chunks r and 2 x ranks - 1 - r: with
+causal attention all have as much to do. Everything but attention is of one position. There each
+rank gathers keys and values of all positions, and merges what it finds in earlier chunks and in
+the chunk itself by their log-sum-exp: the two are plain attention, whole and causal, so there is no
+mask, and kernels are the fastest. In backward they are gathered again, and not kept (Llama Team,
+2024, 3.3.2).
+
+Shape suffixes as in ``decoder``; t is T / ranks, C = t / 2 a chunk's positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from elastic_ft.models.loss import IGNORED_LABEL
+
+_ops: Any = torch.ops.aten
+# torch 2.11 knows the second names alone, and 2.13 warns of them.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ContextShare:
+    """This rank's share of each sequence.
+
+    Attributes:
+        group: the ranks that share the positions.
+        multiple: of which each rank's number of positions is one, beside 2.
+    """
+
+    group: dist.ProcessGroup
+    multiple: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def cut(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, t] each. What pads a sequence comes last, where no position sees it, and has no
+        targets."""
+        more = -tokens_BT.shape[1] % (2 * self.ranks * self.multiple)
+        tokens_BT = F.pad(tokens_BT, (0, more))
+        targets_BT = F.pad(targets_BT, (0, more), value=IGNORED_LABEL)
+        mine_t = self.positions(tokens_BT.shape[1] // self.ranks, tokens_BT.device)
+        return tokens_BT[:, mine_t], targets_BT[:, mine_t]
+
+    def positions(self, own: int, device: torch.device) -> Tensor:
+        """Of this rank's ``own`` positions, their places in the sequence."""
+        chunk = own // 2
+        at = torch.arange(chunk, device=device)
+        return torch.cat([number * chunk + at for number in self.chunks])
+
+    @property
+    def chunks(self) -> tuple[int, int]:
+        return self.rank, 2 * self.ranks - 1 - self.rank
+
+    def attend(self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor) -> Tensor:
+        """Causal attention of this rank's positions to all before them: [B, t, H, E]."""
+        kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
+        out_BHtE: Tensor = _Attend.apply(q_BtHE.transpose(1, 2).contiguous(), kv, self)
+        return out_BHtE.transpose(1, 2)
+
+    def gather(self, kv_2BKtE: Tensor) -> Tensor:
+        """[2, B, K, T, E], in the sequence's order."""
+        own = kv_2BKtE.movedim(3, 0).contiguous()
+        everyones = own.new_empty(self.ranks * own.shape[0], *own.shape[1:])
+        _all_gather(everyones, own, group=self.group)
+        chunks = everyones.unflatten(0, (2 * self.ranks, -1))
+        return chunks[self._order()].flatten(0, 1).movedim(0, 3)
+
+    def scatter(self, sums_2BKTE: Tensor) -> Tensor:
+        """[2, B, K, t, E]: this rank's positions, summed over ranks."""
+        ordered = sums_2BKTE.movedim(3, 0).unflatten(0, (2 * self.ranks, -1))
+        by_rank = torch.empty_like(ordered, memory_format=torch.contiguous_format)
+        by_rank[self._order()] = ordered
+        by_rank = by_rank.flatten(0, 1)
+        own = by_rank.new_empty(by_rank.shape[0] // self.ranks, *by_rank.shape[1:])
+        _reduce_scatter(own, by_rank, group=self.group)
+        return own.movedim(0, 3)
+
+    def _order(self) -> list[int]:
+        """Where in what ranks have, one after the other, each chunk of the sequence is."""
+        ranks = self.ranks
+        return [2 * c if c < ranks else 2 * (2 * ranks - 1 - c) + 1 for c in range(2 * ranks)]
+
+
+def _blocks(context: ContextShare, own: int) -> Iterator[tuple[slice, slice, bool]]:
+    """(queries here, keys in the sequence, whether causal): what attention is made of."""
+    chunk = own // 2
+    for half, number in enumerate(context.chunks):
+        mine = slice(half * chunk, (half + 1) * chunk)
+        yield mine, slice(number * chunk, (number + 1) * chunk), True
+        if number:
+            yield mine, slice(0, number * chunk), False
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q_BHtE: Tensor, kv_2BKtE: Tensor, context: ContextShare) -> Tensor:
+        k_BHTE, v_BHTE = _expanded(context.gather(kv_2BKtE), q_BHtE.shape[1])
+        out = torch.empty_like(q_BHtE)
+        lse = torch.empty(q_BHtE.shape[:3], dtype=torch.float32, device=q_BHtE.device)
+        merged: Any = None
+        for mine, keys, causal in _blocks(context, q_BHtE.shape[2]):
+            found = _attention(q_BHtE[:, :, mine], k_BHTE[:, :, keys], v_BHTE[:, :, keys], causal)
+            merged = found if causal else _merged(merged, found)
+            out[:, :, mine], lse[:, :, mine] = merged
+        ctx.save_for_backward(q_BHtE, kv_2BKtE, out, lse)
+        ctx.context = context
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        q, kv, out, lse = ctx.saved_tensors
+        context, dout = ctx.context, gradients[0].contiguous()
+        heads, kv_heads = q.shape[1], kv.shape[2]
+        whole = context.gather(kv)
+        k, v = _expanded(whole, heads)
+        dq = torch.zeros_like(q, dtype=torch.float32)
+        dwhole = torch.zeros_like(whole, dtype=torch.float32)
+        for mine, keys, causal in _blocks(context, q.shape[2]):
+            of_mine = (x[:, :, mine] for x in (dout, q, out, lse))
+            dq_, *dkv = _attention_backward(*of_mine, k[:, :, keys], v[:, :, keys], causal)
+            dq[:, :, mine] += dq_
+            for number, gradient in enumerate(dkv):
+                by_kv_head = gradient.float().unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
+                dwhole[number][:, :, keys] += by_kv_head
+        return dq.to(q.dtype), context.scatter(dwhole).to(kv.dtype), None
+
+
+def _expanded(kv_2BKTE: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of each query head."""
+    k, v = kv_2BKTE.repeat_interleave(heads // kv_2BKTE.shape[2], dim=2)
+    return k, v
+
+
+def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both: (output, log-sum-exp), in float32."""
+    lse = torch.logaddexp(a[1], b[1])
+    parts = (out.float() * (part - lse).exp()[..., None] for out, part in (a, b))
+    return sum(parts), lse  # type: ignore[return-value]
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """(output, float32 log-sum-exp) of one kernel."""
+    if q.device.type == "cpu":
+        out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+    else:
+        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return out, lse.float()
+
+
+def _attention_backward(
+    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of queries, keys and values; ``lse`` and ``out``: over all keys, not these alone."""
+    lse = lse.contiguous()
+    if q.device.type == "cpu":
+        name = _ops._scaled_dot_product_flash_attention_for_cpu_backward
+        found: tuple[Tensor, Tensor, Tensor] = name(dout, q, k, v, out, lse, 0.0, causal)
+        return found
+    lengths, none = (q.shape[2], k.shape[2]), torch.empty(0, dtype=torch.uint64, device=q.device)
+    name = _ops._scaled_dot_product_flash_attention_backward
+    return name(dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, none, none)

@@ -1,0 +1,338 @@
+"""HTTP: JSON and server-sent events under /api/v1, the page at / (docs/service.md).
+
+The event loop never waits for a store, the cluster or the journal: those are asked in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from elastic_ft.errors import ConfigError, ElasticError, UsageError
+from elastic_ft.service.access import Caller, NotAllowed, Rights, caller_of, check_site
+from elastic_ft.service.office import NotKnown, Refused
+from elastic_ft.service.openapi import document
+from elastic_ft.service.page_routes import PageRoutes
+from elastic_ft.service.service import Service, check_priority
+from elastic_ft.service.service_metrics import exposition
+from elastic_ft.service.story import Item, JobStory, LineStream
+
+log = logging.getLogger(__name__)
+CALLER = web.RequestKey("caller", Caller)
+COOKIE = "elastic_ft_token"
+BODY_MAX = 8 << 20
+ANSWER_TIMEOUT_S = 30.0  # a change that is not journalled by then is answered with 503
+STOP_TIMEOUT_S = 540.0  # of all jobs; a client waits for longer
+STREAM_EVERY_S = 0.2
+LOGS_EVERY_S = 1.0
+PING_EVERY_S = 15.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    """Attributes:
+    on_stop: ends the service.
+    """
+
+    def __init__(
+        self, service: Service, users: Mapping[str, Rights], on_stop: Callable[[], object]
+    ) -> None:
+        self._service, self._users, self._on_stop = service, users, on_stop
+        self._closing = False  # no job is taken in
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=BODY_MAX, middlewares=[_one_line, self.known])
+        app.add_routes(
+            [
+                web.get("/metrics", self.metrics),
+                web.get("/api/v1/openapi.json", self.openapi),
+                web.get("/api/v1/service", self.about),
+                web.post("/api/v1/login", self.login),
+                web.post("/api/v1/service/stop", self.stop_service),
+                web.get("/api/v1/jobs", self.jobs),
+                web.post("/api/v1/jobs", self.submit),
+                web.get("/api/v1/jobs/{id}", self.job),
+                web.get("/api/v1/jobs/{id}/events", self.events),
+                web.get("/api/v1/jobs/{id}/steps", self.steps),
+                web.get("/api/v1/jobs/{id}/logs", self.logs),
+                web.post("/api/v1/jobs/{id}/stop", self.stop),
+                web.post("/api/v1/jobs/{id}/resize", self.resize),
+                web.post("/api/v1/jobs/{id}/priority", self.priority),
+            ]
+        )
+        app.add_routes(PageRoutes(lambda job: self._service.story(job).run_url).routes())
+        return app
+
+    # ------------------------------------------------------------------------------------- jobs
+
+    @web.middleware
+    async def known(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Of the interface, all but the page: it has nothing but what its reader's token gives."""
+        if request.path.startswith(("/api/", "/metrics")):
+            changes = request.method not in ("GET", "HEAD")
+            check_site(
+                self._users, request.host, request.headers.get("Origin") if changes else None
+            )
+            kind, _, token = request.headers.get("Authorization", "").partition(" ")
+            token = token if kind == "Bearer" else request.cookies.get(COOKIE, "")
+            caller = request[CALLER] = caller_of(self._users, token)
+            if job := request.match_info.get("id"):
+                queue = self._service.queue_of(job)
+                if not caller.may_read(queue):  # nor is it told that there is such a job
+                    raise NotKnown(f"there is no job {job}")
+                if changes:
+                    caller.check_write(queue)
+        return await handler(request)
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        return _json(document())
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        office = self._service.office
+        may_read = request[CALLER].may_read
+        content = await _in_thread(exposition, office.standing, office.terms, may_read)
+        return web.Response(body=content, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def login(self, request: web.Request) -> web.Response:
+        """The page's way: streams of a browser can't have a header."""
+        response = _json({"name": request[CALLER].name})
+        if kind_and_token := request.headers.get("Authorization"):
+            response.set_cookie(
+                COOKIE,
+                kind_and_token.partition(" ")[2],
+                httponly=True,
+                samesite="Strict",
+                secure=request.secure,
+                path="/api/",
+            )
+        return response
+
+    async def about(self, request: web.Request) -> web.Response:
+        return _json(self._service.about(request[CALLER].may_read))
+
+    async def jobs(self, request: web.Request) -> web.Response:
+        found = self._service.jobs(request.query.get("all", "") not in ("", "0"))
+        caller = request[CALLER]
+        return _json({"jobs": [job for job in found if caller.may_read(job["queue"])]})
+
+    async def submit(self, request: web.Request) -> web.Response:
+        if self._closing:
+            raise web.HTTPServiceUnavailable(text="the service is being stopped")
+        asked = await _body(request)
+        request[CALLER].check_write(str(asked.get("queue", "default")))
+        answer = await _in_thread(self._service.submit, asked, _by(request))
+        job = await _answered(answer)
+        return _json({"id": job, "page": f"{request.url.origin()}/jobs/{job}"}, status=201)
+
+    async def job(self, request: web.Request) -> web.Response:
+        return _json(await _in_thread(self._service.job, request.match_info["id"]))
+
+    async def stop(self, request: web.Request) -> web.Response:
+        now = (await _body(request)).get("now", False)
+        if not isinstance(now, bool):
+            raise ConfigError(f"now: expected true or false, found {now!r:.80}")
+        return await self._changed(request, partial(self._service.stop, now=now))
+
+    async def resize(self, request: web.Request) -> web.Response:
+        workers = (await _body(request)).get("workers")
+        if type(workers) is not int or workers < 1:
+            raise ConfigError(f"workers: expected a number from 1 on, found {workers!r:.80}")
+        return await self._changed(request, partial(self._service.resize, workers=workers))
+
+    async def priority(self, request: web.Request) -> web.Response:
+        priority = check_priority((await _body(request)).get("priority"))
+        return await self._changed(request, partial(self._service.set_priority, priority=priority))
+
+    async def _changed(self, request: web.Request, change: Callable[..., Future[str]]) -> Any:
+        await _answered(change(request.match_info["id"], by=_by(request)))
+        return await self.job(request)
+
+    async def stop_service(self, request: web.Request) -> web.Response:
+        request[CALLER].check_all()
+        jobs = (await _body(request)).get("jobs", "keep")
+        if jobs not in ("keep", "stop"):
+            raise ConfigError(f"jobs: expected keep or stop, found {jobs!r:.80}")
+        if jobs == "stop":
+            self._closing = True
+            try:
+                await self._stop_jobs(_by(request))
+            except BaseException:
+                self._closing = False
+                raise
+        asyncio.get_running_loop().call_later(STREAM_EVERY_S, self._on_stop)
+        return _json({"stopped": True})
+
+    async def _stop_jobs(self, by: str) -> None:
+        """Returns once they have ended. Raises HTTPGatewayTimeout."""
+        until_s = time.monotonic() + STOP_TIMEOUT_S
+        for answer in self._service.stop_all(by):
+            with contextlib.suppress(Refused, NotKnown):  # it has ended meanwhile
+                await _answered(answer)
+        while live := list(self._service.office.standing.sharing.jobs):
+            if time.monotonic() > until_s:
+                raise web.HTTPGatewayTimeout(
+                    text=f"after {STOP_TIMEOUT_S:g} s there are jobs: {', '.join(live)[:200]}"
+                )
+            await asyncio.sleep(STREAM_EVERY_S)
+
+    # ---------------------------------------------------------------------------------- streams
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        story = await _in_thread(self._service.story, request.match_info["id"])
+        return await self._stream(request, story, story.events, "events")
+
+    async def steps(self, request: web.Request) -> web.StreamResponse:
+        story = await _in_thread(self._service.story, request.match_info["id"])
+        return await self._stream(request, story, story.steps, "steps")
+
+    async def logs(self, request: web.Request) -> web.StreamResponse:
+        """From the end of each file on; who connects again is told what comes from then on."""
+        job = request.match_info["id"]
+        reader = await _in_thread(self._service.logs, job)
+        if request.query.get("follow") == "0":
+            return _json({"logs": await _in_thread(reader)})
+        if _last_id(request) is not None:
+            await _in_thread(reader)
+        response = await _event_stream(request)
+        number = _last_id(request) or 0
+        while True:
+            live = job in self._service.office.standing.sharing.jobs
+            for line in await _in_thread(reader):
+                number += 1
+                await response.write(_sent(Item(number, line)))
+            if not live:
+                return await self._ended(job, response)
+            await response.write(b": still here\n\n")
+            await asyncio.sleep(LOGS_EVERY_S)
+
+    async def _stream(
+        self, request: web.Request, story: JobStory, stream: LineStream, name: str
+    ) -> web.StreamResponse:
+        position = _position(request, stream)
+        if request.query.get("follow") == "0":
+            found, _ = stream.since(position)
+            return _json({name: [item.data for item in found if not item.kind]})
+        response = await _event_stream(request)
+        job, quiet_since_s = request.match_info["id"], time.monotonic()
+        while True:
+            live = job in self._service.office.standing.sharing.jobs
+            found, position = stream.since(position)
+            if found:
+                await response.write(b"".join(map(_sent, found)))
+                quiet_since_s = time.monotonic()
+            elif not live:
+                break
+            elif time.monotonic() - quiet_since_s > PING_EVERY_S:
+                await response.write(b": still here\n\n")
+                quiet_since_s = time.monotonic()
+            await asyncio.sleep(STREAM_EVERY_S)
+        return await self._ended(job, response)
+
+    async def _ended(self, job: str, response: web.StreamResponse) -> web.StreamResponse:
+        last = await _in_thread(self._service.job, job)
+        await response.write(f"event: end\ndata: {json.dumps(last)}\n\n".encode())
+        await response.write_eof()
+        return response
+
+
+async def _event_stream(request: web.Request) -> web.StreamResponse:
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    return response
+
+
+def _position(request: web.Request, stream: LineStream) -> int:
+    """Where a stream goes on. Raises ConfigError."""
+    last = _last_id(request)
+    return 0 if last is None else stream.after(last)
+
+
+def _last_id(request: web.Request) -> int | None:
+    """Raises ConfigError."""
+    last = request.headers.get("Last-Event-ID") or request.query.get("after")
+    if last is None:
+        return None
+    if not last.isdecimal() or len(last) > 18:
+        raise ConfigError(f"Last-Event-ID: expected a number, found {last!r:.80}")
+    return int(last)
+
+
+def _sent(item: Item) -> bytes:
+    kind = f"event: {item.kind}\n" if item.kind else ""
+    return f"{kind}id: {item.id}\ndata: {json.dumps(item.data)}\n\n".encode()
+
+
+def _by(request: web.Request) -> str:
+    return str(request[CALLER].name)
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    """Raises ConfigError; HTTPUnsupportedMediaType: what a form of another site can send."""
+    content = await request.read()
+    if not content:
+        return {}
+    if request.content_type != "application/json":
+        raise web.HTTPUnsupportedMediaType(
+            text=f"Content-Type: expected application/json, found {request.content_type:.100}"
+        )
+    try:
+        found = await _in_thread(json.loads, content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"expected an object, found {type(found).__name__}")
+    return found
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
+async def _answered(answer: Future[str]) -> str:
+    """Raises HTTPServiceUnavailable where the journal can't be written; what the office raises."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_TIMEOUT_S)
+    except TimeoutError:
+        raise web.HTTPServiceUnavailable(
+            text="the service's journal can't be written now; it may be done later"
+        ) from None
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.json_response(value, status=status)
+
+
+@web.middleware
+async def _one_line(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What is refused is one line of JSON."""
+    try:
+        return await handler(request)
+    except NotAllowed as error:
+        return _refused(403 if error.known else 401, error)
+    except NotKnown as error:
+        return _refused(404, error)
+    except Refused as error:
+        return _refused(409 if request.match_info.get("id") else 422, error)
+    except UsageError as error:
+        return _refused(422, error)
+    except ElasticError as error:
+        return _refused(503, error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _refused(error.status, error.text or error.reason)
+
+
+def _refused(status: int, error: object) -> web.Response:
+    return _json({"error": " ".join(str(error).split())}, status=status)

@@ -1,0 +1,91 @@
+"""The service's journal: numbered objects, each of some lines, each created by one winner.
+
+A number that another service has taken means that this one has been superseded, or that the one
+before it has written a last time: whoever has the folder (``storage.owners``) reads on, the other
+ends. The journal is its own fence, whatever the store (``Store.put_if_absent``). Nothing is ever
+deleted: who asked for what stays known.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from elastic_ft.errors import StorageError, StoreFailed, Superseded
+from elastic_ft.storage.shards import parallel
+from elastic_ft.storage.store import Store
+
+log = logging.getLogger(__name__)
+FOLDER = "journal"
+READ_THREADS = 16
+AGAIN_S = (0.2, 1.0, 5.0)
+Entry = dict[str, Any]
+T = TypeVar("T")
+
+
+class NumberTaken(Exception):
+    """Another service has written the object that was to be the next."""
+
+
+class Chronicle:
+    """Attributes:
+    trouble: why nothing can be written just now; empty where it can.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._next = store, 1
+        self._ended = threading.Event()
+        self.trouble = ""
+
+    def read(self) -> list[Entry]:
+        """The lines that were not read yet. Raises StoreFailed; StorageError where one is none of
+        ours."""
+        keys = self._store.list(FOLDER)
+        numbers = {int(key.rpartition("/")[2].partition(".")[0]): key for key in keys}
+        unread = sorted(number for number in numbers if number >= self._next)
+        contents = parallel(self._store.get, [numbers[each] for each in unread], READ_THREADS)
+        try:
+            lines = [json.loads(text) for found in contents for text in found.splitlines()]
+        except ValueError as error:
+            where = f"{self._store.url}/{FOLDER}"
+            raise StorageError(f"{where}: not a service's journal: {error}") from None
+        self._next = 1 + max(unread, default=self._next - 1)
+        return [line for line in lines if "nonce" not in line]
+
+    def append(self, entries: list[Entry]) -> None:
+        """Returns once they are there for good, however long that takes. Raises NumberTaken: there
+        are lines that were not read; Superseded where the service ends meanwhile."""
+        key, nonce = f"{FOLDER}/{self._next:08d}.jsonl", secrets.token_hex(8)
+        lines = [{"nonce": nonce}, *entries]
+        content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+
+        def put() -> None:
+            if not self._store.put_if_absent(key, content) and self._store.get(key) != content:
+                raise NumberTaken(key)
+
+        self.insist(put)
+        self._next += 1
+
+    def insist(self, action: Callable[[], T]) -> T:
+        """Its answer, however long the store is away. Raises what it raises, Superseded where the
+        service ends meanwhile."""
+        for tries in itertools.count():
+            try:
+                found = action()
+                self.trouble = ""
+                return found
+            except StoreFailed as error:
+                self.trouble = str(error)
+                log.warning("the journal can't be had, tried again: %s", error)
+            if self._ended.wait(AGAIN_S[min(tries, len(AGAIN_S) - 1)]):
+                break
+        raise Superseded("the service ends")
+
+    def close(self) -> None:
+        """Nobody waits for the store any more."""
+        self._ended.set()

@@ -1,0 +1,85 @@
+"""What a job's processes print: Ray's own log files, read on the machines where they are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY, logs_folder
+from elastic_ft.observe import alive
+from elastic_ft.service.cluster_watch import Sight
+from elastic_ft.service.story import JobStory
+
+log = logging.getLogger(__name__)
+READ_TIMEOUT_S = 30.0  # a process that reads may have to come up
+READ_BYTES_MAX = 1 << 20  # of a file, at once; of its end at first
+MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray's own lines
+
+
+@dataclass
+class JobLogs:
+    """Of one reader, who is told each line once."""
+
+    story: JobStory
+    _read: dict[str, int] = field(default_factory=dict)  # by machine and file
+
+    def read(self, sight: Sight) -> list[dict[str, Any]]:
+        """What is new: ``{"who", "text"}``. Blocks, for READ_TIMEOUT_S at most."""
+        asked = {}
+        for host, pids in self._processes().items():
+            node = next((node for node, name in sight.hosts.items() if name == host), None)
+            if node is not None:
+                where = {RAY_NODE_ID_KEY: node}
+                reading = ray.remote(num_cpus=0, label_selector=where, max_retries=0)(_new_lines)
+                known = {
+                    k.partition("/")[2]: n for k, n in self._read.items() if k.startswith(host)
+                }
+                asked[host] = reading.remote(list(pids), known)
+        found = []
+        for host, answer in asked.items():
+            pids = self._processes()[host]
+            try:
+                for name, pid, offset, lines in ray.get(answer, timeout=READ_TIMEOUT_S):
+                    self._read[f"{host}/{name}"] = offset
+                    found += [{"who": pids.get(pid, str(pid)), "text": text} for text in lines]
+            except (RayError, GetTimeoutError) as error:
+                log.warning("logs on %s can't be read: %s", host, error)
+        return found
+
+    def _processes(self) -> dict[str, dict[int, str]]:
+        """By machine: who has which process."""
+        found: dict[str, dict[int, str]] = {}
+        for item in self.story.events.since(0)[0]:
+            for member in item.data.get("members", ()):
+                found.setdefault(member["host"], {})[member["pid"]] = member["worker"]
+        if (sign := alive.find(self.story.run_url)) is not None:
+            found.setdefault(sign.host, {})[sign.pid] = "controller"
+        return found
+
+
+def _new_lines(pids: list[int], known: dict[str, int]) -> list[tuple[str, int, int, list[str]]]:
+    """Runs on a node: file, process, where to go on, whole lines."""
+    return list(_each_file(logs_folder(), pids, known))
+
+
+def _each_file(
+    folder: Path, pids: list[int], known: dict[str, int]
+) -> Iterator[tuple[str, int, int, list[str]]]:
+    for pid in pids:
+        for path in sorted(folder.glob(f"worker-*-{pid}.*")):
+            size = path.stat().st_size
+            begin = known.get(path.name, max(0, size - READ_BYTES_MAX))
+            with path.open("rb") as file:
+                file.seek(begin)
+                content = file.read(READ_BYTES_MAX)
+            whole, _, _ = content.rpartition(b"\n")
+            texts = whole.decode(errors="replace").splitlines()
+            if whole:
+                told = [text for text in texts if not text.startswith(MARKS)]
+                yield path.name, pid, begin + len(whole) + 1, told

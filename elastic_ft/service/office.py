@@ -1,0 +1,326 @@
+"""Who knows how things stand: the one thread that is told, journals, and decides.
+
+What it publishes (``ShareStanding``) is replaced whole, and only once the journal has what led to
+it: so whoever acts on it may be killed at any time, and the next service does the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from elastic_ft.core.scheduling import decide, refuses
+from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.ledger import SharedJob, Sharing
+from elastic_ft.core.table import Table
+from elastic_ft.errors import ConfigError, Superseded, UsageError
+from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
+from elastic_ft.service.job_orders import JobOrder, Notice, told_of
+from elastic_ft.service.service_config import terms_of, terms_to_json
+
+log = logging.getLogger(__name__)
+TOGETHER_MAX = 256  # events in one object of the journal
+DECISIONS_KEPT = 100  # of a job
+TERMS = "TermsChanged"  # of the journal: what was decided after it was decided by these
+QUIET = (asks.Ticked, asks.CapacityChanged)
+
+
+class Refused(UsageError):
+    """What was asked for is not done; one line."""
+
+
+class NotKnown(UsageError):
+    """There is no such job."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobEnd:
+    status: str
+    reason: str
+    at_s: float
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    at_s: float
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShareStanding:
+    """How things stand. ``began_s``: when a job's workers first trained. ``hurried``: jobs that are
+    to stop without a checkpoint."""
+
+    sharing: Sharing = field(default_factory=Sharing)
+    orders: Table[str, JobOrder] = field(default_factory=Table)
+    ended: Table[str, JobEnd] = field(default_factory=Table)
+    began_s: Table[str, float] = field(default_factory=Table)
+    decisions: Table[str, tuple[Decision, ...]] = field(default_factory=Table)
+    requests: Table[str, str] = field(default_factory=Table)
+    hurried: frozenset[str] = frozenset()
+    wishes: Table[str, asks.Wish] = field(default_factory=Table)
+    counts: Table[str, int] = field(default_factory=Table)  # of decisions, by kind
+
+    def job(self, job: str) -> SharedJob | None:
+        found: SharedJob | None = self.sharing.jobs.get(job)
+        return found
+
+
+Question = Callable[[ShareStanding], "Notice | str"]  # a string: an answer that needs no event
+
+
+class Office:
+    """Attributes:
+    standing: to be read by any thread.
+
+    ``check``: raises Superseded where a later service has the folder, StoreFailed where that can't
+    be told.
+    """
+
+    def __init__(
+        self,
+        chronicle: Chronicle,
+        terms: asks.SharingTerms,
+        check: Callable[[], object],
+        on_superseded: Callable[[Superseded], object],
+    ) -> None:
+        self.terms, self.standing = terms, ShareStanding()
+        self._chronicle, self._check, self._on_superseded = chronicle, check, on_superseded
+        self._read_terms = asks.SharingTerms()  # as the journal has them
+        self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._work, name="office", daemon=True)
+
+    def open(self) -> int:
+        """Goes on where the journal ends. Returns how many lines it has. Raises StoreFailed,
+        StorageError, Superseded; ConfigError where a queue that has jobs is not there any more."""
+        lines = self._chronicle.read()
+        self._hear(lines)
+        while self._read_terms != self.terms:
+            self._check_queues()
+            try:
+                said = {"event": TERMS, "at_s": time.time(), "terms": terms_to_json(self.terms)}
+                self._chronicle.append([said])
+                self._read_terms = self.terms
+            except NumberTaken:
+                self._catch_up()
+        self._thread.start()
+        return len(lines)
+
+    def _check_queues(self) -> None:
+        """Raises ConfigError."""
+        for job in self.standing.sharing.jobs.values():
+            if (queue := job.wish.queue) not in self.terms.queues:
+                jobs = self.standing.sharing.jobs.values()
+                mine = ", ".join(job.job for job in jobs if job.wish.queue == queue)
+                raise ConfigError(f"queues: {queue} is not there any more, and has jobs: {mine}")
+
+    def _hear(self, lines: list[Entry]) -> None:
+        for line in lines:
+            if line["event"] == TERMS:
+                self._read_terms = terms_of(line["terms"])
+            else:
+                self.standing, _ = _told(self.standing, told_of(line), self._read_terms)
+
+    def _catch_up(self) -> None:
+        """With what the service before this one wrote before it saw that it was superseded. Raises
+        Superseded where it is this one that was: looked at after the reading, so that no line of a
+        later one is taken for an earlier one's."""
+        lines = self._chronicle.insist(self._chronicle.read)
+        self._chronicle.insist(self._check)
+        self._hear(lines)
+
+    def close(self) -> None:
+        self._asked.put(None)
+        self._chronicle.close()
+
+    def ask(self, question: Question) -> Future[str]:
+        """``question`` is answered in this office's thread, by how things stand then: with what is
+        to be told, or with an answer alone. Raises what it raises, and Refused."""
+        answer: Future[str] = Future()
+        self._asked.put((question, answer))
+        return answer
+
+    def tell(self, event: asks.SharingEvent, note: str = "", step: int = 0) -> Future[str]:
+        """What has happened."""
+        return self.ask(lambda standing: Notice(event, note=note, step=step))
+
+    def tick(self) -> None:
+        """If a timer of the core's is due."""
+        wake_s = self.standing.sharing.wake_at_s
+        if wake_s is not None and wake_s <= time.time():
+            self.tell(asks.Ticked(time.time())).add_done_callback(lambda done: done.exception())
+
+    def _work(self) -> None:
+        while (first := self._asked.get()) is not None:
+            asked = [first]
+            while len(asked) < TOGETHER_MAX and not self._asked.empty():
+                more = self._asked.get()
+                if more is None:
+                    return
+                asked.append(more)
+            try:
+                self._answer(asked)
+            except Superseded as error:
+                self._on_superseded(error)
+                return
+            except Exception as error:  # a bug: if it was journalled, the next one finds it so
+                log.exception("the office")
+                for _, answer in asked:
+                    if not answer.done():
+                        answer.set_exception(error)
+
+    def _answer(self, asked: list[tuple[Question, Future[str]]]) -> None:
+        while True:
+            standing, lines, answers = self._answers([question for question, _ in asked])
+            try:
+                if lines:
+                    self._chronicle.append(lines)
+                break
+            except NumberTaken:
+                self._catch_up()
+        self.standing = standing
+        for (_, future), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
+                future.set_result(answer)
+
+    def _answers(
+        self, questions: list[Question]
+    ) -> tuple[ShareStanding, list[Entry], list[str | Exception]]:
+        """By how things stand now: how they stand after it, and what is to be journalled first."""
+        standing, lines = self.standing, list[Entry]()
+        answers = list[str | Exception]()
+        for question in questions:
+            try:
+                told = question(standing)
+                if isinstance(told, str):
+                    answers.append(told)
+                    continue
+                standing, line = _asked(standing, told, self.terms)
+            except UsageError as error:
+                answers.append(error)
+                continue
+            except Exception as error:  # a bug: whoever asked is told, nobody else is concerned
+                log.exception("a question could not be answered")
+                answers.append(error)
+                continue
+            if line is not None:
+                lines.append(line)
+            answers.append(told.order.id if told.order else "")
+        return standing, lines, answers
+
+
+def _asked(
+    standing: ShareStanding, told: Notice, terms: asks.SharingTerms
+) -> tuple[ShareStanding, Entry | None]:
+    """Raises Refused, NotKnown: then nothing is journalled."""
+    event = told.event
+    if isinstance(event, asks.JobSubmitted) and (why := refuses(standing.sharing, event, terms)):
+        raise Refused(why)
+    after, commands = _told(standing, told, terms)
+    for command in commands:
+        if isinstance(command, asks.Refuse):
+            known = command.job in standing.orders
+            raise (Refused if known else NotKnown)(f"{command.job}: {command.reason}")
+    if isinstance(event, QUIET) and after.sharing == standing.sharing:
+        return standing, None
+    decided = [_in_words(command) for command in commands]
+    line = told.to_json()
+    if decided := [each for each in decided if each is not None]:
+        line["decided"] = [{"job": job, "what": d.what, "why": d.why} for job, d in decided]
+    return after, line
+
+
+def _told(
+    standing: ShareStanding, told: Notice, terms: asks.SharingTerms
+) -> tuple[ShareStanding, tuple[asks.SharingCommand, ...]]:
+    """Pure: a journal that is read again gives the same."""
+    event, before = told.event, standing
+    sharing, commands = decide(standing.sharing, event, terms)
+    counts = standing.counts
+    for kind in filter(None, map(_kind, commands)):
+        counts = counts.put(kind, counts.get(kind, 0) + 1)
+    standing = replace(standing, sharing=sharing, counts=counts)
+    if isinstance(event, asks.JobSubmitted) and told.order is not None:
+        standing = replace(
+            standing,
+            orders=standing.orders.put(event.job, told.order),
+            requests=standing.requests.put(told.order.request, event.job),
+            wishes=standing.wishes.put(event.job, event.wish),
+        )
+    elif isinstance(event, asks.PriorityChanged) and event.job in standing.wishes:
+        wish = replace(standing.wishes[event.job], priority=event.priority)
+        standing = replace(standing, wishes=standing.wishes.put(event.job, wish))
+    elif isinstance(event, asks.JobBegan) and event.job not in standing.began_s:
+        standing = replace(standing, began_s=standing.began_s.put(event.job, event.at_s))
+    elif isinstance(event, asks.StopAsked) and told.now:
+        standing = replace(standing, hurried=standing.hurried | {event.job})
+    why = {c.job: c.reason for c in commands if isinstance(c, asks.GiveUpJob)}
+    for job in before.sharing.jobs:
+        if job not in sharing.jobs:
+            how = JobEnd(sharing.ended[job], why.get(job, told.note), event.at_s, told.step)
+            standing = replace(standing, ended=standing.ended.put(job, how))
+    return _with_decisions(standing, event.at_s, commands), commands
+
+
+def _with_decisions(
+    standing: ShareStanding, at_s: float, commands: tuple[asks.SharingCommand, ...]
+) -> ShareStanding:
+    table = standing.decisions
+    for command in commands:
+        if (found := _in_words(command)) is not None:
+            job, decision = found
+            kept = (*table.get(job, ()), replace(decision, at_s=at_s))[-DECISIONS_KEPT:]
+            table = table.put(job, kept)
+    return standing if table is standing.decisions else replace(standing, decisions=table)
+
+
+def _kind(command: asks.SharingCommand) -> str:
+    """As metrics count it; "" if they don't."""
+    match command:
+        case asks.StartJob():
+            return "start"
+        case asks.ResizeJob():
+            return "shrink" if command.less else "grow"
+        case asks.SuspendJob():
+            return "suspend"
+        case asks.StopJob():
+            return "stop"
+        case asks.GiveUpJob():
+            return "give_up"
+    return ""
+
+
+def _in_words(command: asks.SharingCommand) -> tuple[str, Decision] | None:
+    """The job, and what was decided on it; None if it is of no job."""
+    match command:
+        case asks.StartJob():
+            what = f"start with {sum(n for _, n in command.places)}"
+        case asks.ResizeJob():
+            what = f"resize to {command.workers}"
+        case asks.SuspendJob():
+            what = "suspend"
+        case asks.StopJob():
+            what = "stop"
+        case asks.GiveUpJob():
+            what = "give up"
+        case _:
+            return None
+    return command.job, Decision(0.0, what, command.reason)
+
+
+def entry_of(standing: ShareStanding, job: str) -> tuple[JobOrder, asks.Wish]:
+    """Raises NotKnown."""
+    order: Any = standing.orders.get(job)
+    if order is None:
+        raise NotKnown(f"there is no job {job}")
+    return order, standing.wishes[job]

@@ -1,0 +1,65 @@
+"""The page, its files, and the picture of a job that it draws (``observe.page``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from elastic_ft.observe.page import POLICY, TYPES, static
+from elastic_ft.observe.run_watch import RunWatch
+
+WATCHED_MAX = 32  # runs that somebody has looked at of late: the others are read anew
+
+
+class PageRoutes:
+    """Args:
+    run_url: the run folder of a job; raises where there is no such job.
+    """
+
+    def __init__(self, run_url: Callable[[str], str]) -> None:
+        self._run_url = run_url
+        self._watches: OrderedDict[str, RunWatch] = OrderedDict()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/", self._index),
+            web.get("/jobs/{id}", self._index),
+            web.get("/page/{name}", self._file),
+            web.get("/api/v1/jobs/{id}/view", self._view),
+        ]
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return _answer("index.html")
+
+    async def _file(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name not in TYPES:
+            raise web.HTTPNotFound(text=f"no file {name!r:.80}")
+        return _answer(name)
+
+    async def _view(self, request: web.Request) -> web.Response:
+        loop, job = asyncio.get_running_loop(), request.match_info["id"]
+        url = await loop.run_in_executor(None, self._run_url, job)
+        watch = self._watches.pop(url, None) or RunWatch(url)
+        self._watches[url] = watch
+        if len(self._watches) > WATCHED_MAX:
+            self._watches.popitem(last=False)
+        seen: dict[str, Any] = await loop.run_in_executor(None, watch.look)
+        answer = web.json_response(seen)
+        answer.enable_compression()
+        return answer
+
+
+def _answer(name: str) -> web.Response:
+    headers = {
+        "Content-Type": TYPES[name],
+        "Content-Security-Policy": POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return web.Response(body=static(name), headers=headers)

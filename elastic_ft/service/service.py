@@ -1,0 +1,304 @@
+"""The service as a whole: office, hands, the watch on the cluster. Without HTTP, and without Ray's
+actor around it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any
+
+from elastic_ft.config import Job, parse_job, parse_text
+from elastic_ft.core.sharing import asks
+from elastic_ft.errors import ConfigError, Superseded
+from elastic_ft.hosts.ray.names import abandoned, clear_away
+from elastic_ft.observe.lines import local_path
+from elastic_ft.service import views
+from elastic_ft.service.chronicle import Chronicle
+from elastic_ft.service.cluster_watch import ClusterWatch, Sight
+from elastic_ft.service.hands import JobHand, Submit
+from elastic_ft.service.job_logs import JobLogs
+from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
+from elastic_ft.service.office import NotKnown, Office, ShareStanding, entry_of
+from elastic_ft.service.story import JobStory
+from elastic_ft.storage import owners
+from elastic_ft.storage.store import open_store
+
+log = logging.getLogger(__name__)
+OWNER = "elastic-ft-service"  # as a folder's owner is called, where a run's is its job
+ROUND_S = 0.2
+FENCE_EVERY_S = 2.0
+REAP_EVERY_S = 60.0
+HANDS = 8
+STORIES_KEPT = 32  # of jobs that have ended
+PRIORITY_MAX = 10**6
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class Service:
+    """Attributes:
+    folder: where its journal is, and ``jobs/<id>`` with each job's run folder.
+
+    ``look``: at the cluster; by default at Ray's.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        terms: asks.SharingTerms,
+        submit: Submit,
+        on_superseded: Callable[[Superseded], object],
+        look: Callable[[], Sight] | None = None,
+    ) -> None:
+        local = local_path(folder)
+        self.folder = folder.rstrip("/") if local is None else str(local)
+        self.terms, self._submit = terms, submit
+        self._store = open_store(self.folder)
+        self.office = Office(Chronicle(self._store), terms, self._check_claim, on_superseded)
+        self._on_superseded = on_superseded
+        self._watch = ClusterWatch(self._saw, look)
+        self._hands: dict[str, JobHand] = {}
+        self._ended: OrderedDict[str, JobStory] = OrderedDict()
+        self._ended_turn = threading.Lock()
+        self._pool = ThreadPoolExecutor(HANDS, thread_name_prefix="hand")
+        self._busy: dict[str, Future[None]] = {}
+        self._over = threading.Event()
+        self._claim: owners.Claim | None = None
+        self.since_s = time.time()
+        self.lines = 0
+
+    def start(self) -> None:
+        """Raises StoreFailed, UsageError."""
+        run = uuid.uuid4().hex[:12]
+        self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
+        self.lines = self.office.open()
+        self._watch.start()
+        for work in (self._round_always, self._fence_always, self._reap_always):
+            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._watch.close()
+        self.office.close()
+
+    # --------------------------------------------------------------------------------- its work
+
+    def _saw(self, sight: Sight) -> None:
+        nodes = tuple(sorted(sight.nodes.items()))
+        if nodes != tuple(sorted(self.office.standing.sharing.nodes.items())):
+            self.office.tell(asks.CapacityChanged(time.time(), nodes))
+
+    def _round_always(self) -> None:
+        while not self._over.wait(ROUND_S):
+            try:
+                self._round()
+            except Exception:  # a bug: seen, and the next round is another
+                log.exception("a round")
+
+    def _round(self) -> None:
+        self.office.tick()
+        live = self.office.standing.sharing.jobs
+        for job in list(live):
+            if (busy := self._busy.get(job)) is None or busy.done():
+                self._busy[job] = self._pool.submit(self._step, job)
+        for job in [job for job, busy in self._busy.items() if job not in live and busy.done()]:
+            if (hand := self._hands.get(job)) is not None:
+                self._keep(job, hand.story)
+            self._hands.pop(job, None)
+            del self._busy[job]
+
+    def _step(self, job: str) -> None:
+        try:
+            self.hand(job).step(self._watch.sight)
+        except Exception:  # a bug, or Ray's trouble: seen, and tried again with the next round
+            log.exception("%s", job)
+
+    def _keep(self, job: str, story: JobStory) -> None:
+        """Of a job that has ended, if it was read to its end."""
+        if story.trouble:
+            return
+        with self._ended_turn:
+            self._ended[job] = story
+            self._ended.move_to_end(job)
+            while len(self._ended) > STORIES_KEPT:
+                self._ended.popitem(last=False)
+
+    def _check_claim(self) -> None:
+        """Raises Superseded, StoreFailed."""
+        assert self._claim is not None
+        self._claim.check()
+
+    def _fence_always(self) -> None:
+        while not self._over.wait(FENCE_EVERY_S):
+            try:
+                self._check_claim()
+            except Superseded as error:
+                self._on_superseded(error)
+                return
+            except Exception as error:  # the store is away, or what it has is not understood
+                log.warning("whether another has the folder is not known: %s", error)
+
+    def _reap_always(self) -> None:
+        """What runs without a controller have left is freed, once it was seen twice."""
+        before: set[str] = set()
+        while not self._over.wait(REAP_EVERY_S):
+            if not self._watch.sight.nodes:
+                continue
+            try:
+                left = abandoned()
+                for run in before & left.keys():
+                    if clear_away(run, left[run]):
+                        log.warning("%s had no controller: what it had left is freed", run)
+                before = set(left)
+            except Exception as error:  # the head is away, and comes back
+                log.warning("nothing is reaped: %s: %s", type(error).__name__, error)
+
+    def hand(self, job: str) -> JobHand:
+        if (hand := self._hands.get(job)) is None:
+            order = self.office.standing.orders[job]
+            hand = JobHand(order, self.run_url(job), self.office, self._submit)
+            hand.story.look()  # of one that was suspended before this service began, too
+            self._hands[job] = hand
+        return hand
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """Machine by node, of those that are alive."""
+        return self._watch.sight.hosts
+
+    def run_url(self, job: str) -> str:
+        return f"{self.folder}/jobs/{job}"
+
+    # ---------------------------------------------------------------------------- what is asked
+
+    def submit(self, asked: dict[str, Any], by: str) -> Future[str]:
+        """Its answer is the job's id. Raises UsageError, one line."""
+        job = _job_of(asked)
+        queue, priority = asked.get("queue", "default"), asked.get("priority", 0)
+        if not isinstance(queue, str):
+            raise ConfigError(f"queue: expected a name, found {queue!r:.80}")
+        check_priority(priority)
+        request = asked.get("request") or uuid.uuid4().hex
+        if not isinstance(request, str) or len(request) > 100:
+            raise ConfigError("request: expected a text of up to 100 characters")
+
+        def question(standing: ShareStanding) -> Notice | str:
+            known = standing.requests.get(request)
+            if known is not None:  # the client's answer was lost
+                return str(known)
+            at_s = time.time()
+            name = f"{job.name}-{standing.sharing.submitted + 1}"
+            node_slots = min(standing.sharing.nodes.values(), default=1)
+            wish = wish_of(job, queue, priority, node_slots)
+            order = JobOrder(name, job.name, by, at_s, request, job.model_dump(mode="json"))
+            return Notice(asks.JobSubmitted(at_s, name, wish), by, order=order)
+
+        return self.office.ask(question)
+
+    def stop(self, job: str, now: bool, by: str) -> Future[str]:
+        return self._change(job, Notice(asks.StopAsked(time.time(), job), by, now=now))
+
+    def resize(self, job: str, workers: int, by: str) -> Future[str]:
+        return self._change(job, Notice(asks.ResizeAsked(time.time(), job, workers), by))
+
+    def set_priority(self, job: str, priority: int, by: str) -> Future[str]:
+        return self._change(job, Notice(asks.PriorityChanged(time.time(), job, priority), by))
+
+    def _change(self, job: str, told: Notice) -> Future[str]:
+        def question(standing: ShareStanding) -> Notice:
+            if job not in standing.orders:
+                raise NotKnown(f"there is no job {job}")
+            return told
+
+        return self.office.ask(question)
+
+    def stop_all(self, by: str) -> list[Future[str]]:
+        return [self.stop(job, False, by) for job in self.office.standing.sharing.jobs]
+
+    # -------------------------------------------------------------------------------- what is told
+
+    def queue_of(self, job: str) -> str:
+        """Raises NotKnown."""
+        return entry_of(self.office.standing, job)[1].queue
+
+    def story(self, job: str) -> JobStory:
+        """Of one that has ended it is read now, which may take long. Raises NotKnown."""
+        if (hand := self._hands.get(job)) is not None:
+            return hand.story
+        if job not in self.office.standing.orders:
+            raise NotKnown(f"there is no job {job}")
+        if (story := self._ended.get(job)) is None:
+            story = JobStory(self.run_url(job))
+            story.look()
+        if job not in self.office.standing.sharing.jobs:
+            self._keep(job, story)
+        return story
+
+    def logs(self, job: str) -> Callable[[], list[dict[str, Any]]]:
+        """What gives the new lines at each call, which may take long. Raises NotKnown."""
+        logs = JobLogs(self.story(job))
+        return lambda: logs.read(self._watch.sight)
+
+    def jobs(self, ended: bool) -> list[dict[str, Any]]:
+        """In the order of their submission."""
+        standing = self.office.standing
+        found = []
+        for job in standing.orders:
+            if ended or job in standing.sharing.jobs:
+                hand = self._hands.get(job)
+                story = hand.story if hand is not None else self._ended.get(job)
+                trouble = hand.trouble if hand is not None else ""
+                found.append(views.job_view(standing, job, story, trouble))
+        return found
+
+    def job(self, job: str) -> dict[str, Any]:
+        """May take long, of one that has ended. Raises NotKnown."""
+        story, hand = self.story(job), self._hands.get(job)
+        trouble = hand.trouble if hand is not None else ""
+        return views.whole_view(self.office.standing, job, story, self.run_url(job), trouble)
+
+    def about(self, may_read: Callable[[str], bool]) -> dict[str, Any]:
+        """``may_read``: of which queues it tells."""
+        number = self._claim.number if self._claim is not None else 0
+        about = {
+            "version": version("elastic-ft"),
+            "folder": self.folder,
+            "pid": os.getpid(),
+            "since_s": self.since_s,
+            "starts": number,
+        }
+        standing, sight = self.office.standing, self._watch.sight
+        return views.service_view(standing, self.terms, sight, about, may_read)
+
+
+def _job_of(asked: dict[str, Any]) -> Job:
+    """Raises ConfigError."""
+    given = asked.get("job")
+    if isinstance(given, str):
+        job = parse_text(given.encode(), "job")
+    elif isinstance(given, dict):
+        job = parse_job(given)
+    else:
+        raise ConfigError(f"job: expected a job file, found {type(given).__name__}")
+    name = asked.get("name")
+    if name is None:
+        return job
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ConfigError(f"name: expected letters, digits, . _ -; found {name!r:.80}")
+    return job.model_copy(update={"name": name})
+
+
+def check_priority(priority: Any) -> int:
+    """Raises ConfigError."""
+    if type(priority) is not int or abs(priority) > PRIORITY_MAX:
+        raise ConfigError(
+            f"priority: expected a whole number up to {PRIORITY_MAX}, found {priority!r:.80}"
+        )
+    return priority

@@ -1,0 +1,199 @@
+"""The detached actor in which the service lives, at one port for all its lives."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import ssl
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from aiohttp import web
+
+from elastic_ft.config import Job
+from elastic_ft.core.sharing import asks
+from elastic_ft.errors import StoreFailed, Superseded, UsageError
+from elastic_ft.hosts.ray.names import NAMESPACE
+from elastic_ft.hosts.ray.started_by import KEY
+from elastic_ft.hosts.ray.warm_nodes import WarmNodes
+from elastic_ft.observe.lines import local_path
+from elastic_ft.service.access import Rights
+from elastic_ft.service.api import Api
+from elastic_ft.service.service import Service
+from elastic_ft.storage.store import open_store
+from elastic_ft.transport.title import set_title
+
+log = logging.getLogger(__name__)
+NAME = "elastic-ft-service"  # one per cluster
+PORT_FILE = "service.json"
+BIND_TIMEOUT_S, BIND_AGAIN_S = 15.0, 0.2  # of a port that the service before this one had
+OPEN_TIMEOUT_S = 90.0  # a store that is away included
+CALLS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """``port`` 0: any, and the same again after a restart."""
+
+    folder: str
+    host: str = "127.0.0.1"
+    port: int = 8266
+    terms: asks.SharingTerms = field(default_factory=asks.SharingTerms)
+    users: dict[str, Rights] = field(default_factory=dict)
+    tls_cert: str = ""
+    tls_key: str = ""
+    warm: bool = False
+
+
+class ServiceActor:
+    """Made again by Ray when it dies: everything is in its folder."""
+
+    def __init__(self, options: ServiceOptions) -> None:
+        set_title("ef-service")
+        self._options = options
+        self._itself = ray.get_runtime_context().current_actor
+        self._service = Service(options.folder, options.terms, self._submit, self._leave)
+        self._warm = WarmNodes(lambda: self._service.hosts)
+        self._loop = asyncio.new_event_loop()
+        self._ended = threading.Event()
+        self.url = ""
+        self._service.start()
+        opened: Future[None] = Future()
+        threading.Thread(target=self._serve, args=[opened], name="http", daemon=True).start()
+        threading.Thread(target=_import_trainer, name="imports", daemon=True).start()
+        try:
+            opened.result(OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise StoreFailed(f"it does not serve after {OPEN_TIMEOUT_S:g} s") from None
+        if options.warm:
+            self._warm.start()
+
+    def _submit(self, job: Job, run_url: str) -> None:
+        submit(job, run_url, self._warm.executable() if self._options.warm else "")
+
+    def where(self) -> dict[str, Any]:
+        return {"url": self.url, "folder": self._service.folder, "pid": os.getpid()}
+
+    def _serve(self, opened: Future[None]) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._open())
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        self._loop.run_forever()
+
+    async def _open(self) -> None:
+        tls = tls_of(self._options)
+        api = Api(self._service, self._options.users, self._leave)
+        runner = web.AppRunner(api.application(), access_log=None)
+        await runner.setup()
+        port, until_s = (
+            self._options.port or self._earlier_port(),
+            time.monotonic() + BIND_TIMEOUT_S,
+        )
+        while True:
+            site = web.TCPSite(runner, self._options.host, port, ssl_context=tls)
+            try:
+                await site.start()
+                break
+            except OSError as error:
+                if time.monotonic() > until_s or not self._is_restarted():
+                    raise UsageError(
+                        f"--port: {self._options.host}:{port} can't be had: {error.strerror}"
+                    ) from None
+            await asyncio.sleep(BIND_AGAIN_S)
+        address = runner.addresses[0]
+        host = address[0] if self._options.host not in ("0.0.0.0", "::") else _own_address()
+        url = f"http{'s' * (tls is not None)}://{host}:{address[1]}"
+        store = open_store(self._service.folder)
+        store.put(PORT_FILE, json.dumps({"url": url, "port": address[1]}).encode())
+        self.url = url
+
+    def _is_restarted(self) -> bool:
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+    def _earlier_port(self) -> int:
+        try:
+            return int(json.loads(open_store(self._service.folder).get(PORT_FILE))["port"])
+        except (StoreFailed, ValueError, KeyError, TypeError):
+            return 0
+
+    def _leave(self, why: Superseded | None = None) -> None:
+        """For good: jobs go on."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        if why is not None:
+            log.error("the service ends: %s", why)
+        self._warm.close()
+        self._service.close()
+        ray.kill(self._itself)
+
+
+def submit(job: Job, run_url: str, executable: str) -> None:
+    """As ``hands.Submit``. ``executable``: that its processes are started with; "": Python."""
+    from ray.train import RunConfig
+
+    from elastic_ft.hosts.ray.trainer import ElasticTrainer
+
+    folder = local_path(run_url)
+    url = run_url if folder is None else str(folder)
+    parent, _, name = url.rpartition("/")
+    environment = {KEY: executable} if executable else {}
+    config = RunConfig(name=name, storage_path=parent, worker_runtime_env=environment)
+    ElasticTrainer(job, run_config=config).start()
+
+
+def tls_of(options: ServiceOptions) -> ssl.SSLContext | None:
+    """Raises UsageError."""
+    if not options.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.tls_cert, options.tls_key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--tls-cert, --tls-key: {options.tls_cert}: {error}") from None
+    return context
+
+
+def _import_trainer() -> None:
+    """Torch takes seconds: not those of the first job."""
+    import elastic_ft.hosts.ray.trainer  # noqa: F401
+
+
+def _own_address() -> str:
+    return str(ray.util.get_node_ip_address())
+
+
+def start_actor(options: ServiceOptions, this_node: bool) -> Any:
+    """Asks for the service's actor, if there is none. ``this_node``: it is to be reached here.
+
+    Raises UsageError.
+    """
+    from elastic_ft.hosts.ray.controller_place import scheduling_of
+    from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY
+
+    folder = local_path(options.folder)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    here = {"label_selector": {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}}
+    where = here if this_node else scheduling_of(options.folder)
+    actor_class = ray.remote(
+        num_cpus=0,
+        max_concurrency=CALLS,
+        max_restarts=-1,
+        lifetime="detached",
+        name=NAME,
+        namespace=NAMESPACE,
+        get_if_exists=True,
+        **where,
+    )(ServiceActor)
+    return actor_class.remote(options)

@@ -1,0 +1,236 @@
+"""``elastic_ft.Client``: the service's verbs, in Python. The standard library alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_ft.config import parse_yaml
+from elastic_ft.config.job_file import FILE_BYTES_MAX
+from elastic_ft.errors import ConfigError, ElasticError, JobFailed
+from elastic_ft.service.access import read_token
+
+DEFAULT_URL = "http://127.0.0.1:8266"
+VARIABLE = "ELASTIC_FT_SERVICE"
+TOKEN_VARIABLE, CA_VARIABLE = "ELASTIC_FT_TOKEN_FILE", "ELASTIC_FT_CA_FILE"
+TIMEOUT_S = 60.0
+AWAY_S = 30.0  # a service that was killed is back by then
+AGAIN_S = 0.3
+ENDED = ("completed", "failed", "stopped")
+
+
+class ServiceAway(ElasticError):
+    """Nobody answers at the service's address."""
+
+
+class Client:
+    """Of the service at ``url``: by default of ELASTIC_FT_SERVICE, or this machine's.
+
+    Every method raises ConfigError where what was asked for makes no sense or is refused, one line;
+    ServiceAway where nobody answers.
+
+    Args:
+        token_file: where the service asks for one; by default ELASTIC_FT_TOKEN_FILE.
+        ca_file: whose certificates count, beside the system's; by default ELASTIC_FT_CA_FILE.
+        away_s: for so long a service that does not answer is asked again.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token_file: str | Path | None = None,
+        ca_file: str | Path | None = None,
+        away_s: float = AWAY_S,
+    ) -> None:
+        self.url = (url or os.environ.get(VARIABLE) or DEFAULT_URL).rstrip("/")
+        self.away_s = away_s
+        token_file = token_file or os.environ.get(TOKEN_VARIABLE)
+        self._token = read_token(Path(token_file)) if token_file else ""
+        ca_file = ca_file or os.environ.get(CA_VARIABLE)
+        self._tls = _tls(ca_file) if self.url.startswith("https:") else None
+        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
+            raise ConfigError(f"--service: expected http://host:port, found {self.url!r:.200}")
+
+    def submit(
+        self,
+        job: str | Path | Mapping[str, Any],
+        *,
+        priority: int = 0,
+        queue: str = "default",
+        name: str | None = None,
+    ) -> dict[str, Any]:
+        """Returns ``{"id", "page"}``. ``job``: its file, or its values. Submitted once, however
+        often the service has to be asked."""
+        values = job if isinstance(job, Mapping) else _read(Path(job))
+        asked = {"job": values, "priority": priority, "queue": queue, "request": uuid.uuid4().hex}
+        if name is not None:
+            asked["name"] = name
+        return self._call("POST", "jobs", asked)
+
+    def jobs(self, all: bool = False) -> list[dict[str, Any]]:
+        """Those that have not ended; ``all``: those that have, too."""
+        found: list[dict[str, Any]] = self._call("GET", f"jobs{'?all=1' * all}")["jobs"]
+        return found
+
+    def status(self, job: str) -> dict[str, Any]:
+        return self._call("GET", _of(job))
+
+    def stop(self, job: str, now: bool = False) -> dict[str, Any]:
+        """Asks for it: with a checkpoint at its next step, or at once."""
+        return self._call("POST", _of(job, "stop"), {"now": now})
+
+    def resize(self, job: str, workers: int) -> dict[str, Any]:
+        """No more than so many workers from now on."""
+        return self._call("POST", _of(job, "resize"), {"workers": workers})
+
+    def set_priority(self, job: str, priority: int) -> dict[str, Any]:
+        return self._call("POST", _of(job, "priority"), {"priority": priority})
+
+    def wait(self, job: str, timeout_s: float | None = None) -> dict[str, Any]:
+        """Returns the job once it has ended. Raises JobFailed after ``timeout_s``."""
+        until_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while (found := self.status(job))["state"] not in ENDED:
+            if until_s is not None and time.monotonic() > until_s:
+                raise JobFailed(f"{job}: {found['state']} after {timeout_s:g} s")
+            time.sleep(AGAIN_S)
+        return found
+
+    def events(self, job: str, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """Lines of the run's journal, with ``text``, the same in words."""
+        return self._lines(job, "events", follow)
+
+    def steps(self, job: str, follow: bool = False) -> Iterator[dict[str, Any]]:
+        """Committed steps."""
+        return self._lines(job, "steps", follow)
+
+    def logs(self, job: str, follow: bool = False) -> Iterator[str]:
+        """What the job's processes print, line by line."""
+        for line in self._lines(job, "logs", follow):
+            yield str(line["text"])
+
+    def service(self) -> dict[str, Any]:
+        """Who it is, its nodes and queues."""
+        return self._call("GET", "service")
+
+    def stop_service(self, jobs: str = "keep") -> None:
+        """``jobs``: "keep" leaves them to the cluster, "stop" stops them first."""
+        self._call("POST", "service/stop", {"jobs": jobs}, timeout_s=600.0)
+
+    # ----------------------------------------------------------------------------------- the wire
+
+    def _call(
+        self, verb: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, Any]:
+        until_s = time.monotonic() + self.away_s
+        while True:
+            try:
+                with self._open(verb, path, body, timeout_s) as answer:
+                    found: dict[str, Any] = json.loads(answer.read())
+                    return found
+            except ServiceAway:
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(AGAIN_S)
+
+    def _open(
+        self, verb: str, path: str, body: Any, timeout_s: float, last_id: int | None = None
+    ) -> Any:
+        """Raises ServiceAway, ConfigError."""
+        headers = {"Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        if last_id is not None:
+            headers["Last-Event-ID"] = str(last_id)
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        content = None if body is None else json.dumps(body).encode()
+        url = f"{self.url}/api/v1/{path}"
+        request = urllib.request.Request(url, content, headers, method=verb)
+        try:
+            return urllib.request.urlopen(request, timeout=timeout_s, context=self._tls)
+        except urllib.error.HTTPError as error:
+            said = _error_of(error.read(), error.code)
+            if error.code == 503:
+                raise ServiceAway(said) from None
+            raise ConfigError(said) from None
+        except (OSError, http.client.HTTPException) as error:
+            why = str(getattr(error, "reason", error)) or type(error).__name__
+            raise ServiceAway(f"no service answers at {self.url}: {why}") from None
+
+    def _lines(self, job: str, kind: str, follow: bool) -> Iterator[dict[str, Any]]:
+        """Of a stream: after a service that was killed it goes on where it was."""
+        if not follow:
+            yield from self._call("GET", _of(job, f"{kind}?follow=0"))[kind]
+            return
+        last_id, until_s = None, time.monotonic() + self.away_s
+        while True:
+            try:
+                with self._open("GET", _of(job, kind), None, TIMEOUT_S, last_id) as answer:
+                    for event, id, data in _server_sent(answer):
+                        until_s = time.monotonic() + self.away_s
+                        if event == "end":
+                            return
+                        if event == "message":
+                            last_id = id
+                            yield data
+            except (ServiceAway, OSError, http.client.HTTPException) as error:
+                if time.monotonic() > until_s:
+                    raise ServiceAway(f"no service answers at {self.url}: {error}") from None
+            time.sleep(AGAIN_S)
+
+
+def _tls(ca_file: str | Path | None) -> ssl.SSLContext:
+    """Raises ConfigError."""
+    context = ssl.create_default_context()
+    try:
+        if ca_file:
+            context.load_verify_locations(ca_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{ca_file}: no certificates can be read there: {error}") from None
+    return context
+
+
+def _server_sent(answer: Any) -> Iterator[tuple[str, int, Any]]:
+    event, id, data = "message", 0, ""
+    for line in answer:
+        name, _, value = line.decode().rstrip("\r\n").partition(": ")
+        if name == "event":
+            event = value
+        elif name == "id":
+            id = int(value)
+        elif name == "data":
+            data = value
+        elif not name and data:
+            yield event, id, json.loads(data)
+            event, data = "message", ""
+
+
+def _of(job: str, what: str = "") -> str:
+    return f"jobs/{urllib.parse.quote(job, safe='')}" + (f"/{what}" if what else "")
+
+
+def _error_of(content: bytes, status: int) -> str:
+    try:
+        return str(json.loads(content)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {status}"
+
+
+def _read(path: Path) -> Any:
+    """Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            return parse_yaml(file.read(FILE_BYTES_MAX + 1), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,166 @@
+"""How a service is started, once: on a Ray cluster, or on one of this machine that is started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from elastic_ft.core.sharing.asks import SharingTerms
+from elastic_ft.errors import ConfigError, JobFailed
+from elastic_ft.observe.lines import local_path
+from elastic_ft.service import local_nodes
+from elastic_ft.service.access import LOOPBACK, Rights, check_host
+from elastic_ft.service.service_client import Client, ServiceAway
+
+START_TIMEOUT_S = 180.0  # nodes and imports, on a machine that has much to do
+LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class HowToServe:
+    """What the service is started with, wherever that is."""
+
+    folder: str
+    host: str
+    port: int
+    terms: SharingTerms
+    users: dict[str, Rights]
+    tls_cert: str = ""
+    tls_key: str = ""
+    warm: bool = False
+
+    def __post_init__(self) -> None:
+        check_host(self.host, self.users)
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("--tls-cert and --tls-key: expected both of them, or none")
+
+
+def running(url: str, folder: str) -> dict[str, Any] | None:
+    """The service that answers there; None if nobody does. Raises ConfigError where it is another
+    folder's."""
+    try:
+        found = Client(url, away_s=0.0).service()
+    except ServiceAway:
+        return None
+    except (ConfigError, ValueError, KeyError) as error:
+        raise ConfigError(f"--port: somebody answers at {url}: {error}") from None
+    local = local_path(folder)
+    wanted = folder.rstrip("/") if local is None else str(local)
+    if found.get("folder") != wanted:
+        raise ConfigError(
+            f"--folder: the service at {url} is that of {found.get('folder')}; expected that "
+            "folder, or another --port"
+        )
+    return found
+
+
+def start_here(
+    how: HowToServe, nodes: int, cpus_per_node: int, say: Callable[[str], object]
+) -> str:
+    """Starts nodes and service in a process of their own. Returns the service's URL.
+
+    Raises ConfigError, JobFailed.
+    """
+    path, folder = local_path(how.folder), how.folder
+    if path is None:
+        raise ConfigError("--folder: of a local cluster it is a folder of this machine")
+    path.mkdir(parents=True, exist_ok=True)
+    file = path / local_nodes.FILE
+    if (pid := _living(file)) is not None:
+        raise ConfigError(
+            f"--local-nodes: process {pid} has the local nodes of {folder} already, and jobs are "
+            "left on them: service start --address goes on with them"
+        )
+    file.unlink(missing_ok=True)
+    options = asdict(how) | {
+        "folder": str(path),
+        "nodes": nodes,
+        "cpus_per_node": cpus_per_node,
+    }
+    say(f"starting a Ray cluster of {nodes} nodes on this machine")
+    with (path / local_nodes.LOG).open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", local_nodes.__name__, json.dumps(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    until_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < until_s:
+        said = _read(file)
+        if "error" in said:
+            raise ConfigError(said["error"])
+        if "url" in said:
+            return str(said["url"])
+        if process.poll() is not None:
+            break
+        time.sleep(LOOK_EVERY_S)
+    raise JobFailed(f"the service did not start: see {path / local_nodes.LOG}")
+
+
+def start_at(how: HowToServe) -> str:
+    """Starts the service on the cluster that this process is a driver of. Returns its URL.
+
+    Raises ConfigError, JobFailed.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    from elastic_ft.service.service_actor import ServiceOptions, start_actor
+
+    local = local_path(how.folder)
+    wanted = how.folder.rstrip("/") if local is None else str(local)
+    options = ServiceOptions(
+        wanted, how.host, how.port, how.terms, how.users, how.tls_cert, how.tls_key, how.warm
+    )
+    actor = start_actor(options, this_node=how.host in LOOPBACK)
+    try:
+        where = ray.get(actor.where.remote(), timeout=START_TIMEOUT_S)
+    except RayError as error:
+        raise JobFailed(f"the service did not start: {local_nodes.reason_of(error)}") from error
+    if where["folder"] != wanted:
+        raise ConfigError(
+            f"--folder: this cluster's service is that of {where['folder']}, at {where['url']}"
+        )
+    return str(where["url"])
+
+
+def ended_here(folder: str, timeout_s: float) -> bool:
+    """Whether the local nodes of a service that was stopped are gone, once they are."""
+    path, until_s = local_path(folder), time.monotonic() + timeout_s
+    while path is not None and _living(path / local_nodes.FILE) is not None:
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
+
+
+def _living(file: Path) -> int | None:
+    """The process that has written it, if it lives."""
+    pid = _read(file).get("pid")
+    with contextlib.suppress(psutil.Error, TypeError):
+        if pid is not None and pid != os.getpid():
+            process = psutil.Process(pid)
+            command = process.cmdline()
+            if local_nodes.__name__ in command and process.status() != psutil.STATUS_ZOMBIE:
+                return int(pid)
+    return None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,157 @@
+"""What a job does, as its run folder tells it: read again and again, kept in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from elastic_ft.errors import ElasticError
+from elastic_ft.observe.journal_text import story
+from elastic_ft.observe.lines import Line
+from elastic_ft.observe.run_reader import RunReader
+
+KEPT_MAX = 50_000  # lines of a file
+RATE_S = 20.0  # over which the rate is taken
+STEP_KEYS = ("step", "loss", "tokens", "world_size", "generation", "committed_at_s", "layout")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One event of a stream. ``kind``: "": the usual one."""
+
+    id: int
+    data: dict[str, Any]
+    kind: str = ""
+
+
+class LineStream:
+    """Items by position, from the first that is kept. One writes, any number read."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[list[Item], int] = [], 0  # one value: who reads has both or neither
+
+    def add(self, item: Item) -> None:
+        items, first = self._kept
+        items.append(item)
+        if len(items) > KEPT_MAX:
+            half = len(items) // 2
+            self._kept = items[half:], first + half
+
+    def since(self, position: int) -> tuple[list[Item], int]:
+        """Those from ``position`` on, and where to go on."""
+        items, first = self._kept
+        start = max(position, first)
+        found = items[start - first :]
+        return found, start + len(found)
+
+    def after(self, last_id: int) -> int:
+        """The position after the item of that id; of the first if there was none such."""
+        items, first = self._kept
+        for index in range(len(items) - 1, -1, -1):
+            if items[index].id == last_id and not items[index].kind:
+                return first + index + 1
+        later = (first + index for index, item in enumerate(items) if item.id > last_id)
+        return 0 if not items or last_id > items[-1].id else next(later, first)
+
+
+class JobStory:
+    """Attributes:
+    formed: the last ``generation_formed`` line; {} before the first.
+    last: the last committed step's line; {} before the first.
+    world: of each generation, when and what.
+    result: what is in result.json; {} while there is none. Nothing is known of it while there is
+        ``trouble``.
+    trouble: why the folder can't be read.
+    """
+
+    def __init__(self, run_url: str) -> None:
+        self.run_url = run_url
+        self.events, self.steps = LineStream(), LineStream()
+        self.formed: Line = {}
+        self.last: Line = {}
+        self.world: list[dict[str, Any]] = []
+        self.checkpoint: dict[str, Any] | None = None
+        self.seq = -1  # of the last line of the journal
+        self.result: dict[str, Any] = {}
+        self.trouble = ""
+        self._reader = RunReader(run_url)
+        self._tails = self._reader.tail("events.jsonl"), self._reader.tail("steps.jsonl")
+        self._first_s = 0.0
+        self._recent: list[Line] = []
+        self._turn = threading.Lock()
+
+    def look(self) -> None:
+        """What is new. Any thread; what can't be read now is read later."""
+        with self._turn:
+            try:
+                for line in self._tails[0].read():
+                    self._hear(line)
+                for line in self._tails[1].read():
+                    self._count(line)
+                self.result, self.trouble = self._reader.known_result(), ""
+            except (ElasticError, OSError) as error:
+                self.trouble = f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+    def _hear(self, line: Line) -> None:
+        seq = int(line.get("seq", self.seq + 1))
+        if seq <= self.seq:  # the file was replaced: its lines come again
+            return
+        self.seq = seq
+        at_s = float(line.get("at_s", 0.0))
+        self._first_s = self._first_s or at_s
+        self.events.add(Item(seq, line | {"text": _text(line, at_s - self._first_s)}))
+        match line["event"]:
+            case "generation_formed":
+                self.formed = line
+                fields = {key: line.get(key) for key in ("at_s", "step", "world_size", "layout")}
+                self.world.append(fields)
+                del self.world[:-1000]
+            case "rolled_back":
+                self._roll_back(int(line["step"]))
+            case "checkpoint_committed":
+                self.checkpoint = {"step": line["step"], "at_s": at_s}
+
+    def _roll_back(self, step: int) -> None:
+        if self.last and self.last["step"] > step:
+            self.steps.add(Item(step, {"step": step}, "rolled_back"))
+            self._recent = [line for line in self._recent if line["step"] <= step]
+            self.last = self._recent[-1] if self._recent else {"step": step}
+
+    def _count(self, line: Line) -> None:
+        if self.last and line["step"] <= self.last["step"]:
+            return
+        self.last = line
+        self.steps.add(Item(line["step"], {key: line.get(key) for key in STEP_KEYS}))
+        self._recent.append(line)
+        del self._recent[:-200]
+
+    @property
+    def committed(self) -> int:
+        return int(self.last.get("step", self.formed.get("step", 0)))
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """Steps and tokens per second of late; None where that is not known."""
+        recent = self._recent[:]
+        until_s = recent[-1].get("committed_at_s") if recent else None
+        if until_s is None:
+            return None, None
+        recent = [line for line in recent if line["committed_at_s"] >= until_s - RATE_S]
+        spent_s = until_s - recent[0]["committed_at_s"]
+        if len(recent) < 2 or spent_s <= 0 or time.time() - until_s > 3 * RATE_S:
+            return None, None
+        tokens = sum(line.get("tokens", 0) for line in recent[1:])
+        return (len(recent) - 1) / spent_s, tokens / spent_s
+
+
+def _text(line: Line, elapsed_s: float) -> str:
+    try:
+        return "\n".join(_told(line, elapsed_s))
+    except (KeyError, TypeError, ValueError, AttributeError):  # of another version
+        return f"{line['event']}: {line.get('reason', '')}"
+
+
+def _told(line: Line, elapsed_s: float) -> Iterator[str]:
+    return (text.rstrip() for text in story(line, elapsed_s))

@@ -1,0 +1,446 @@
+"""``elastic_ft.init()``: a training loop of one's own that survives what a job survives."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from elastic_ft.data.epoch_order import EpochOrder
+from elastic_ft.engines.own import OwnEngine
+from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.training.agrees import check_agrees
+from elastic_ft.training.batch import Batch, StepAttempt, weighed
+from elastic_ft.training.export import write_weights
+from elastic_ft.training.given import sort_out
+from elastic_ft.training.held_out import evaluating, samples_of
+from elastic_ft.training.loader import Loader, bundle_of, check_options
+from elastic_ft.worker.agreement import sum_over_members
+from elastic_ft.worker.by_user import summed
+from elastic_ft.worker.loop import Loop
+from elastic_ft.worker.party import Party
+from elastic_ft.worker.prepare import ready_device
+from elastic_ft.worker.steering import Dealt, Done, Ended, Steering
+from elastic_ft.worker.step import Step
+from elastic_ft.worker.this_process import current_worker
+from elastic_ft.worker.user_script import Released
+from elastic_ft.worker.worker import Worker
+
+LAUNCHED = ("name", "elastic")  # whoever launches the script may say otherwise
+_context: Context | None = None
+
+
+def init(job: Any = None, **sections: Any) -> Context:
+    """Returns this process's part in the job.
+
+    Started as any script, it is a world of one, with its run folder in runs/.
+    Under ``elastic-ft launch``, ``elastic-ft run`` with ``loop.script``, and ElasticTrainer the job
+    is theirs, and what is given here must agree with it.
+
+    Args:
+        job: a job file, or a mapping like one.
+        sections: of a job file, by their names.
+    """
+    global _context
+    worker = current_worker()
+    if _context is not None and worker in (None, _context.worker):
+        raise ConfigError("elastic_ft.init: was called before in this process; pass its context on")
+    if worker is None:
+        from elastic_ft.training.alone import Alone, job_alone
+
+        alone = Alone(job_alone(job, sections))
+        _context = Context(alone.worker, alone.failed)
+        return _context
+    if worker.job.loop is None:
+        raise ConfigError(
+            "elastic_ft.init: this job has a model and data of its own; say `loop` instead of them"
+        )
+    check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
+    _context = Context(worker)
+    return _context
+
+
+def current() -> Context | None:
+    """What ``init`` has returned in this process."""
+    return _context
+
+
+class Context:
+    """What a loop of one's own needs of the job.
+
+    Attributes:
+        job: as it was resolved.
+        device: that models and micro-batches are on.
+        rank, world_size, generation: of the world that makes the next step.
+        latest: the step made last: its number, loss, gradient norm and so on.
+    """
+
+    def __init__(
+        self, worker: Worker, released: Callable[[], BaseException] = lambda: Released(0)
+    ) -> None:
+        self.worker, self.job, self._released = worker, worker.job, released
+        self.device = ready_device(self.job)
+        self._own: Steering | None = None
+        self._dealt: Dealt | None = None  # and not made yet
+        self._callbacks: list[Callable[[Context], None]] = []
+        self._party: Party | None = None  # that runs an errand
+        self._told = 0  # the generation of which callbacks were told
+        self.rank, self.world_size, self.generation = 0, 1, 0
+        self.latest: Step | None = None
+        self._ended, self._inside = False, False  # ``_inside``: the step's function runs
+        self._loader: Loader | None = None
+        self._epoch_steps: int | None = None  # where the loader is to end, if not with the job
+
+    # ------------------------------------------------------------------------------ before
+
+    def prepare(
+        self,
+        *things: Any,
+        seed: int | Literal["job's"] | None = "job's",
+        by_reference: bool = False,
+    ) -> Any:
+        """Takes models, optimizers, schedulers and a DataLoader, in any order, once.
+
+        Returns them in that order: the same objects, but for the loader, of which each item is a
+        ``Batch``. Models are moved to ``device``. Raises ConfigError.
+
+        by_reference: what needs no gradient and is in no optimizer is no state: every process has
+        it of its script, or else of another; it must not be changed.
+        seed: of each micro-batch, with its place in the global batch. None: nothing is seeded; of a
+        job of one worker alone, which registers its generators, the same is drawn again.
+        """
+        if self._own is not None:
+            raise ConfigError("ctx.prepare: was called before; give it everything at once")
+        given = sort_out(things)
+        loader = given.loader
+        if isinstance(loader, DataLoader):
+            check_options(loader, self.job.batch.micro_batch_size)
+            loader = self.loader(loader.dataset, loader.collate_fn)
+        engine = OwnEngine(self.job, given.models, given.optimizers, self.device)
+        engine.by_reference = by_reference
+        engine.seed = self.job.seed if seed == "job's" else seed
+        for name, thing in given.kept.items():
+            engine.own.register(name, thing)
+        self._own, self._loader = Steering(engine, loader.bundle), loader
+        self.worker.own = self._own
+        prepared = [loader if thing is given.loader else thing for thing in things]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def register(self, **objects: Any) -> None:
+        """What these keep (``state_dict``, ``load_state_dict``) belongs to the job's state: it is
+        committed with each step, rolled back with it, and given to who joins.
+
+        It must be the same on all ranks. Raises ConfigError.
+        """
+        engine = self._steering("register").engine
+        for name, thing in objects.items():
+            engine.own.register(name, thing)
+
+    def loader(
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        order: EpochOrder | None = None,
+    ) -> Loader:
+        """A map-style dataset, dealt in micro-batches of ``batch.micro_batch_size``.
+
+        ``order``: of its samples, the same on all ranks; else they are shuffled by ``seed``.
+        """
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            kind = type(dataset).__name__
+            raise ConfigError(f"ctx.loader: expected a map-style dataset, found {kind}")
+        return Loader(self, replace(bundle_of(dataset, collate_fn), order=order))
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """In the place of ``range(count)``, around a loop over the loader: that gives an epoch's
+        batches then, ``len(loader)`` of them.
+
+        What is yielded first is the epoch in which the job is, and the loader gives its rest: for
+        who joins, and after a restart.
+        """
+        self._steering("epochs")
+        assert self._loader is not None
+        self._epoch_steps = steps = len(self._loader)
+        try:
+            while self._is_dealt():
+                dealt = self._awaited()
+                epoch = (dealt.running.number - 1) // steps
+                if epoch >= count:
+                    return
+                yield epoch
+                if self._dealt is dealt:
+                    raise ConfigError(f"ctx.epochs: nothing asked the loader for epoch {epoch}")
+        finally:
+            self._epoch_steps = None
+
+    # ------------------------------------------------------------------------------ a step
+
+    def step(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorates the function that makes a step of a batch, its first argument.
+
+        It is called again, with the batch dealt anew, where the world breaks under it. What the
+        call returns, and all that comes after it, is there once for each step. A function that
+        returns nothing has the call return the ``Step``, which is also ``ctx.latest``.
+        """
+
+        @functools.wraps(function)
+        def made(*args: Any, **kwargs: Any) -> Any:
+            own = self._steering("step")
+            awaited = None if self._dealt is None else self._dealt.running.number
+            at = next((i for i, arg in enumerate(args[:2]) if isinstance(arg, Batch)), None)
+            if at is None or args[at].number != awaited:
+                raise ConfigError(
+                    "@ctx.step: expected the batch that the loader has just given, as the first "
+                    "argument (after self), once"
+                )
+            before, after = args[:at], args[at + 1 :]
+            while True:
+                again = Batch(own.engine, self._awaited())
+                variables = contextvars.copy_context()
+                call = functools.partial(variables.run, function, *before, again, *after, **kwargs)
+                own.body = functools.partial(self._within, call)
+                item = self._next()
+                if isinstance(item, Step):
+                    self._dealt, self.latest = None, item
+                    return item if own.result is None else own.result
+
+        return made
+
+    @property
+    def running_step(self) -> bool:
+        """Whether the step's function runs."""
+        return self._inside
+
+    def _within(self, call: Callable[[], Any]) -> Any:
+        self._inside = True
+        try:
+            return call()
+        finally:
+            self._inside = False
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[StepAttempt]:
+        """One attempt at the step that the loader has given, for notebooks and adapters:
+
+            for batch in loader:
+                with ctx.attempt() as attempt:
+                    for micro in attempt.batch: ...
+                if attempt.step is None:
+                    continue  # the world broke: the loader gives the same step again
+
+        What is in the block is left where the world breaks, without an exception.
+        """
+        own, dealt = self._steering("attempt"), self._dealt
+        if dealt is None:
+            raise ConfigError("ctx.attempt: comes inside `for batch in loader`, once for each")
+        attempt = StepAttempt(Batch(own.engine, dealt))
+        raised: list[Exception] = []
+        try:
+            yield attempt
+        except Exception as error:
+            raised.append(error)
+
+        def body() -> None:
+            if raised:
+                raise raised[0]
+
+        own.body = body
+        item = self._next()
+        if isinstance(item, Step):
+            self._dealt, self.latest, attempt.step = None, item, item
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        count: torch.Tensor | int | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        of: int | None = None,
+    ) -> None:
+        """``loss`` is the sum over ``count`` terms; gradients are means over all terms of the
+        global batch. Without ``count`` it is a mean, and each micro-batch's weighs the same.
+
+        Args:
+            scaler: scales it for half precision; register it. ``scaler.unscale_`` comes before
+                ``clip_grad_norm_``, ``scaler.step(optimizer)`` and ``scaler.update()`` after.
+            of: the terms of the global batch, if ``loss`` was divided by them already: the step's
+            losses add up to the mean. In all of a step's calls, or in none.
+        """
+        self._steering("backward").engine.backward(loss, count, scaler, of)
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value's sum over all ranks, in float64, in a step's function, before its
+        ``clip_grad_norm_``, or in what ``together`` runs."""
+        if self._party is not None:
+            return self._party.sum(values)
+        return sum_over_members(list(map(float, values)), self.world_size)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Each rank's, of one shape and dtype, in what ``together`` runs."""
+        if self._party is None:
+            raise UsageError("ctx.all_gather: comes in what ctx.together runs")
+        return self._party.all_gather(tensor)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clips the gradient of the global batch by its norm, which is returned."""
+        return self._steering("clip_grad_norm_").engine.clip_grad_norm_(max_norm)
+
+    def log(self, *results: Any, **values: Any) -> None:
+        """Values for the line of the step made last, which is written when it is committed."""
+        own = self._steering("log")
+        for result in results:
+            if isinstance(result, dict):
+                values = result | values
+        for name, value in values.items():
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            if not isinstance(number, (int, float, str, bool)):
+                kind = type(value).__name__
+                raise ConfigError(f"ctx.log: {name} is {kind}, expected a number or text")
+            own.logged[name] = number
+
+    # ----------------------------------------------------------------------- between steps
+
+    def evaluate(
+        self,
+        function: Callable[[Any], Any],
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        name: str = "held-out loss",
+    ) -> float:
+        """The mean over ``dataset``, dealt to all ranks, of ``function(micro_batch)``, which
+        returns (sum, count). It is tried again where the world breaks under it. Of a DataLoader
+        its dataset and ``collate_fn`` are taken."""
+        own = self._steering("evaluate")
+        held_out = samples_of(dataset, collate_fn)
+
+        def run(loop: Loop) -> float:
+            with evaluating(own.engine.models):
+                found = functools.partial(
+                    summed, lambda micro: function(weighed(micro, own.engine))
+                )
+                return loop.evaluate(found, held_out, len(held_out), name)
+
+        return float(self._errand(run))
+
+    def save(self) -> None:
+        """Asks for a checkpoint of the next step, beside those that ``checkpoint`` asks for."""
+        self._steering("save").checkpoint = True
+
+    def gathered(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole ``model.state_dict()`` on the host, whatever the layout: on rank 0, and {}
+        elsewhere. All ranks call it, between two steps. Frozen weights that are kept by reference
+        are given, not copied: leave them as they are."""
+        found: dict[str, torch.Tensor] = self._errand(lambda _: self.whole_state(model))
+        return found
+
+    def whole_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """As ``gathered``, in what ``together`` runs."""
+        return self._steering("gathered").engine.whole_state(model, self.rank)
+
+    def export(self, model: nn.Module, folder: str | Path) -> None:
+        """Writes the model's weights as safetensors, by ``save_pretrained`` where it has that."""
+        whole = self.gathered(model)
+        if self.rank != 0:
+            return
+        write_weights(model, whole, folder)
+
+    def together(self, function: Callable[[Callable[[], None]], Any]) -> Any:
+        """Between two steps: what ``function(progress)`` returns, called on all ranks.
+
+        Collectives are allowed in it. It is called again, with another ``rank`` and
+        ``world_size``, where the world breaks under it. ``progress()`` says that nothing hangs.
+        """
+
+        return self._errand(lambda loop: function(loop.progress))
+
+    def on_generation(self, callback: Callable[[Context], None]) -> None:
+        """``callback(ctx)`` is called in the loop's thread when a world has formed, before its
+        first batch: ``rank`` and ``world_size`` may be others then."""
+        self._callbacks.append(callback)
+
+    def _errand(self, run: Callable[[Any], Any]) -> Any:
+        own = self._steering("evaluate")
+        if self._inside:
+            raise UsageError("ctx.evaluate, gathered, export: come between two steps, not in one")
+        while True:
+            own.errand = functools.partial(self._by_party, run)
+            item = self._next()
+            if isinstance(item, Done):
+                return item.result
+
+    def _by_party(self, run: Callable[[Loop], Any], loop: Loop) -> Any:
+        """Its ranks are this context's meanwhile."""
+        if self.job.parallel.strategy != "ddp":
+            loop.party.check_whole()
+        before, self._party = (self.rank, self.world_size), loop.party
+        self.rank, self.world_size = loop.party.rank, loop.party.world_size
+        try:
+            return run(loop)
+        finally:
+            self._party, (self.rank, self.world_size) = None, before
+
+    # ------------------------------------------------------------------------------ inside
+
+    def _steering(self, what: str) -> Steering:
+        if self._own is None:
+            raise ConfigError(f"ctx.{what}: comes after ctx.prepare")
+        return self._own
+
+    def _awaited(self) -> Dealt:
+        assert self._dealt is not None
+        return self._dealt
+
+    def _next(self) -> Any:
+        """Lets the job go on until it wants something of this loop. Raises Released."""
+        item = self.worker.next_item()
+        if item is None:
+            raise self._released()
+        if isinstance(item, Dealt):
+            self._dealt = item
+            self.rank, self.world_size, self.generation = (
+                item.rank,
+                item.world_size,
+                item.generation,
+            )
+            if item.generation != self._told:
+                self._told = item.generation
+                for callback in self._callbacks:
+                    callback(self)
+        return item
+
+    def _is_dealt(self) -> bool:
+        """Waits for the next batch; whether there is one."""
+        while self._dealt is None and not self._ended:
+            item = self._next()
+            if isinstance(item, Ended):
+                self._ended = True
+                if item.why:
+                    raise self._released()
+        return self._dealt is not None
+
+    def batches(self) -> Iterator[Batch]:
+        """What a prepared loader gives."""
+        own = self._steering("prepare")
+        if self._ended:
+            raise UsageError(
+                "the loader has ended: it is the whole training, not one epoch; write "
+                "`for epoch in ctx.epochs(n)` where that is wanted, for `range(n)`"
+            )
+        while self._is_dealt():
+            given = Batch(own.engine, self._awaited())
+            yield given
+            if self._dealt is given.dealt:
+                raise ConfigError(
+                    f"the batch of step {given.number} was not used: give it to the function "
+                    "that @ctx.step decorates, or leave the loop"
+                )
+            if self._epoch_steps is not None and given.number % self._epoch_steps == 0:
+                return

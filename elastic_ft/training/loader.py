@@ -1,0 +1,97 @@
+"""What a loop of the user's iterates over, and the samples behind it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from elastic_ft.data.dataset import Collated, DataBundle, Dataset
+from elastic_ft.errors import ConfigError
+from elastic_ft.training.batch import Batch
+
+
+class Loader:
+    """Gives each step's batch to a loop of the user's, until the last step."""
+
+    def __init__(self, context: Any, bundle: DataBundle) -> None:
+        self._context, self.bundle = context, bundle
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._context.batches()
+
+    def __len__(self) -> int:
+        """Whole steps in one pass over the data, at least one: not micro-batches."""
+        return max(1, len(self.bundle.train) // self._context.job.batch.global_batch_size)
+
+
+REFUSED = {  # options of a DataLoader, and what else
+    "drop_last": "all batches are whole, the last goes on into the next pass: leave it out",
+    "timeout": "elastic.hang_timeout_s of the job is the deadline of a sample",
+    "worker_init_fn": "samples are read in a thread of this process: do it in the dataset",
+    "generator": "the order is a function of the job's seed: say `seed`",
+}
+WITHOUT_EFFECT = (
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "multiprocessing_context",
+)
+
+
+def check_options(loader: DataLoader[Any], size: int) -> None:
+    """Raises ConfigError for an option that can't be honoured; warns of those without effect.
+
+    ``size``: of a micro-batch of the job.
+    """
+    if not hasattr(loader.dataset, "__getitem__"):
+        kind = type(loader.dataset).__name__
+        raise ConfigError(f"ctx.prepare: expected a map-style dataset, found {kind}")
+    for name, instead in REFUSED.items():
+        if getattr(loader, name, None):
+            raise ConfigError(f"DataLoader.{name}: refused: {instead}")
+    sampler = loader.sampler
+    drawn = isinstance(sampler, RandomSampler)
+    part = drawn and (sampler.replacement or sampler.num_samples != len(loader.dataset))
+    if part or type(sampler) not in (SequentialSampler, RandomSampler):
+        raise ConfigError(
+            f"ctx.prepare: the DataLoader has a {type(sampler).__name__} of its own: the order of "
+            "samples is the job's, a function of seed and position alone; leave it out"
+        )
+    if loader.batch_size != size:
+        raise ConfigError(
+            f"batch.micro_batch_size: the job has {size}, the DataLoader's batch_size is "
+            f"{loader.batch_size}: they are the same thing"
+        )
+    idle = [name for name in WITHOUT_EFFECT if getattr(loader, name, None)]
+    if idle:
+        warnings.warn(
+            f"DataLoader.{', '.join(idle)}: without effect: samples are read a step ahead, in a "
+            "thread",
+            stacklevel=4,
+        )
+
+
+def bundle_of(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> DataBundle:
+    samples: Dataset = dataset
+    if collate_fn is not None:
+        samples = _With(dataset, collate_fn)
+    elif not isinstance(dataset, Dataset):
+        samples = Collated(dataset)
+    if len(samples) == 0:
+        raise ConfigError("ctx.prepare: the dataset has no samples")
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    return DataBundle(samples, None, None, None, f"{len(samples)} samples", fingerprint)
+
+
+class _With(Collated):
+    """A dataset with a collate function of the user's."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        super().__init__(dataset)
+        self._collate_fn = collate_fn
+
+    def collate(self, samples: list[Any]) -> Any:
+        return self._collate_fn(samples)

@@ -1,0 +1,190 @@
+"""Which fields of ``TrainingArguments`` mean what here: honoured, refused by name, or meaningless.
+
+Every field of the tested version is in one of the three; docs/hugging-face.md has the same table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+
+from elastic_ft.errors import ConfigError
+
+HONOURED = frozenset(
+    """
+    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay
+    adam_beta1 adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps
+    max_grad_norm label_smoothing_factor bf16 tf32 activation_checkpointing
+    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
+    use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps
+    logging_strategy logging_steps logging_first_step logging_nan_inf_filter
+    include_num_input_tokens_seen log_level disable_tqdm report_to run_name project
+    trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps
+    eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start
+    eval_do_concat_batches eval_accumulation_steps include_for_metrics
+    save_strategy save_steps save_total_limit metric_for_best_model greater_is_better seed
+    data_seed use_cpu remove_unused_columns label_names train_sampling_strategy
+    length_column_name do_train do_eval do_predict debug skip_memory_metrics
+    """.split()  # noqa: SIM905
+)
+
+# What has no effect: this does it, or there is no such thing.
+MEANINGLESS = {
+    "average_tokens_across_devices": "tokens are counted over the global batch, always",
+    "save_only_model": "always so: what a job goes on from is its own checkpoint",
+    "log_on_each_node": "one process logs",
+    "log_level_replica": "each process has log_level",
+    "save_on_each_node": "one process exports; checkpoints are the job's",
+    "ignore_data_skip": "nothing is skipped: the order says where to go on",
+    "restore_callback_states_from_checkpoint": "callbacks' states are the job's state",
+    "dataloader_num_workers": "samples are read a step ahead in a thread; evaluation has them",
+    "dataloader_pin_memory": "of training; evaluation has it",
+    "dataloader_prefetch_factor": "a step is read ahead",
+    "dataloader_persistent_workers": "the thread stays",
+    "dataloader_multiprocessing_context": "there are no reading processes",
+    "dataloader_in_order": "the order is always kept",
+    "ddp_backend": "the device says which",
+    "ddp_timeout": "elastic.* has the deadlines",
+    "ddp_bucket_cap_mb": "torch's default is taken",
+    "ddp_broadcast_buffers": "the registered state says what buffers are",
+    "ddp_find_unused_parameters": "parallel.unused_parameters of the job",
+    "ddp_static_graph": "worlds change",
+    "local_rank": "the world has ranks, and changes",
+    "hub_token": "nothing is pushed",
+    "hub_private_repo": "nothing is pushed",
+    "hub_model_id": "nothing is pushed",
+    "hub_strategy": "nothing is pushed",
+    "hub_always_push": "nothing is pushed",
+    "hub_revision": "nothing is pushed",
+}
+
+_JOB = "say it in the job: "
+# By name: why, and what else; refused where the value is not the default.
+REFUSED = {
+    "fp16": "a step that overflows is not told apart here: use bf16",
+    "fp16_full_eval": "evaluation would change the weights that are trained: use bf16",
+    "bf16_full_eval": "evaluation would change the weights that are trained: use bf16",
+    "torch_compile": "it has not been tested with forwards that are routed: compile the model's "
+    "blocks yourself",
+    "torch_compile_backend": "see torch_compile",
+    "torch_compile_mode": "see torch_compile",
+    "auto_find_batch_size": "the global batch is constant",
+    "enable_jit_checkpoint": "a preempted worker costs no step",
+    "eval_use_gather_object": "predictions are gathered as tensors",
+    "batch_eval_metrics": "compute_metrics would see batches again where the world breaks",
+    "push_to_hub": "upload what was exported, once it is complete",
+    "load_best_model_at_end": "only one process has the exported weights: load them afterwards, "
+    "from trainer.state.best_model_checkpoint",
+    "full_determinism": "set it for torch in the script, before training",
+    "accelerator_config": "Accelerate is told of one process, and nothing else",
+    "parallelism_config": _JOB + "parallel",
+    "dataloader_drop_last": "a batch goes on into the next epoch: nothing is dropped",
+    "fsdp": _JOB + "parallel: {strategy: fsdp}",
+    "fsdp_config": _JOB + "parallel: {strategy: fsdp}",
+    "deepspeed": _JOB + "parallel",
+    "resume_from_checkpoint": "the job goes on from its own checkpoints",
+}
+SAMPLING = ("random", "sequential")
+LAYERWISE = ("lomo", "adalomo")  # these update weights in the backward
+
+
+def check_arguments(arguments: TrainingArguments) -> None:
+    """Raises ConfigError, one line, for the first field that can't be honoured."""
+    for field in fields(arguments):
+        if field.name in REFUSED and not _is_default(arguments, field):
+            value = getattr(arguments, field.name)
+            raise ConfigError(
+                f"TrainingArguments.{field.name}: {_said(value)} is refused: {REFUSED[field.name]}"
+            )
+    if arguments.train_sampling_strategy not in SAMPLING:
+        raise ConfigError(
+            f"TrainingArguments.train_sampling_strategy: {arguments.train_sampling_strategy} is "
+            f"refused: expected one of {', '.join(SAMPLING)}"
+        )
+    optimizer = str(getattr(arguments.optim, "value", arguments.optim))
+    if "layerwise" in optimizer or optimizer in LAYERWISE:
+        raise ConfigError(
+            f"TrainingArguments.optim: {optimizer} is refused: it updates weights before all ranks "
+            "have agreed on the step"
+        )
+    scheduler = str(getattr(arguments.lr_scheduler_type, "value", arguments.lr_scheduler_type))
+    if scheduler in ("reduce_lr_on_plateau", "greedy"):
+        raise ConfigError(
+            f"TrainingArguments.lr_scheduler_type: {scheduler} is refused: the rate is to be a "
+            "function of the step"
+        )
+
+
+def check_model(model: Any) -> None:
+    """Raises ConfigError for weights that are no plain tensors: they can't be cut or compared."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None and not getattr(model, "is_quantized", False):
+        return
+    method = getattr(config, "quant_method", None) or "some method"
+    raise ConfigError(
+        f"Trainer: model: quantised by {getattr(method, 'value', method)}, which is refused: its "
+        "weights are packed: load the base in bfloat16 and train a LoRA on it"
+    )
+
+
+def _said(value: Any) -> str:
+    return str(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+
+
+def _is_default(arguments: TrainingArguments, field: Any) -> bool:
+    value = getattr(arguments, field.name)
+    if field.name == "accelerator_config":
+        return value is None or bool(value == AcceleratorConfig())
+    if field.name in ("fsdp_config", "fsdp", "deepspeed", "torch_compile_backend"):
+        return not value or not any(_plain(value).values() if _plain(value) else [value])
+    if field.default_factory is not MISSING:
+        return bool(value == field.default_factory())
+    return bool(value == field.default)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return value
+    return dict(value.to_dict()) if hasattr(value, "to_dict") else {}
+
+
+def sizes(arguments: TrainingArguments, global_batch_size: int | None) -> tuple[int, int]:
+    """(global batch, micro-batch) in samples. Raises ConfigError."""
+    micro, steps = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    total = micro * steps if global_batch_size is None else global_batch_size
+    if total < 1 or total % micro:
+        raise ConfigError(
+            f"global_batch_size: {total} is no multiple of per_device_train_batch_size, {micro}"
+        )
+    if steps not in (1, total // micro):
+        raise ConfigError(
+            f"TrainingArguments.gradient_accumulation_steps: {steps} is refused beside "
+            f"global_batch_size {total}: how often gradients add up is a matter of the world; "
+            "leave it out"
+        )
+    return total, micro
+
+
+def on_device(arguments: TrainingArguments, device: torch.device) -> None:
+    """``arguments.device`` is ``device``, one of possibly many. Raises ConfigError."""
+    if arguments.world_size != 1:
+        raise ConfigError(
+            f"Trainer: Accelerate found a world of {arguments.world_size} in the environment: "
+            "leave RANK, WORLD_SIZE and its own launcher to elastic-ft launch"
+        )
+    arguments.__dict__["_setup_devices"] = device  # a cached property, set up for one process
+    arguments.distributed_state.device = device
+    arguments._n_gpu = 1 if device.type == "cuda" else 0
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def ranked(arguments: TrainingArguments, rank: int) -> None:
+    """Who writes, prints and logs, for all that asks Accelerate's state."""
+    state = arguments.distributed_state
+    state.process_index = state.local_process_index = rank

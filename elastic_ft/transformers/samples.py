@@ -1,0 +1,74 @@
+"""The samples of a micro-batch until they are collated, and a trainer's order of them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import SequentialSampler
+
+from elastic_ft.data.epoch_order import EpochOrder
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.modules import seed_for
+from elastic_ft.errors import ConfigError
+
+
+class Samples:
+    """As they were read, in a thread; collators may draw at random, so they come after that."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+
+def collated(
+    micro_batch: MicroBatch, collate: Callable[[list[Any]], Any], seed: int | None, step: int
+) -> Any:
+    """With the same draws wherever that is done; ``seed`` None: with those that come next."""
+    samples = micro_batch.data.samples
+    if seed is None:
+        return collate(samples)
+    with _drawing(seed, step, micro_batch.number):
+        return collate(samples)
+
+
+@contextlib.contextmanager
+def _drawing(seed: int, step: int, number: int) -> Iterator[None]:
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    seed_for(seed, step, number)
+    drawn = int(torch.randint(1 << 31, ()))
+    np.random.seed(drawn)
+    random.seed(drawn)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+def epoch_order(loader: Any, strategy: str) -> EpochOrder:
+    """The order of a trainer's own loader: as the stock trainer's in a world of one.
+
+    Raises ConfigError for a sampler of which it isn't known to be a function of the epoch.
+    """
+    sampler = copy.copy(loader.batch_sampler.sampler)
+    size = len(loader.dataset)
+    if strategy == "sequential" and isinstance(sampler, SequentialSampler):
+        return EpochOrder(size, lambda _: range(size))
+    if not isinstance(sampler, SeedableRandomSampler):
+        raise ConfigError(
+            f"Trainer.get_train_dataloader: its sampler is a {type(sampler).__name__}: the order "
+            "of samples must be a function of the epoch alone: leave the sampler out"
+        )
+
+    def shuffled(epoch: int) -> Iterator[int]:
+        sampler.set_epoch(epoch)
+        return iter(list(sampler))
+
+    return EpochOrder(size, shuffled)

@@ -1,0 +1,77 @@
+"""Between a training loop of the user's, in its own thread, and the loop of a generation.
+
+The user's thread resumes the training thread, and waits until that yields: the micro-batches of a
+step (``Dealt``), that it is made (``step.Step``), an errand's result (``Done``), or that there are
+no more (``Ended``). Never do both run. When a generation breaks, what comes next is ``Dealt``
+again: the same step, of the next generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic_ft.data.dataset import DataBundle
+from elastic_ft.engines.own import OwnEngine
+from elastic_ft.engines.own_attempt import Running
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """This rank's micro-batches of the step to be made next."""
+
+    running: Running
+    world_size: int
+    rank: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An errand's result."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """There is no more to train; ``why`` if that is before the last step."""
+
+    why: str
+
+
+@dataclass(slots=True)
+class Steering:
+    """What the user's thread wants next. Written by it, read once it waits.
+
+    Attributes:
+        body: makes the step that was dealt.
+        errand: is run between two steps, given the generation's loop.
+        ending: the user's loop is over.
+        checkpoint: one of the next step is wanted.
+        logged: values for the line of the step just made.
+        result: of the last ``body``.
+        errands, pending, in_step: begun since the last step, and whether one is under way; whether
+            the step's function was begun. They outlive a generation: see ``worker.party``.
+    """
+
+    engine: OwnEngine
+    data: DataBundle
+    body: Callable[[], Any] | None = None
+    errand: Callable[[Any], Any] | None = None
+    ending: bool = False
+    checkpoint: bool = False
+    logged: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+    errands: int = 0
+    pending: bool = False
+    in_step: bool = False
+
+    def take_errand(self) -> Callable[[Any], Any] | None:
+        errand, self.errand = self.errand, None
+        return errand
+
+    def take_logged(self) -> dict[str, Any]:
+        logged, self.logged = self.logged, {}
+        return logged

@@ -1,0 +1,181 @@
+"""Each rule by which a cluster is shared (docs/service.md), on as few nodes as show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from elastic_ft.core.scheduling import decide
+from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms, Wish
+from elastic_ft.core.sharing.ledger import SharedJob, Sharing
+
+
+class Shared:
+    """A cluster of ``nodes`` nodes of one slot, and jobs that do as they are told at once."""
+
+    def __init__(self, nodes: int, terms: SharingTerms | None = None, slots: int = 1) -> None:
+        self.terms, self.state, self.at_s = terms or SharingTerms(), Sharing(), 0.0
+        self.told: list[Any] = []
+        self.tell(asks.CapacityChanged(0.0, tuple((f"n{i}", slots) for i in range(nodes))))
+
+    def tell(self, event: asks.SharingEvent) -> list[Any]:
+        self.state, commands = decide(self.state, event, self.terms)
+        found = [c for c in commands if not isinstance(c, asks.WakeAt)]
+        self.told += found
+        return found
+
+    def submit(self, job: str, least: int, most: int, *, trains: bool = True, **wish: Any) -> Any:
+        found = self.tell(asks.JobSubmitted(self.at_s, job, Wish(least, most, **wish)))
+        if trains:
+            self.begin(job)
+        return found
+
+    def begin(self, job: str) -> None:
+        if self.job(job).phase == "starting":
+            self.tell(asks.JobBegan(self.at_s, job, self.job(job).start))
+
+    def release(self, job: str) -> list[Any]:
+        """What it was told to leave."""
+        held = self.job(job)
+        return self.tell(asks.WorkersReleased(self.at_s, job, held.start, held.leaving))
+
+    def end(self, job: str) -> list[Any]:
+        return self.tell(asks.JobEnded(self.at_s, job, "completed"))
+
+    def wait(self, seconds: float) -> list[Any]:
+        self.at_s += seconds
+        return self.tell(asks.Ticked(self.at_s))
+
+    def job(self, job: str) -> SharedJob:
+        return self.state.jobs[job]
+
+    def targets(self) -> dict[str, int]:
+        return {name: job.target for name, job in self.state.jobs.items()}
+
+
+def test_who_is_next_priority_then_age() -> None:
+    shared = Shared(1, SharingTerms(ageing_s=100.0))
+    shared.submit("first", 1, 1)
+    shared.submit("low", 1, 1, priority=-1)
+    shared.at_s = 150.0  # by now it counts as one that was submitted with priority 0
+    shared.submit("late", 1, 1)
+    shared.submit("urgent", 1, 1, priority=-5)
+    assert [type(c).__name__ for c in shared.end("first")] == ["StartJob"]
+    assert shared.job("low").phase == "starting" and shared.job("late").phase == "queued"
+
+
+def test_all_or_nothing_in_multiples() -> None:
+    shared = Shared(3)
+    assert shared.submit("wide", 4, 4) == []
+    assert shared.job("wide").why == "waits for 4 workers: the nodes that there are hold 3"
+    shared.submit("pairs", 1, 8, multiple_of=2)
+    assert shared.targets() == {"wide": 0, "pairs": 2}
+
+
+def test_room_by_shrinking_comes_first_and_keeps_multiples() -> None:
+    shared = Shared(8)
+    shared.submit("tp2", 2, 8, multiple_of=2)
+    shared.wait(100.0)
+    assert shared.targets() == {"tp2": 8}
+    (shrunk,) = shared.submit("urgent", 3, 3, priority=5)
+    assert isinstance(shrunk, asks.ResizeJob) and shrunk.workers == 4
+    assert "urgent (priority 5): it waits for 3" in shrunk.reason
+    (started,) = [c for c in shared.release("tp2") if isinstance(c, asks.StartJob)]
+    assert started.job == "urgent" and sum(n for _, n in started.places) == 3
+
+
+def test_room_by_suspending_only_if_it_then_runs() -> None:
+    shared = Shared(4)
+    shared.submit("rigid", 4, 4)
+    assert shared.submit("wide", 5, 5, priority=5) == []  # it would not run even so
+    (suspended,) = shared.submit("urgent", 2, 2, priority=5)
+    assert isinstance(suspended, asks.SuspendJob) and suspended.job == "rigid"
+    shared.tell(asks.JobSuspended(shared.at_s, "rigid", 1))
+    assert shared.targets() == {"rigid": 0, "wide": 0, "urgent": 2}
+    shared.begin("urgent")
+    assert any(isinstance(c, asks.StartJob) and c.job == "rigid" for c in shared.end("urgent"))
+
+
+def test_equals_never_suspend_one_another() -> None:
+    shared = Shared(2)
+    shared.submit("one", 2, 2)
+    assert shared.submit("two", 2, 2) == []
+    assert "jobs that it may not suspend need 2 of 2 slots" in shared.job("two").why
+
+
+def test_a_quota_is_its_queues_own_and_borrowed_when_idle() -> None:
+    queues = {"own": QueueTerms(quota=2), "guest": QueueTerms(quota=0, ceiling=3)}
+    shared = Shared(4, SharingTerms(queues))
+    shared.submit("guests", 3, 4, queue="guest")
+    assert shared.targets() == {"guests": 3}  # more than its quota, no more than its ceiling
+    found = shared.submit("owner", 2, 2, queue="own")
+    assert [(type(c).__name__, c.job) for c in found] == [("SuspendJob", "guests")]
+    refused = shared.tell(asks.JobSubmitted(0.0, "big", Wish(4, 4, queue="guest")))
+    assert refused == [asks.Refuse("big", "it needs 4 slots at least, queue guest may use 3")]
+
+
+def test_what_is_left_goes_by_weight() -> None:
+    queues = {"a": QueueTerms(weight=3.0), "b": QueueTerms(weight=1.0)}
+    shared = Shared(12, SharingTerms(queues))
+    shared.submit("a1", 1, 12, queue="a")
+    shared.submit("b1", 1, 12, queue="b")
+    for _ in range(4):
+        shared.wait(100.0)
+        for job in ("a1", "b1"):
+            shared.release(job)
+    assert shared.targets() == {"a1": 9, "b1": 3}
+
+
+def test_backfill_gives_way() -> None:
+    shared = Shared(4)
+    shared.submit("half", 2, 2)
+    shared.submit("whole", 4, 4)
+    shared.submit("small", 2, 2)  # while the whole cluster is not to be had
+    assert shared.targets() == {"half": 2, "whole": 0, "small": 2}
+    (suspended,) = shared.end("half")
+    assert isinstance(suspended, asks.SuspendJob) and suspended.job == "small"
+    assert "it waited before this one started" in suspended.reason
+
+
+def test_a_slot_is_free_when_it_was_left() -> None:
+    shared = Shared(2)
+    shared.submit("one", 1, 2)
+    shared.wait(100.0)
+    shared.submit("two", 1, 1, trains=False)
+    assert shared.targets() == {"one": 1, "two": 0}
+    assert "released by others first" in shared.job("two").why
+    assert [type(c).__name__ for c in shared.release("one")] == ["StartJob"]
+
+
+def test_nothing_flaps() -> None:
+    shared = Shared(4, SharingTerms(cooldown_s=30.0))
+    shared.submit("one", 1, 4)
+    shared.wait(100.0)
+    shared.submit("urgent", 2, 2, priority=1)
+    shared.release("one")
+    shared.begin("urgent")
+    assert shared.end("urgent") == []  # it was resized just now
+    assert shared.wait(29.0) == []
+    (grown,) = shared.wait(1.0)
+    assert isinstance(grown, asks.ResizeJob) and grown.workers == 4
+    assert shared.wait(0.0) == []
+
+
+def test_a_cap_is_obeyed_and_refused_where_it_makes_no_sense() -> None:
+    shared = Shared(4)
+    shared.submit("one", 2, 4)
+    (refused,) = shared.tell(asks.ResizeAsked(0.0, "one", 1))
+    assert refused == asks.Refuse("one", "1 is not within 2 and 4")
+    (shrunk,) = shared.tell(asks.ResizeAsked(0.0, "one", 3))
+    assert shrunk.workers == 3 and shrunk.reason == "3 workers at most was asked for"
+
+
+def test_a_start_that_fails_is_tried_again_and_given_up() -> None:
+    shared = Shared(1, SharingTerms(starts_max=2, retry_s=10.0))
+    shared.submit("one", 1, 1, trains=False)
+    shared.tell(asks.StartFailed(0.0, "one", 1, "no room"))
+    assert shared.job("one").why == "waits 10 s: a start failed: no room"
+    assert [type(c).__name__ for c in shared.wait(10.0)] == ["StartJob"]
+    (given_up,) = shared.tell(asks.StartFailed(10.0, "one", 2, "no room"))
+    assert given_up.reason == "2 starts failed; the last: no room"
+    assert shared.state.ended["one"] == "failed"

@@ -1,0 +1,25 @@
+"""Compiled layers through a loss and a regrow: nobody compiles inside a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_ft.faults import PointFault
+from tests.multiproc.harness import Gate, make_job, run_job
+
+pytestmark = pytest.mark.timeout(500)
+
+
+def test_a_joiner_compiles_before_it_is_ready_and_survivors_never_again(tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    job = gate.job("fsdp", steps=14, workers=3, parallel={"compile": True})
+    faults = [PointFault("backward", rank=1, step=5)]
+    run = run_job(job, tmp_path / "run", faults=faults, watch=gate, deadline_s=400).check()
+    assert run.worlds() == [3, 2, 3], run.story()
+    told = run.all("compiled")
+    assert len({line["worker"] for line in told}) == len(told) == 4, run.story()
+    assert [line["graphs"] for line in told] == [0] * 4, run.story()
+    assert {line["warmed"] for line in told} == {1}, run.story()
+    run.same_losses_as(run_job(make_job("ddp", steps=14, workers=1), tmp_path / "alone"))

@@ -1,0 +1,349 @@
+"""A worker's line to its controllers, over real sockets: whom it follows, and when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.assignment import Keeper, Member
+from elastic_ft.core.commands import DropKept, UseKeeper
+from elastic_ft.errors import StoreFailed
+from elastic_ft.faults import Points
+from elastic_ft.storage import owners
+from elastic_ft.storage.store import Store, open_store
+from elastic_ft.transport.control import TO_CONTROLLER, ControlServer, Hello, Note, Pulse, Welcome
+from elastic_ft.transport.lifeline import Lifeline
+from elastic_ft.transport.reception import Reception
+from elastic_ft.transport.succession import Search, format_address, parse_address
+from elastic_ft.transport.tls import new_key
+from elastic_ft.transport.wire import Channel
+from elastic_ft.worker.line import Hooks, Line
+from tests.multiproc.harness import make_job
+
+MEMBER = Member("w0", "n0", "localhost", 1)
+SOON_S = 10.0
+
+
+class Reigning:
+    """A controller that has the job, as far as its connections go."""
+
+    def __init__(self, realm: Realm, *, named: str = "") -> None:
+        self.messages: list[Any] = []
+        self.told, self.ended = threading.Condition(), threading.Event()
+        self.server = ControlServer(
+            "127.0.0.1", realm.welcome, self._hear, lambda *_: self.ended.set(), key=realm.key
+        )
+        self.server.start()
+        self.address = ("127.0.0.1", self.server.port)
+        realm.take_over(named or format_address(self.address))
+
+    def _hear(self, hello: Hello, message: Any) -> None:
+        with self.told:
+            self.messages.append(message)
+            self.told.notify_all()
+
+    def wait(self, condition: Callable[[list[Any]], object]) -> None:
+        with self.told:
+            assert self.told.wait_for(lambda: condition(self.messages), SOON_S), self.messages
+
+
+class Stopping:
+    """A controller that welcomes one, and is stopped until it ``goes_on``: it reads nothing."""
+
+    def __init__(self, realm: Realm) -> None:
+        self.messages: list[Any] = []
+        self.told, self.ended = threading.Condition(), threading.Event()
+        self.goes_on = threading.Event()
+        self._realm = realm
+        self.reception = Reception("stopping", "127.0.0.1", realm.key, TO_CONTROLLER, self._serve)
+        self.reception.start()
+        self.address = ("127.0.0.1", self.reception.port)
+        realm.take_over(format_address(self.address))
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            channel.send(self._realm.welcome(channel.receive()))
+            self.goes_on.wait()
+            channel.send(Pulse())
+            while True:
+                message = channel.receive()
+                with self.told:
+                    self.messages.append(message)
+                    self.told.notify_all()
+        except EOFError:
+            self.ended.set()
+
+    def wait(self, condition: Callable[[list[Any]], object]) -> None:
+        with self.told:
+            assert self.told.wait_for(lambda: condition(self.messages), SOON_S), len(self.messages)
+
+
+class Realm:
+    """A checkpoint store, and who has the job there, one after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self.url, self.key = str(path), new_key(tls=False)
+        self.store, self.number = open_store(self.url), 0
+        self.timeout_s, self.successor_s = 1.0, SOON_S
+        self.closing: list[Callable[[], object]] = []
+
+    def take_over(self, address: str) -> None:
+        self.number += 1
+        owners.take_over(self.store, job="j", run=f"r{self.number}", run_folder="", address=address)
+
+    def welcome(self, hello: Hello) -> Welcome:
+        job = make_job(elastic={"heartbeat_timeout_s": self.timeout_s})
+        number, store = self.number, ("127.0.0.1", 1)
+        return Welcome(job, "r1", self.url, store, owner=number, successor_s=self.successor_s)
+
+    def reigning(self, **kwargs: Any) -> Reigning:
+        made = Reigning(self, **kwargs)
+        self.closing.append(made.server.close)
+        return made
+
+    def stopping(self) -> Stopping:
+        made = Stopping(self)
+        self.closing += [made.reception.close, made.goes_on.set]
+        return made
+
+    def stopped(self) -> threading.Event:
+        """One that admits who calls, and is stopped before it says a word; set: it was called."""
+        called, over = threading.Event(), threading.Event()
+
+        def serve(channel: Channel) -> None:
+            channel.receive()
+            called.set()
+            over.wait()
+
+        reception = Reception("stopped", "127.0.0.1", self.key, TO_CONTROLLER, serve)
+        reception.start()
+        self.closing += [reception.close, over.set]
+        self.take_over(format_address(("127.0.0.1", reception.port)))
+        return called
+
+    def lifeline(self, first: Reigning | Stopping) -> Lifeline:
+        made = Lifeline(first.address, self.key, MEMBER)
+        self.closing.append(made.close)
+        return made
+
+    def search(self, number: int = 1, store: Callable[[], Store] | None = None) -> Search:
+        return Search(
+            store or (lambda: self.store), self.key, Hello(MEMBER, owner=number), 1.0, remote=False
+        )
+
+
+@pytest.fixture
+def realm(tmp_path: Path) -> Iterator[Realm]:
+    made = Realm(tmp_path / "store")
+    yield made
+    for close in reversed(made.closing):
+        close()
+
+
+def reading(lifeline: Lifeline) -> threading.Thread:
+    """Reads until there is nobody to read of."""
+
+    def read() -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                lifeline.receive()
+
+    made = threading.Thread(target=read, daemon=True)
+    made.start()
+    return made
+
+
+def raises(*_: object) -> None:
+    raise OverflowError("what nobody thought of")
+
+
+@pytest.mark.parametrize("port", ["0", "-1", "65536", "99999999999", "x", ""])
+def test_a_port_that_is_none_is_no_address(port: str) -> None:
+    with pytest.raises(ValueError):
+        parse_address(f"127.0.0.1:{port}")
+
+
+def test_who_has_no_address_to_call_is_passed_over(realm: Realm) -> None:
+    realm.take_over("127.0.0.1:1")
+    realm.take_over("127.0.0.1:99999")
+    search = realm.search()
+    assert search.run(0.1, threading.Event()) is None
+    assert "has no port below 65,536" in search._trouble
+
+
+def test_what_goes_wrong_in_looking_for_a_controller_is_the_lines_end(realm: Realm) -> None:
+    first = realm.reigning()
+    lifeline = realm.lifeline(first)
+    lifeline.start(raises)
+    first.server.close()
+    realm.reigning()
+    with pytest.raises(EOFError, match="OverflowError: what nobody thought of"):
+        lifeline.receive()
+    lifeline.await_room()
+
+
+def test_what_a_worker_can_not_do_is_the_lines_end(realm: Realm) -> None:
+    """The thread that reads died of it, and the worker trained on for ever."""
+    first = realm.reigning()
+    points = Points("w0", (), lambda index: None)
+    hooks = Hooks(lambda: 0, raises, lambda: None, lambda welcome: None)
+    line = Line(realm.lifeline(first), MEMBER, points, hooks, 1.0)
+    realm.closing.append(line.close)
+    line.start()
+    first.wait(bool)  # welcomed
+    assert first.server.send("w0", UseKeeper("w0", Keeper("n0", ("127.0.0.1", 1))))
+    assert line.await_over(SOON_S)
+
+
+class SlowStore:
+    """Of the first look at an owner's object the answer comes when it is let out."""
+
+    def __init__(self, store: Store) -> None:
+        self._store, self.asked, self.answers = store, threading.Event(), threading.Event()
+        self.url, self.url_of = store.url, store.url_of
+
+    def get(self, key: str) -> bytes:
+        found = self._store.get(key)
+        if not self.asked.is_set():
+            self.asked.set()
+            assert self.answers.wait(SOON_S)
+        return found
+
+
+def test_a_late_answer_about_the_last_controller_does_not_end_the_line_to_the_next(
+    realm: Realm,
+) -> None:
+    first = realm.reigning()
+    lifeline, slow = realm.lifeline(first), SlowStore(realm.store)
+    lifeline._store = lambda: realm.store  # type: ignore[method-assign]
+    lifeline._succession._store = lambda: slow  # type: ignore[assignment, return-value]
+    second = realm.reigning()
+    lifeline.start(lambda welcome: None)
+    heard: list[Any] = []
+    reader = threading.Thread(target=lambda: heard.append(lifeline.receive()), daemon=True)
+    reader.start()
+    assert slow.asked.wait(SOON_S), "the first one is silent"
+    first.server.close()
+    second.wait(bool)
+    slow.answers.set()
+    assert not second.ended.wait(0.5), "it has just called"
+    assert second.server.send("w0", DropKept("n0", "w0"))
+    reader.join(SOON_S)
+    assert heard == [DropKept("n0", "w0")]
+
+
+def test_a_successor_that_says_nothing_is_left_for_the_next_one(realm: Realm) -> None:
+    """Stopped after the handshake, it kept everybody for the whole of controller_timeout_s."""
+    realm.successor_s = 60.0
+    first = realm.reigning()
+    lifeline = realm.lifeline(first)
+    stopped = realm.stopped()
+    first.server.close()
+    reader = reading(lifeline)
+    assert stopped.wait(SOON_S), "it is called"
+    third = realm.reigning()
+    third.wait(bool)
+    assert third.messages == [Hello(MEMBER, lifeline._hello.life, owner=1)]
+    lifeline.close()
+    reader.join(SOON_S)
+    assert not reader.is_alive()
+
+
+def test_who_is_to_end_does_not_wait_for_a_welcome(realm: Realm) -> None:
+    first = realm.reigning()
+    lifeline = realm.lifeline(first)
+    stopped = realm.stopped()
+    first.server.close()
+    reader = reading(lifeline)
+    assert stopped.wait(SOON_S)
+    lifeline.close()
+    reader.join(SOON_S / 2)
+    assert not reader.is_alive()
+
+
+def note(size: int = 4000) -> Note:
+    return Note("w0", 1, "x", "y" * size)
+
+
+@pytest.mark.soak  # by the clock: on a busy machine its limits are too short
+def test_a_controller_that_is_stopped_and_goes_on_is_told_what_it_missed(realm: Realm) -> None:
+    """Its buffers were full: training stood still, and then the kernel ended the connection."""
+    first = realm.stopping()
+    lifeline = realm.lifeline(first)
+    lifeline.start(lambda welcome: None)
+    reader, number, until_s = reading(lifeline), 0, time.monotonic() + SOON_S
+    while lifeline.send(note(10)):
+        number += 1
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    began_s = time.monotonic()
+    assert not any(lifeline.send(note()) for _ in range(5000))  # 20 MB
+    assert time.monotonic() - began_s < SOON_S / 2, "who trains does not wait"
+    assert reader.is_alive() and not first.ended.wait(2 * realm.timeout_s), "nor is it cut off"
+    first.goes_on.set()
+    first.wait(lambda heard: len(heard) == number + 5001)
+    assert [message.number for message in first.messages] == [*range(1, number + 5002)]
+    assert lifeline.send(note()) and not first.ended.is_set()
+
+
+def test_who_takes_nothing_is_left_and_the_next_one_told(
+    realm: Realm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it counts as silent."""
+    monkeypatch.setattr("elastic_ft.transport.lifeline.SEND_TIMEOUT_S", 0.3)
+    realm.timeout_s = 60.0
+    first = realm.stopping()
+    lifeline = realm.lifeline(first)
+    reader, number, began_s = reading(lifeline), 1, time.monotonic()
+    while lifeline.send(note(50_000)):
+        number += 1
+        assert number < 10_000
+    assert time.monotonic() - began_s < SOON_S
+    second = realm.reigning()
+    second.wait(lambda heard: len(heard) == number + 1)
+    assert [message.number for message in second.messages[1:]] == [*range(1, number + 1)]
+    assert lifeline.welcome.owner == 2 and reader.is_alive()
+    first.goes_on.set()
+    assert first.ended.wait(SOON_S), "it knows that it has lost us"
+
+
+class MuteStore:
+    def __init__(self) -> None:
+        self.url = "s3://bucket/job"
+
+    def get(self, key: str) -> bytes:
+        raise StoreFailed(f"{key}: nothing answers")
+
+
+def test_who_can_read_the_store_is_not_cut_off(realm: Realm) -> None:
+    """A controller's machine lost its power: its next one came too late for all workers."""
+    realm.url = f"memory://{realm.key.secret.hex()}"
+    realm.store = open_store(realm.url)
+    first = realm.reigning()
+    lifeline = realm.lifeline(first)
+    lifeline.cut_off_s = 0.3
+    reader, began_s = reading(lifeline), time.monotonic()
+    lifeline._channel._unheard = True  # as a sender is told by the kernel
+    first.server.close()
+    reader.join(4 * lifeline.cut_off_s)
+    assert reader.is_alive(), "it looks on"
+    second = realm.reigning()
+    second.wait(bool)
+    assert time.monotonic() - began_s > 4 * lifeline.cut_off_s
+
+
+@pytest.mark.parametrize("remote", [True, False])
+def test_who_can_read_no_store_may_be_cut_off_and_ends_soon(realm: Realm, remote: bool) -> None:
+    """A folder may be its machine's own: it is read all the same."""
+    realm.take_over("127.0.0.1:1")
+    store = MuteStore() if remote else realm.store
+    hello, began_s = Hello(MEMBER, owner=1), time.monotonic()
+    search = Search(lambda: store, realm.key, hello, 1.0, remote=remote)  # type: ignore[arg-type, return-value]
+    assert search.run(60.0, threading.Event(), unread_s=0.3) is None
+    assert time.monotonic() - began_s < SOON_S

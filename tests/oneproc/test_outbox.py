@@ -1,0 +1,139 @@
+"""What a worker tells is kept until it is durable, told again in order, and never twice."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.controller.inheritance import backwards, beginnings, up_to
+from elastic_ft.core.assignment import Member
+from elastic_ft.core.events import StepHeld
+from elastic_ft.storage import owners
+from elastic_ft.storage.store import open_store
+from elastic_ft.transport.control import TO_CONTROLLER, Heartbeat, Hello
+from elastic_ft.transport.messages import Encoded, MessageRefused, Numbered, pack
+from elastic_ft.transport.outbox import LineOutbox
+from elastic_ft.transport.succession import Search, format_address, parse_address
+from elastic_ft.transport.tls import new_key
+
+MEMBER = Member("w0", "n0", "host", 1)
+
+
+class Wire:
+    """A channel's sending end; it ends after ``most`` messages."""
+
+    def __init__(self, most: int = 1000) -> None:
+        self.most, self.sent = most, list[Any]()
+
+    def send(self, message: Any) -> bool:
+        if len(self.sent) == self.most:
+            return False
+        body = message.body if isinstance(message, Encoded) else Encoded(message).body
+        self.sent.append(TO_CONTROLLER.decode(body))
+        return True
+
+    def numbers(self) -> list[int]:
+        return [found.number for found in self.sent if isinstance(found, Numbered)]
+
+
+def outbox(wire: Wire, **kwargs: Any) -> LineOutbox:
+    return LineOutbox(wire, **kwargs)  # type: ignore[arg-type]
+
+
+def held(step: int) -> StepHeld:
+    return StepHeld(0.0, "w0", 1, step)
+
+
+def test_the_next_controller_is_told_what_the_last_one_had_not_made_durable() -> None:
+    first, last = Wire(most=4), Wire()
+    box = outbox(first)
+    assert [box.send(held(step)) for step in range(1, 7)] == [True] * 4 + [False] * 2
+    box.acknowledge(2)
+    assert box.go_on(last, heard=3) == 3  # type: ignore[arg-type]
+    assert last.numbers() == [4, 5, 6]
+    box.send(held(7))
+    assert last.sent[-1] == Numbered(7, held(7))
+
+
+def test_what_is_of_the_moment_has_no_number_and_is_not_told_again() -> None:
+    first, last = Wire(), Wire()
+    box = outbox(first)
+    box.send(Heartbeat("w0", 1, 1, 1, "forward"))
+    assert first.numbers() == [] and box.go_on(last, heard=0) == 0  # type: ignore[arg-type]
+    assert last.sent == []
+
+
+def test_nothing_is_dropped_where_too_much_is_kept() -> None:
+    box = outbox(Wire(), kept_max=3)
+    for step in range(1, 4):
+        box.await_room()
+        box.send(held(step))
+    waiting = threading.Thread(target=box.await_room)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    box.acknowledge(1)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    box.send(held(4))
+    box.close()
+    box.await_room()  # nobody will acknowledge anything
+
+
+@pytest.mark.parametrize("number", [0, -1, True, "1", None])
+def test_a_number_that_is_none_is_refused(number: Any) -> None:
+    with pytest.raises(MessageRefused):
+        TO_CONTROLLER.decode(pack(["StepHeld", held(1), number]))
+
+
+def test_keepers_lives_are_senders_of_their_own() -> None:
+    keeper = Member("keeper:n/0", "n/0", "host", 1)
+    assert Hello(MEMBER, "a").sender == Hello(MEMBER, "b").sender == "w0"
+    assert Hello(keeper, "a").sender != Hello(keeper, "b").sender
+
+
+def test_an_owner_says_where_it_can_be_called_and_who_is_the_newest(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for run, address in (("a", ""), ("b", "h:1"), ("c", "h:2")):
+        owners.take_over(store, job="j", run=run, run_folder="f", address=address, adopts="a")
+    number, owner = owners.newest_after(store, 1) or (0, None)
+    assert number == 3 and owner is not None
+    assert (owner.run, owner.address, owner.adopts) == ("c", "h:2", "a")
+    assert owners.newest_after(store, 3) is None
+
+
+def test_who_adopts_nobody_ends_the_search_and_a_stranger_does_not(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    owners.take_over(store, job="j", run="a", run_folder="f")
+    search = Search(lambda: store, new_key(tls=False), Hello(MEMBER, owner=1), 1.0, remote=False)
+    assert search.run(0.1, threading.Event()) is None, "nobody came"
+    owners.take_over(store, job="j", run="b", run_folder="f", address="127.0.0.1:1")
+    assert search.run(0.1, threading.Event()) is None, "nobody listens there"
+    assert "127.0.0.1:1" in search._trouble
+    owners.take_over(store, job="j", run="c", run_folder="f")
+    assert search.run(60.0, threading.Event()) is None, "at once"
+
+
+def test_addresses_are_read_as_they_are_written() -> None:
+    for address in (("10.0.0.1", 80), ("fe80::1", 443)):
+        assert parse_address(format_address(address)) == address
+
+
+def test_a_journal_is_read_from_its_newest_snapshot_or_an_older_one() -> None:
+    kinds = ["Policy", "JobStarted", "Policy", "Snapshot", "TimerFired", "Policy", "Snapshot", "X"]
+    lines = [json.dumps({"type": kind}) + "\n" for kind in kinds]
+    content = "".join([*lines, '{"torn'])
+    found = [json.loads(text.split(b"\n")[0])["type"] for text in beginnings(content.encode())]
+    sizes = [text.count(b"\n") for text in beginnings(content.encode())]
+    assert (found, sizes) == (["Policy"] * 3, [3, 6, 8])
+
+
+def test_a_record_is_cut_after_a_step() -> None:
+    content = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in range(3, 8))
+    assert [line["step"] for line in backwards(content)] == [7, 6, 5, 4, 3]
+    assert [line["step"] for line in backwards(up_to(content, 5))] == [5, 4, 3]
+    assert up_to(content, 2) == b"" and up_to(content, 9) == content

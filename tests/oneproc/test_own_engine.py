@@ -1,0 +1,301 @@
+"""A user's own module and optimizer under the engine, as the only rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.lr_scheduler import LRScheduler
+
+from elastic_ft.config import parse_job
+from elastic_ft.core.assignment import Assignment, Member, Source, Tier
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.shares import share_of
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.own import OwnEngine
+from elastic_ft.engines.own_attempt import Running
+from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.groups.groups import Groups
+from elastic_ft.groups.store_links import StoreLinks
+from elastic_ft.state.tensors import LocalState
+from tests.oneproc.alone import CPU, TIMEOUT_S, reach
+
+VOCABULARY, DIM = 20, 8
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(2))
+        self.output = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.output.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.output(x)
+
+
+class Own:
+    """An engine of one's own, and generations of one rank."""
+
+    def __init__(
+        self,
+        strategy: str,
+        models: Sequence[nn.Module] = (),
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        values = {"name": "own", "loop": {}, "parallel": {"strategy": strategy}}
+        values["batch"] = {"global_batch_size": 4, "micro_batch_size": 2}
+        torch.manual_seed(0)
+        self.model = Tied()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        models, optimizers = models or [self.model], optimizers or [self.optimizer]
+        self.engine = OwnEngine(parse_job(values), models, optimizers, CPU)
+        self.engine.prepare()
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._links = StoreLinks(("127.0.0.1", self._store.port), TIMEOUT_S)
+        self._generation = 0
+        self._state: LocalState | None = None
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        self._generation += 1
+        member, source = Member("w0", "n0", "127.0.0.1", 0), Source(0, Tier.INITIAL)
+        formed = Assignment(self._generation, (member,), (), Layout(), source, ((),), "a test")
+        groups = Groups(share_of(formed, "w0"), member, self._links)
+        if self._generation > 1:
+            self._links.prepare()
+        groups.form(CPU, TIMEOUT_S)
+        try:
+            kept = self.engine.attach(groups)
+        except ConfigError:
+            groups.teardown()
+            raise
+        if self._state is None:
+            self.engine.initialise()
+        elif not kept:
+            with torch.no_grad():
+                for name, tensor in self.engine.state().items():
+                    tensor.local.copy_(self._state[name].local)
+        self.engine.restored()
+        try:
+            yield
+        finally:
+            groups.abort("the end")
+            self._state = self.engine.detach()
+            groups.teardown()
+
+    def running(self, number: int, tokens: Sequence[torch.Tensor]) -> Running:
+        micro_batches = [MicroBatch(n, data) for n, data in enumerate(tokens)]
+        running = Running(number, micro_batches, lambda loss, n, sq, sums: (n, sq), reach)
+        self.engine.attempt(running)
+        return running
+
+    def step(self, number: int, scheduler: LRScheduler | None = None) -> float:
+        running = self.running(number, [torch.arange(6), torch.arange(6) + 3])
+        total = 0.0
+        for micro_batch in self.engine.micro_batches(running):
+            total += self.backward(micro_batch)
+        self.engine.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        self.engine.end_attempt()
+        self.engine.capture()
+        return total / 12
+
+    def backward(self, micro_batch: MicroBatch) -> float:
+        tokens = micro_batch.data
+        loss = F.cross_entropy(self.model(tokens), tokens.flip(0), reduction="sum")
+        self.engine.backward(loss, len(tokens))
+        return float(loss.detach())
+
+
+def plain(steps: int) -> list[float]:
+    """The same in a loop without any of it."""
+    torch.manual_seed(0)
+    model, losses = Tied(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        total = 0.0
+        for tokens in (torch.arange(6), torch.arange(6) + 3):
+            loss = F.cross_entropy(model(tokens), tokens.flip(0), reduction="sum")
+            (loss / 12).backward()
+            total += float(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total / 12)
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_generations_keep_every_object_and_change_no_loss(strategy: str) -> None:
+    own, losses = Own(strategy), []
+    with own.generation():
+        kept = [id(p) for p in own.model.parameters()]
+        losses += [own.step(1), own.step(2)]
+    for number in (3, 5):
+        with own.generation():
+            assert isinstance(own.model, FSDPModule) == (strategy == "fsdp")
+            assert [id(p) for p in own.model.parameters()] == kept
+            trained = own.optimizer.param_groups[0]["params"]
+            assert [id(p) for p in trained] == kept
+            assert own.model.output.weight is own.model.embedding.weight
+            losses += [own.step(number), own.step(number + 1)]
+            broken = own.running(number + 2, [torch.arange(6), torch.arange(6)])
+            own.backward(next(own.engine.micro_batches(broken)))  # and no more of it
+    assert type(own.model) is Tied
+    assert losses == pytest.approx(plain(6), rel=1e-5)
+
+
+def test_what_a_step_must_not_do_is_said_in_one_line() -> None:
+    own = Own("ddp")
+    with own.generation():
+        with pytest.raises(ConfigError, match=r"outside the function that @ctx.step decorates"):
+            own.optimizer.step()
+        running = own.running(1, [torch.arange(6), torch.arange(6)])
+        own.backward(next(own.engine.micro_batches(running)))
+        with pytest.raises(ConfigError, match="after 1 of 2 micro-batches"):
+            own.optimizer.step()
+        own.running(1, [torch.arange(6), torch.arange(6)])
+        with pytest.raises(ConfigError, match=r"returned without optimizer.step"):
+            own.engine.end_attempt()
+        running = own.running(1, [torch.arange(6), torch.arange(4)])
+        with pytest.raises(ConfigError, match="have 6 and 4 targets: give the sum and the count"):
+            for micro_batch in own.engine.micro_batches(running):
+                own.engine.backward(own.model(micro_batch.data).mean(), None)
+
+
+@pytest.mark.parametrize("with_the_first", [False, True])
+def test_a_part_of_a_module_that_is_called_by_itself_is_refused(with_the_first: bool) -> None:
+    """Nothing would sum its gradients over ranks, and they would train apart."""
+    own = Own("ddp")
+    with own.generation():
+        running = own.running(1, [torch.arange(6), torch.arange(6)])
+        for micro_batch in own.engine.micro_batches(running):
+            if with_the_first and running.begun == 1:
+                own.backward(micro_batch)
+            else:
+                own.engine.backward(own.model.embedding(micro_batch.data).sum(), 6)
+        with pytest.raises(ConfigError, match=r"Tied was not called .*: call the module itself"):
+            own.optimizer.step()
+
+
+def test_parameters_from_before_the_cut_are_refused() -> None:
+    """They would be clipped, and averaged, and nothing trains them."""
+    own = Own("fsdp")
+    before = list(own.model.parameters())
+    with own.generation():
+        own.step(1)
+        assert before[0] not in {*own.model.parameters()} and before[0].requires_grad
+        for use in (
+            lambda: torch.nn.utils.clip_grad_norm_(before, 1.0),
+            lambda: before[0].detach(),
+            lambda: before[0].data,
+            lambda: torch.zeros(1).lerp_(before[0], 0.1),
+            lambda: torch.optim.SGD(before, lr=0.1).step(),
+        ):
+            with pytest.raises(ConfigError, match="a parameter from before the first batch"):
+                use()
+        own.step(2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_clipping_what_are_no_means_yet_is_refused(strategy: str) -> None:
+    own = Own(strategy)
+    with own.generation():
+        for number in (1, 2):
+            running = own.running(number, [torch.arange(6), torch.arange(6)])
+            for micro_batch in own.engine.micro_batches(running):
+                own.backward(micro_batch)
+            if number == 1:
+                own.engine.clip_grad_norm_(math.inf)
+            nn.utils.clip_grad_norm_(own.model.parameters(), 1.0)
+            if number == 2:
+                break
+            own.optimizer.step()
+            own.optimizer.zero_grad()
+            own.engine.end_attempt()
+        with pytest.raises(UsageError, match=r"changed before they are means: use ctx.clip_grad_"):
+            own.optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_optimizers_may_each_have_losses_of_their_own(strategy: str) -> None:
+    """As of a generator and its critic: a backward gives gradients to one of them."""
+
+    def make() -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        models = [nn.Linear(3, 3), nn.Linear(3, 1)]
+        return models, [torch.optim.Adam(m.parameters(), lr=0.1) for m in models]
+
+    batch = [torch.ones(2, 3), torch.full((2, 3), 0.5)]
+    (maker, critic), plain = make()
+    for _ in range(3):
+        for optimizer, sign in ((plain[1], 1.0), (plain[0], -1.0)):
+            critic.requires_grad_(sign > 0)
+            for x in batch:
+                made = maker(x).detach() if sign > 0 else maker(x)
+                (sign * critic(made).square().sum() / 4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    models, optimizers = make()
+    own = Own(strategy, models, optimizers)
+    with own.generation():
+        for number in (1, 2, 3):
+            running = own.running(number, batch)
+            for optimizer, sign in ((optimizers[1], 1.0), (optimizers[0], -1.0)):
+                models[1].requires_grad_(sign > 0)
+                for micro_batch in own.engine.micro_batches(running):
+                    x = micro_batch.data
+                    made = models[0](x).detach() if sign > 0 else models[0](x)
+                    own.engine.backward(sign * models[1](made).square().sum(), 2)
+                optimizer.step()
+                optimizer.zero_grad()
+            own.engine.end_attempt()
+        for name, tensor in own.engine.state().items():
+            if name in ("model.weight", "model.m1.weight"):
+                wanted = (critic if "m1" in name else maker).weight
+                assert torch.allclose(tensor.local, wanted, rtol=1e-5)
+
+
+def test_an_optimizer_must_be_fresh_and_of_the_modules_that_are_prepared() -> None:
+    job = parse_job({"name": "own", "loop": {}})
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    stray = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.raises(ConfigError, match="parameters of no module that was prepared"):
+        OwnEngine(job, [model], [stray], CPU).prepare()
+    stepped = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    with pytest.raises(ConfigError, match="has stepped already"):
+        OwnEngine(job, [model], [stepped], CPU).prepare()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_who_begins_anew_has_the_registered_state_of_the_beginning(strategy: str) -> None:
+    """A first step of which no copy was there yet when the world broke."""
+    own = Own(strategy)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(own.optimizer, 0.5)
+    own.engine.own.register("scheduler", scheduler)
+    losses = []
+    for _ in range(2):
+        own._state = None
+        with own.generation():
+            assert (scheduler.last_epoch, own.optimizer.param_groups[0]["lr"]) == (0, 0.1)
+            for number in (1, 2):
+                losses.append(own.step(number, scheduler))
+    assert losses[2:] == losses[:2]

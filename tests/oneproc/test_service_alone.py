@@ -1,0 +1,437 @@
+"""The service without a cluster: a journal, an interface, and jobs that wait for nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
+from elastic_ft.errors import ConfigError, Superseded, UsageError
+from elastic_ft.service import api, service, service_actor
+from elastic_ft.service.access import Rights, check_host, new_token, read_token
+from elastic_ft.service.api import Api
+from elastic_ft.service.chronicle import Chronicle
+from elastic_ft.service.cluster_watch import Sight
+from elastic_ft.service.service import Service
+from elastic_ft.service.service_actor import ServiceOptions, tls_of
+from elastic_ft.service.service_client import Client, ServiceAway
+from elastic_ft.service.service_config import load_config
+from elastic_ft.storage.store import open_store
+
+JOB: dict[str, Any] = {
+    "name": "tiny",
+    "steps": 10,
+    "model": {"preset": "decoder-1m"},
+    "data": {"url": "stdlib:"},
+}
+TERMS = SharingTerms({"default": QueueTerms(), "research": QueueTerms(ceiling=2)})
+WAIT_S = 30.0
+
+
+class Served:
+    """A service of ``folder`` behind a port of the kernel's choice, until it is left."""
+
+    def __init__(
+        self,
+        folder: Path,
+        users: dict[str, Rights] | None = None,
+        tls: Any = None,
+        terms: SharingTerms = TERMS,
+    ) -> None:
+        self._tls, kind = tls, "https" if tls else "http"
+        self.superseded = threading.Event()
+        self.service = Service(str(folder), terms, no_cluster, self._leave, look=Sight)
+        self.service.start()
+        self._loop = asyncio.new_event_loop()
+        self._runner = web.AppRunner(Api(self.service, users or {}, print).application())
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(WAIT_S)
+        self.url = f"{kind}://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _open(self) -> None:
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, ssl_context=self._tls).start()
+
+    def _leave(self, why: Superseded) -> None:
+        self.superseded.set()
+
+    def client(self, token_file: Path | None = None) -> Client:
+        return Client(self.url, token_file=token_file, away_s=0.0)
+
+    def close(self) -> None:
+        self.service.close()
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(WAIT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WAIT_S)
+
+
+def no_cluster(job: Any, run_url: str) -> None:
+    raise AssertionError("no job has room on a cluster without nodes")
+
+
+def post(served: Served, content: bytes, path: str = "jobs", **headers: str) -> Any:
+    said = {"Content-Type": "application/json"} | {
+        name.replace("_", "-"): value for name, value in headers.items()
+    }
+    request = urllib.request.Request(f"{served.url}/api/v1/{path}", content, said, method="POST")
+    return urllib.request.urlopen(request, timeout=WAIT_S)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    opened: list[Served] = []
+
+    def begin(users: dict[str, Rights] | None = None, tls: Any = None) -> Served:
+        opened.append(Served(tmp_path / "F", users, tls))
+        return opened[-1]
+
+    yield begin
+    for served in opened:
+        served.close()
+
+
+def test_none_of_many_is_lost_or_there_twice(serve: Callable[..., Served]) -> None:
+    """What was answered is journalled: one that is superseded in the middle leaves it whole."""
+    first = serve()
+    client = first.client()
+    with ThreadPoolExecutor(16) as pool:
+        ids = list(pool.map(lambda n: client.submit(JOB, priority=n % 3)["id"], range(200)))
+    assert len(set(ids)) == 200
+    again = serve()
+    assert first.superseded.wait(WAIT_S)
+    found = again.client().jobs()
+    assert sorted(job["id"] for job in found) == sorted(ids)
+    assert {job["state"] for job in found} == {"queued"}
+    assert "the nodes that there are hold 0" in found[0]["why"]
+    assert again.service.office.standing == first.service.office.standing
+    assert again.client().submit(JOB)["id"] == "tiny-201"
+
+
+def test_the_later_of_two_reads_what_the_earlier_still_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier one took in a job before it looked at its claim: both ended."""
+    monkeypatch.setattr(service, "FENCE_EVERY_S", 2 * WAIT_S)  # it is the journal that says it
+    first = Served(tmp_path / "F")
+    second = Served(tmp_path / "F")
+    try:
+        assert first.client().submit(JOB)["id"] == "tiny-1"
+        assert second.client().submit(JOB)["id"] == "tiny-2"
+        assert not second.superseded.is_set()
+        assert [job["id"] for job in second.client().jobs()] == ["tiny-1", "tiny-2"]
+        first.service.stop("tiny-1", False, "")
+        assert first.superseded.wait(WAIT_S)
+        assert second.client().status("tiny-1")["state"] == "queued"
+        third = Chronicle(open_store(str(tmp_path / "F"))).read()
+        assert [line["event"] for line in third] == ["TermsChanged", "JobSubmitted", "JobSubmitted"]
+    finally:
+        first.close()
+        second.close()
+
+
+def test_the_same_request_is_one_job(serve: Callable[..., Served]) -> None:
+    """The client has lost the answer, and asks again."""
+    served = serve()
+    asked = json.dumps({"job": JOB, "request": "r1"}).encode()
+    ids = set()
+    for _ in range(2):
+        with post(served, asked) as answer:
+            ids.add(json.loads(answer.read())["id"])
+    assert ids == {"tiny-1"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"job": {**JOB, "stepz": 1}}, "stepz: unknown key, did you mean steps?"),
+        ({"job": "name: [unclosed"}, "job: not YAML"),
+        ({"job": 7}, "job: expected a job file, found int"),
+        ({"job": JOB, "queue": "fast"}, "there is no queue fast: default, research"),
+        ({"job": JOB, "priority": "high"}, "priority: expected a whole number"),
+        ({"job": JOB, "name": "a b"}, "name: expected letters"),
+        ({"job": JOB, "name": "tiny\n"}, "name: expected letters"),
+        ({"job": {**JOB, "name": "n" * 260}}, "name: "),
+        (
+            {"job": {**JOB, "elastic": {"min_workers": 4, "max_workers": 8}}, "queue": "research"},
+            "it needs 4 slots at least, queue research may use 2",
+        ),
+    ],
+)
+def test_a_bad_job_is_one_line(
+    serve: Callable[..., Served], asked: dict[str, Any], line: str
+) -> None:
+    served = serve()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(served, json.dumps(asked).encode())
+    assert refused.value.code == 422
+    said = json.loads(refused.value.read())["error"]
+    assert said.startswith(line) and "\n" not in said
+    assert served.client().jobs(all=True) == []
+
+
+def test_a_job_that_waits_is_changed_and_stopped(serve: Callable[..., Served]) -> None:
+    client = serve().client()
+    job = client.submit({**JOB, "elastic": {"min_workers": 2, "max_workers": 4}})["id"]
+    assert client.set_priority(job, 7)["priority"] == 7
+    with pytest.raises(ConfigError, match="1 is not within 2 and 4"):
+        client.resize(job, 1)
+    assert client.resize(job, 3)["workers"]["target"] == 0
+    assert client.stop(job)["state"] == "stopped"
+    with pytest.raises(ConfigError, match="it has stopped"):
+        client.stop(job)
+    with pytest.raises(ConfigError, match="there is no job nosuch"):
+        client.status("nosuch")
+    assert list(client.events(job, follow=True)) == []  # it never ran: the stream ends at once
+    assert [job["state"] for job in client.jobs(all=True)] == ["stopped"]
+
+
+def test_who_may_what(serve: Callable[..., Served], tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("ann", "bob", "eve")}
+    digests = {name: new_token(path) for name, path in files.items()}
+    users = {
+        "ann": Rights(digests["ann"], read=("*",), write=("*",)),
+        "bob": Rights(digests["bob"], read=("research",), write=("research",)),
+    }
+    served = serve(users)
+    ann, bob = (served.client(files[name]) for name in ("ann", "bob"))
+    mine, hers = bob.submit(JOB, queue="research")["id"], ann.submit(JOB)["id"]
+    assert [job["id"] for job in ann.jobs()] == [mine, hers]
+    assert [(job["id"], job["by"]) for job in bob.jobs()] == [(mine, "bob")]
+    for foreign in (hers, "nosuch-1"):  # he can't tell one from the other
+        for ask in (bob.status, bob.stop):
+            with pytest.raises(ConfigError, match=f"^there is no job {foreign}$"):
+                ask(foreign)
+    assert [queue["queue"] for queue in bob.service()["queues"]] == ["research"]
+    assert [queue["queue"] for queue in ann.service()["queues"]] == ["default", "research"]
+    bearer = {"Authorization": f"Bearer {read_token(files['bob'])}"}
+    asked_by_bob = urllib.request.Request(f"{served.url}/metrics", headers=bearer)
+    with urllib.request.urlopen(asked_by_bob, timeout=WAIT_S) as answer:
+        counted = answer.read().decode()
+    assert 'queue="research"' in counted and 'queue="default"' not in counted
+    with pytest.raises(ConfigError, match="bob may not change jobs of queue default"):
+        bob.submit(JOB)
+    with pytest.raises(ConfigError, match="bob may not stop the service"):
+        bob.stop_service()
+    for stranger in (served.client(), served.client(files["eve"])):
+        with pytest.raises(ConfigError, match=r"no token|a token that the service knows"):
+            stranger.jobs()
+    ann.stop(mine)
+    journal = sorted((tmp_path / "F/journal").glob("*.jsonl"))
+    lines = [json.loads(text) for path in journal for text in path.read_text().splitlines()]
+    asked = [(line["event"], line["by"]) for line in lines if "by" in line]
+    assert asked == [("JobSubmitted", "bob"), ("JobSubmitted", "ann"), ("StopAsked", "ann")]
+    assert not any(
+        read_token(path) in text.read_text() for path in files.values() for text in journal
+    )
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "line"),
+    [
+        ({"Origin": "http://evil.example"}, 403, "Origin: expected 127.0.0.1:"),
+        ({"Origin": "null"}, 403, "Origin: expected 127.0.0.1:"),
+        ({"Content_Type": "text/plain"}, 415, "Content-Type: expected application/json"),
+        ({"Host": "rebound.example:8266"}, 403, "Host: expected this machine's loopback"),
+    ],
+)
+def test_a_page_of_another_site_commands_nothing(
+    serve: Callable[..., Served], headers: dict[str, str], status: int, line: str
+) -> None:
+    """What the browser of somebody at this machine sends in another page's name."""
+    served = serve()
+    asked = json.dumps({"job": JOB}).encode()
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        post(served, asked, **headers)
+    assert refused.value.code == status
+    assert json.loads(refused.value.read())["error"].startswith(line)
+    assert served.client().jobs(all=True) == []
+    assert post(served, asked, Origin=served.url).status == 201  # its own page
+
+
+def test_a_token_of_strange_bytes_is_no_token(serve: Callable[..., Served]) -> None:
+    served = serve({"ann": Rights("0" * 64)})
+    request = urllib.request.Request(f"{served.url}/api/v1/jobs")
+    request.add_header("Authorization", "Bearer \xff\xfe")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=WAIT_S)
+    assert refused.value.code == 401
+
+
+def test_a_service_that_stops_its_jobs_takes_none_in(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ended by itself meanwhile is no reason not to; one that does not end is."""
+    served = serve()
+    client = served.client()
+    monkeypatch.setattr(api, "STOP_TIMEOUT_S", 1.0)
+    gone, stays = Future[str](), Future[str]()
+    gone.set_exception(api.NotKnown("tiny-1: it has completed"))
+    monkeypatch.setattr(served.service, "stop_all", lambda by: [gone, stays])
+    client.submit(JOB)
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(client.stop_service, "stop")
+        until_s = time.monotonic() + WAIT_S
+        with pytest.raises(ServiceAway, match="the service is being stopped"):
+            while time.monotonic() < until_s:
+                client.submit(JOB)
+        stays.set_result("")
+        with pytest.raises(ConfigError, match="after 1 s there are jobs: tiny-1"):
+            stopping.result(WAIT_S)
+    client.submit(JOB)  # it goes on
+
+
+def test_an_actor_that_can_not_serve_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread had failed before it was listened to: it waited for ever."""
+
+    class Inline(threading.Thread):
+        def start(self) -> None:
+            if self.name == "http":
+                super().start()
+                self.join(WAIT_S)
+
+    context = SimpleNamespace(current_actor=None)
+    monkeypatch.setattr(service_actor.ray, "get_runtime_context", lambda: context)
+    threads = SimpleNamespace(Thread=Inline, Event=threading.Event)
+    monkeypatch.setattr(service_actor, "threading", threads)
+    monkeypatch.setattr(service_actor, "set_title", print)
+    monkeypatch.setattr(service_actor, "Service", lambda *_: SimpleNamespace(start=print))
+    with pytest.raises(UsageError, match="--tls-cert, --tls-key"):
+        service_actor.ServiceActor(ServiceOptions(str(tmp_path), tls_cert=str(tmp_path / "none")))
+
+
+def test_a_queue_with_jobs_stays(serve: Callable[..., Served], tmp_path: Path) -> None:
+    """Without it nothing was decided any more."""
+    served = serve()
+    job = served.client().submit(JOB, queue="research")["id"]
+    served.service.close()
+    journal = sorted((tmp_path / "F/journal").iterdir())
+    with pytest.raises(ConfigError, match=f"queues: research is not .* has jobs: {job}"):
+        Served(tmp_path / "F", terms=SharingTerms({"default": QueueTerms()}))
+    assert sorted((tmp_path / "F/journal").iterdir()) == journal
+    assert serve().client().stop(job)["state"] == "stopped"
+
+
+def told(folder: Path, steps: int) -> None:
+    """A run folder of so many committed steps."""
+    folder.mkdir(parents=True)
+    lines = [
+        json.dumps({"step": step, "loss": 1.0, "generation": 1}) for step in range(1, steps + 1)
+    ]
+    (folder / "steps.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_all_readers_of_a_job_that_ended_have_its_story(
+    serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second had an empty one while the first's was read; the kept ones had no end."""
+    monkeypatch.setattr(service, "STORIES_KEPT", 1)
+    served = serve()
+    client = served.client()
+    jobs = [client.submit(JOB)["id"] for _ in range(3)]
+    for job in jobs:
+        client.stop(job)
+    again = serve()  # it has no hand of any
+    told(tmp_path / "F/jobs" / jobs[0], 5)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(
+            pool.map(lambda _: len(again.service.story(jobs[0]).steps.since(0)[0]), range(8))
+        )
+    assert found == [5] * 8
+    for job in jobs:
+        again.service.story(job)
+    assert list(again.service._ended) == jobs[-1:]
+
+
+def test_a_job_that_waits_is_read_once_by_the_next_service(
+    serve: Callable[..., Served], tmp_path: Path
+) -> None:
+    """One that was suspended was shown at step 0."""
+    job = serve().client().submit(JOB)["id"]
+    told(tmp_path / "F/jobs" / job, 7)
+    client, until_s = serve().client(), time.monotonic() + WAIT_S
+    while (step := client.jobs()[0]["step"]) != 7:
+        assert time.monotonic() < until_s, step
+
+
+def test_the_interface_is_documented(serve: Callable[..., Served]) -> None:
+    served = serve()
+    with urllib.request.urlopen(f"{served.url}/api/v1/openapi.json", timeout=WAIT_S) as answer:
+        said = json.loads(answer.read())
+    app = Api(served.service, {}, print).application()
+    routes = {
+        (route.resource.canonical.removeprefix("/api/v1"), route.method.lower())
+        for route in app.router.routes()
+        if route.resource is not None and route.resource.canonical.startswith("/api/v1")
+    }
+    served_paths = {(path, verb) for path, verb in routes if verb != "head"}
+    assert {(p, verb) for p, verbs in said["paths"].items() for verb in verbs} == served_paths
+    client = served.client()
+    job = client.submit(JOB)["id"]
+    schemas = said["components"]["schemas"]
+    assert client.jobs()[0].keys() == schemas["Job"]["properties"].keys()
+    assert client.status(job).keys() == schemas["WholeJob"]["properties"].keys()
+
+
+def test_prometheus_is_told_of_queues(serve: Callable[..., Served]) -> None:
+    served = serve()
+    client = served.client()
+    for queue in ("default", "default", "research"):
+        client.submit(JOB, queue=queue)
+    client.stop("tiny-1")
+    with urllib.request.urlopen(f"{served.url}/metrics", timeout=WAIT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    assert 'elastic_ft_service_jobs{queue="default",state="queued"} 1.0' in lines
+    assert 'elastic_ft_service_jobs{queue="default",state="stopped"} 1.0' in lines
+    assert 'elastic_ft_service_jobs{queue="research",state="queued"} 1.0' in lines
+    assert 'elastic_ft_service_decisions_total{kind="start"} 0.0' in lines
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls_by_certificate_files(serve: Callable[..., Served], tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    options = (
+        "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=s"
+    )
+    files = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(["openssl", *options.split(), *files], check=True, capture_output=True)
+    served = serve(tls=tls_of(ServiceOptions("F", tls_cert=str(cert), tls_key=str(key))))
+    client = Client(served.url, ca_file=cert, away_s=0.0)
+    assert client.submit(JOB)["page"].startswith("https://127.0.0.1")
+    with pytest.raises(ServiceAway, match="certificate verify failed"):
+        Client(served.url, away_s=0.0).jobs()
+    with pytest.raises(UsageError, match="--tls-cert, --tls-key"):
+        tls_of(ServiceOptions("F", tls_cert=str(tmp_path / "none"), tls_key=str(key)))
+
+
+def test_a_token_is_for_its_owner(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    new_token(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read this token"):
+        Client(token_file=path)
+    with pytest.raises(ConfigError, match="expected users in --config"):
+        check_host("0.0.0.0", {})
+
+
+def test_a_config_says_what_is_wrong(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("queues: {a: {quota: 4, weigth: 2}}\n")
+    with pytest.raises(ConfigError, match=r"queues\.a\.weigth"):
+        load_config(path)

@@ -1,0 +1,141 @@
+"""One job's hand, without a cluster: what it makes of a run folder that can't be read."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.sharing.asks import (
+    CapacityChanged,
+    JobSubmitted,
+    SharingTerms,
+    StopAsked,
+    Wish,
+)
+from elastic_ft.service import hands
+from elastic_ft.service.chronicle import Chronicle
+from elastic_ft.service.cluster_watch import Sight
+from elastic_ft.service.hands import JobHand
+from elastic_ft.service.job_orders import JobOrder, Notice
+from elastic_ft.service.office import Office
+from elastic_ft.storage.store import open_store
+
+WAIT_S = 30.0
+COMPLETED = json.dumps({"status": "completed"})
+JOB: dict[str, Any] = {
+    "name": "j",
+    "steps": 10,
+    "model": {"preset": "decoder-1m"},
+    "data": {"url": "stdlib:"},
+}
+
+
+class Bench:
+    """A job that has room, on a cluster where nothing of it lives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run, self.submitted = folder / "jobs/j", list[str]()
+        self.office = Office(Chronicle(open_store(str(folder))), SharingTerms(), int, print)
+        self.office.open()
+        self.office.tell(CapacityChanged(0.0, (("n0", 1),))).result(WAIT_S)
+        self.order, event = (
+            JobOrder("j", "j", "", 0.0, "r", JOB),
+            JobSubmitted(0.0, "j", Wish(1, 1)),
+        )
+        self.office.ask(lambda standing: Notice(event, order=self.order)).result(WAIT_S)
+
+    def hand(self) -> JobHand:
+        return JobHand(self.order, str(self.run), self.office, self._submit)
+
+    def _submit(self, job: Any, url: str) -> None:
+        self.submitted.append(url)
+
+    @property
+    def phase(self) -> str:
+        job = self.office.standing.job("j")
+        return job.phase if job else self.office.standing.ended["j"].status
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(hands, "actor_named", lambda name: None)
+    for name in ("end_actor", "clear_away"):
+        monkeypatch.setattr(hands, name, lambda *_: None)
+    monkeypatch.setattr(hands, "groups_of", lambda prefix: {})
+    bench = Bench(tmp_path)
+    yield bench
+    bench.office.close()
+
+
+def later() -> Sight:
+    return Sight(asked_s=time.monotonic() + 2 * hands.GONE_S)
+
+
+def test_a_result_that_can_not_be_read_is_not_none(bench: Bench) -> None:
+    """The job completed while its store was away: it was journalled as failed."""
+    hand = bench.hand()
+    hand.step(Sight())
+    assert bench.submitted == [str(bench.run)]
+    result = bench.run / "result.json"
+    result.mkdir()  # a read fails, and not because there is none
+    hand.step(later())
+    assert "result.json can't be read" in hand.trouble
+    assert bench.phase == "starting"
+    result.rmdir()
+    result.write_text(COMPLETED)
+    for _ in range(2):
+        hand.step(later())
+    assert (hand.trouble, bench.phase) == ("", "completed")
+
+
+def test_a_job_that_ended_unseen_is_not_started_again(bench: Bench) -> None:
+    """It ended while there was no service, and the next one's first look at its result failed."""
+    bench.hand().step(Sight())
+    assert len(bench.submitted) == 1
+    result = bench.run / "result.json"
+    result.mkdir()
+    hand = bench.hand()
+    hand.step(Sight())
+    assert "result.json can't be read" in hand.trouble
+    assert result.is_dir() and len(bench.submitted) == 1
+    result.rmdir()
+    result.write_text(COMPLETED)
+    for _ in range(2):
+        hand.step(later())
+    assert bench.phase == "completed" and len(bench.submitted) == 1
+
+
+def test_a_job_that_can_not_begin_gives_its_room_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run folder can't be made: it had its slots for ever, and could not be stopped."""
+    monkeypatch.setattr(hands, "START_WITHIN_S", 5.0)
+    bench.run.parent.mkdir()
+    bench.run.write_text("a file where a folder is to be")
+    hand = bench.hand()
+    hand.step(Sight(time.monotonic()))
+    assert str(bench.run) in hand.trouble and bench.phase == "starting"
+    hand.step(Sight(time.monotonic() + 1.0))
+    assert bench.phase == "starting"
+    hand.step(Sight(time.monotonic() + 10.0))
+    assert bench.phase == "queued"
+    assert str(bench.run) in bench.office.standing.sharing.jobs["j"].why
+    assert bench.submitted == []
+
+
+def test_the_office_outlives_what_it_can_not_journal(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread died unseen: nobody was answered any more."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Chronicle, "append", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
+        assert bench.phase == "starting"
+    bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
+    assert bench.phase == "stopping"

@@ -1,0 +1,163 @@
+"""A job whose driver is a process of its own, and what can be done to who is in charge of it.
+
+Everything is read from the run folder, as a user would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from trial import START_S, Line
+
+from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
+from elastic_ft.hosts.ray.names import RunNames, actor_named
+from elastic_ft.observe.run_reader import read_lines
+
+DRIVER = Path(__file__).parent / "in_charge_driver.py"
+BACK_S = 90.0  # for a controller to be back, cold, on two shared cores
+AFTER_STEPS = 8  # committed after each fault
+
+
+class DrivenJob:
+    """A context manager: what it started is gone at its end."""
+
+    def __init__(self, cluster: LocalCluster, values: dict[str, Any], folder: Path) -> None:
+        self.cluster, self.values, self.folder = cluster, values, folder
+        self._driver = self._start_driver()
+
+    def __enter__(self) -> DrivenJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._driver.poll() is None:
+            self._driver.kill()
+        self._driver.wait()
+        if (controller := actor_named(self.names.controller)) is not None:
+            for _ in range(2):
+                controller.stop.remote("the test is over")  # type: ignore[attr-defined]
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.get(controller.await_result.remote(), timeout=BACK_S)  # type: ignore[attr-defined]
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(controller)
+
+    def _start_driver(self) -> subprocess.Popen[bytes]:
+        arguments = [self.cluster.address, json.dumps(self.values), str(self.folder)]
+        return subprocess.Popen([sys.executable, str(DRIVER), *arguments])
+
+    @property
+    def names(self) -> RunNames:
+        return RunNames(self.values["name"], str(self.folder))
+
+    # ------------------------------------------------------------------ what is seen
+
+    def lines(self, name: str) -> list[Line]:
+        path = self.folder / name
+        return read_lines(path) if path.exists() else []
+
+    def events(self, event: str) -> list[Line]:
+        return [line for line in self.lines("events.jsonl") if line["event"] == event]
+
+    @property
+    def step(self) -> int:
+        steps = self.lines("steps.jsonl")
+        return int(steps[-1]["step"]) if steps else 0
+
+    @property
+    def world(self) -> int:
+        steps = self.lines("steps.jsonl")
+        return int(steps[-1]["world_size"]) if steps else 0
+
+    def members(self) -> list[Line]:
+        return list(self.events("generation_formed")[-1]["members"])
+
+    def pids(self) -> list[int]:
+        return sorted(member["pid"] for member in self.members())
+
+    def controller_pid(self) -> int | None:
+        with contextlib.suppress(ProcessLookupError):
+            return self.cluster.controller_pid()
+        return None
+
+    def wait(self, what: str, condition: Callable[[], bool], timeout_s: float = BACK_S) -> None:
+        try:
+            wait_for(condition, timeout_s, what)
+        except TimeoutError as error:
+            for line in self.lines("events.jsonl"):
+                print(json.dumps(line))
+            pytest.fail(f"{error}; {self.step} steps")
+
+    def wait_for_steps(self, count: int, timeout_s: float = BACK_S) -> None:
+        until = self.step + count
+        self.wait(f"{count} more steps", lambda: self.step >= until, timeout_s)
+
+    def wait_for_start(self, world: int) -> None:
+        def trains() -> bool:
+            steps = self.lines("steps.jsonl")
+            return len(steps) > AFTER_STEPS and steps[-1]["world_size"] == world
+
+        self.wait(f"{world} workers train", trains, START_S)
+        keepers = len({member["node"] for member in self.members()})
+        self.wait("keepers", lambda: len(self.events("keeper_ready")) >= keepers)
+
+    def gap_s(self, since_s: float) -> float:
+        """The longest time between two trained steps from just before ``since_s`` on."""
+        at_s = [line["applied_at_s"] for line in self.lines("steps.jsonl")]
+        recent = [at for at in at_s if at > since_s - 2]
+        return max((b - a for a, b in itertools.pairwise(recent)), default=0.0)
+
+    # ------------------------------------------------------------------ what is done
+
+    def kill_driver(self) -> None:
+        self._driver.kill()
+        self._driver.wait()
+
+    def kill_controller(self) -> None:
+        os.kill(self.cluster.controller_pid(), signal.SIGKILL)
+
+    def kill_worker(self, rank: int) -> int:
+        """Returns its pid."""
+        pid = int(self.members()[rank]["pid"])
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def kill_controllers_node(self) -> None:
+        self.cluster.kill_node(self.cluster.node_of_pid(self.cluster.controller_pid()))
+
+    def wait_for_adoption(self, before: int) -> None:
+        """Until another controller is in charge than the first ``before``, and commits."""
+        self.wait("the next controller", lambda: len(self.events("in_charge")) > before)
+        self.wait_for_steps(AFTER_STEPS)
+
+    def stop(self) -> dict[str, Any]:
+        """Returns what is in result.json."""
+        controller = actor_named(self.names.controller)
+        assert controller is not None
+        controller.stop.remote("the test has seen enough")  # type: ignore[attr-defined]
+        self.wait("its end", lambda: (self.folder / "result.json").exists())
+        result: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
+        return result
+
+    def losses(self) -> list[float]:
+        """Of each step, once."""
+        steps = self.lines("steps.jsonl")
+        assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+        return [line["loss"] for line in steps]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
