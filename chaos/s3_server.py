@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,9 +18,12 @@ import botocore.session  # type: ignore[import-untyped]
 from botocore.config import Config  # type: ignore[import-untyped]
 from botocore.exceptions import BotoCoreError, ClientError  # type: ignore[import-untyped]
 
+from chaos.free_ports import free_ports
+
 READY_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
-SERVICES = ("master", "volume", "filer", "s3")  # each has a gRPC port at its own + 10000
+SERVICES = ("master", "volume", "filer", "s3")
+GRPC_OFFSET = 10000  # from a service's port to that of its gRPC
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,14 @@ class S3Server:
 
 @contextmanager
 def s3_server(folder: Path, bucket: str = "elastic-ft-test") -> Iterator[S3Server]:
-    """Starts a server with its data under ``folder``, on ports from the OS; ends it by its pid.
+    """Starts a server with its data under ``folder``, on ports that are free; ends it by its pid.
 
     The environment of the caller is left alone. Raises RuntimeError with the server's log if it
     isn't ready within READY_TIMEOUT_S.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data").mkdir(exist_ok=True)
-    ports = dict(zip(SERVICES, free_ports(len(SERVICES)), strict=True))
+    ports = dict(zip(SERVICES, free_ports(len(SERVICES), GRPC_OFFSET), strict=True))
     keys = {"AWS_ACCESS_KEY_ID": "test-key", "AWS_SECRET_ACCESS_KEY": "test-secret"}
     endpoint = f"http://127.0.0.1:{ports['s3']}"
     log_path = folder / "weed.log"
@@ -66,7 +68,7 @@ def s3_server(folder: Path, bucket: str = "elastic-ft-test") -> Iterator[S3Serve
     finally:
         _stop(process)
         for service, port in ports.items():  # its gRPC sockets have fixed names in /tmp
-            Path(f"/tmp/seaweedfs-{service}-grpc-{port + 10000}.sock").unlink(missing_ok=True)
+            Path(f"/tmp/seaweedfs-{service}-grpc-{port + GRPC_OFFSET}.sock").unlink(missing_ok=True)
 
 
 def _weed() -> str:
@@ -95,37 +97,9 @@ def _arguments(data: Path, bucket: str, ports: dict[str, int]) -> list[str]:
         *(
             f"-{service}.port{grpc}={port + offset}"
             for service, port in ports.items()
-            for grpc, offset in (("", 0), (".grpc", 10000))
+            for grpc, offset in (("", 0), (".grpc", GRPC_OFFSET))
         ),
     ]
-
-
-def free_ports(count: int, grpc_offset: int = 10000) -> list[int]:
-    """Ports that are free now, together with the same ports + ``grpc_offset``."""
-    held: list[socket.socket] = []
-    found: list[int] = []
-    try:
-        for _ in range(1000):
-            if len(found) == count:
-                return found
-            port = _bind(held, 0)
-            if port and port + grpc_offset < 65536 and _bind(held, port + grpc_offset):
-                found.append(port)
-    finally:
-        for each in held:
-            each.close()
-    raise RuntimeError(f"no {count} pairs of free ports found")
-
-
-def _bind(held: list[socket.socket], port: int) -> int | None:
-    each = socket.socket()
-    try:
-        each.bind(("127.0.0.1", port))
-    except OSError:
-        each.close()
-        return None
-    held.append(each)
-    return int(each.getsockname()[1])
 
 
 def _wait_ready(

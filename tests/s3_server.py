@@ -1,5 +1,5 @@
 """The S3 server of the tests is that of chaos runs."""
 
-from chaos.s3_server import S3Server, free_ports, s3_server
+from chaos.s3_server import S3Server, s3_server
 
-__all__ = ["S3Server", "free_ports", "s3_server"]
+__all__ = ["S3Server", "s3_server"]

@@ -9,7 +9,6 @@ import contextlib
 import json
 import queue
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import pytest
 import yaml
 
+from chaos.free_ports import free_ports
 from elastic_ft.controller.controller import Controller
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
@@ -46,12 +46,6 @@ def until(what: str, condition: Callable[[], Any], deadline_s: float = DEADLINE_
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
         pause.wait(0.1)
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ------------------------------------------------------------------------------ the stack
@@ -220,7 +214,7 @@ def questions() -> dict[str, str]:
 
 def test_an_operator_sees_everything_and_hears_of_a_lost_node(tmp_path: Path) -> None:
     prometheus, alertmanager = tool("prometheus"), tool("prometheus-alertmanager")
-    ports = free_port(), free_port()
+    ports = free_ports(2)
     with contextlib.ExitStack() as stack:
         hook_port, heard = stack.enter_context(webhook())
         job = stack.enter_context(RunningJob(tmp_path / "run"))
