@@ -26,7 +26,7 @@ from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
 
 READERS = 16  # requests at once; a sample waits for one answer, not for others' to come first
-OUTAGE_S = 240.0  # a store that is away for so long fails the sample
+OUTAGE_S = 45.0  # a store that is away for so long fails the sample
 PAUSE_S = 1.0
 PROBES, PROBE_BYTES = 16, 4096  # read for the fingerprint
 PASSING = (FailureKind.UNREACHABLE, FailureKind.BUSY)

@@ -19,7 +19,7 @@ from elastic_ft.engines.own import OwnEngine
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt, weighed
-from elastic_ft.training.export import write_weights
+from elastic_ft.training.export import export
 from elastic_ft.training.given import sort_out
 from elastic_ft.training.held_out import evaluating, samples_of
 from elastic_ft.training.loader import Loader, bundle_of, check_options
@@ -347,10 +347,7 @@ class Context:
 
     def export(self, model: nn.Module, folder: str | Path) -> None:
         """Writes the model's weights as safetensors, by ``save_pretrained`` where it has that."""
-        whole = self.gathered(model)
-        if self.rank != 0:
-            return
-        write_weights(model, whole, folder)
+        export(self, model, folder)
 
     def together(self, function: Callable[[Callable[[], None]], Any]) -> Any:
         """Between two steps: what ``function(progress)`` returns, called on all ranks.
@@ -442,5 +439,6 @@ class Context:
                     f"the batch of step {given.number} was not used: give it to the function "
                     "that @ctx.step decorates, or leave the loop"
                 )
-            if self._epoch_steps is not None and given.number % self._epoch_steps == 0:
-                return
+            is_last = self._epoch_steps is not None and given.number % self._epoch_steps == 0
+            if is_last and (self._dealt is None or self._dealt.running.number > given.number):
+                return  # else the epoch's last step is made again

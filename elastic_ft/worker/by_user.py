@@ -64,7 +64,6 @@ class ByUser:
         assert own.body is not None
         body, own.body = own.body, None
         loop.party = Party(groups)
-        own.errands, own.in_step = 0, True
         if own.checkpoint:
             own.checkpoint, loop.flags.checkpoint = False, True
         source, self._ahead_of_others = self._ahead_of_others, None
@@ -75,6 +74,7 @@ class ByUser:
             self._moved = False
         if source is not None:
             self._engine.own.take_from(source, loop.step)
+        own.errands, own.in_step = 0, True  # not before: who breaks off above is where it was
         self._engine.own.look_ahead(loop.step)
         own.result = body()
         self._engine.end_attempt()

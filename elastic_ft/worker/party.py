@@ -9,7 +9,6 @@ would meet another's losses: each party has its own, over the store, until its n
 from __future__ import annotations
 
 import datetime
-import io
 from collections.abc import Sequence
 
 import torch
@@ -75,19 +74,30 @@ class Party:
         return found
 
     def _exchanged(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Over the store, whatever the others do. Raises GroupBroken."""
+        """Over the store, whatever the others do. Raises GroupBroken.
+
+        Each member deletes its word of the exchange before: who has answered this one has read it.
+        """
+        if tensor.numel() == 0:
+            return [tensor.detach().cpu()] * self.world_size
         self._said += 1
-        name, store = f"party/{self._ranks[0]}/{self._said}", self._groups.store
+        own, store = tensor.detach().cpu().contiguous(), self._groups.store
         assert store is not None
-        packed = io.BytesIO()
-        torch.save(tensor.detach().cpu().contiguous(), packed)
         timeout = datetime.timedelta(seconds=self._groups.operation_timeout_s)
         try:
-            store.set(f"{name}/{self.rank}", packed.getvalue())
-            keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+            store.set(self._key(self.rank), own.reshape(-1).view(torch.uint8).numpy().tobytes())
+            keys = [self._key(rank) for rank in range(self.world_size)]
             store.wait(keys, timeout)
-            found = [store.get(key) for key in keys]
+            said = [store.get(key) for key in keys]
+            if self._said > 1:
+                store.delete_key(self._key(self.rank, self._said - 1))
         except Exception as error:  # torch raises many types; all mean: the generation is broken
             self._groups.check()
+            name = self._key(self.rank)
             raise GroupBroken(f"{name}: {type(error).__name__}: {error}") from error
-        return [torch.load(io.BytesIO(raw), weights_only=True) for raw in found]
+        return [
+            torch.frombuffer(bytearray(raw), dtype=own.dtype).reshape(own.shape) for raw in said
+        ]
+
+    def _key(self, rank: int, exchange: int | None = None) -> str:
+        return f"party/{self._ranks[0]}/{exchange or self._said}/{rank}"

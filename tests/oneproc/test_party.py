@@ -1,0 +1,82 @@
+"""What the members of a party say to each other over the store."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from elastic_ft.errors import GroupBroken
+from elastic_ft.worker.party import Party
+
+DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
+
+
+def broken() -> None:
+    raise GroupBroken("a member was lost")
+
+
+def parties(places: list[float], store: HashStore, **given: Any) -> list[Party]:
+    """One member's each, of a world with another that is elsewhere."""
+    return [
+        Party(
+            SimpleNamespace(  # type: ignore[arg-type]
+                rank=rank,
+                world_size=len(places),
+                store=store,
+                operation_timeout_s=5.0,
+                check=given.get("check", lambda: None),
+            ),
+            places,
+        )
+        for rank, place in enumerate(places)
+        if place == places[0]
+    ]
+
+
+def together(members: list[Party], say: Any) -> list[Any]:
+    found: list[Any] = [None] * len(members)
+
+    def run(member: int) -> None:
+        found[member] = say(members[member], member)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in range(len(members))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 2)])
+def test_each_gets_what_each_said(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    members = parties([2.0, 3.0, 2.0], HashStore())
+    said = [torch.ones(shape).to(dtype), torch.zeros(shape).to(dtype)]
+    for found in together(members, lambda party, member: party.all_gather(said[member])):
+        assert [each.dtype for each in found] == [dtype, dtype]
+        assert all(torch.equal(one, other) for one, other in zip(found, said, strict=True))
+
+
+def test_a_long_evaluation_leaves_one_word_of_each_in_the_store() -> None:
+    store = HashStore()
+    members = parties([2.0, 3.0, 2.0], store)
+
+    def say(party: Party, member: int) -> list[float]:
+        return [party.sum([member + round_])[0] for round_ in range(50)]
+
+    expected = [float(2 * round_ + 1) for round_ in range(50)]
+    assert together(members, say) == [expected, expected]
+    assert store.num_keys() == 2
+
+
+def test_one_who_is_lost_breaks_it() -> None:
+    members = parties([2.0, 3.0, 2.0], HashStore(), check=broken)
+    members[0]._groups.operation_timeout_s = 0.1  # type: ignore[misc]
+    with pytest.raises(GroupBroken, match="a member was lost"):
+        members[0].sum([1.0])
