@@ -66,9 +66,8 @@ def plan(
         there = replace(there, flops_per_s=measured.flops_per_s)
     limits = Limits(
         schedules=(job.parallel.schedule,),
-        tp_max=max_tp,
-        pp_max=max_pp,
-        cp_sizes=tuple(divisors(job.parallel.cp)),
+        sizes={"cp": tuple(divisors(job.parallel.cp))},
+        most={name: n for name, n in (("tp", max_tp), ("pp", max_pp)) if n is not None},
     )
     try:
         ranked = plans(work, there, limits, top=top)

@@ -23,6 +23,7 @@ from elastic_ft.config.trained import (
     OptimizerConfig,
     PrecisionConfig,
 )
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 
 
 class Job(Section):
@@ -81,9 +82,10 @@ class Job(Section):
         if self.loop is not None and (
             parallel.strategy == "auto"
             or parallel.engine != "native"
-            or max(parallel.pp, parallel.tp, parallel.cp) > 1
+            or parallel.wish.ranks_per_sample > 1
         ):
-            raise ValueError("loop: has engine native, strategy ddp, fsdp or hsdp, no tp, pp, cp")
+            none = ", ".join(MODEL_DIMENSIONS)
+            raise ValueError(f"loop: has engine native, strategy ddp, fsdp or hsdp, no {none}")
         return self
 
     @model_validator(mode="after")
@@ -108,9 +110,9 @@ class Job(Section):
 
     @model_validator(mode="after")
     def stages_take_tokens_alone(self) -> Job:
-        for key in ("pp", "cp"):
-            if self.data.separate_documents and getattr(self.parallel, key) > 1:
-                raise ValueError(f"data.separate_documents: not with parallel.{key}")
+        key = self.parallel.takes_tokens_alone
+        if self.data.separate_documents and key is not None:
+            raise ValueError(f"data.separate_documents: not with parallel.{key}")
         return self
 
     @model_validator(mode="after")

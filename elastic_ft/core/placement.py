@@ -107,7 +107,7 @@ def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: ShardPlace
     Where several are, it does not matter which: whoever lists the same one has checked it too.
     """
     axes = (None, *range(len(shape)))
-    by_tp = axes if layout.tp > 1 else (None,)
+    by_tp = axes if layout.cuts_layers else (None,)
     by_shard = axes if layout.state_shards > 1 else (None,)
     for tp, shard in product(by_tp, by_shard):
         if Cut(tp, shard).box(shape, layout, place) == box:

@@ -80,7 +80,7 @@ def lay_out(
     for name, value in computed.items():
         named[name].copy_(value)
     persistent = {plain_name(name) for part in parts for name in part.state_dict()}
-    parameters, staged = _parameters(parts), groups is not None and _layout(groups).pp > 1
+    parameters, staged = _parameters(parts), groups is not None and _layout(groups).has_stages
     make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
     kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
@@ -137,11 +137,17 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
     check_pipeline(model, job.parallel.pp, job.parallel.schedule)
 
 
+def check_kernels(job: Job, device: torch.device) -> None:
+    """Raises ConfigError where the device has no kernel for what the layout does."""
+    whole = DTYPES[job.precision.dtype] is torch.float32
+    if job.parallel.cp > 1 and device.type == "cuda" and whole:
+        raise ConfigError("parallel.cp: on GPUs needs precision.dtype bf16 or fp16, found fp32")
+
+
 def check_data(job: Job, samples: Any) -> None:
     """Raises ConfigError for samples that the layout can't run. Reads one if it depends on that."""
-    parallel = job.parallel
-    if parallel.pp > 1 or parallel.cp > 1:
-        check_batch(samples.collate([samples[0]]), "pp" if parallel.pp > 1 else "cp")
+    if key := job.parallel.takes_tokens_alone:
+        check_batch(samples.collate([samples[0]]), f"parallel.{key}")
 
 
 # ------------------------------------------------------------------------------- helpers
@@ -161,7 +167,7 @@ def _layout(groups: Groups) -> Layout:
 
 def _cut(job: Job, module: nn.Module, groups: Groups | None) -> Mapping[int, nn.Module]:
     """This rank's pipeline stages by number; without a pipeline, the whole model."""
-    if groups is None or _layout(groups).pp == 1:
+    if groups is None or not _layout(groups).has_stages:
         return {0: module}
     assert groups.rank is not None
     layout = _layout(groups)
@@ -173,7 +179,7 @@ def _prepare(
     job: Job, part: nn.Module, groups: Groups | None, device: torch.device
 ) -> Sequence[nn.Module]:
     """Shares out a part of the model on meta, and allocates it. Returns its blocks."""
-    if groups is not None and _layout(groups).tp > 1:
+    if groups is not None and _layout(groups).cuts_layers:
         assert groups.mesh is not None
         parallelize(part, groups.mesh["tp"], job.parallel.tp_plan)
     blocks = [*part.layers.values()] if isinstance(part, DecoderStage) else block_modules(part)
@@ -206,11 +212,11 @@ def shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Grou
     layout, mesh = _layout(groups), groups.mesh
     assert mesh is not None
     names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
-    if layout.tp > 1:  # logits are a view of a DTensor's; nothing here writes to them
+    if layout.cuts_layers:  # logits are a view of a DTensor's; nothing here writes to them
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     policy = mixed_precision(DTYPES[job.precision.dtype])
     # A pipeline's micro-batches come in turns: gathering anew for each costs more.
-    gathers_often = layout.pp == 1 and job.parallel.reshard_after_backward
+    gathers_often = not layout.has_stages and job.parallel.reshard_after_backward
     for block in [*blocks, module]:
         fully_shard(
             block,

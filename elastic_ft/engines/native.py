@@ -33,7 +33,6 @@ from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import DTYPES, FirstGradients, Terms, inside, seed_for, to_device
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import Pipeline, micro_batches_to_run
-from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import computed_buffers, initial_parts
@@ -94,12 +93,7 @@ class NativeEngine:
         torch_private.forget_meshes()  # imports what the first teardown needs
         with torch.device("meta"):
             laid_out.check_parallel(self.job, self._factory(), self._sequence_length)
-        if (
-            self.job.parallel.cp > 1
-            and self.device.type == "cuda"
-            and self._compute_dtype is torch.float32
-        ):
-            raise ConfigError("parallel.cp: on GPUs needs precision.dtype bf16 or fp16, found fp32")
+            laid_out.check_kernels(self.job, self.device)
         self._computed = computed_buffers(self._factory)
         warm_optimizer(self.job.optimizer)
         if self.job.parallel.compile:
@@ -239,8 +233,8 @@ class NativeEngine:
         """FSDP2 gathers parameters in every forward: all ranks run as many, padded if need be."""
         if self._model.pipeline is not None:
             assert self._groups is not None
-            pp = self._groups.assignment.layout.pp
-            return micro_batches_to_run(max(dealt), pp, self.job.parallel.schedule)
+            ranks = self._groups.assignment.layout.pipeline_size
+            return micro_batches_to_run(max(dealt), ranks, self.job.parallel.schedule)
         return 0 if self._replicated else max(dealt)
 
     def run_batch(
@@ -303,8 +297,8 @@ class NativeEngine:
         if not self._settled:
             self._listed, self._settled = None, True
         assert self._groups is not None and self._groups.rank is not None
-        at = self._groups.assignment.layout.coordinates(self._groups.rank)
-        return (loss, tokens) if at.tp == 0 else (0.0, 0)
+        counts = self._groups.assignment.layout.counts_loss(self._groups.rank)
+        return (loss, tokens) if counts else (0.0, 0)
 
     def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: what can wait for a step's last one is not sent before."""

@@ -21,6 +21,7 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.loss import IGNORED_LABEL
 
+KEY = "parallel.pp"  # of the job file, for messages
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -34,28 +35,28 @@ def _pipelining() -> Any:
     return importlib.import_module("torch.distributed.pipelining")
 
 
-def check_pipeline(model: nn.Module, pp: int, schedule: str) -> None:
+def check_pipeline(model: nn.Module, ranks: int, schedule: str) -> None:
     """Raises ConfigError, one line, for a model that can't be cut into so many stages."""
-    if pp == 1:
+    if ranks == 1:
         return
     if not isinstance(model, Decoder):
         raise ConfigError(
-            f"parallel.pp: {pp} ranks share out a built-in decoder (model.preset) only, "
+            f"{KEY}: {ranks} ranks share out a built-in decoder (model.preset) only, "
             f"found {type(model).__name__}"
         )
     _pipelining()  # before anyone waits for it
-    stages = count_stages(pp, schedule)
+    stages = count_stages(ranks, schedule)
     if model.config.n_layers < stages:
         raise ConfigError(
-            f"parallel.pp: {pp} ranks with schedule {schedule} need {stages} stages, "
+            f"{KEY}: {ranks} ranks with schedule {schedule} need {stages} stages, "
             f"the model has {model.config.n_layers} layers"
         )
 
 
-def cut(model: Decoder, pp_rank: int, pp: int, schedule: str) -> dict[int, DecoderStage]:
+def cut(model: Decoder, rank: int, ranks: int, schedule: str) -> dict[int, DecoderStage]:
     """Returns this rank's stages by number; stages cost alike."""
-    parts = split_layers(model.stage_costs(), count_stages(pp, schedule))
-    return {number: model.stage(parts[number]) for number in stages_of(pp_rank, pp, schedule)}
+    parts = split_layers(model.stage_costs(), count_stages(ranks, schedule))
+    return {number: model.stage(parts[number]) for number in stages_of(rank, ranks, schedule)}
 
 
 class TiedWeight:
@@ -68,9 +69,9 @@ class TiedWeight:
     def __init__(
         self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup, schedule: str
     ) -> None:
-        pp = dist.get_world_size(group)
-        last = count_stages(pp, schedule) - 1
-        owners = {n: rank for rank in range(pp) for n in stages_of(rank, pp, schedule)}
+        ranks = dist.get_world_size(group)
+        last = count_stages(ranks, schedule) - 1
+        owners = {n: rank for rank in range(ranks) for n in stages_of(rank, ranks, schedule)}
         first, final = (cast("DecoderStage | None", stages.get(n)) for n in (0, last))
         ends = [end for end in (first and first.embedding, final and final.output) if end]
         self._group = group
@@ -110,15 +111,15 @@ class TiedWeight:
             local_part(self._copy.detach()).copy_(local_part(cast("Tensor", self._weight).detach()))
 
 
-def micro_batches_to_run(most_dealt: int, pp: int, schedule: str) -> int:
+def micro_batches_to_run(most_dealt: int, ranks: int, schedule: str) -> int:
     """How many micro-batches a pipeline must run so that the schedule can be made.
 
     1F1B needs one for each stage; interleaved 1F1B goes in rounds of equal size.
     """
     if schedule == "1f1b":
-        return max(most_dealt, pp)
+        return max(most_dealt, ranks)
     if schedule == "interleaved1f1b":
-        return -(-most_dealt // pp) * pp
+        return -(-most_dealt // ranks) * ranks
     return most_dealt
 
 
@@ -127,7 +128,7 @@ class Pipeline:
 
     Args:
         stages: this rank's, by number.
-        tp: ranks that share the positions of what stages hand on.
+        sharing: how many ranks share the positions of what stages hand on.
         dtype: of what stages hand on.
     """
 
@@ -136,14 +137,14 @@ class Pipeline:
         stages: Mapping[int, DecoderStage],
         group: dist.ProcessGroup,
         schedule: str,
-        tp: int,
+        sharing: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.stages, self._group, self._schedule = stages, group, schedule
-        self._tp, self._dtype, self._device = tp, dtype, device
-        self._pp = dist.get_world_size(group)
-        self._count = count_stages(self._pp, schedule)
+        self._sharing, self._dtype, self._device = sharing, dtype, device
+        self._ranks = dist.get_world_size(group)
+        self._count = count_stages(self._ranks, schedule)
         self._runner: Any = None
         self._factor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)
@@ -195,7 +196,7 @@ class Pipeline:
                 )
             )
         schedule = getattr(pipelining.schedules, SCHEDULES[self._schedule])
-        several = self._count > self._pp
+        several = self._count > self._ranks
         return schedule(
             stages if several else stages[0],
             micro_batches,
@@ -206,7 +207,7 @@ class Pipeline:
     def _shapes(self, part: DecoderStage, shape_BT: torch.Size) -> tuple[Any, Any]:
         """Of what a stage receives and of what it hands on."""
         batch, length = shape_BT
-        between = (batch, length // self._tp, part.config.dim)
+        between = (batch, length // self._sharing, part.config.dim)
         received = shape_BT if part.embedding is not None else between
         if part.output is None:
             return received, between
@@ -237,8 +238,8 @@ class Pipeline:
         """One micro-batch through all stages, one after the other; what the last one returns."""
         owners = {
             stage: rank
-            for rank in range(self._pp)
-            for stage in stages_of(rank, self._pp, self._schedule)
+            for rank in range(self._ranks)
+            for stage in stages_of(rank, self._ranks, self._schedule)
         }
         x: Tensor | None = None
         for number in range(self._count):
@@ -258,18 +259,16 @@ class Pipeline:
         return x if self.has_last else None
 
 
-def check_batch(batch: Any, key: str = "pp") -> None:
-    """Raises ConfigError for a micro-batch that ``parallel.<key>`` can't have: masks and positions
+def check_batch(batch: Any, key: str = KEY) -> None:
+    """Raises ConfigError for a micro-batch that a job with ``key`` can't have: masks and positions
     would have to go from stage to stage, or to all who share a sequence."""
-    who = "stages" if key == "pp" else "ranks that share positions"
+    who = "stages" if key == KEY else "ranks that share positions"
     is_named = isinstance(batch, Mapping)
     if not is_named or "tokens" not in batch:
         found = f"{sorted(batch)}" if is_named else f"a {type(batch).__name__}"
-        raise ConfigError(f"parallel.{key}: {who} take batches with tokens, found {found}")
+        raise ConfigError(f"{key}: {who} take batches with tokens, found {found}")
     if odd := batch.keys() - {"tokens", "labels"}:
-        raise ConfigError(
-            f"parallel.{key}: {who} take tokens and labels, found {min(odd)} in a batch"
-        )
+        raise ConfigError(f"{key}: {who} take tokens and labels, found {min(odd)} in a batch")
 
 
 def tokens_and_targets(micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -342,7 +342,7 @@ def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
 
 def _make_context(layout: Layout) -> dist.ProcessGroup | None:
     """This rank's group of those that share positions."""
-    if layout.cp == 1:
+    if len(layout.context_of(0)) == 1:
         return None
     sharing = {layout.context_of(rank) for rank in range(layout.world_size)}
     ordered = [list(ranks) for ranks in sorted(sharing, key=lambda ranks: ranks.start)]

@@ -217,11 +217,11 @@ def test_the_planner_shares_positions_where_one_sample_does_not_fit() -> None:
     model = replace(SEVEN_B, sequence_length=131_072)
     work, there = Work(model, 8, loss_chunk_tokens=2048), devices(8)
     limits = allowed(model, 8, lambda wish: wish.tp == wish.pp == 1)
-    assert limits.cp_sizes == (1, 2, 4, 8)
+    assert limits.sizes["cp"] == (1, 2, 4, 8)
     plan = best(work, there, limits)
     assert plan.layout.cp > 1
     assert any(reason.startswith("context parallelism: without it ") for reason in plan.why)
-    assert allowed(SEVEN_B, 8, lambda wish: True).cp_sizes == (1,)
+    assert allowed(SEVEN_B, 8, lambda wish: True).sizes["cp"] == (1,)
 
 
 def test_a_loss_in_chunks_saves_the_logits() -> None:
@@ -333,7 +333,7 @@ def test_a_world_that_does_not_divide_says_who_is_idle_and_why() -> None:
         assert f"{sum(plan.idle)} of 23 devices idle" in text
     tight = best(Work(SEVEN_B, 64), slow, Limits(recompute=(False,), micro_batches=(4,)))
     assert tight.layout.tp > 1
-    assert tight.tp_inside
+    assert tight.peers_inside
 
 
 def test_tensor_parallel_peers_stay_on_a_node() -> None:
@@ -381,7 +381,7 @@ def test_nothing_fits_says_what_is_needed() -> None:
 
 
 def test_limits_are_kept() -> None:
-    limits = Limits(tp_max=1, pp_max=1, micro_batches=(2,), recompute=(True,))
+    limits = Limits(most={"tp": 1, "pp": 1}, micro_batches=(2,), recompute=(True,))
     for plan in plans(Work(SEVEN_B, 64), devices(8, 8), limits):
         assert (plan.layout.tp, plan.layout.pp) == (1, 1)
         assert (plan.choice.micro_batch, plan.choice.recompute) == (2, True)
@@ -438,7 +438,7 @@ def test_published_trainings_have_a_layout_near_what_was_used(
     plan = best(work, there, Limits(schedules=("1f1b", "interleaved1f1b")))
     assert plan.memory.total <= there.usable_bytes
     assert plan.layout.world_size == there.count
-    assert plan.tp_inside
+    assert plan.peers_inside
     links = Interconnect.of(there, there.nodes)
     dp = published.data_parallel_size
     layouts = [replace(published, dp_replicate=dp // n, dp_shard=n) for n in divisors(dp)]

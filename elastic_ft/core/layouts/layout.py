@@ -17,6 +17,12 @@ from typing import Literal, NamedTuple
 Strategy = Literal["ddp", "fsdp", "hsdp"]
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a layout, the outermost first
 MODEL_DIMENSIONS = ("tp", "pp", "cp")  # those of them that share one sample's work; wished for
+FEATURES = {  # of a layout, in words
+    "pp": "pipeline stages",
+    "tp": "tensor parallelism",
+    "cp": "context parallelism",
+    "dp_shard": "sharding",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +138,10 @@ class Layout:
         at = self.coordinates(rank)
         return not any(getattr(at, name) for name in MODEL_DIMENSIONS)
 
+    def counts_loss(self, rank: int) -> bool:
+        """Whether ``rank`` counts the loss that it has: of tensor-parallel peers, the first."""
+        return self.coordinates(rank).tp == 0
+
     def mesh_dims(self) -> dict[str, int]:
         """Names and sizes of the device mesh's dimensions.
 
@@ -170,9 +180,24 @@ class Layout:
         return range(first, first + self.cp * self.tp, self.tp)
 
     @property
+    def features(self) -> dict[str, bool]:
+        """Which of ``FEATURES`` it has, by their words."""
+        return {words: getattr(self, name) > 1 for name, words in FEATURES.items()}
+
+    @property
+    def pipeline_size(self) -> int:
+        """Number of ranks that share the layers out."""
+        return self.pp
+
+    @property
     def has_stages(self) -> bool:
         """Whether the layers are shared out as pipeline stages."""
         return self.pp > 1
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether each layer is cut, beside what ``state_shards`` are."""
+        return self.tp > 1
 
     @property
     def ranks_per_stage(self) -> int:

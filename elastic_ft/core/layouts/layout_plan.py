@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from elastic_ft.core.layouts.layout import Layout
@@ -22,10 +23,9 @@ class Limits:
     micro_batches: tuple[int, ...] = ()  # sizes in samples; none: what divides the global batch
     recompute: tuple[Recompute, ...] = RECOMPUTES
     schedules: tuple[Schedule, ...] = ("1f1b",)
-    tp_max: int | None = None
-    pp_max: int | None = None
-    tp_sizes: tuple[int, ...] = ()  # that the engine can do; none: what divides the model
-    cp_sizes: tuple[int, ...] = (1,)
+    # By dimension: sizes that the engine can do, and the most. Else what divides the model.
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    most: Mapping[str, int] = field(default_factory=dict)
     world_min: int = 1
     multiple_of: int = 1  # of the world
 
@@ -62,7 +62,7 @@ class LayoutPlan:
         return self.choice.layout
 
     @property
-    def tp_inside(self) -> bool:
+    def peers_inside(self) -> bool:
         """Whether tensor- and context-parallel peers share a node."""
         return all(count % self.layout.ranks_per_layer == 0 for count in self.used)
 
@@ -78,14 +78,14 @@ class LayoutPlan:
         return tuple(f + i for f, used in zip(firsts, self.used, strict=False) for i in range(used))
 
 
-def seats_on_nodes(nodes: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    """Devices of each node that groups of ``tp`` which talk within each layer can take.
+def seats_on_nodes(nodes: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """Devices of each node that groups of ``group`` which talk within each layer can take.
 
     A group stays within a node if any node has room for one, else groups span whole nodes.
     """
-    if tp <= max(nodes):
-        return tuple(count // tp * tp for count in nodes)
-    return fill(nodes, sum(nodes) // tp * tp)
+    if group <= max(nodes):
+        return tuple(count // group * group for count in nodes)
+    return fill(nodes, sum(nodes) // group * group)
 
 
 def fill(seats: tuple[int, ...], world: int) -> tuple[int, ...]:

@@ -17,22 +17,15 @@ def gb(nbytes: float) -> str:
 
 def describe(choice: Choice) -> str:
     """A choice in a line."""
-    schedule = f", {choice.schedule}" if choice.layout.pp > 1 else ""
+    schedule = f", {choice.schedule}" if choice.layout.has_stages else ""
     chunks = f" of {choice.chunks} chunks" if choice.chunks > 1 else ""
     again = ", recomputing" if choice.recompute else ""
     again += " selectively" if choice.recompute == "selective" else ""
     return f"{choice.layout}, micro-batch {choice.micro_batch}{schedule}{chunks}{again}"
 
 
-def features(choice: Choice) -> tuple[tuple[str, bool], ...]:
-    layout = choice.layout
-    return (
-        ("pipeline stages", layout.pp > 1),
-        ("tensor parallelism", layout.tp > 1),
-        ("context parallelism", layout.cp > 1),
-        ("sharding", layout.dp_shard > 1),
-        ("recomputation", bool(choice.recompute)),
-    )
+def features(choice: Choice) -> dict[str, bool]:
+    return choice.layout.features | {"recomputation": bool(choice.recompute)}
 
 
 def why(
@@ -40,11 +33,12 @@ def why(
 ) -> Iterator[str]:
     """Sentences: fit, each feature against doing without it, tie-break, who is idle."""
     yield f"fits: {gb(plan.memory.total)} of {gb(usable_bytes)} on the fullest device"
-    for feature, has in features(plan.choice):
+    for feature, has in features(plan.choice).items():
         if has:
             yield f"{feature}: {_loss_without(feature, plan, without)}"
-    if plan.layout.tp > 1:
-        where = "inside a node" if plan.tp_inside else "across nodes: no node has room for a group"
+    if plan.layout.cuts_layers:
+        apart = "across nodes: no node has room for a group"
+        where = "inside a node" if plan.peers_inside else apart
         yield f"tensor-parallel peers are {where}"
     if plan.choice != fastest.choice:
         slower = plan.time.total / fastest.time.total - 1
@@ -73,7 +67,7 @@ def _loss_without(feature: str, plan: LayoutPlan, without: Without) -> str:
 
 
 def _preferred(plan: LayoutPlan, fastest: LayoutPlan) -> str:
-    if plan.tp_inside and not fastest.tp_inside:
+    if plan.peers_inside and not fastest.peers_inside:
         return "and keeps tensor parallelism inside a node"
     if plan.bytes_moved != fastest.bytes_moved:
         return f"and moves {gb(plan.bytes_moved or 0)} instead of {gb(fastest.bytes_moved or 0)}"
@@ -87,13 +81,13 @@ def _idle(plan: LayoutPlan) -> Iterator[str]:
     """Which devices have no rank, and why."""
     if not any(plan.idle):
         return
-    total, tp = sum(plan.nodes), plan.layout.ranks_per_layer
+    total, group = sum(plan.nodes), plan.layout.ranks_per_layer
     where = ", ".join(f"{n} on node {i}" for i, n in enumerate(plan.idle) if n)
     yield f"{sum(plan.idle)} of {total} devices idle: {where}"
-    seats = seats_on_nodes(plan.nodes, tp)
+    seats = seats_on_nodes(plan.nodes, group)
     if seats != plan.nodes:
-        yield f"a node's devices beyond a multiple of {tp} have no tensor-parallel group"
-    spare, copy = sum(seats) - plan.layout.world_size, plan.layout.pp * tp
+        yield f"a node's devices beyond a multiple of {group} have no tensor-parallel group"
+    spare, copy = sum(seats) - plan.layout.world_size, plan.layout.pipeline_size * group
     if 0 < spare < copy:
         yield f"{spare} are too few for another replica, which takes {copy}"
     elif spare:

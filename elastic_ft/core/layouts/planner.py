@@ -75,7 +75,7 @@ def plans(
 def _preference(plan: LayoutPlan) -> tuple[bool, int, int, int, float, str]:
     layout, moved = plan.layout, plan.bytes_moved or 0
     parts = layout.pp * layout.tp * layout.cp
-    return not plan.tp_inside, moved, -layout.dp_replicate, parts, plan.time.total, str(layout)
+    return not plan.peers_inside, moved, -layout.dp_replicate, parts, plan.time.total, str(layout)
 
 
 # --------------------------------------------------------------------------------- search
@@ -101,7 +101,7 @@ class _Search:
 
     def run(self) -> None:
         for tp in reversed(tensor_sizes(self.work.model, self.devices, self.limits)):
-            for cp in self.limits.cp_sizes:
+            for cp in self.limits.sizes.get("cp", (1,)):
                 seats = seats_on_nodes(self.devices.nodes, tp * cp)
                 groups = sum(seats) // (tp * cp)
                 for pp in self._stages(groups):
@@ -175,13 +175,13 @@ class _Search:
         """The least need and the best time without each feature: what makes it worth having."""
         if self.least is None or nbytes < self.least[0]:
             self.least = nbytes, choice
-        for feature, has in features(choice):
+        for feature, has in features(choice).items():
             if not has:
                 known = self.without.get(feature, (float("inf"), float("inf")))
                 self.without[feature] = min(known[0], nbytes), min(known[1], time_s)
 
     def _stages(self, groups: int) -> list[int]:
-        most = min(groups, self.work.model.layers, self.limits.pp_max or groups)
+        most = min(groups, self.work.model.layers, self.limits.most.get("pp", groups))
         if self.exact:
             return list(range(1, most + 1))
         layers = self.work.model.layers
@@ -235,18 +235,19 @@ def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> 
     """
     most_cp = min(most, max(1, model.sequence_length // CONTEXT_TOKENS_MIN))
     contexts = (cp for cp in range(1, most_cp + 1) if cp & (cp - 1) == 0)
-    return Limits(
-        tp_sizes=tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
-        pp_max=max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp))),
-        cp_sizes=tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
-    )
+    sizes = {
+        "tp": tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
+        "cp": tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
+    }
+    stages = max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp)))
+    return Limits(sizes=sizes, most={"pp": stages})
 
 
 def tensor_sizes(model: ModelShape, devices: Devices, limits: Limits) -> list[int]:
     """Those that divide heads, key-value heads and the feed-forward width, and have devices."""
     common = gcd(model.heads, model.kv_heads, model.ffn_dim)
-    most = min(devices.count, limits.tp_max or devices.count)
-    allowed = limits.tp_sizes or divisors(common)
+    most = min(devices.count, limits.most.get("tp", devices.count))
+    allowed = limits.sizes.get("tp") or divisors(common)
     return [tp for tp in divisors(common) if tp <= most and tp in allowed]
 
 

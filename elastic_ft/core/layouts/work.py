@@ -125,38 +125,39 @@ class Choice:
     layout: Layout
     micro_batch: int  # samples
     recompute: Recompute = False
-    schedule: Schedule = "1f1b"  # matters with pp > 1
+    schedule: Schedule = "1f1b"  # matters where there are stages
     chunks: int = 1  # of layers per rank: two with the last two schedules
 
     @property
     def output_rank(self) -> int:
         """The pipeline rank of the output layer: zero_bubble's stages come back to the first."""
-        return 0 if self.schedule == "zero_bubble" else self.layout.pp - 1
+        return 0 if self.schedule == "zero_bubble" else self.layout.pipeline_size - 1
 
     def micro_batches(self, work: Work) -> int:
         """That the busiest rank runs in a step. Uneven dealing gives others one less."""
         count = ceil(work.global_batch / self.micro_batch / self.layout.data_parallel_size)
-        if self.schedule != "interleaved1f1b" or self.layout.pp == 1:
+        if self.schedule != "interleaved1f1b" or not self.layout.has_stages:
             return count
-        rounds = max(1, count // self.layout.pp)  # torch: the count must be a multiple of these
+        # torch: the count must be a multiple of these.
+        rounds = max(1, count // self.layout.pipeline_size)
         return ceil(count / rounds) * rounds
 
 
 @lru_cache(maxsize=4096)
-def stage_layers(model: ModelShape, pp: int) -> tuple[int, ...]:
+def stage_layers(model: ModelShape, stages: int) -> tuple[int, ...]:
     """Layers of each pipeline stage, so that the slowest is as fast as can be.
 
     The last stage also has the projection to the vocabulary, and gets fewer layers for it; of the
     others, later ones take what does not divide, since earlier ones hold more micro-batches.
     """
-    if not 1 <= pp <= model.layers:
-        raise ValueError(f"{model.layers} layers cannot make {pp} stages")
-    if pp == 1:
+    if not 1 <= stages <= model.layers:
+        raise ValueError(f"{model.layers} layers cannot make {stages} stages")
+    if stages == 1:
         return (model.layers,)
     extra = model.output_flops / model.block_flops
     last = min(
-        range(1, model.layers - pp + 2),
-        key=lambda n: (max(ceil((model.layers - n) / (pp - 1)), n + extra), -n),
+        range(1, model.layers - stages + 2),
+        key=lambda n: (max(ceil((model.layers - n) / (stages - 1)), n + extra), -n),
     )
-    each, more = divmod(model.layers - last, pp - 1)
-    return (*(each + (stage >= pp - 1 - more) for stage in range(pp - 1)), last)
+    each, more = divmod(model.layers - last, stages - 1)
+    return (*(each + (stage >= stages - 1 - more) for stage in range(stages - 1)), last)
