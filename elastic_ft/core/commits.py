@@ -6,27 +6,9 @@ from dataclasses import replace
 from itertools import chain
 from statistics import median
 
+from elastic_ft.core import commands as cmd
+from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef, WorkerId
-from elastic_ft.core.commands import (
-    AbandonCheckpoint,
-    CommitCheckpoint,
-    FinishJob,
-    RecordStep,
-    ReleaseWorker,
-    StartTimer,
-    TakeCheckpoint,
-    WantWorkers,
-)
-from elastic_ft.core.events import (
-    CheckpointCommitted,
-    CheckpointDamaged,
-    CheckpointFailed,
-    ShardsFailed,
-    ShardsWritten,
-    StepApplied,
-    StepHeld,
-    WorkerDone,
-)
 from elastic_ft.core.intervals import checkpoint_every_s
 from elastic_ft.core.keepers import drop_old, note_held
 from elastic_ft.core.records import CheckpointAttempt, PendingStep, Writers
@@ -48,7 +30,7 @@ ENDED = "the job has ended"
 # --------------------------------------------------------------------- committing steps
 
 
-def step_applied(turn: Turn, event: StepApplied) -> None:
+def step_applied(turn: Turn, event: ev.StepApplied) -> None:
     pending = _pending_for(turn, event.worker, event.generation, event.step)
     if pending is None:
         return
@@ -58,7 +40,7 @@ def step_applied(turn: Turn, event: StepApplied) -> None:
     commit_steps(turn)
 
 
-def step_held(turn: Turn, event: StepHeld) -> None:
+def step_held(turn: Turn, event: ev.StepHeld) -> None:
     pending = _pending_for(turn, event.worker, event.generation, event.step)
     if pending is None:
         return
@@ -104,7 +86,7 @@ def commit_steps(turn: Turn) -> None:
         if number > durable or pending.applied != everyone:
             break
         turn.do(
-            RecordStep(
+            cmd.RecordStep(
                 number, pending.generation, pending.world_size, pending.layout, pending.metrics
             )
         )
@@ -138,7 +120,7 @@ def ask_for_checkpoint(turn: Turn) -> None:
         return
     newest = max((ref.step for ref in state.checkpoints), default=0)
     if not state.uploads.attempts and state.committed > newest and not state.stopping:
-        turn.do(TakeCheckpoint(turn.members[0].worker))
+        turn.do(cmd.TakeCheckpoint(turn.members[0].worker))
     turn.set(uploads=replace(turn.state.uploads, asked_at_s=turn.at_s))
     await_checkpoint(turn)
 
@@ -159,7 +141,7 @@ def _write_s(turn: Turn) -> float:
     return median(writes_s) if writes_s else FIRST_WRITE_S
 
 
-def shards_written(turn: Turn, event: ShardsWritten) -> None:
+def shards_written(turn: Turn, event: ev.ShardsWritten) -> None:
     attempt = _attempt(turn, event.step, event.generation)
     if attempt is None or not attempt.awaits(event.worker):
         return
@@ -191,7 +173,7 @@ def _without_hope(turn: Turn, attempt: CheckpointAttempt) -> list[WorkerId]:
     return [w for w in attempt.writers if attempt.awaits(w) and has_left(w)]
 
 
-def shards_failed(turn: Turn, event: ShardsFailed) -> None:
+def shards_failed(turn: Turn, event: ev.ShardsFailed) -> None:
     attempt = _attempt(turn, event.step, event.generation)
     if attempt is not None and attempt.awaits(event.worker):
         abandon(turn, attempt, f"{event.worker}: {event.reason}")
@@ -229,7 +211,7 @@ def _put_attempt(turn: Turn, attempt: CheckpointAttempt) -> None:
 
 def abandon(turn: Turn, attempt: CheckpointAttempt, reason: str) -> None:
     _close(turn, attempt)
-    turn.do(AbandonCheckpoint(attempt.step, attempt.generation, reason))
+    turn.do(cmd.AbandonCheckpoint(attempt.step, attempt.generation, reason))
     turn.journal("checkpoint_abandoned", reason, step=attempt.step)
 
 
@@ -275,12 +257,12 @@ def _commit_checkpoints(turn: Turn) -> None:
             _put_attempt(turn, replace(attempt, committing=True))
             turn.do(_publication(attempt))
             timer = f"{PUBLISH} {attempt.step} {attempt.generation}"
-            turn.do(StartTimer(timer, 0, turn.policy.publish_timeout_s))
+            turn.do(cmd.StartTimer(timer, 0, turn.policy.publish_timeout_s))
 
 
-def _publication(attempt: CheckpointAttempt) -> CommitCheckpoint:
+def _publication(attempt: CheckpointAttempt) -> cmd.CommitCheckpoint:
     shards = tuple(chain.from_iterable(attempt.written.values()))
-    return CommitCheckpoint(attempt.step, attempt.generation, shards, attempt.tensors)
+    return cmd.CommitCheckpoint(attempt.step, attempt.generation, shards, attempt.tensors)
 
 
 def publish_again(turn: Turn) -> None:
@@ -291,7 +273,7 @@ def publish_again(turn: Turn) -> None:
             turn.do(_publication(attempt))
 
 
-def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
+def checkpoint_committed(turn: Turn, event: ev.CheckpointCommitted) -> None:
     computed_by = turn.state.lineage.generation_of(event.step)
     ref = CheckpointRef(event.step, event.url, computed_by or 0)
     _learn_write_time(turn, event)
@@ -311,7 +293,7 @@ def checkpoint_committed(turn: Turn, event: CheckpointCommitted) -> None:
     finish_if_done(turn)
 
 
-def _learn_write_time(turn: Turn, event: CheckpointCommitted) -> None:
+def _learn_write_time(turn: Turn, event: ev.CheckpointCommitted) -> None:
     """What one takes, whoever asked for it: its slowest writer's seconds, and the publishing."""
     if not turn.policy.checkpoint_auto:
         return
@@ -332,7 +314,7 @@ def _learn_write_time(turn: Turn, event: CheckpointCommitted) -> None:
         )
 
 
-def checkpoint_damaged(turn: Turn, event: CheckpointDamaged) -> None:
+def checkpoint_damaged(turn: Turn, event: ev.CheckpointDamaged) -> None:
     """Nobody is to go on from it. Who reads it at this moment finds out, too."""
     kept = tuple(ref for ref in turn.state.checkpoints if ref.url != event.url)
     if len(kept) < len(turn.state.checkpoints):
@@ -340,7 +322,7 @@ def checkpoint_damaged(turn: Turn, event: CheckpointDamaged) -> None:
         turn.journal("checkpoint_refused", event.reason, step=event.step, url=event.url)
 
 
-def checkpoint_failed(turn: Turn, event: CheckpointFailed) -> None:
+def checkpoint_failed(turn: Turn, event: ev.CheckpointFailed) -> None:
     again = any(a.again and a.step == event.step for a in turn.state.uploads.attempts)
     _settle_attempt(turn, event.step)
     if again:  # that says nothing of the first time
@@ -381,7 +363,7 @@ def _settle_attempt(turn: Turn, step: int) -> None:
 # -------------------------------------------------------------------------------- the end
 
 
-def worker_done(turn: Turn, event: WorkerDone) -> None:
+def worker_done(turn: Turn, event: ev.WorkerDone) -> None:
     rank = turn.state.ranks.get(event.worker)
     if rank is None or not is_current(turn, event.worker, event.generation):
         return
@@ -404,10 +386,10 @@ def finish_if_done(turn: Turn) -> None:
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:
-    end = FinishJob(status, reason, turn.state.state_digest)
+    end = cmd.FinishJob(status, reason, turn.state.state_digest)
     turn.set(phase="ended", finish=end)
-    turn.do(WantWorkers(0, ENDED))
+    turn.do(cmd.WantWorkers(0, ENDED))
     for worker in turn.state.ready:
-        turn.do(ReleaseWorker(worker, ENDED))
+        turn.do(cmd.ReleaseWorker(worker, ENDED))
     turn.journal("finished", reason, status=status)
     turn.do(end)

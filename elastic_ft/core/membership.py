@@ -17,57 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from elastic_ft.core import adoption, commits, failures, generations
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
-from elastic_ft.core.adoption import (
-    RETURN,
-    controller_changed,
-    keeper_returned,
-    note_complete,
-    respite_s,
-    return_overdue,
-    worker_returned,
-)
 from elastic_ft.core.assignment import Member
-from elastic_ft.core.commits import (
-    PUBLISH,
-    ask_for_checkpoint,
-    checkpoint_committed,
-    checkpoint_damaged,
-    checkpoint_failed,
-    commit_steps,
-    finish,
-    publish_overdue,
-    shards_failed,
-    shards_written,
-    step_applied,
-    step_held,
-    worker_done,
-)
-from elastic_ft.core.failures import (
-    keeper_lost,
-    node_lost,
-    pause_overdue,
-    source_refused,
-    worker_hung,
-    worker_lost,
-    worker_raised,
-)
-from elastic_ft.core.generations import (
-    boundary_overdue,
-    collective_failed,
-    form,
-    form_again,
-    form_first,
-    form_overdue,
-    has_news,
-    have_paused,
-    nobody_moves,
-    pause,
-    paused,
-    restoring,
-    resumed,
-)
 from elastic_ft.core.keepers import keeper_holds, keeper_ready, stop_awaiting, unkept
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.outages import REREAD, may_read_again
@@ -100,11 +53,15 @@ def step(state: State, event: ev.Event, policy: Policy) -> tuple[State, tuple[cm
 
 def settle(turn: Turn, before: State) -> None:
     """Whatever the event was: what ends a phase by itself ends it here, and nowhere else."""
-    note_complete(turn)
+    adoption.note_complete(turn)
     if turn.state.phase == "running" and before.phase == "forming":
         _follow_wishes(turn)
-    if turn.state.phase == "pausing" and has_news(before, turn.state) and have_paused(turn):
-        form(turn)
+    if (
+        turn.state.phase == "pausing"
+        and generations.has_news(before, turn.state)
+        and generations.have_paused(turn)
+    ):
+        generations.form(turn)
 
 
 # -------------------------------------------------------------------------------------- who comes
@@ -120,7 +77,7 @@ def _job_started(turn: Turn, event: ev.JobStarted) -> None:
     turn.set(started_at_s=event.at_s, uploads=Uploads(asked_at_s=event.at_s))
     if not event.checkpoints and event.recorded and not turn.policy.from_scratch:
         turn.set(committed=event.recorded)
-        finish(turn, "failed", no_way_on(event.recorded, "there is no checkpoint"))
+        commits.finish(turn, "failed", no_way_on(event.recorded, "there is no checkpoint"))
         return
     start = (
         f"resuming from checkpoint {event.checkpoints[0].url}"
@@ -146,14 +103,14 @@ def _worker_ready(turn: Turn, event: ev.WorkerReady) -> None:
     elif state.phase == "starting":
         count = min(turn.count_not_leaving(), turn.workers_max)
         if count == turn.workers_max:
-            form_first(turn)
+            generations.form_first(turn)
         elif count == turn.policy.min_workers:
             turn.timer("gather", turn.policy.gather_s)
     elif state.phase == "suspended":
         if turn.count_usable() >= turn.policy.min_workers and not isinstance(
             choose_world(turn), str
         ):
-            form_again(turn)
+            generations.form_again(turn)
     elif state.phase == "running":
         _await_joiners(turn)
 
@@ -182,7 +139,7 @@ def _admit(turn: Turn) -> None:
             turn.set(deferred_at_s=turn.at_s)
             turn.timer("regrow", delay_s)
         return
-    pause(turn, "worker_joined", f"{names} joins", abort=False)
+    generations.pause(turn, "worker_joined", f"{names} joins", abort=False)
 
 
 def _resize_requested(turn: Turn, event: ev.ResizeRequested) -> None:
@@ -195,9 +152,9 @@ def _resize_requested(turn: Turn, event: ev.ResizeRequested) -> None:
     turn.do(cmd.WantWorkers(wanted(turn), "resize"))
     phase = turn.state.phase
     if phase == "starting" and len(turn.usable()) == turn.workers_max:
-        form_first(turn)
+        generations.form_first(turn)
     elif phase == "suspended" and not isinstance(choose_world(turn), str):
-        form_again(turn)
+        generations.form_again(turn)
     elif phase == "running" and not _shrink(turn):
         _await_joiners(turn)
 
@@ -207,7 +164,7 @@ def _shrink(turn: Turn) -> bool:
     before, after = len(turn.members), turn.workers_max
     if before <= after or turn.state.stopping:
         return False
-    pause(turn, "resized", f"{after} workers were asked for, not {before}", abort=False)
+    generations.pause(turn, "resized", f"{after} workers were asked for, not {before}", abort=False)
     return True
 
 
@@ -257,7 +214,7 @@ def _leave_draining(turn: Turn) -> bool:
         turn.journal("drain_deferred", reason, workers=[m.worker for m in leaving])
         return False
     names = ", ".join(m.worker for m in leaving)
-    pause(turn, "node_draining", f"{names} leaves a draining node", abort=False)
+    generations.pause(turn, "node_draining", f"{names} leaves a draining node", abort=False)
     return True
 
 
@@ -271,31 +228,31 @@ def _follow_wishes(turn: Turn) -> None:
 
 def _unkept(turn: Turn, event: ev.Unkept) -> None:
     unkept(turn, event)
-    commit_steps(turn)  # what waited for it
+    commits.commit_steps(turn)  # what waited for it
 
 
 # ---------------------------------------------------------------------------- stragglers, the end
 
 
 def _step_applied(turn: Turn, event: ev.StepApplied) -> None:
-    step_applied(turn, event)
+    commits.step_applied(turn, event)
     note_step(turn, event)
     state = turn.state
     first = state.ranks.get(event.worker) == 0  # once a step is often enough
     if state.phase != "running" or not first or not event.pace_s or state.stopping:
         return
     if why := judge(turn):
-        pause(turn, "straggler_evicted", why, abort=False)
+        generations.pause(turn, "straggler_evicted", why, abort=False)
 
 
 def _stop_requested(turn: Turn, event: ev.StopRequested) -> None:
     if turn.state.stopping:
-        finish(turn, "stopped", f"{event.reason}, asked twice; {turn.last_good()}")
+        commits.finish(turn, "stopped", f"{event.reason}, asked twice; {turn.last_good()}")
         return
     turn.set(stopping=event.reason)
     turn.journal("stop_requested", event.reason)
     if turn.state.phase in ("starting", "suspended"):
-        finish(turn, "stopped", f"{event.reason}; {turn.last_good()}")
+        commits.finish(turn, "stopped", f"{event.reason}; {turn.last_good()}")
         return
     if turn.state.phase == "running":
         _stop(turn)
@@ -315,7 +272,7 @@ def _timer_fired(turn: Turn, event: ev.TimerFired) -> None:
     if act := LASTING_TIMERS.get(name):
         act(turn, whose)
     elif event.generation == turn.state.generation and (name, turn.state.phase) in TIMERS:
-        if left_s := respite_s(turn, name):
+        if left_s := adoption.respite_s(turn, name):
             turn.timer(name, left_s)
         else:
             TIMERS[name, turn.state.phase](turn)
@@ -323,27 +280,27 @@ def _timer_fired(turn: Turn, event: ev.TimerFired) -> None:
 
 def _stop_overdue(turn: Turn, _: str) -> None:
     reason = f"{turn.state.stopping}, not clean in time"
-    finish(turn, "stopped", f"{reason}; {turn.last_good()}")
+    commits.finish(turn, "stopped", f"{reason}; {turn.last_good()}")
 
 
 def _read_again(turn: Turn, _: str) -> None:
     if may_read_again(turn) and turn.state.phase == "suspended":
-        form_again(turn)
+        generations.form_again(turn)
 
 
 def _gathered(turn: Turn) -> None:
     if len(turn.usable()) >= turn.policy.min_workers:
-        form_first(turn)
+        generations.form_first(turn)
 
 
 def _start_overdue(turn: Turn) -> None:
     usable, policy = len(turn.usable()), turn.policy
     if usable >= policy.min_workers:
-        form_first(turn)
+        generations.form_first(turn)
         return
     reason = f"{usable} workers ready after {policy.start_timeout_s:g} s"
     unfit = f"; {turn.state.unfit_why}" if turn.state.unfit_why else ""
-    finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}{unfit}")
+    commits.finish(turn, "failed", f"{reason}, min_workers is {policy.min_workers}{unfit}")
 
 
 def _suspended_too_long(turn: Turn) -> None:
@@ -352,7 +309,7 @@ def _suspended_too_long(turn: Turn) -> None:
     why = choose_world(turn)
     if usable < policy.min_workers or not isinstance(why, str):
         why = f"min_workers is {policy.min_workers}"
-    finish(turn, "suspended", f"{reason}, {why}; {turn.last_good()}")
+    commits.finish(turn, "suspended", f"{reason}, {why}; {turn.last_good()}")
 
 
 # By name and the phase in which they count, of the present generation.
@@ -361,20 +318,20 @@ TIMERS: dict[tuple[str, str], Callable[[Turn], None]] = {
     ("gather", "starting"): _gathered,
     ("join", "running"): _admit,
     ("regrow", "running"): _admit,
-    ("checkpoint", "running"): ask_for_checkpoint,
-    ("boundary", "pausing"): boundary_overdue,
-    ("pause", "pausing"): pause_overdue,
+    ("checkpoint", "running"): commits.ask_for_checkpoint,
+    ("boundary", "pausing"): generations.boundary_overdue,
+    ("pause", "pausing"): failures.pause_overdue,
     ("keeper", "pausing"): stop_awaiting,
-    ("form", "forming"): form_overdue,
+    ("form", "forming"): generations.form_overdue,
     ("suspend", "suspended"): _suspended_too_long,
 }
 # Of whatever generation and phase, by the first word of their names; the others say whose.
 LASTING_TIMERS: dict[str, Callable[[Turn, str], None]] = {
     "stop": _stop_overdue,
     RELEASE: release_overdue,
-    PUBLISH: publish_overdue,
+    commits.PUBLISH: commits.publish_overdue,
     REREAD: _read_again,
-    RETURN: return_overdue,
+    adoption.RETURN: adoption.return_overdue,
 }
 # What the core has to say to, although there is nothing to decide any more.
 AFTER_THE_END = (ev.ControllerChanged, ev.WorkerReturned)
@@ -382,33 +339,33 @@ AFTER_THE_END = (ev.ControllerChanged, ev.WorkerReturned)
 handlers: dict[type, Callable[[Turn, Any], None]] = {
     ev.JobStarted: _job_started,
     ev.WorkerReady: _worker_ready,
-    ev.WorkerLost: worker_lost,
-    ev.WorkerHung: worker_hung,
-    ev.NodeLost: node_lost,
+    ev.WorkerLost: failures.worker_lost,
+    ev.WorkerHung: failures.worker_hung,
+    ev.NodeLost: failures.node_lost,
     ev.NodeDraining: _node_draining,
     ev.KeeperReady: keeper_ready,
-    ev.KeeperReturned: keeper_returned,
-    ev.KeeperLost: keeper_lost,
+    ev.KeeperReturned: adoption.keeper_returned,
+    ev.KeeperLost: failures.keeper_lost,
     ev.KeeperHolds: keeper_holds,
     ev.Unkept: _unkept,
-    ev.CollectiveFailed: collective_failed,
-    ev.NobodyMoves: nobody_moves,
-    ev.WorkerRaised: worker_raised,
-    ev.Paused: paused,
-    ev.Resumed: resumed,
-    ev.Restoring: restoring,
-    ev.SourceRefused: source_refused,
+    ev.CollectiveFailed: generations.collective_failed,
+    ev.NobodyMoves: generations.nobody_moves,
+    ev.WorkerRaised: failures.worker_raised,
+    ev.Paused: generations.paused,
+    ev.Resumed: generations.resumed,
+    ev.Restoring: generations.restoring,
+    ev.SourceRefused: failures.source_refused,
     ev.StepApplied: _step_applied,
-    ev.StepHeld: step_held,
-    ev.ShardsWritten: shards_written,
-    ev.ShardsFailed: shards_failed,
-    ev.CheckpointCommitted: checkpoint_committed,
-    ev.CheckpointFailed: checkpoint_failed,
-    ev.CheckpointDamaged: checkpoint_damaged,
-    ev.WorkerDone: worker_done,
+    ev.StepHeld: commits.step_held,
+    ev.ShardsWritten: commits.shards_written,
+    ev.ShardsFailed: commits.shards_failed,
+    ev.CheckpointCommitted: commits.checkpoint_committed,
+    ev.CheckpointFailed: commits.checkpoint_failed,
+    ev.CheckpointDamaged: commits.checkpoint_damaged,
+    ev.WorkerDone: commits.worker_done,
     ev.StopRequested: _stop_requested,
     ev.ResizeRequested: _resize_requested,
     ev.TimerFired: _timer_fired,
-    ev.ControllerChanged: controller_changed,
-    ev.WorkerReturned: worker_returned,
+    ev.ControllerChanged: adoption.controller_changed,
+    ev.WorkerReturned: adoption.worker_returned,
 }

@@ -13,23 +13,8 @@ from typing import Any, TypeVar
 from elastic_ft.core.assignment import Holding, Keeper, Source, Tier, WorkerId
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ElasticError, StateDamaged, StateUnreadable
+from elastic_ft.keeper import protocol
 from elastic_ft.keeper.buffer import Schema
-from elastic_ft.keeper.protocol import (
-    FROM_KEEPER,
-    Allocate,
-    Allocated,
-    Attach,
-    Content,
-    Describe,
-    Described,
-    Free,
-    Read,
-    Refusal,
-    Sealed,
-    Unseal,
-    Upload,
-    Uploaded,
-)
 from elastic_ft.transport.control import SEND_TIMEOUT_S
 from elastic_ft.transport.handshake import WrongKey, WrongVersion
 from elastic_ft.transport.tls import JobKey
@@ -86,19 +71,24 @@ class KeeperClient:
         self._asking = threading.Lock()  # answers come in the order of questions
         self._open: set[Channel] = set()
         self._channel = _dial(keeper, key, patience)
-        self._channel.send(Attach(worker, os.getpid()))
+        self._channel.send(protocol.Attach(worker, os.getpid()))
 
     def allocate(self, nbytes: int) -> tuple[str, mmap.mmap]:
         """A buffer of the keeper's, mapped here: (path, memory)."""
         with self._asking:
-            path = _ask(self._channel, Allocate(nbytes), Allocated, self._patience.answer_s).path
+            path = _ask(
+                self._channel,
+                protocol.Allocate(nbytes),
+                protocol.Allocated,
+                self._patience.answer_s,
+            ).path
         fd = os.open(path, os.O_RDWR)
         try:
             return path, mmap.mmap(fd, nbytes)
         finally:
             os.close(fd)
 
-    def tell(self, message: Unseal | Sealed | Free) -> None:
+    def tell(self, message: protocol.Unseal | protocol.Sealed | protocol.Free) -> None:
         """In order, and before this returns in the keeper's hands: it outlives a kill.
 
         Raises KeeperGone if the line has ended: what is in its memory is of no use to others.
@@ -106,12 +96,12 @@ class KeeperClient:
         if not self._channel.send(message):
             raise KeeperGone(f"the line to {self._keeper.name} has ended")
 
-    def upload(self, request: Upload) -> tuple[dict[str, Any], ...]:
+    def upload(self, request: protocol.Upload) -> tuple[dict[str, Any], ...]:
         """Blocks until it is written, on a connection of its own."""
         with _dialled(self._keeper, self._key, self._patience) as channel:
             self._open.add(channel)
             try:
-                return _ask(channel, request, Uploaded, request.timeout_s).entries
+                return _ask(channel, request, protocol.Uploaded, request.timeout_s).entries
             finally:
                 self._open.discard(channel)
 
@@ -141,13 +131,15 @@ class LeftShard:
         self._guard, self._patience = guard, patience
         of = Holding(source.step, source.space, shard, Tier.KEEPER, source.generation)
         self._shard = (worker, of)
-        self.schema: Schema = self._request(Describe(*self._shard), Described).schema
+        self.schema: Schema = self._request(
+            protocol.Describe(*self._shard), protocol.Described
+        ).schema
 
     def read(self, parts: Iterable[tuple[str, Box]]) -> bytes:
         """The bytes of ``parts``, one after the other, then DIGEST_BYTES of their digest."""
-        return self._request(Read(*self._shard, tuple(parts)), Content).payload
+        return self._request(protocol.Read(*self._shard, tuple(parts)), protocol.Content).payload
 
-    def _request(self, message: Describe | Read, answer: type[T]) -> T:
+    def _request(self, message: protocol.Describe | protocol.Read, answer: type[T]) -> T:
         """Raises StateDamaged, naming the keeper, where it says so; StateUnreadable where it does
         not answer, or can't."""
         try:
@@ -168,7 +160,7 @@ class LeftShard:
 def _dial(keeper: Keeper, key: JobKey, patience: KeeperDeadlines) -> Channel:
     within_s = patience.dial_s
     try:
-        channel = dial(keeper.address, key, FROM_KEEPER, within_s)
+        channel = dial(keeper.address, key, protocol.FROM_KEEPER, within_s)
     except (OSError, EOFError, WrongKey, WrongVersion) as error:
         why = f"{type(error).__name__}: {error}"
         raise KeeperGone(f"{keeper.name} can't be reached in {within_s:g} s: {why}") from error
@@ -191,7 +183,7 @@ def _ask(channel: Channel, message: Any, expected: type[T], timeout_s: float) ->
         answer = channel.receive(timeout_s)
     except EOFError as error:
         raise KeeperGone(f"no answer from the keeper: {error}") from None
-    if isinstance(answer, Refusal):
+    if isinstance(answer, protocol.Refusal):
         raise KeeperRefused(answer.reason, answer.damaged)
     if not isinstance(answer, expected):
         raise KeeperGone(f"the keeper answers with {type(answer).__name__}")

@@ -35,25 +35,9 @@ from elastic_ft.core.commands import DropKept, RecordStep, ReleaseWorker
 from elastic_ft.core.events import KeeperHolds, KeeperReady
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
-from elastic_ft.keeper import emergency
+from elastic_ft.keeper import emergency, protocol
 from elastic_ft.keeper.buffer import Bytes, Schema, Slot, cut, is_whole, label
 from elastic_ft.keeper.processes import inspect
-from elastic_ft.keeper.protocol import (
-    TO_KEEPER,
-    Allocate,
-    Allocated,
-    Attach,
-    Content,
-    Describe,
-    Described,
-    Free,
-    Read,
-    Refusal,
-    Sealed,
-    Unseal,
-    Upload,
-    Uploaded,
-)
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import Store, open_store
@@ -130,7 +114,7 @@ class NodeKeeper:
         self._controller = Lifeline(controller, key, member)
         self._welcome = self._controller.welcome
         ports = self._welcome.job.network.port_range
-        self._reception = Reception("keeper", host, key, TO_KEEPER, self._serve, ports)
+        self._reception = Reception("keeper", host, key, protocol.TO_KEEPER, self._serve, ports)
         address = (host, self._reception.port)
         self._reception.start()
         self._controller.keeper = Keeper(node, address)
@@ -224,7 +208,7 @@ class NodeKeeper:
                 if isinstance(error, MessageRefused):
                     log.error("keeper of %s: %s", self.node, error)
                 break
-            if isinstance(message, Attach):
+            if isinstance(message, protocol.Attach):
                 owner = self._attach(message.worker, message.pid)
             else:
                 answer = self._answer(owner, message)
@@ -236,19 +220,19 @@ class NodeKeeper:
     def _answer(self, owner: BufferOwner | None, message: Any) -> Any:
         """The answer to a request; a Refusal rather than an exception. None: none is due."""
         try:
-            if isinstance(message, Describe):
-                return Described(self._find(message).schema)
-            if isinstance(message, Read):
-                return Content(self._read(message))
-            if isinstance(message, Upload):
-                return Uploaded(tuple(self._upload(message)))
+            if isinstance(message, protocol.Describe):
+                return protocol.Described(self._find(message).schema)
+            if isinstance(message, protocol.Read):
+                return protocol.Content(self._read(message))
+            if isinstance(message, protocol.Upload):
+                return protocol.Uploaded(tuple(self._upload(message)))
             assert owner is not None, "attach first"
-            if isinstance(message, Allocate):
+            if isinstance(message, protocol.Allocate):
                 return self._allocate(owner, message.nbytes)
             self._note(owner, message)
         except Exception as error:  # the one who asks decides what it means
             is_damaged = isinstance(error, StateDamaged)
-            return Refusal(f"{type(error).__name__}: {error}", is_damaged)
+            return protocol.Refusal(f"{type(error).__name__}: {error}", is_damaged)
         return None
 
     # ---------------------------------------------------------------------- buffers
@@ -257,34 +241,38 @@ class NodeKeeper:
         with self._lock:
             return self._owners.setdefault(worker, BufferOwner(worker, pid))
 
-    def _allocate(self, owner: BufferOwner, nbytes: int) -> Allocated | Refusal:
+    def _allocate(self, owner: BufferOwner, nbytes: int) -> protocol.Allocated | protocol.Refusal:
         free = free_memory()
         if nbytes + SPARE_BYTES > free:
-            return Refusal(f"a buffer takes {nbytes:,} bytes, {free:,} are free on the node")
+            return protocol.Refusal(
+                f"a buffer takes {nbytes:,} bytes, {free:,} are free on the node"
+            )
         fd = os.memfd_create("elastic_ft-snapshot", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, nbytes)  # all of it now: never a fault on writing
             buffer = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
         except OSError as error:
             os.close(fd)
-            return Refusal(f"a buffer of {nbytes:,} bytes: {error}")
+            return protocol.Refusal(f"a buffer of {nbytes:,} bytes: {error}")
         path = f"/proc/{os.getpid()}/fd/{fd}"
         with self._lock:
             owner.segments[path] = Segment(fd, buffer)
-        return Allocated(path)
+        return protocol.Allocated(path)
 
-    def _note(self, owner: BufferOwner, message: Unseal | Sealed | Free) -> None:
+    def _note(
+        self, owner: BufferOwner, message: protocol.Unseal | protocol.Sealed | protocol.Free
+    ) -> None:
         with self._lock:
             segment = owner.segments.get(message.path)
             if segment is None:
                 return  # freed before
-            if isinstance(message, Sealed):
+            if isinstance(message, protocol.Sealed):
                 segment.holding, segment.schema = message.holding, message.schema
                 segment.verified = False
                 owner.note(message.record)
             else:
                 segment.holding = None
-            if isinstance(message, Free):
+            if isinstance(message, protocol.Free):
                 del owner.segments[message.path]
                 os.close(segment.fd)
 
@@ -310,7 +298,7 @@ class NodeKeeper:
 
     # ---------------------------------------------------------------------- serving
 
-    def _find(self, wanted: Describe | Read) -> Segment:
+    def _find(self, wanted: protocol.Describe | protocol.Read) -> Segment:
         """What was left of a shard. Raises StateDamaged if its bytes are not those sealed."""
         of = wanted.holding
         with self._lock:
@@ -325,7 +313,7 @@ class NodeKeeper:
         message = f"shard {of.shard} of step {of.step}, left by {wanted.worker}: {what}"
         raise StateDamaged(message, self.node)
 
-    def _read(self, wanted: Read) -> bytes:
+    def _read(self, wanted: protocol.Read) -> bytes:
         segment = self._find(wanted)
         slots: dict[str, list[Slot]] = {}
         for slot in segment.schema:
@@ -350,7 +338,7 @@ class NodeKeeper:
         except psutil.NoSuchProcess:
             return False
 
-    def _upload(self, wanted: Upload) -> Any:
+    def _upload(self, wanted: protocol.Upload) -> Any:
         """From the buffer to the store. The worker keeps the buffer as it is meanwhile."""
         buffer = self._mapped(wanted.path)
         sealed_as = label(self._welcome.run, wanted.holding, wanted.schema)

@@ -17,25 +17,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from elastic_ft.core import commands as cmd
+from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Holding, Member, Tier
-from elastic_ft.core.commands import (
-    FinishJob,
-    FormGeneration,
-    PauseWorkers,
-    ReleaseWorker,
-    StartTimer,
-)
-from elastic_ft.core.events import (
-    Event,
-    JobStarted,
-    Paused,
-    Resumed,
-    StepApplied,
-    StepHeld,
-    TimerFired,
-    WorkerLost,
-    WorkerReady,
-)
 from elastic_ft.core.intervals import checkpoint_every_s
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.core.policy import Policy
@@ -241,27 +225,27 @@ class _Fleet:
         self.count += 1
         heapq.heappush(self.queue, (at_s, self.count, act))
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: ev.Event) -> None:
         self.events += 1
         self.state, commands = core_step(self.state, event, self.policy)
         for command in commands:
             match command:
-                case StartTimer(timer, generation, after_s):
+                case cmd.StartTimer(timer, generation, after_s):
                     fired = self._fired(timer, generation)
                     self.at(self.now_s + after_s, fired)
-                case PauseWorkers():
+                case cmd.PauseWorkers():
                     self._pause(command)
-                case FormGeneration():
+                case cmd.FormGeneration():
                     self._form(command)
-                case ReleaseWorker():
+                case cmd.ReleaseWorker():
                     raise AssertionError(f"{command}: nobody leaves here")
-                case FinishJob():
+                case cmd.FinishJob():
                     raise AssertionError(f"the core gave up: {command.reason}")
                 case _:
                     pass
 
     def _fired(self, timer: str, generation: int) -> Callable[[], None]:
-        return lambda: self.tell(TimerFired(self.now_s, timer, generation))
+        return lambda: self.tell(ev.TimerFired(self.now_s, timer, generation))
 
     @property
     def world(self) -> int:
@@ -287,7 +271,7 @@ class _Fleet:
     def _members(self) -> tuple[Member, ...]:
         return self.state.assignment.members if self.state.assignment else ()
 
-    def _pause(self, command: PauseWorkers) -> None:
+    def _pause(self, command: cmd.PauseWorkers) -> None:
         """At once, or at the end of the step under way."""
         pause_s = 0.0
         if not command.abort and self.trains_since_s is not None:
@@ -295,7 +279,7 @@ class _Fleet:
             pause_s = self.step_s() - done_s
         self.at(self.now_s + pause_s, lambda: self._paused(command))
 
-    def _paused(self, command: PauseWorkers) -> None:
+    def _paused(self, command: cmd.PauseWorkers) -> None:
         if command.generation != self.state.generation or self.state.phase != "pausing":
             return
         self.settle(lose_step=command.abort)
@@ -309,9 +293,9 @@ class _Fleet:
             layout, step = assignment.layout, self.state.committed
             generation = assignment.computed_by(step)
             held = Holding(step, layout.shard_space, layout.shard_of(rank), Tier.LIVE, generation)
-            self.tell(Paused(self.now_s, worker, command.generation, (held,)))
+            self.tell(ev.Paused(self.now_s, worker, command.generation, (held,)))
 
-    def _form(self, command: FormGeneration) -> None:
+    def _form(self, command: cmd.FormGeneration) -> None:
         self.settle(lose_step=False)
         generation, members = command.assignment.generation, command.assignment.members
 
@@ -321,7 +305,7 @@ class _Fleet:
             self.settle(lose_step=False)
             source_step = command.assignment.source.step
             for member in members:
-                self.tell(Resumed(self.now_s, member.worker, generation, source_step))
+                self.tell(ev.Resumed(self.now_s, member.worker, generation, source_step))
             self.trains_since_s = self.now_s
             self.at(self.now_s + self.step_s(), lambda: self._stepped(generation))
 
@@ -334,9 +318,9 @@ class _Fleet:
         assert self.state.assignment is not None
         assignment = self.state.assignment
         for rank, member in enumerate(assignment.members):
-            self.tell(StepApplied(self.now_s, member.worker, generation, step))
+            self.tell(ev.StepApplied(self.now_s, member.worker, generation, step))
             if rank in assignment.holding:
-                self.tell(StepHeld(self.now_s, member.worker, generation, step))
+                self.tell(ev.StepHeld(self.now_s, member.worker, generation, step))
 
 
 def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> FleetOutcome:
@@ -357,7 +341,7 @@ def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> 
     def ready(unit: int) -> None:
         names[unit] = f"u{unit}.{lives[unit]}"
         member = Member(names[unit], f"n{unit}", f"n{unit}", unit)
-        fleet.tell(WorkerReady(fleet.now_s, member))
+        fleet.tell(ev.WorkerReady(fleet.now_s, member))
 
     def lost(unit: int) -> None:
         worker, lives[unit] = names[unit], lives[unit] + 1
@@ -365,9 +349,9 @@ def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> 
             fleet.settle(lose_step=True)
             fleet.trains_since_s = None
         notice_s = fleet.now_s + costs.notice_s
-        fleet.at(notice_s, lambda: fleet.tell(WorkerLost(fleet.now_s, worker, "lost")))
+        fleet.at(notice_s, lambda: fleet.tell(ev.WorkerLost(fleet.now_s, worker, "lost")))
 
-    fleet.tell(JobStarted(0.0))
+    fleet.tell(ev.JobStarted(0.0))
     for unit in range(units):
         ready(unit)
     for loss in losses:

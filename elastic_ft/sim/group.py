@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Assignment, Tier, WorkerId
 from elastic_ft.core.commands import RecordStep
-from elastic_ft.core.events import (
-    UNREACHABLE,
-    Restoring,
-    Resumed,
-    SourceRefused,
-    StepApplied,
-    StepHeld,
-)
 from elastic_ft.core.state import State
 from elastic_ft.sim.nodes import Lineage
 from elastic_ft.sim.scenario import SimScenario
@@ -138,7 +131,7 @@ class Group:
         def tell() -> None:
             for worker in self.all.values():
                 if self._works(worker):
-                    worker.send(Restoring(self.world.now_s, worker.id, self.generation, 1))
+                    worker.send(ev.Restoring(self.world.now_s, worker.id, self.generation, 1))
             self._receive_bytes(left_s - RESTORING_EVERY_S, lineage)
 
         self.world.after(RESTORING_EVERY_S, tell)
@@ -169,13 +162,13 @@ class Group:
         for worker in self.members:
             if worker.works() and worker.group is self:
                 worker.send(
-                    SourceRefused(
+                    ev.SourceRefused(
                         world.now_s,
                         worker.id,
                         self.generation,
                         holder,
                         "cannot read: unreachable",
-                        kind=UNREACHABLE,
+                        kind=ev.UNREACHABLE,
                         unread_by=alone,
                     )
                 )
@@ -214,7 +207,7 @@ class Group:
         source = self.assignment.source
         refuser.copies.pop((source.step, source.generation, source.space, shard), None)
         now_s, generation = self.world.now_s, self.generation
-        refuser.send(SourceRefused(now_s, refuser.id, generation, holder, "bad digest", shard))
+        refuser.send(ev.SourceRefused(now_s, refuser.id, generation, holder, "bad digest", shard))
 
     def _overwrite_in_place(self, rank: int, worker: SimWorker) -> None:
         """The module stays if the shard stays; a state of another step is gone from here on."""
@@ -244,7 +237,7 @@ class Group:
             name = layout.shard_of(rank)
             worker.live = Live(step, source.generation, layout.shard_space, name, lineage)
             self.resumed.add(worker.id)
-        worker.send(Resumed(self.world.now_s, worker.id, self.generation, step))
+        worker.send(ev.Resumed(self.world.now_s, worker.id, self.generation, step))
         if rank is None:
             return
         if rank in self.holding and step > 0:
@@ -320,7 +313,7 @@ class Group:
         )
         pace_s = worker.pace_s
         worker.send(
-            StepApplied(world.now_s, worker.id, self.generation, step, metrics, pace_s=pace_s)
+            ev.StepApplied(world.now_s, worker.id, self.generation, step, metrics, pace_s=pace_s)
         )
         final = stop or step == scenario.steps
         if final or (scenario.checkpoint_every and step % scenario.checkpoint_every == 0):
@@ -386,5 +379,5 @@ class Group:
             if rank in copied and self.copies_of[rank] <= sent and (step, rank) in self.then:
                 go_on = self.then.pop((step, rank))
                 if worker.is_held(cut=self.assignment.is_cut):
-                    worker.send(StepHeld(self.world.now_s, worker.id, self.generation, step))
+                    worker.send(ev.StepHeld(self.world.now_s, worker.id, self.generation, step))
                 go_on()

@@ -9,19 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Assignment, CheckpointRef, Holding, Keeper, Member, Tier
 from elastic_ft.core.commands import Command, FormGeneration, Journal
-from elastic_ft.core.events import (
-    Event,
-    JobStarted,
-    KeeperReady,
-    Paused,
-    Resumed,
-    StepApplied,
-    StepHeld,
-    TimerFired,
-    WorkerReady,
-)
 from elastic_ft.core.membership import step
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
@@ -37,11 +27,11 @@ class Script:
         self.policy, self.state = policy, State()
         self.now_s = 100.0
         self.journal: list[tuple[str, str]] = []
-        self.tell(JobStarted, checkpoints)
+        self.tell(ev.JobStarted, checkpoints)
 
     def tell(self, kind: type[Any], /, *args: Any, **fields: Any) -> list[Command]:
         """Returns what is to be done about ``kind(now, *args)``, its journal lines aside."""
-        event: Event = kind(self.now_s, *args, **fields)
+        event: ev.Event = kind(self.now_s, *args, **fields)
         self.now_s += 1.0
         self.state, commands = step(self.state, event, self.policy)
         lines = [c for c in commands if isinstance(c, Journal)]
@@ -52,14 +42,14 @@ class Script:
         """The timer goes off: by default, that of the present generation."""
         if generation is None:
             generation = self.state.generation
-        return self.tell(TimerFired, timer, generation)
+        return self.tell(ev.TimerFired, timer, generation)
 
     def ready(self, worker: str, node: str) -> list[Command]:
-        return self.tell(WorkerReady, member(worker, node))
+        return self.tell(ev.WorkerReady, member(worker, node))
 
     def keeper(self, node: str) -> list[Command]:
         """The node's keeper is up, perhaps again."""
-        return self.tell(KeeperReady, keeper(node))
+        return self.tell(ev.KeeperReady, keeper(node))
 
     @property
     def status(self) -> str:
@@ -96,7 +86,7 @@ class Script:
         commands: list[Command] = []
         for worker in self.ranks:
             commands += self.tell(
-                Resumed, worker, self.state.generation, self.assignment.source.step
+                ev.Resumed, worker, self.state.generation, self.assignment.source.step
             )
         return commands
 
@@ -108,15 +98,15 @@ class Script:
                 commands += self.applied(worker, number)
             for rank in self.assignment.holding if held else ():
                 worker = self.assignment.members[rank].worker
-                commands += self.tell(StepHeld, worker, self.assignment.generation, number)
+                commands += self.tell(ev.StepHeld, worker, self.assignment.generation, number)
         return commands
 
     def applied(self, worker: str, number: int) -> list[Command]:
         metrics = {"loss": 1.0 / number}
-        return self.tell(StepApplied, worker, self.assignment.generation, number, metrics)
+        return self.tell(ev.StepApplied, worker, self.assignment.generation, number, metrics)
 
     def paused(self, worker: str, *holdings: Holding) -> list[Command]:
-        return self.tell(Paused, worker, self.state.generation, holdings)
+        return self.tell(ev.Paused, worker, self.state.generation, holdings)
 
     def live(self, worker: str, number: int) -> Holding:
         """What ``worker`` has on its device, if it has applied ``number``."""

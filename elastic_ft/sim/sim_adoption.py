@@ -8,27 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from elastic_ft.core import commands as cmd
+from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import WorkerId
-from elastic_ft.core.commands import (
-    AvoidNode,
-    Command,
-    CommitCheckpoint,
-    FinishJob,
-    Journal,
-    RecordStep,
-    RollBack,
-    StartTimer,
-    WantWorkers,
-)
-from elastic_ft.core.events import (
-    ControllerChanged,
-    Event,
-    NodeDraining,
-    NodeLost,
-    StopRequested,
-    WorkerLost,
-    WorkerReturned,
-)
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.sim.checks import require
@@ -64,9 +46,9 @@ class AdoptedWorld(Clock, Protocol):
     def workers(self) -> Mapping[WorkerId, SimWorker]: ...
     @property
     def is_finished(self) -> bool: ...
-    def tell(self, event: Event, controller: int) -> None: ...
-    def send_up(self, worker: SimWorker, event: Event, number: int = 0) -> None: ...
-    def do(self, command: Command, controller: int) -> None: ...
+    def tell(self, event: ev.Event, controller: int) -> None: ...
+    def send_up(self, worker: SimWorker, event: ev.Event, number: int = 0) -> None: ...
+    def do(self, command: cmd.Command, controller: int) -> None: ...
     def arm(self, name: str, generation: int, due_s: float) -> None: ...
     def ask_for(self, workers: int) -> None: ...
     def kill(self, worker: SimWorker, why: str) -> None: ...
@@ -106,7 +88,7 @@ class SimAdoption:
 
     # ---------------------------------------------------------------------- each line
 
-    def take(self, event: Event, sender: WorkerId, number: int) -> bool:
+    def take(self, event: ev.Event, sender: WorkerId, number: int) -> bool:
         """Returns False if it was told before."""
         if not self.inbox.is_new(sender, number):
             return False
@@ -126,7 +108,7 @@ class SimAdoption:
         for name, number in inbox.acknowledged().items():
             self.world.workers[name].outbox.acknowledge(number)
 
-    def carry_out(self, commands: tuple[Command, ...]) -> None:
+    def carry_out(self, commands: tuple[cmd.Command, ...]) -> None:
         """All of it, or what the controller comes to before it goes."""
         controller, kill = self.world.controller, self._due()
         now = self.inbox.may_do(commands)
@@ -144,7 +126,7 @@ class SimAdoption:
 
     # ------------------------------------------------------------------------- it goes
 
-    def go(self, kill: SimKill, undone: tuple[Command, ...] = ()) -> bool:
+    def go(self, kill: SimKill, undone: tuple[cmd.Command, ...] = ()) -> bool:
         """Returns False if there is no controller to go."""
         world = self.world
         if not world.up or world.is_finished:
@@ -177,23 +159,23 @@ class SimAdoption:
             if worker.works() and worker.outbox.epoch <= number:
                 self.world.kill(worker, "without a controller")
 
-    def _wake(self, undone: tuple[Command, ...], number: int) -> None:
+    def _wake(self, undone: tuple[cmd.Command, ...], number: int) -> None:
         """It goes on where it was stopped: at commands that it had not come to. What it would
         write, it may not; whom it sends something, has another controller, or will have."""
         world = self.world
         world.note(f"controller {number} wakes up")
         for command in undone:
             match command:
-                case RecordStep() | RollBack() | Journal() | FinishJob():
+                case cmd.RecordStep() | cmd.RollBack() | cmd.Journal() | cmd.FinishJob():
                     if world.store.may_write(number):
                         world.do(command, number)
                     else:
                         self.refused += 1
-                case CommitCheckpoint(step=step, generation=generation, shards=shards):
+                case cmd.CommitCheckpoint(step=step, generation=generation, shards=shards):
                     url = f"mem://{step}-{generation}-{number}"
                     late = SimCheckpoint(step, url, shards[0]["lineage"], number)
                     world.store.published.append(late)
-                case StartTimer() | WantWorkers() | AvoidNode():
+                case cmd.StartTimer() | cmd.WantWorkers() | cmd.AvoidNode():
                     pass  # its own
                 case _:
                     world.do(command, number)
@@ -225,7 +207,7 @@ class SimAdoption:
         self.inbox.durable = len(self.inbox.lines)
         world.take_over()
         world.up, self.is_pending = True, False
-        world.tell(ControllerChanged(world.now_s, world.controller), world.controller)
+        world.tell(ev.ControllerChanged(world.now_s, world.controller), world.controller)
         for due_s, (name, generation) in sorted(done.timers):
             world.arm(name, generation, due_s)
         self._hear_of()
@@ -238,21 +220,21 @@ class SimAdoption:
                 self._soon(lambda w=worker: self._call(w, number))  # type: ignore[misc]
                 world.after(START_TIMEOUT_S, lambda w=worker: self._end_silent(w, number))  # type: ignore[misc]
             elif worker.id in world.core.ready and self.rng.random() < 0.7:
-                lost = WorkerLost(world.now_s, worker.id, "its process has ended")
+                lost = ev.WorkerLost(world.now_s, worker.id, "its process has ended")
                 self._soon(lambda event=lost: world.tell(event, number))  # type: ignore[misc]
         for node in world.nodes:
             if node.keeper is not None and node.keeper.alive:
                 self._soon(lambda k=node.keeper: self._keeper_calls(k, number))  # type: ignore[misc]
             if node.lost and any(m.node == node.id for m in world.core.ready.values()):
-                gone = NodeLost(world.now_s, node.id, "it is not there")
+                gone = ev.NodeLost(world.now_s, node.id, "it is not there")
                 self._soon(lambda event=gone: world.tell(event, number))  # type: ignore[misc]
             elif node.draining and node.up:
-                drain = NodeDraining(world.now_s, node.id, node.deadline_s, "preempted")
+                drain = ev.NodeDraining(world.now_s, node.id, node.deadline_s, "preempted")
                 self._soon(lambda event=drain: world.tell(event, number))  # type: ignore[misc]
         if world.asked is not None and world.asked != world.core.target:
             self._soon(lambda: world.ask_for(world.asked or 0))
         if world.stop_requested and not world.core.stopping:
-            stop = StopRequested(world.now_s, "asked again")
+            stop = ev.StopRequested(world.now_s, "asked again")
             self._soon(lambda: world.tell(stop, number))
 
     def _soon(self, act: Callable[[], None]) -> None:
@@ -268,7 +250,7 @@ class SimAdoption:
         worker.outbox.epoch = number
         if worker.ready:
             newest = worker.follower.fence
-            world.send_up(worker, WorkerReturned(world.now_s, worker.id, newest))
+            world.send_up(worker, ev.WorkerReturned(world.now_s, worker.id, newest))
         heard = self.inbox.heard.get(worker.id, 0)
         for told, event in worker.outbox.kept.items():
             if told > heard:

@@ -6,22 +6,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core.assignment import WorkerId
-from elastic_ft.core.commands import (
-    LASTING,
-    AvoidNode,
-    Command,
-    FinishJob,
-    Journal,
-    RecordStep,
-    RollBack,
-    StartTimer,
-)
 from elastic_ft.core.events import Event, TimerFired
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 
-Decide = Callable[[State, Event, Policy], tuple[State, tuple[Command, ...]]]
+Decide = Callable[[State, Event, Policy], tuple[State, tuple[cmd.Command, ...]]]
 Timer = tuple[str, int]
 
 
@@ -51,23 +42,23 @@ class SimReplay:
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
     timers: list[tuple[float, Timer]] = field(default_factory=list)
     avoided: dict[str, float] = field(default_factory=dict)
-    finish: FinishJob | None = None
+    finish: cmd.FinishJob | None = None
 
-    def follow(self, at_s: float, commands: Iterable[Command]) -> None:
+    def follow(self, at_s: float, commands: Iterable[cmd.Command]) -> None:
         for command in commands:
             match command:
-                case RecordStep(step=step, generation=generation):
+                case cmd.RecordStep(step=step, generation=generation):
                     self.recorded.append((step, generation))
-                case RollBack(step=step):
+                case cmd.RollBack(step=step):
                     self.rollbacks.append((len(self.recorded), step))
                     self.recorded = self.recorded[:step]
-                case StartTimer(timer=name, generation=generation, after_s=after_s):
+                case cmd.StartTimer(timer=name, generation=generation, after_s=after_s):
                     self.timers.append((at_s + after_s, (name, generation)))
-                case AvoidNode(node=node, for_s=for_s):
+                case cmd.AvoidNode(node=node, for_s=for_s):
                     self.avoided[node] = at_s + for_s
-                case Journal(event="generation_formed", generation=generation):
+                case cmd.Journal(event="generation_formed", generation=generation):
                     self.formed.add(generation)
-                case FinishJob():
+                case cmd.FinishJob():
                     self.finish = command
 
     def fired(self, event: TimerFired) -> None:
@@ -90,7 +81,7 @@ class SimInbox:
     lines: list[InboxLine] = field(default_factory=list)
     durable: int = 0
     heard: dict[WorkerId, int] = field(default_factory=dict)
-    waiting: deque[tuple[int, tuple[Command, ...]]] = field(default_factory=deque)
+    waiting: deque[tuple[int, tuple[cmd.Command, ...]]] = field(default_factory=deque)
 
     def is_new(self, sender: WorkerId, number: int) -> bool:
         return not number or number > self.heard.get(sender, 0)
@@ -100,16 +91,16 @@ class SimInbox:
         if line.number:
             self.heard[line.sender] = line.number
 
-    def may_do(self, commands: tuple[Command, ...]) -> tuple[Command, ...]:
+    def may_do(self, commands: tuple[cmd.Command, ...]) -> tuple[cmd.Command, ...]:
         """What of it is to be done at once; the rest waits, in order."""
         if not self.waiting and not _last(commands):
             return commands
         self.waiting.append((len(self.lines), commands))
         return ()
 
-    def synced(self, lines: int) -> tuple[Command, ...]:
+    def synced(self, lines: int) -> tuple[cmd.Command, ...]:
         """So many lines are durable now. Returns what has waited for it."""
-        self.durable, ready = lines, list[Command]()
+        self.durable, ready = lines, list[cmd.Command]()
         while self.waiting and (self.waiting[0][0] <= lines or not _last(self.waiting[0][1])):
             ready += self.waiting.popleft()[1]
         return tuple(ready)
@@ -134,5 +125,5 @@ class SimInbox:
         return done
 
 
-def _last(commands: Iterable[Command]) -> bool:
-    return any(type(command) in LASTING for command in commands)
+def _last(commands: Iterable[cmd.Command]) -> bool:
+    return any(type(command) in cmd.LASTING for command in commands)

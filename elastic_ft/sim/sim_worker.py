@@ -9,17 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import follower as fo
 from elastic_ft.core.assignment import Assignment, Holding, Member, Tier, WorkerId
-from elastic_ft.core.commands import (
-    Bench,
-    FormGeneration,
-    PauseWorkers,
-    RecordStep,
-    ReleaseWorker,
-    StopAtBoundary,
-    UseKeeper,
-)
 from elastic_ft.core.events import (
     CollectiveFailed,
     Event,
@@ -112,7 +104,7 @@ class SimWorker:
         self.group: Collectives | None = None
         self.live: Live | None = None
         self.copies: dict[Key, SimCopy] = {}
-        self.record: dict[int, RecordStep] = {}
+        self.record: dict[int, cmd.RecordStep] = {}
         self.keeper: SimKeeper | None = None
         self.uploads = 0
         self.checkpointed = 0
@@ -191,17 +183,17 @@ class SimWorker:
     def receive(self, message: Any) -> None:
         if not self.works() or self.released:
             return
-        if isinstance(message, UseKeeper):
+        if isinstance(message, cmd.UseKeeper):
             self.keeper = self.node.keeper
-        elif isinstance(message, StopAtBoundary):
+        elif isinstance(message, cmd.StopAtBoundary):
             self.stop_flag = True
-        elif isinstance(message, ReleaseWorker):
+        elif isinstance(message, cmd.ReleaseWorker):
             self.follower, _ = fo.hear(self.follower, message)
             self.world.after(0.05, lambda: self.world.kill(self, "released"))
-        elif isinstance(message, FormGeneration):
+        elif isinstance(message, cmd.FormGeneration):
             generation = message.assignment.generation
             self._hear(fo.BeginGeneration(generation, self.world.groups[generation]))
-        elif isinstance(message, (PauseWorkers, Bench)):
+        elif isinstance(message, (cmd.PauseWorkers, cmd.Bench)):
             self._hear(message)
 
     def _hear(self, message: fo.Heard) -> None:
@@ -211,7 +203,7 @@ class SimWorker:
             if fo.PauseAtBoundary() in actions and group.trains(self):
                 self.pause_flag = True
                 return
-            if isinstance(message, Bench):  # a donor: the others go on without it
+            if isinstance(message, cmd.Bench):  # a donor: the others go on without it
                 group.all.pop(self.id, None)
             elif actions:
                 group.fail(f"{self.id} breaks off")

@@ -4,34 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elastic_ft.core import commands as cmd
+from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef, WorkerId
-from elastic_ft.core.commands import (
-    AvoidNode,
-    Bench,
-    Command,
-    CommitCheckpoint,
-    DropKept,
-    FinishJob,
-    FormGeneration,
-    Journal,
-    KillWorker,
-    PauseWorkers,
-    RecordStep,
-    ReleaseWorker,
-    RollBack,
-    StartTimer,
-    StopAtBoundary,
-    UseKeeper,
-    WantWorkers,
-)
-from elastic_ft.core.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    Event,
-    JobStarted,
-    ResizeRequested,
-    TimerFired,
-)
 from elastic_ft.core.state import State
 from elastic_ft.sim import checks
 from elastic_ft.sim.group import Group
@@ -70,8 +45,8 @@ class Simulation(Machines):
         self.rollbacks: list[tuple[int, int]] = []  # (from step, to step)
         self.formed = 0
         self.rescued: list[int] = []  # the steps gone on from, as keepers had saved them
-        self.publishing: list[CommitCheckpoint] = []
-        self.silenced: list[CommitCheckpoint] = []  # their outcome came late, or never
+        self.publishing: list[cmd.CommitCheckpoint] = []
+        self.silenced: list[cmd.CommitCheckpoint] = []  # their outcome came late, or never
         self.stop_requested = False
         self.asked: int | None = None  # how many workers, until the job has ended
         self.on_turn: Callable[[], None] = lambda: None
@@ -111,13 +86,13 @@ class Simulation(Machines):
             self.adoption.begin()
         for node in self.nodes:
             self.start_keeper(node)
-        self.tell(JobStarted(self.now_s, refs, generation, recorded), self.controller)
+        self.tell(ev.JobStarted(self.now_s, refs, generation, recorded), self.controller)
         if self.asked is not None:
             self.ask_for(self.asked)
 
     def ask_for(self, workers: int) -> None:
         self.asked = workers
-        self.tell(ResizeRequested(self.now_s, workers, f"r{self.events}"), self.controller)
+        self.tell(ev.ResizeRequested(self.now_s, workers, f"r{self.events}"), self.controller)
 
     def crash_controller(self) -> None:
         """Workers leave when their controller does. The last line may be torn, a PUT half done."""
@@ -139,7 +114,9 @@ class Simulation(Machines):
                 node.keeper.die()
         self.after(self.rng.uniform(1.0, 5.0), emergency.end)
 
-    def tell(self, event: Event, controller: int, sender: WorkerId = "", number: int = 0) -> None:
+    def tell(
+        self, event: ev.Event, controller: int, sender: WorkerId = "", number: int = 0
+    ) -> None:
         if not self.up or controller != self.controller or self.finish is not None:
             return
         if self.adoption is not None and not self.adoption.take(event, sender, number):
@@ -148,9 +125,9 @@ class Simulation(Machines):
         self.core, commands = self.decide(self.core, event, self.policy)
         self.note(repr(event))
         for command in commands:
-            if isinstance(command, FormGeneration):
+            if isinstance(command, cmd.FormGeneration):
                 checks.world_is_allowed(self, command.assignment)
-            elif isinstance(command, RecordStep):
+            elif isinstance(command, cmd.RecordStep):
                 checks.survives(self, command.step)
         if self.adoption is not None:
             self.adoption.carry_out(commands)
@@ -159,54 +136,56 @@ class Simulation(Machines):
                 self.do(command, controller)
         self.on_turn()
 
-    def do(self, command: Command, controller: int) -> None:
+    def do(self, command: cmd.Command, controller: int) -> None:
         """Which of them does it, if it still can."""
         self.note(repr(command))
         match command:
-            case WantWorkers(total=total):
+            case cmd.WantWorkers(total=total):
                 self.want = total
                 self.fill()
-            case AvoidNode(node=at, for_s=for_s):
+            case cmd.AvoidNode(node=at, for_s=for_s):
                 for node in self.nodes:
                     if node.id == at:
                         node.avoided_until_s = self.now_s + for_s
                 self.after(for_s, self.fill)
-            case KillWorker(worker=name):
+            case cmd.KillWorker(worker=name):
                 self._kill_from_afar(self.workers[name])
-            case ReleaseWorker(worker=name) | Bench(worker=name) | UseKeeper(worker=name):
+            case (
+                cmd.ReleaseWorker(worker=name) | cmd.Bench(worker=name) | cmd.UseKeeper(worker=name)
+            ):
                 self.send_down(name, command, controller)
-            case DropKept(node=at, worker=name):
+            case cmd.DropKept(node=at, worker=name):
                 for node in self.nodes:
                     if node.id == at and node.keeper is not None:
                         node.keeper.drop(name)
-            case PauseWorkers(workers=names) | StopAtBoundary(workers=names):
+            case cmd.PauseWorkers(workers=names) | cmd.StopAtBoundary(workers=names):
                 checks.require(bool(command.reason), "I8", f"no reason: {command}")
                 for name in names:
                     self.send_down(name, command, controller)
-            case FormGeneration(assignment=new):
+            case cmd.FormGeneration(assignment=new):
                 checks.require(bool(new.reason), "I8", f"no reason: {command}")
                 self.groups[new.generation] = Group(self, new)
                 for member in (*new.members, *new.donors):
                     self.send_down(member.worker, command, controller)
-            case RecordStep():
+            case cmd.RecordStep():
                 checks.recorded(self, command)
                 self.recorded.append((command.step, command.generation))
-            case RollBack(step=step):
+            case cmd.RollBack(step=step):
                 checks.rolled_back(self, command)
                 self.rollbacks.append((len(self.recorded), step))
                 self.recorded = self.recorded[:step]
                 self.flushed = min(self.flushed, step)
-            case CommitCheckpoint():
+            case cmd.CommitCheckpoint():
                 self._commit(command)
-            case StartTimer(timer=name, generation=generation, after_s=after_s):
+            case cmd.StartTimer(timer=name, generation=generation, after_s=after_s):
                 self.arm(name, generation, self.now_s + after_s)
-            case FinishJob(status=status, reason=reason):
+            case cmd.FinishJob(status=status, reason=reason):
                 self.finish = command
                 checks.finished(self, status, reason)
-            case Journal():
+            case cmd.Journal():
                 self._journalled(command)
 
-    def _journalled(self, line: Journal) -> None:
+    def _journalled(self, line: cmd.Journal) -> None:
         checks.require(bool(line.reason), "I8", f"no reason: {line}")
         if line.event == "worker_left_out":
             checks.left_out(self, line.fields["worker"], line.reason)
@@ -235,7 +214,7 @@ class Simulation(Machines):
                 return
             if name == "keeper" and generation == self.core.generation:
                 self._stop_waiting()
-            self.tell(TimerFired(self.now_s, name, generation), controller)
+            self.tell(ev.TimerFired(self.now_s, name, generation), controller)
 
         self.at(max(due_s, self.now_s), fire)
 
@@ -255,7 +234,7 @@ class Simulation(Machines):
 
     # ------------------------------------------------------------------------- store
 
-    def _commit(self, command: CommitCheckpoint) -> None:
+    def _commit(self, command: cmd.CommitCheckpoint) -> None:
         self.flushed = len(self.recorded)  # lines first, then what refers to them
         self.publishing.append(command)
         controller = self.controller
@@ -270,10 +249,10 @@ class Simulation(Machines):
                 return
             self.publishing.remove(command)
             if self.store.down:
-                self.tell(CheckpointFailed(self.now_s, command.step, "down"), controller)
+                self.tell(ev.CheckpointFailed(self.now_s, command.step, "down"), controller)
             else:
                 url = self._publish(command)
-                self.tell(CheckpointCommitted(self.now_s, command.step, url, 1, 0.1), controller)
+                self.tell(ev.CheckpointCommitted(self.now_s, command.step, url, 1, 0.1), controller)
 
         self.after(self.rng.choice((0.1, self.rng.uniform(0.1, 5.0))), done)
 
@@ -284,7 +263,7 @@ class Simulation(Machines):
                 self._publish(command)
         self.publishing = []
 
-    def _publish(self, command: CommitCheckpoint) -> str:
+    def _publish(self, command: cmd.CommitCheckpoint) -> str:
         lineage = checks.published(self, command)
         there = [c.url for c in self.store.good() if (c.step, c.lineage) == (command.step, lineage)]
         if there and self.adoption is not None:  # by the one before, who never heard of it
@@ -309,7 +288,7 @@ class Simulation(Machines):
         self.after(lasts_s + TAKEN_OVER_S, lambda: self._wake(writing, number))
         return True
 
-    def _wake(self, writing: list[CommitCheckpoint], number: int) -> None:
+    def _wake(self, writing: list[cmd.CommitCheckpoint], number: int) -> None:
         for command in writing:
             lineage = command.shards[0]["lineage"]
             url = f"mem://{command.step}-{command.generation}-{number}"

@@ -23,15 +23,7 @@ from typing import Any
 from elastic_ft.core.assignment import Keeper, Member
 from elastic_ft.core.commands import Bench, PauseWorkers, ReleaseWorker
 from elastic_ft.storage.store import Store, open_store
-from elastic_ft.transport.control import (
-    SEND_TIMEOUT_S,
-    Acknowledged,
-    Farewell,
-    Form,
-    Hello,
-    Welcome,
-    connect,
-)
+from elastic_ft.transport import control
 from elastic_ft.transport.messages import MessageRefused
 from elastic_ft.transport.outbox import LineOutbox
 from elastic_ft.transport.succession import Search, Succession
@@ -55,10 +47,12 @@ class Lifeline:
     """
 
     def __init__(self, address: Address, key: JobKey, member: Member) -> None:
-        self._hello = Hello(member, secrets.token_hex(4))
+        self._hello = control.Hello(member, secrets.token_hex(4))
         self._key = key
         self.cut_off_s: float | None = None
-        self._line = connect(address, key, self._hello)  # the channel, and whose it is: one value
+        self._line = control.connect(
+            address, key, self._hello
+        )  # the channel, and whose it is: one value
         self.keeper: Keeper | None = None
         self._timeout_s = self.welcome.job.elastic.heartbeat_timeout_s
         self._generation, self._heard_at_s, self._searches = 0, time.monotonic(), False
@@ -67,7 +61,7 @@ class Lifeline:
         self._bound(self._channel, self.welcome)
         self._opened: Store | None = None
         self._over = threading.Event()  # nobody is looked for any more
-        self._changed: Callable[[Welcome], None] = lambda welcome: None
+        self._changed: Callable[[control.Welcome], None] = lambda welcome: None
         self._succession = Succession(
             self._timeout_s,
             lambda: self.silent_s,
@@ -75,14 +69,14 @@ class Lifeline:
             self._store,
         )
 
-    def start(self, changed: Callable[[Welcome], None]) -> None:
+    def start(self, changed: Callable[[control.Welcome], None]) -> None:
         """``changed``: told, in the thread that reads, of each new controller before it is told
         anything."""
         self._changed = changed
         self._succession.start()
 
     @property
-    def welcome(self) -> Welcome:
+    def welcome(self) -> control.Welcome:
         """The newest."""
         return self._line[1]
 
@@ -107,10 +101,10 @@ class Lifeline:
     def _is_silent(self) -> bool:
         return self.silent_s > self._timeout_s
 
-    def _bound(self, channel: Channel, welcome: Welcome) -> None:
+    def _bound(self, channel: Channel, welcome: control.Welcome) -> None:
         """Who trains does not wait for a controller that takes nothing: its line ends."""
         if welcome.successor_s:
-            channel.limit(SEND_TIMEOUT_S)
+            channel.limit(control.SEND_TIMEOUT_S)
 
     @property
     def own_address(self) -> str:
@@ -148,15 +142,15 @@ class Lifeline:
             self._heard_at_s = time.monotonic()
             self._outbox.catch_up()
             match message:
-                case Acknowledged(sender=sender, number=number):
+                case control.Acknowledged(sender=sender, number=number):
                     if sender == self._hello.sender:
                         self._outbox.acknowledge(number)
                     continue
                 case PauseWorkers(generation=generation) | Bench(generation=generation):
                     self._generation = max(generation, self._generation)
-                case Form():
+                case control.Form():
                     self._generation = max(message.assignment.generation, self._generation)
-                case Farewell() | ReleaseWorker():
+                case control.Farewell() | ReleaseWorker():
                     self._over.set()
             return message
 

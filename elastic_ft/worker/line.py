@@ -16,16 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from elastic_ft.core import commands as cmd
 from elastic_ft.core import follower as fo
 from elastic_ft.core.assignment import Member
-from elastic_ft.core.commands import (
-    Bench,
-    PauseWorkers,
-    ReleaseWorker,
-    StopAtBoundary,
-    TakeCheckpoint,
-    UseKeeper,
-)
 from elastic_ft.core.events import Restoring, StepApplied
 from elastic_ft.errors import GroupBroken
 from elastic_ft.faults import Points
@@ -62,7 +55,7 @@ class Hooks:
     """
 
     standing: Callable[[], int]
-    use_keeper: Callable[[UseKeeper], None]
+    use_keeper: Callable[[cmd.UseKeeper], None]
     on_pause: Callable[[], None]
     on_change: Callable[[Welcome], None]
 
@@ -171,17 +164,17 @@ class Line:
 
     def _on_message(self, message: Any) -> None:
         match message:
-            case PauseWorkers():
+            case cmd.PauseWorkers():
                 self._on_pause_workers(message)
             case Form():
                 self._hear(fo.BeginGeneration(message.assignment.generation, message))
-            case Bench() | ReleaseWorker():
+            case cmd.Bench() | cmd.ReleaseWorker():
                 self._hear(message)
-            case UseKeeper():
+            case cmd.UseKeeper():
                 self._hooks.use_keeper(message)
-            case TakeCheckpoint():
+            case cmd.TakeCheckpoint():
                 self.flags.checkpoint = True
-            case StopAtBoundary():
+            case cmd.StopAtBoundary():
                 self.flags.stop = True
             case Inspect():
                 self._tell_where(self._frames())
@@ -196,7 +189,7 @@ class Line:
                     self._groups.abort(action.reason)
             self._news.notify_all()
 
-    def _on_pause_workers(self, message: PauseWorkers) -> None:
+    def _on_pause_workers(self, message: cmd.PauseWorkers) -> None:
         frames = self._frames() if message.abort else ()
         self._hear(message)
         if message.abort:

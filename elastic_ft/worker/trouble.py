@@ -12,24 +12,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from elastic_ft import errors
+from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Member
-from elastic_ft.core.events import (
-    ITS_DEVICE,
-    ITS_OWN,
-    UNREACHABLE,
-    CollectiveFailed,
-    SourceRefused,
-    WorkerRaised,
-)
-from elastic_ft.errors import (
-    DataDiffers,
-    DeviceSick,
-    GroupBroken,
-    StateDamaged,
-    StateUnreadable,
-    UsageError,
-    redacted,
-)
 from elastic_ft.faults import Points
 from elastic_ft.worker.devices import is_lost, is_out_of_memory
 from elastic_ft.worker.traces import user_frames
@@ -64,11 +49,11 @@ class Trouble:
         worker, step = self._member.worker, self._points.step
         if self._is_devices(generation, error):
             return
-        if not restored and isinstance(error, (StateDamaged, StateUnreadable)):
+        if not restored and isinstance(error, (errors.StateDamaged, errors.StateUnreadable)):
             self._send(_refusal(worker, generation, error))
-        elif isinstance(error, StateDamaged) or self._is_collective(error):
+        elif isinstance(error, errors.StateDamaged) or self._is_collective(error):
             text = _one_line(error)
-            self._send(CollectiveFailed(time.time(), worker, generation, step, text))
+            self._send(ev.CollectiveFailed(time.time(), worker, generation, step, text))
         else:
             self._send(self._raised(generation, error))
 
@@ -78,7 +63,7 @@ class Trouble:
         if is_lost(self.device, error):
             self._leave_device(error)
         if own and self._is_groups(error):
-            error = UsageError(
+            error = errors.UsageError(
                 "a collective of the script's own broke between two steps, where nothing is tried "
                 "again: put it into the function of @ctx.step, or use ctx.evaluate "
                 f"({_one_line(error)})"
@@ -97,7 +82,7 @@ class Trouble:
             self._out_of_memory_at = step
             text = f"out of device memory, once more with an empty cache: {_one_line(error)}"
             worker = self._member.worker
-            self._send(CollectiveFailed(time.time(), worker, generation, step, text))
+            self._send(ev.CollectiveFailed(time.time(), worker, generation, step, text))
             return True
         if is_out_of_memory(error) or is_lost(self.device, error):
             self._leave_device(error)
@@ -107,7 +92,7 @@ class Trouble:
         """Nothing of this process's state can be read: who has copies goes on, the last word is
         that it was the device."""
         event = self._raised(self._points.generation, error)
-        self._send(replace(event, usage=False, whose=ITS_DEVICE))
+        self._send(replace(event, usage=False, whose=ev.ITS_DEVICE))
         os._exit(DEVICE_LOST)
 
     def _is_collective(self, error: BaseException) -> bool:
@@ -119,16 +104,16 @@ class Trouble:
         return self._is_over_within(GRACE_S)  # a plain RuntimeError: a peer's loss may explain it
 
     def _is_groups(self, error: BaseException) -> bool:
-        if isinstance(error, (GroupBroken, dist.DistError)):
+        if isinstance(error, (errors.GroupBroken, dist.DistError)):
             return True
         says = str(error)
         return isinstance(error, RuntimeError) and any(mark in says for mark in GROUPS_SAY)
 
-    def _raised(self, generation: int, error: BaseException) -> WorkerRaised:
-        usage = isinstance(error, UsageError)
-        said = redacted(" ".join(str(error).split()))[:500]
+    def _raised(self, generation: int, error: BaseException) -> ev.WorkerRaised:
+        usage = isinstance(error, errors.UsageError)
+        said = errors.redacted(" ".join(str(error).split()))[:500]
         said = said.encode(errors="backslashreplace").decode()  # a file's name may be no text
-        return WorkerRaised(
+        return ev.WorkerRaised(
             time.time(),
             self._member.worker,
             generation,
@@ -137,20 +122,22 @@ class Trouble:
             usage,
             frames=() if usage else user_frames(error),
             node=self._member.node,
-            whose=ITS_OWN if isinstance(error, (DataDiffers, DeviceSick)) else "",
+            whose=ev.ITS_OWN if isinstance(error, (errors.DataDiffers, errors.DeviceSick)) else "",
         )
 
 
-def _refusal(worker: str, generation: int, error: StateDamaged | StateUnreadable) -> SourceRefused:
+def _refusal(
+    worker: str, generation: int, error: errors.StateDamaged | errors.StateUnreadable
+) -> ev.SourceRefused:
     """Of the source that this generation was to be restored from."""
     now_s, reason = time.time(), str(error)
-    if isinstance(error, StateDamaged):
-        return SourceRefused(now_s, worker, generation, error.holder, reason, error.shard)
+    if isinstance(error, errors.StateDamaged):
+        return ev.SourceRefused(now_s, worker, generation, error.holder, reason, error.shard)
     unread_by = error.unread_by
-    return SourceRefused(
-        now_s, worker, generation, error.holder, reason, kind=UNREACHABLE, unread_by=unread_by
+    return ev.SourceRefused(
+        now_s, worker, generation, error.holder, reason, kind=ev.UNREACHABLE, unread_by=unread_by
     )
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:200]}"
+    return f"{type(error).__name__}: {errors.redacted(' '.join(str(error).split()))[:200]}"

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import pytest
 
-from elastic_ft.core import membership
+from elastic_ft.core import generations, membership
 from elastic_ft.core.assignment import Holding, Tier
 from elastic_ft.core.commands import Command
 from elastic_ft.core.events import (
@@ -164,7 +164,7 @@ def test_a_scan_of_everybody_for_each_answer_would_be_seen(monkeypatch: pytest.M
     def scans(turn: Turn) -> bool:
         return all(worker in turn.state.paused for worker in reversed(turn.holders()))
 
-    monkeypatch.setattr(membership, "have_paused", scans)
+    monkeypatch.setattr(generations, "have_paused", scans)
     assert growth(pause, "fsdp", repeats=1) > RATIO_MAX
 
 

@@ -5,34 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from elastic_ft.core.sharing.asks import (
-    JobId,
-    Places,
-    ResizeJob,
-    SharingCommand,
-    SharingTerms,
-    StartJob,
-    SuspendJob,
-)
+from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import SharedJob, Sharing, added, removed
 from elastic_ft.core.sharing.rooms import Rooms
 
 
 class Desk:
-    def __init__(self, state: Sharing, terms: SharingTerms, at_s: float) -> None:
+    def __init__(self, state: Sharing, terms: asks.SharingTerms, at_s: float) -> None:
         self.state, self.terms, self.at_s = state, terms, at_s
-        self.jobs: dict[JobId, SharedJob] = dict(state.jobs)
-        self.commands: list[SharingCommand] = []
+        self.jobs: dict[asks.JobId, SharedJob] = dict(state.jobs)
+        self.commands: list[asks.SharingCommand] = []
         self.wakes: list[tuple[float, str]] = []
-        self.barred: set[JobId] = set()  # was about to start, and gave way: not in this event
+        self.barred: set[asks.JobId] = set()  # was about to start, and gave way: not in this event
 
-    def do(self, command: SharingCommand) -> None:
+    def do(self, command: asks.SharingCommand) -> None:
         """What one event makes of a job's size is one command; its suspension makes it none."""
-        if isinstance(command, (ResizeJob, SuspendJob)):
+        if isinstance(command, (asks.ResizeJob, asks.SuspendJob)):
             for index, before in enumerate(self.commands):
-                if isinstance(before, ResizeJob) and before.job == command.job:
+                if isinstance(before, asks.ResizeJob) and before.job == command.job:
                     del self.commands[index]
-                    if isinstance(command, ResizeJob):
+                    if isinstance(command, asks.ResizeJob):
                         command = _merged(before, command)
                     break
         self.commands.append(command)
@@ -41,7 +33,7 @@ class Desk:
         if at_s > self.at_s:
             self.wakes.append((at_s, reason))
 
-    def change(self, job: JobId, **changes: Any) -> SharedJob:
+    def change(self, job: asks.JobId, **changes: Any) -> SharedJob:
         self.jobs[job] = found = replace(self.jobs[job], **changes)
         return found
 
@@ -75,7 +67,7 @@ class Desk:
         less = rooms.leave(job, max(0, job.target - job.owed - workers))
         self.shrink_at(job, workers, less, reason)
 
-    def shrink_at(self, job: SharedJob, workers: int, less: Places, reason: str) -> None:
+    def shrink_at(self, job: SharedJob, workers: int, less: asks.Places, reason: str) -> None:
         if (start := self._unsent(job.job)) is not None:
             places = removed(start.places, less)
             self.commands[self.commands.index(start)] = replace(start, places=places)
@@ -83,18 +75,18 @@ class Desk:
             return
         leaving = added(job.leaving, less)
         self.change(job.job, target=workers, leaving=leaving, resized_at_s=self.at_s)
-        self.do(ResizeJob(job.job, workers, reason, less=less))
+        self.do(asks.ResizeJob(job.job, workers, reason, less=less))
 
-    def grow(self, job: SharedJob, workers: int, more: Places, reason: str) -> SharedJob:
+    def grow(self, job: SharedJob, workers: int, more: asks.Places, reason: str) -> SharedJob:
         """To ``workers``, with those of ``more``."""
         held = added(job.held, more)
         found = self.change(job.job, target=workers, held=held, resized_at_s=self.at_s)
-        self.do(ResizeJob(job.job, workers, reason, more=more))
+        self.do(asks.ResizeJob(job.job, workers, reason, more=more))
         return found
 
-    def _unsent(self, job: JobId) -> StartJob | None:
+    def _unsent(self, job: asks.JobId) -> asks.StartJob | None:
         """The start of a job that this event has decided on: it may still be another."""
-        starts = (c for c in self.commands if isinstance(c, StartJob))
+        starts = (c for c in self.commands if isinstance(c, asks.StartJob))
         return next((c for c in starts if c.job == job), None)
 
     def suspend(self, job: SharedJob, reason: str, first: bool) -> None:
@@ -106,7 +98,7 @@ class Desk:
             )
             self.barred.add(job.job)
             return
-        told = (c for c in self.commands if isinstance(c, ResizeJob) and c.job == job.job)
+        told = (c for c in self.commands if isinstance(c, asks.ResizeJob) and c.job == job.job)
         held = removed(job.held, added((), *(c.more for c in told)))  # it will not hear of those
         self.change(
             job.job,
@@ -120,11 +112,11 @@ class Desk:
             first=first,
             why=reason,
         )
-        self.do(SuspendJob(job.job, reason))
+        self.do(asks.SuspendJob(job.job, reason))
 
 
-def _merged(first: ResizeJob, second: ResizeJob) -> ResizeJob:
-    return ResizeJob(
+def _merged(first: asks.ResizeJob, second: asks.ResizeJob) -> asks.ResizeJob:
+    return asks.ResizeJob(
         second.job,
         second.workers,
         f"{first.reason}; {second.reason}",
