@@ -20,7 +20,6 @@ from elastic_ft.sim import fleet
 GPUS = (512, 4096, 16_384)
 DAYS = {"llama3": 14.0, "spot": 0.5}
 console = Console(highlight=False, soft_wrap=True)
-DEFAULTS = fleet.Costs()
 
 Seconds = Annotated[float | None, typer.Option(metavar="S", min=0)]
 

@@ -196,30 +196,6 @@ def _flaw(spec: TensorSpec | None, entries: list[ShardEntry]) -> str:
     return f"no entry holds {uncovered(whole, boxes)[0]}"
 
 
-def mismatch(manifest: Manifest, expected: Mapping[str, TensorSpec], limit: int = 5) -> list[str]:
-    """Says of the first ``limit`` tensors that differ from ``expected`` how, and how many more do.
-
-    An empty list means that the checkpoint is one of this model.
-    """
-    found = [
-        f"{name}: {difference}"
-        for name in sorted({*manifest.tensors, *expected})
-        if (difference := _difference(manifest.tensors.get(name), expected.get(name)))
-    ]
-    more = [f"and {len(found) - limit} more"] if len(found) > limit else []
-    return found[:limit] + more
-
-
-def _difference(saved: TensorSpec | None, wanted: TensorSpec | None) -> str:
-    if saved == wanted:
-        return ""
-    if saved is None:
-        return f"the model has it ({wanted}), the checkpoint does not"
-    if wanted is None:
-        return f"the checkpoint has it ({saved}), the model does not"
-    return f"{saved} in the checkpoint, {wanted} in the model"
-
-
 # ------------------------------------------------------------------------ reading, strictly
 
 

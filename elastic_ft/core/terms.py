@@ -18,8 +18,6 @@ Terms = Mapping[str, Any]  # key of the job file, or SAMPLES or FINGERPRINT -> J
 SAMPLES, FINGERPRINT = "data.samples", "data.fingerprint"  # of the opened data, not in job files
 DATA_KEYS = (SAMPLES, FINGERPRINT)
 SEED, BATCH, LENGTH = "seed", "batch.global_batch_size", "data.sequence_length"
-# An accepted change of these changes which samples a step has.
-ORDER_KEYS = (SEED, BATCH, SAMPLES)
 OPTIMIZER_KEYS = tuple(
     f"optimizer.{key}" for key in ("name", "betas", "eps", "weight_decay", "groups", "kwargs")
 )

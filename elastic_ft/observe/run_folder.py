@@ -12,6 +12,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 import yaml
@@ -24,8 +25,7 @@ from elastic_ft.observe.inbox_file import InboxFile
 from elastic_ft.observe.lines import count_lines, local_path
 from elastic_ft.observe.run_reader import last_generation, read_lines
 from elastic_ft.storage import owners
-from elastic_ft.storage.kinds import FailureKind
-from elastic_ft.storage.store import StoreError, open_store
+from elastic_ft.storage.store import if_there, open_store
 
 __all__ = ["RunFolder", "count_lines", "last_generation", "read_lines"]
 
@@ -346,12 +346,7 @@ class RunFolder(InboxFile):
     def _get(self, name: str) -> bytes | None:
         """None if the remote folder has no such file. Raises StoreFailed."""
         mirror = self._mirrors.get(name)
-        try:
-            return mirror.fetch() if mirror is not None else self._store.get(name)
-        except StoreError as error:
-            if error.kind is FailureKind.MISSING:
-                return None
-            raise
+        return if_there(mirror.fetch if mirror is not None else partial(self._store.get, name))
 
     def _mirror_always(self) -> None:
         while self._superseded is None and not self._stop_mirror.wait(self.pause_s()):

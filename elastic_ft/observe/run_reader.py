@@ -111,15 +111,10 @@ def _read(url: str, name: str) -> bytes | None:
             return (folder / name).read_bytes()
         return None
     from elastic_ft.observe.segments import read_whole
-    from elastic_ft.storage.kinds import FailureKind
-    from elastic_ft.storage.store import StoreError, open_store
+    from elastic_ft.storage.store import if_there, open_store
 
-    try:
-        return read_whole(open_store(url, deadline_s=READ_DEADLINE_S), name)
-    except StoreError as error:
-        if error.kind is FailureKind.MISSING:
-            return None
-        raise
+    store = open_store(url, deadline_s=READ_DEADLINE_S)
+    return if_there(lambda: read_whole(store, name))
 
 
 def read_lines(path: Path) -> list[Line]:

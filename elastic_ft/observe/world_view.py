@@ -9,7 +9,6 @@ from elastic_ft.observe.lines import Line
 WORLDS_MAX = 400
 WORKERS_MAX = 256  # that are there, and as many that are gone
 GONE = ("worker_lost", "worker_hung", "worker_refused", "device_lost", "straggler_evicted")
-HOST_SHOWN = 12
 
 
 class WorldView:

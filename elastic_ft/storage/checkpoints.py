@@ -23,11 +23,11 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, incomplete
 from elastic_ft.errors import StateDamaged, StoreFailed
-from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import (
     Piece,
     RateLimit,
@@ -42,7 +42,7 @@ from elastic_ft.storage.shards import (
     write_shards,
     writers,
 )
-from elastic_ft.storage.store import Store, StoreError, open_store
+from elastic_ft.storage.store import Store, if_there, open_store
 
 __all__ = [
     "Committed",
@@ -127,12 +127,9 @@ def _incomplete_or_short(store: Store, manifest: Manifest) -> str:
     def check(item: tuple[str, int]) -> str:
         file, expected = item
         key = f"{prefix_of(manifest)}/{file}"
-        try:
-            found = store.size(key)
-        except StoreError as error:
-            if error.kind is FailureKind.MISSING:
-                return f"{key} is missing"
-            raise
+        found = if_there(lambda: store.size(key))
+        if found is None:
+            return f"{key} is missing"
         return "" if found >= expected else f"{key} has {found} bytes, expected {expected}"
 
     return next(filter(None, parallel(check, file_ends(manifest).items(), LOOKUP_THREADS)), "")
@@ -151,7 +148,7 @@ def _publish(store: Store, manifest: Manifest, check: Check) -> _Published:
     body = manifest.to_json()
     same_step = [item for item in _published(store) if item.step == manifest.step]
     for item in same_step:
-        if _body(store, item.key) == body:
+        if if_there(partial(store.get, item.key)) == body:
             return item
     own = _Published(manifest.step, same_step[0].attempt + 1 if same_step else 0)
     trouble: StoreFailed | None = None
@@ -162,7 +159,7 @@ def _publish(store: Store, manifest: Manifest, check: Check) -> _Published:
                 return own
         except StoreFailed as error:
             trouble = error
-        found = _body(store, own.key)
+        found = if_there(partial(store.get, own.key))
         if found == body:  # it has our nonce: only the acknowledgement was lost
             return own
         if found is not None:
@@ -171,15 +168,6 @@ def _publish(store: Store, manifest: Manifest, check: Check) -> _Published:
                 f"(run {manifest.run}, nonce {manifest.nonce}) lost; is another controller alive?"
             )
     raise StoreFailed(f"{store.url_of(own.key)} could not be published: {trouble}") from trouble
-
-
-def _body(store: Store, key: str) -> bytes | None:
-    try:
-        return store.get(key)
-    except StoreError as error:
-        if error.kind is FailureKind.MISSING:
-            return None
-        raise
 
 
 def _writer(body: bytes) -> str:
@@ -228,18 +216,15 @@ def load_manifest(store: Store, ref: CheckpointRef) -> Manifest:
     up its tensors; StoreFailed if it can't be read.
     """
     key = ref.url.removeprefix(f"{store.url}/")
-    try:
-        size = store.size(key)
-        body = bytes(store.read(key, 0, size))  # of a large world it may be large, too
-    except StoreError as error:
-        if error.kind is not FailureKind.MISSING:
-            raise
+    # Of a large world it may be large, too: read, not got.
+    body = if_there(lambda: bytes(store.read(key, 0, store.size(key))))
+    if body is None:
         missing = f"{ref.url}: the manifest is missing"
-        raise StateDamaged(missing, ref.url, missing=ref.url) from error
+        raise StateDamaged(missing, ref.url, missing=ref.url)
     try:
         manifest = Manifest.from_json(body, ref.url)
     except StateDamaged:  # perhaps on the way
-        manifest = Manifest.from_json(_body(store, key) or b"", ref.url)
+        manifest = Manifest.from_json(if_there(partial(store.get, key)) or b"", ref.url)
     if manifest.step != ref.step:
         message = f"{ref.url}: holds step {manifest.step}, expected {ref.step}"
         raise StateDamaged(message, ref.url)
@@ -326,7 +311,7 @@ def prune(
 def _age_s(store: Store, item: _Published, now_s: float) -> float:
     """Infinite if the manifest can't be understood; 0, so that it stays, if it can't be read."""
     try:
-        body = _body(store, item.key)
+        body = if_there(partial(store.get, item.key))
         return now_s - Manifest.from_json(body or b"").created_at_s
     except StateDamaged:
         return math.inf
@@ -338,7 +323,7 @@ def delete_checkpoint(store: Store, key: str, in_use: Collection[str | None]) ->
     """Deletes manifest, then data unless its prefix is ``in_use``. Returns a warning, or None."""
     url = store.url_of(key)
     try:
-        body = _body(store, key)
+        body = if_there(partial(store.get, key))
         if body is None:
             return None
         store.delete(key)

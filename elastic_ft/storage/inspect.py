@@ -21,7 +21,6 @@ from elastic_ft.storage.checkpoints import (
     file_ends,
     load_manifest,
 )
-from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import (
     OBJECT_BYTES,
     Reader,
@@ -30,7 +29,7 @@ from elastic_ft.storage.shards import (
     prefix_of,
     verify,
 )
-from elastic_ft.storage.store import Store, StoreError, open_store
+from elastic_ft.storage.store import Store, if_there, open_store
 
 LOOKUP_THREADS = 16
 LATE = "published by a controller that another had superseded: it does not count"
@@ -127,22 +126,14 @@ def list_checkpoints(store: Store) -> CheckpointListing:
     """All that is there. Raises StoreFailed."""
     keys = store.list("data")  # before the manifests: one published in between has its data here
     refs = committed(store)
-    lengths = parallel(lambda key: _size(store, key), keys, LOOKUP_THREADS)
-    sizes = dict(zip(keys, lengths, strict=True))
+    lengths = parallel(lambda key: if_there(lambda: store.size(key)), keys, LOOKUP_THREADS)
+    # Not those deleted since they were listed.
+    sizes = {key: -1 if n is None else n for key, n in zip(keys, lengths, strict=True)}
     found = tuple(parallel(lambda ref: _look_at(store, ref, sizes), refs, LOOKUP_THREADS))
     counted = frozenset(owners.counting(store, refs))
     found = tuple(c if c.ref in counted else replace(c, problem=LATE) for c in found)
     referenced = {checkpoint.prefix for checkpoint in found}
     return CheckpointListing(found, _attempts(sizes, referenced))
-
-
-def _size(store: Store, key: str) -> int:
-    try:
-        return store.size(key)
-    except StoreError as error:
-        if error.kind is FailureKind.MISSING:  # deleted since it was listed
-            return -1
-        raise
 
 
 def _look_at(store: Store, ref: CheckpointRef, sizes: Mapping[str, int]) -> Checkpoint:

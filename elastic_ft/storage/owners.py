@@ -27,9 +27,8 @@ from dataclasses import asdict, dataclass
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.errors import StateDamaged, StorageError, StoreFailed, Superseded, UsageError
 from elastic_ft.storage import checkpoints
-from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.shards import parallel
-from elastic_ft.storage.store import Store, StoreError
+from elastic_ft.storage.store import Store, if_there
 
 FOLDER = "owners"
 TAKE_ATTEMPTS = 32  # lost races and lost acknowledgements
@@ -259,15 +258,15 @@ def _listed(store: Store) -> tuple[int, frozenset[str]]:
 def _read(store: Store, number: int) -> Owner | None:
     """Raises StorageError, one line, where the object is none of ours."""
     key = f"{FOLDER}/{number}"
+
+    def read() -> Owner:
+        return _parse(store.get(key))
+
     try:
         try:
-            return _parse(store.get(key))
+            return if_there(read)
         except NOT_OURS:  # perhaps on its way
-            return _parse(store.get(key))
-    except StoreError as error:
-        if error.kind is FailureKind.MISSING:
-            return None
-        raise
+            return if_there(read)
     except NOT_OURS as error:
         raise StorageError(
             f"{store.url_of(key)} is not what a controller writes ({type(error).__name__}: "

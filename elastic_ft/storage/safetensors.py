@@ -17,9 +17,8 @@ from typing import Any
 from elastic_ft.core.manifest import COUNT_MAX, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StorageError, StoreFailed
-from elastic_ft.storage.kinds import Bytes, FailureKind
 from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, parallel
-from elastic_ft.storage.store import Store, StoreError, open_store
+from elastic_ft.storage.store import Store, if_there, open_store
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -165,7 +164,7 @@ class SafetensorsFolder:
 
     def config(self) -> dict[str, Any]:
         """The model's configuration beside the tensors; {} if there is none. Raises StoreFailed."""
-        content = _get(self.store, CONFIG)
+        content = if_there(lambda: self.store.get(CONFIG))
         try:
             found = json.loads(bytes(content)) if content is not None else {}
         except (ValueError, RecursionError):  # it is no part of the weights
@@ -247,7 +246,7 @@ def folder_of(store: Store, name: str = "") -> SafetensorsFolder:
 
 
 def _files(store: Store) -> list[str]:
-    index = _get(store, INDEX)
+    index = if_there(lambda: store.get(INDEX))
     if index is None:
         return [SINGLE]
     try:
@@ -260,23 +259,11 @@ def _files(store: Store) -> list[str]:
     return files
 
 
-def _get(store: Store, key: str) -> Bytes | None:
-    try:
-        return store.get(key)
-    except StoreError as error:
-        if error.kind is FailureKind.MISSING:
-            return None
-        raise
-
-
 def _read_header(store: Store, file: str) -> dict[str, Stored]:
-    try:
-        size = store.size(file)
-    except StoreError as error:
-        if error.kind is not FailureKind.MISSING:
-            raise
+    size = if_there(lambda: store.size(file))
+    if size is None:
         what = f"neither {INDEX} nor {SINGLE} is there" if file == SINGLE else f"no {file} there"
-        raise StorageError(f"{store.url}: {what}") from None
+        raise StorageError(f"{store.url}: {what}")
     length = int.from_bytes(bytes(store.get(file, 0, 8)), "little")
     if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
         raise StorageError(f"{store.url_of(file)}: not a safetensors file, or cut short")

@@ -199,10 +199,6 @@ class Reader:
 
         return sum(parallel(fetch, _runs(placements), self._threads))
 
-    def read_piece(self, tensor: str, box: Box, out: memoryview) -> int:
-        """``read`` for one box. For many, ``read`` them together: entries are then read once."""
-        return self.read([Want(tensor, box, out)])
-
     def _sources(self, want: Want) -> list[tuple[ShardEntry, Box]]:
         """Entries and the disjoint parts of the want that each fills, all of it."""
         if want.tensor not in self.manifest.tensors:

@@ -45,6 +45,16 @@ class StoreError(StoreFailed):
         return StoreError, (str(self), self.kind)
 
 
+def if_there(read: Callable[[], T]) -> T | None:
+    """What ``read`` returns; None where its object is missing. Raises StoreError of other kinds."""
+    try:
+        return read()
+    except StoreError as error:
+        if error.kind is not FailureKind.MISSING:
+            raise
+    return None
+
+
 class Deadline:
     """Seconds from now, or from when it was last renewed."""
 
@@ -145,13 +155,7 @@ class Store:
         return self._call("look up", key, lambda left_s: self.backend.size(key, left_s))
 
     def exists(self, key: str) -> bool:
-        try:
-            self.size(key)
-        except StoreError as error:
-            if error.kind is FailureKind.MISSING:
-                return False
-            raise
-        return True
+        return if_there(lambda: self.size(key)) is not None
 
     def list(self, prefix: str = "") -> list[str]:
         """Keys of all objects in the folder ``prefix``, at any depth, sorted; [] if none."""
@@ -167,11 +171,7 @@ class Store:
         self._delete_one(prefix)
 
     def _delete_one(self, key: str) -> None:
-        try:
-            self._call("delete", key, lambda left_s: self.backend.delete(key, left_s))
-        except StoreError as error:
-            if error.kind is not FailureKind.MISSING:
-                raise
+        if_there(lambda: self._call("delete", key, lambda left_s: self.backend.delete(key, left_s)))
 
     def _call(
         self,

@@ -160,12 +160,12 @@ def test_one_box_of_the_middle(tmp_path: Path) -> None:
     box = Box((1, 1, 0, 2), (2, 2, 2, 3))
     out = np.zeros(box.sizes, np.uint16)
     reader = open_checkpoint(done.ref)
-    reader.read_piece("model.conv", box, raw(out))
+    reader.read([Want("model.conv", box, raw(out))])
     assert out.tobytes() == cut(state["model.conv"], box).tobytes()
     with pytest.raises(ValueError, match="found room for"):
-        reader.read_piece("model.conv", box, raw(out[:1]))
+        reader.read([Want("model.conv", box, raw(out[:1]))])
     with pytest.raises(StateDamaged, match="no tensor"):
-        reader.read_piece("model.other", box, raw(out))
+        reader.read([Want("model.other", box, raw(out))])
 
 
 def test_large_pieces_are_cut_and_small_ones_packed(
