@@ -34,7 +34,7 @@ from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.client import KeeperClient
-from elastic_ft.keeper.keeper import run_keeper
+from elastic_ft.keeper.keeper import NodeKeeper
 from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer, owned_by
 from elastic_ft.state.placed import exchange_placed
@@ -67,6 +67,11 @@ def make_job(preset: str) -> Job:
     )
 
 
+def keep(controller: tuple[str, int], key: JobKey, node: str, host: str) -> None:
+    """A process of its own. Blocks until the controller is gone."""
+    NodeKeeper(controller, key, node, host).serve()
+
+
 @contextmanager
 def keepers(count: int) -> Iterator[tuple[list[Keeper], bytes]]:
     """Node keepers, a process each, and the key to talk to them."""
@@ -80,7 +85,7 @@ def keepers(count: int) -> Iterator[tuple[list[Keeper], bytes]]:
     server.start()
     context, address = multiprocessing.get_context("spawn"), ("127.0.0.1", server.port)
     processes = [
-        context.Process(target=run_keeper, args=(address, server.key, f"n{i}", "127.0.0.1"))
+        context.Process(target=keep, args=(address, server.key, f"n{i}", "127.0.0.1"))
         for i in range(count)
     ]
     for process in processes:

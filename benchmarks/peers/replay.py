@@ -76,7 +76,7 @@ def main() -> None:
     with Path(sys.argv[1]).open(newline="") as file:
         rows = [(int(ms) / 3.6e6, 1 if what == "add" else -1) for ms, what, _ in csv.reader(file)]
     for change in changes_of(rows, BEGIN_H, HOURS, WORKERS, WORKERS_MIN):
-        print(f"    Change({change.at_s}, {change.nodes}),")
+        print(f"    TraceChange({change.at_s}, {change.nodes}),")
 
 
 if __name__ == "__main__":

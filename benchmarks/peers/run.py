@@ -41,6 +41,7 @@ from benchmarks.peers.settings import (
     make_job,
 )
 from benchmarks.peers.systems import CASES, SYSTEMS, System, make
+from chaos.trace import TraceChange
 
 FAULTS = ("steady", "worker", "node", "hang", "drain", "replay", "trace")
 SLOW = ("hang", "drain", "replay", "trace")  # mostly waiting for deadlines that all have in common
@@ -200,7 +201,7 @@ class Bench:
         """All of it."""
         return self._follow(replay.whole_trace(), replay.WHOLE_S)
 
-    def _follow(self, changes: tuple[replay.Change, ...], length_s: float) -> dict[str, Any]:
+    def _follow(self, changes: tuple[TraceChange, ...], length_s: float) -> dict[str, Any]:
         """Nodes come and go as a trace says."""
         self.whole()
         step_s = analysis.step_time_s(analysis.new_steps(self.log.lines))

@@ -19,10 +19,10 @@ from rich.table import Table
 from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
 from elastic_ft.core.layouts.layout import DIMENSIONS, Layout, divisors
-from elastic_ft.core.layouts.layout_plan import LayoutPlan, Limits, NoLayout
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.plan_words import gb
-from elastic_ft.core.layouts.planner import best, plans
+from elastic_ft.core.layouts.planner import Limits, best, plans
 from elastic_ft.core.layouts.work import Devices, Work
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
@@ -66,8 +66,9 @@ def plan(
         there = replace(there, flops_per_s=measured.flops_per_s)
     limits = Limits(
         schedules=(job.parallel.schedule,),
-        sizes={"cp": tuple(divisors(job.parallel.cp))},
-        most={name: n for name, n in (("tp", max_tp), ("pp", max_pp)) if n is not None},
+        tp_max=max_tp,
+        pp_max=max_pp,
+        cp_sizes=tuple(divisors(job.parallel.cp)),
     )
     try:
         ranked = plans(work, there, limits, top=top)

@@ -6,8 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_ft.config import Job
-from elastic_ft.core import terms
 from elastic_ft.core.assignment import CheckpointRef
+from elastic_ft.core.terms import (
+    DATA_KEYS,
+    SAMPLES,
+    Change,
+    Terms,
+    accepted,
+    as_fields,
+    changes,
+    noted,
+    refusal,
+    terms_of,
+)
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 
@@ -26,16 +37,16 @@ class Continuity:
     """
 
     def __init__(self, job: Job, accept_changes: bool, journal: Journal) -> None:
-        self._job = terms.terms_of(job.model_dump(mode="json"))
+        self._job = terms_of(job.model_dump(mode="json"))
         self.accepts, self._journal = accept_changes, journal
         self._name = job.name
-        self._before: terms.Terms = {}
+        self._before: Terms = {}
         self._step = 0
         self._opened = False
         self.data: dict[str, Any] = {}
 
     @property
-    def terms(self) -> terms.Terms:
+    def terms(self) -> Terms:
         """What a checkpoint written now was trained under."""
         return self._job | self.data
 
@@ -53,32 +64,32 @@ class Continuity:
         self._before, self._step = dict(values["before"]), int(values["step"])
         self._opened, self.data = bool(values["opened"]), dict(values["data"])
 
-    def check(self, before: terms.Terms, ref: CheckpointRef | None) -> None:
+    def check(self, before: Terms, ref: CheckpointRef | None) -> None:
         """``before``: the terms of checkpoint ``ref``, which the run is to go on from.
 
         Raises ConfigError if the job's are others, and that was not accepted.
         """
         self._before, self._step = before, ref.step if ref else 0
-        found = terms.changes(before, self._job)
+        found = changes(before, self._job)
         if found and ref is not None and not self.accepts:
-            raise ConfigError(terms.refusal(found, ref.step, ref.url))
+            raise ConfigError(refusal(found, ref.step, ref.url))
         wanted = {} if self.accepts else before
-        self.data = {key: value for key, value in wanted.items() if key in terms.DATA_KEYS}
+        self.data = {key: value for key, value in wanted.items() if key in DATA_KEYS}
 
     def begin(self, generation: int, renamed_from: str = "") -> None:
         """Journals what has changed since the checkpoint. ``generation``: the last one before."""
         if renamed_from:
-            change = terms.Change("name", renamed_from, self._name)
-            fields = {"step": self._step, "changes": terms.as_fields((change,))}
+            change = Change("name", renamed_from, self._name)
+            fields = {"step": self._step, "changes": as_fields((change,))}
             self._journal("job_changed", generation, f"the job was renamed: {change}", fields)
-        if found := terms.changes(self._before, self._job):
+        if found := changes(self._before, self._job):
             self._tell(found, generation)
-        if found := terms.noted(self._before, self._job):
+        if found := noted(self._before, self._job):
             said = "; ".join(map(str, found))
-            fields = {"step": self._step, "changes": terms.as_fields(found)}
+            fields = {"step": self._step, "changes": as_fields(found)}
             self._journal("job_changed", generation, f"from step {self._step} on: {said}", fields)
 
-    def opened(self, data: terms.Terms, generation: int) -> None:
+    def opened(self, data: Terms, generation: int) -> None:
         """Most workers of a world that forms read ``data``; the others will be refused there.
 
         ``generation``: the one before it, the last that may have trained under other terms.
@@ -86,23 +97,23 @@ class Continuity:
         if self._opened or not data:
             return
         self._opened = True
-        if found := terms.changes(self._before, data):
+        if found := changes(self._before, data):
             self._tell(found, generation)
         self.data = dict(data)
-        reason = f"{data[terms.SAMPLES]} training samples"
+        reason = f"{data[SAMPLES]} training samples"
         self._journal(DATA_OPENED, generation, reason, {"data": dict(data)})
 
-    def _tell(self, found: tuple[terms.Change, ...], generation: int) -> None:
-        fields = {"step": self._step, "changes": terms.as_fields(found)}
-        self._journal(ACCEPTED, generation, terms.accepted(found, self._step), fields)
+    def _tell(self, found: tuple[Change, ...], generation: int) -> None:
+        fields = {"step": self._step, "changes": as_fields(found)}
+        self._journal(ACCEPTED, generation, accepted(found, self._step), fields)
 
 
-def most_common(read: Sequence[terms.Terms]) -> terms.Terms:
+def most_common(read: Sequence[Terms]) -> Terms:
     """What most workers read."""
     return max(read, key=read.count, default={})
 
 
-def recorded_terms(folder: RunFolder) -> terms.Terms:
+def recorded_terms(folder: RunFolder) -> Terms:
     """What the controller before this one trained under, as its run folder says."""
     opened = [e for e in read_lines(folder.path / "events.jsonl") if e["event"] == DATA_OPENED]
-    return terms.terms_of(folder.recorded_job()) | (opened[-1]["data"] if opened else {})
+    return terms_of(folder.recorded_job()) | (opened[-1]["data"] if opened else {})

@@ -6,7 +6,7 @@ from elastic_ft.config import Job
 from elastic_ft.controller.publisher import CHECKPOINTS_KNOWN
 from elastic_ft.core import deadlines
 from elastic_ft.core.hangs import LAST_RESORT_TIMEOUTS
-from elastic_ft.core.layouts.layout_plan import Planning
+from elastic_ft.core.layouts.planner import Planning
 from elastic_ft.core.policy import Policy, same_names
 
 RETURN_S = 5.0  # for workers and keepers to look, and call

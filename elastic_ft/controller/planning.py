@@ -12,8 +12,7 @@ from torch import nn
 
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import LayoutWish
-from elastic_ft.core.layouts.layout_plan import Planning
-from elastic_ft.core.layouts.planner import allowed
+from elastic_ft.core.layouts.planner import Planning, allowed
 from elastic_ft.core.layouts.work import Devices
 from elastic_ft.core.typed import fields_of
 from elastic_ft.errors import ConfigError

@@ -17,7 +17,7 @@ was to answer meanwhile, a timer that fires gets the full time from the change o
 
 *A journal that has lost its end*, with its node, is behind what some workers have heard: they say
 the newest generation that they know of, and the next one is opened above it (I1). Nothing worse is
-lost: ``events.LASTING`` waits until the journal is durable.
+lost: ``commands.LASTING`` waits until the journal is durable.
 """
 
 from __future__ import annotations

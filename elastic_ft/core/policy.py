@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from elastic_ft.core.layouts.layout import LayoutWish
-from elastic_ft.core.layouts.layout_plan import Planning
+from elastic_ft.core.layouts.planner import Planning
 
 
 @dataclass(frozen=True)  # no slots: the job file has its defaults from these

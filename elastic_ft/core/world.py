@@ -13,9 +13,9 @@ from elastic_ft.core.assignment import Member, NodeId
 from elastic_ft.core.events import ResizeRequested, StepApplied
 from elastic_ft.core.layouts.calibration import STEPS_MAX, calibrate
 from elastic_ft.core.layouts.layout import Layout, plan_layout
-from elastic_ft.core.layouts.layout_plan import Limits, NoLayout, Planning
+from elastic_ft.core.layouts.layout_plan import NoLayout
 from elastic_ft.core.layouts.moved import Previous
-from elastic_ft.core.layouts.planner import best
+from elastic_ft.core.layouts.planner import Limits, Planning, best
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import Turn, is_current
 

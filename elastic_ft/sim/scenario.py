@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastic_ft.core.layouts.layout import Strategy
-from elastic_ft.core.layouts.layout_plan import Limits, Planning
+from elastic_ft.core.layouts.planner import Limits, Planning
 from elastic_ft.core.layouts.work import Devices, ModelShape, Work
 from elastic_ft.core.policy import Policy
 

@@ -30,7 +30,7 @@ from elastic_ft.core.events import (
     WorkerReady,
 )
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.layout_plan import Limits, Planning
+from elastic_ft.core.layouts.planner import Limits, Planning
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Work
 from elastic_ft.core.policy import Policy

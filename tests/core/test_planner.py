@@ -11,10 +11,10 @@ from math import gcd
 import pytest
 
 from elastic_ft.core.layouts.layout import Layout, divisors
-from elastic_ft.core.layouts.layout_plan import LayoutPlan, Limits, NoLayout, fill, seats_on_nodes
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
 from elastic_ft.core.layouts.memory_costs import memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
-from elastic_ft.core.layouts.planner import CHUNKS, allowed, best, plans
+from elastic_ft.core.layouts.planner import CHUNKS, Limits, allowed, best, plans
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import (
     RECOMPUTES,
@@ -217,11 +217,11 @@ def test_the_planner_shares_positions_where_one_sample_does_not_fit() -> None:
     model = replace(SEVEN_B, sequence_length=131_072)
     work, there = Work(model, 8, loss_chunk_tokens=2048), devices(8)
     limits = allowed(model, 8, lambda wish: wish.tp == wish.pp == 1)
-    assert limits.sizes["cp"] == (1, 2, 4, 8)
+    assert limits.cp_sizes == (1, 2, 4, 8)
     plan = best(work, there, limits)
     assert plan.layout.cp > 1
     assert any(reason.startswith("context parallelism: without it ") for reason in plan.why)
-    assert allowed(SEVEN_B, 8, lambda wish: True).sizes["cp"] == (1,)
+    assert allowed(SEVEN_B, 8, lambda wish: True).cp_sizes == (1,)
 
 
 def test_a_loss_in_chunks_saves_the_logits() -> None:
@@ -381,7 +381,7 @@ def test_nothing_fits_says_what_is_needed() -> None:
 
 
 def test_limits_are_kept() -> None:
-    limits = Limits(most={"tp": 1, "pp": 1}, micro_batches=(2,), recompute=(True,))
+    limits = Limits(tp_max=1, pp_max=1, micro_batches=(2,), recompute=(True,))
     for plan in plans(Work(SEVEN_B, 64), devices(8, 8), limits):
         assert (plan.layout.tp, plan.layout.pp) == (1, 1)
         assert (plan.choice.micro_batch, plan.choice.recompute) == (2, True)

@@ -296,7 +296,7 @@ def test_who_takes_nothing_is_left_and_the_next_one_told(
     realm: Realm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before it counts as silent."""
-    monkeypatch.setattr("elastic_ft.transport.lifeline.SEND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("elastic_ft.transport.control.SEND_TIMEOUT_S", 0.3)
     realm.timeout_s = 60.0
     first = realm.stopping()
     lifeline = realm.lifeline(first)

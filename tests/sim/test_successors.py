@@ -29,7 +29,6 @@ from elastic_ft.sim import (
     SimViolation,
     adopted,
     make_scenario,
-    sim_inbox,
     sim_policy,
     simulate,
 )
@@ -266,7 +265,7 @@ def test_what_can_not_be_taken_back_waits_for_the_journal(monkeypatch: pytest.Mo
     scenarios = [while_pausing(seed) for seed in range(12)]
     scenarios = [replace(one, nodes=9, faults=(one.faults[0], lost)) for one in scenarios]
     assert not failing(scenarios)
-    monkeypatch.setattr(sim_inbox, "LASTING", frozenset())
+    monkeypatch.setattr(cmd, "LASTING", frozenset())
     assert failing(scenarios), "a lost tail does no harm: nothing is shown"
 
 
@@ -296,7 +295,7 @@ def killed(scenarios: list[SimScenario]) -> int:
     ("module", "name", "broken"),
     [
         (adoption, "_say_again", lambda turn, worker: None),
-        (membership, "respite_s", lambda turn, name: 0.0),
+        (adoption, "respite_s", lambda turn, name: 0.0),
     ],
     ids=("says-nothing-again", "old-deadlines-count"),
 )

@@ -13,8 +13,7 @@ from math import sqrt
 from statistics import median
 
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.layout_plan import Limits
-from elastic_ft.core.layouts.planner import CHUNKS
+from elastic_ft.core.layouts.planner import CHUNKS, Limits
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import Choice, Devices, Work
 

@@ -1,48 +1,18 @@
-"""A plan of a layout: what may be chosen, what was, and at which costs."""
+"""A plan of a layout: what was chosen, and at which costs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import Memory
 from elastic_ft.core.layouts.time_costs import StepTime
-from elastic_ft.core.layouts.work import RECOMPUTES, Choice, Devices, Recompute, Schedule, Work
+from elastic_ft.core.layouts.work import Choice
 
 
 class NoLayout(ValueError):
     """Nothing fits. The message says what the least need is, and what there is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What may be chosen."""
-
-    micro_batches: tuple[int, ...] = ()  # sizes in samples; none: what divides the global batch
-    recompute: tuple[Recompute, ...] = RECOMPUTES
-    schedules: tuple[Schedule, ...] = ("1f1b",)
-    # By dimension: sizes that the engine can do, and the most. Else what divides the model.
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    most: Mapping[str, int] = field(default_factory=dict)
-    world_min: int = 1
-    multiple_of: int = 1  # of the world
-
-
-@dataclass(frozen=True, slots=True)
-class Planning:
-    """What a running job's layouts are planned by.
-
-    Attributes:
-        devices: what each is like; on which nodes they are is known when a world is formed.
-        memory_bytes: of each; None: as the workers say.
-    """
-
-    work: Work
-    devices: Devices
-    limits: Limits
-    memory_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

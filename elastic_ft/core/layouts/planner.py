@@ -13,12 +13,20 @@ from functools import lru_cache
 from math import ceil, gcd
 
 from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
-from elastic_ft.core.layouts.layout_plan import LayoutPlan, Limits, NoLayout, fill, seats_on_nodes
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
 from elastic_ft.core.layouts.memory_costs import memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
 from elastic_ft.core.layouts.plan_words import Without, compared, describe, features, gb, why
 from elastic_ft.core.layouts.time_costs import AGAIN, Interconnect, step_time
-from elastic_ft.core.layouts.work import RECOMPUTES, Choice, Devices, ModelShape, Schedule, Work
+from elastic_ft.core.layouts.work import (
+    RECOMPUTES,
+    Choice,
+    Devices,
+    ModelShape,
+    Recompute,
+    Schedule,
+    Work,
+)
 
 NEAR = 1.03  # times the fastest: as good as it
 EXACT_DEVICES = 64  # up to here every number of stages and replicas is tried
@@ -26,6 +34,36 @@ CHUNKS: dict[Schedule, int] = {"interleaved1f1b": 2, "zero_bubble": 2}  # of lay
 NEAR_MAX = 32  # near-equal layouts whose bytes moved are counted
 CONTEXT_TOKENS_MIN = 4096
 PRUNE = 1.15  # times the fastest so far: not worth ranking
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What may be chosen."""
+
+    micro_batches: tuple[int, ...] = ()  # sizes in samples; none: what divides the global batch
+    recompute: tuple[Recompute, ...] = RECOMPUTES
+    schedules: tuple[Schedule, ...] = ("1f1b",)
+    tp_max: int | None = None
+    pp_max: int | None = None
+    tp_sizes: tuple[int, ...] = ()  # that the engine can do; none: what divides the model
+    cp_sizes: tuple[int, ...] = (1,)
+    world_min: int = 1
+    multiple_of: int = 1  # of the world
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """What a running job's layouts are planned by.
+
+    Attributes:
+        devices: what each is like; on which nodes they are is known when a world is formed.
+        memory_bytes: of each; None: as the workers say.
+    """
+
+    work: Work
+    devices: Devices
+    limits: Limits
+    memory_bytes: float | None = None
 
 
 def best(
@@ -101,7 +139,7 @@ class _Search:
 
     def run(self) -> None:
         for tp in reversed(tensor_sizes(self.work.model, self.devices, self.limits)):
-            for cp in self.limits.sizes.get("cp", (1,)):
+            for cp in self.limits.cp_sizes:
                 seats = seats_on_nodes(self.devices.nodes, tp * cp)
                 groups = sum(seats) // (tp * cp)
                 for pp in self._stages(groups):
@@ -181,7 +219,7 @@ class _Search:
                 self.without[feature] = min(known[0], nbytes), min(known[1], time_s)
 
     def _stages(self, groups: int) -> list[int]:
-        most = min(groups, self.work.model.layers, self.limits.most.get("pp", groups))
+        most = min(groups, self.work.model.layers, self.limits.pp_max or groups)
         if self.exact:
             return list(range(1, most + 1))
         layers = self.work.model.layers
@@ -235,19 +273,18 @@ def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> 
     """
     most_cp = min(most, max(1, model.sequence_length // CONTEXT_TOKENS_MIN))
     contexts = (cp for cp in range(1, most_cp + 1) if cp & (cp - 1) == 0)
-    sizes = {
-        "tp": tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
-        "cp": tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
-    }
-    stages = max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp)))
-    return Limits(sizes=sizes, most={"pp": stages})
+    return Limits(
+        tp_sizes=tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
+        pp_max=max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp))),
+        cp_sizes=tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
+    )
 
 
 def tensor_sizes(model: ModelShape, devices: Devices, limits: Limits) -> list[int]:
     """Those that divide heads, key-value heads and the feed-forward width, and have devices."""
     common = gcd(model.heads, model.kv_heads, model.ffn_dim)
-    most = min(devices.count, limits.most.get("tp", devices.count))
-    allowed = limits.sizes.get("tp") or divisors(common)
+    most = min(devices.count, limits.tp_max or devices.count)
+    allowed = limits.tp_sizes or divisors(common)
     return [tp for tp in divisors(common) if tp <= most and tp in allowed]
 
 
