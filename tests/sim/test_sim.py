@@ -631,7 +631,7 @@ never_published = {**membership.LASTING_TIMERS, commits.PUBLISH: lambda turn, at
     [
         ("fsdp", commits, "is_current", any_generation),
         ("fsdp", restoring, "choose", incomplete),
-        ("fsdp", membership, "have_paused", lambda turn: True),
+        ("fsdp", generations, "have_paused", lambda turn: True),
         ("ddp", commits, "_set_pending", applied_by_anyone),
         ("fsdp", generations, "recent_writers", all_uploads_count),
         ("fsdp", restoring, "_is_publishing", lambda turn, step: False),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.core import adoption, membership
+from elastic_ft.core import adoption
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as events
 from elastic_ft.core.layouts.layout import Strategy
