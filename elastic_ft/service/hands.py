@@ -69,6 +69,7 @@ class JobHand:
         self._troubled_s = 0.0  # monotonic, since when
         self._office, self._submit = office, submit
         self._store: Store = open_store(run_url)
+        self._start_timeout_s = parse_job(order.job).elastic.start_timeout_s
         self._mark: StartMark | None = None
         self._submitted_s = 0.0  # monotonic, when its controller was known to be asked for
         self._asked: tuple[int, dict[str, int]] | None = None
@@ -189,12 +190,14 @@ class JobHand:
             self.story.look()
             self._check_story()
             if not self.story.result:
-                self._lost(job, sight)
+                self._lost(job)
+            return
+        if self._has_not_begun_for(sight) > self._start_timeout_s:
+            self._give_up_start(job)
             return
         if not job.has_room:
             self._ask_to_stop(job)
             return
-        assert self._mark is not None
         if job.phase == "starting" and self._trains():
             self._tell(asks.JobBegan(time.time(), job.job, job.start))
         self._ask_for(job)
@@ -208,6 +211,18 @@ class JobHand:
     def _controller_is_gone(self, sight: Sight) -> bool:
         since_s = sight.asked_s - self._submitted_s
         return since_s > GONE_S and self.names.prefix not in sight.led
+
+    def _has_not_begun_for(self, sight: Sight) -> float:
+        """Seconds for which its controller, which Ray knows of, has journalled nothing. 0: it has.
+        One that stands still later on is its keepers' concern."""
+        seq = self._mark.seq if self._mark is not None else -1
+        return sight.asked_s - self._submitted_s if self.story.seq <= seq else 0.0
+
+    def _give_up_start(self, job: SharedJob) -> None:
+        end_actor(self.names.controller)
+        clear_away(self.names.prefix, Remains(groups=groups_of(self.names.prefix)))
+        why = f"its controller has done nothing for {self._start_timeout_s:g} s"
+        self._tell(asks.StartFailed(time.time(), job.job, job.start, why))
 
     def _ask_to_stop(self, job: SharedJob) -> None:
         if time.monotonic() - self._stop_asked_s >= STOP_AGAIN_S:
@@ -254,7 +269,7 @@ class JobHand:
         else:
             self._tell(asks.JobSuspended(at_s, job.job, job.start))
 
-    def _lost(self, job: SharedJob, sight: Sight) -> None:
+    def _lost(self, job: SharedJob) -> None:
         """Its controller has ended for good without a result."""
         clear_away(self.names.prefix, Remains(groups=groups_of(self.names.prefix)))
         reason = self._last_words()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,24 @@ from elastic_ft.core.sharing.asks import (
     StopAsked,
     Wish,
 )
+from elastic_ft.observe import resize_request
 from elastic_ft.service import hands
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.hands import JobHand
 from elastic_ft.service.job_orders import JobOrder, Notice
 from elastic_ft.service.office import Office
-from elastic_ft.storage.store import open_store
+from elastic_ft.storage.store import Store, open_store
 
 WAIT_S = 30.0
+START_TIMEOUT_S = 60.0
 COMPLETED = json.dumps({"status": "completed"})
 JOB: dict[str, Any] = {
     "name": "j",
     "steps": 10,
     "model": {"preset": "decoder-1m"},
     "data": {"url": "stdlib:"},
+    "elastic": {"start_timeout_s": START_TIMEOUT_S},
 }
 
 
@@ -50,9 +53,9 @@ class Bench:
         self.office.ask(lambda standing: Notice(event, order=self.order)).result(WAIT_S)
 
     def hand(self) -> JobHand:
-        return JobHand(self.order, str(self.run), self.office, self._submit)
+        return JobHand(self.order, str(self.run), self.office, self.submit)
 
-    def _submit(self, job: Any, url: str) -> None:
+    def submit(self, job: Any, url: str) -> None:
         self.submitted.append(url)
 
     @property
@@ -126,6 +129,108 @@ def test_a_job_that_can_not_begin_gives_its_room_back(
     assert bench.phase == "queued"
     assert str(bench.run) in bench.office.standing.sharing.jobs["j"].why
     assert bench.submitted == []
+
+
+@pytest.mark.parametrize("asked_to_stop", [False, True])
+def test_a_controller_that_never_begins_is_not_waited_for_for_ever(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, asked_to_stop: bool
+) -> None:
+    """Ray knows of it, and no process comes, or one that stands still: the job stayed at starting,
+    and could not be stopped."""
+    ended = list[str]()
+    monkeypatch.setattr(hands, "actor_named", lambda name: object())
+    monkeypatch.setattr(hands, "end_actor", ended.append)
+    bench.hand().step(Sight())
+    hand = bench.hand()  # of the next service, which finds it submitted
+    led = frozenset([hand.names.prefix])
+    hand.step(Sight(time.monotonic(), led=led))
+    if asked_to_stop:
+        bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
+    hand.step(Sight(time.monotonic() + START_TIMEOUT_S / 2, led=led))
+    assert bench.phase == ("stopping" if asked_to_stop else "starting")
+    hand.step(Sight(time.monotonic() + 2 * START_TIMEOUT_S, led=led))
+    assert bench.phase == ("stopped" if asked_to_stop else "queued")
+    assert ended[-1] == hand.names.controller and len(bench.submitted) == 1
+
+
+class Killed(BaseException):
+    """The service, at a call that a step makes."""
+
+
+class FewCalls:
+    """A cluster, and a store, at whose call of that number the service is killed: half of the time
+    once it is done."""
+
+    def __init__(self, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left, self.controllers, self.begun = number, list[str](), 0
+        monkeypatch.setattr(hands, "actor_named", self._found)
+        monkeypatch.setattr(hands, "end_actor", self.counted(self._end))
+        monkeypatch.setattr(hands, "clear_away", self.counted(lambda *_: None))
+        monkeypatch.setattr(Store, "put", self.counted(Store.put))
+        monkeypatch.setattr(Store, "delete", self.counted(Store.delete))
+        monkeypatch.setattr(resize_request, "ask", self.counted(resize_request.ask))
+
+    def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(*args: Any) -> Any:
+            self._count()
+            found = call(*args)
+            self._count()
+            return found
+
+        return checked
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Killed
+
+    def submit(self, job: Any, url: str) -> None:
+        assert not self.controllers, "two at a time"
+        self.begun += 1
+        self.controllers.append(f"controller {self.begun}")
+
+    def _found(self, name: str) -> Any:
+        return self.controllers[0] if self.controllers else None
+
+    def _end(self, name: str) -> None:
+        self.controllers.clear()
+
+
+@pytest.mark.parametrize("destroyed", [False, True])
+def test_a_service_that_is_killed_at_any_call_starts_the_job_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, destroyed: bool
+) -> None:
+    """``destroyed``: with it went a controller that it had asked for, which is seen once more."""
+    for number in range(1, 100):
+        with monkeypatch.context() as patch:
+            patch.setattr(hands, "groups_of", lambda prefix: {})
+            bench = Bench(tmp_path / str(number))
+            calls = FewCalls(number, patch)
+            bench.submit = calls.counted(calls.submit)
+            was_killed = False
+            try:
+                bench.hand().step(Sight(time.monotonic()))
+            except Killed:
+                was_killed = True
+            hand = bench.hand()
+            for round in range(4):
+                led = frozenset([hand.names.prefix] if calls.controllers else [])
+                hand.step(Sight(time.monotonic() + 2 * round * hands.GONE_S, led=led))
+                if destroyed and was_killed and round == 0 and calls.begun == 1:
+                    calls.controllers.clear()
+            assert bench.phase == ("starting" if calls.controllers else "queued"), number
+            if calls.controllers:
+                line = {"event": "generation_formed", "seq": 1, "at_s": 0.0, "step": 0}
+                (bench.run / "events.jsonl").write_text(json.dumps(line) + "\n")
+                hand.step(Sight(time.monotonic(), led=frozenset([hand.names.prefix])))
+                assert bench.phase == "running", number
+            else:
+                assert destroyed
+                assert "its controller is gone" in bench.office.standing.sharing.jobs["j"].why
+            bench.office.close()
+        if not was_killed:
+            break
+    assert number > 10
 
 
 def test_the_office_outlives_what_it_can_not_journal(

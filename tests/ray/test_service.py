@@ -172,7 +172,7 @@ def test_an_urgent_job_shrinks_another_and_the_service_may_die(desk: Desk) -> No
     assert not (desk.folder / "F/local-nodes.json").exists()
 
 
-@pytest.mark.soak  # it has stayed at starting for START_S, once in several runs
+@pytest.mark.soak  # six processes import at once: on busy cores that has taken START_S
 def test_a_job_that_starts_as_the_service_is_killed_starts(desk: Desk) -> None:
     one = desk.run("submit", desk.job_file("one")).split()[0]
     desk.until(one, "it starts", lambda j: j["state"] == "starting", SOON_S)
