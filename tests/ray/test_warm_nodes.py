@@ -72,6 +72,11 @@ def test_processes_are_forked_from_a_template() -> None:
         wait_for(forked_again, SOON_S, "another template")
         warm.close()
 
+        # What was forked ends with its node, that of a template before this one, too.
+        forked = [first["pid"], second["pid"], look()["pid"]]
+        os.kill(cluster.raylet_pid(node), signal.SIGKILL)
+        wait_for(lambda: not any(map(psutil.pid_exists, forked)), SOON_S, "they have ended")
+
 
 def test_a_worker_of_a_local_node_is_set_up_as_ray_does() -> None:
     """Its environment and its program; what is asked for beyond those is left to Ray's script."""

@@ -5,30 +5,33 @@ A script for a bare interpreter (``python -I -S fork_client.py default_worker.py
 becomes Python itself, as if it had not been there.
 
 Over the socket, from here unless said: the request's length (4 bytes, with this process's standard
-streams), the request, then from the template GO where it takes it on, then GO. Only then it forks.
+streams), the request, then from the template GO where it takes it on, then GO. Only then it forks,
+and GO comes from the forked process: where none comes, there is none.
+
+Whoever talks to a template has processes of this user started, and is told their environment: its
+socket lies in a folder that is this user's alone. In Linux's namespace of names without files any
+container on the machine's network would reach it.
 """
 
 import array
 import json
 import os
 import socket
-import struct
+import stat
 import sys
 
 WAIT_S = 30.0  # for a template that still imports, or has others to fork first
 GO = b"+"
-PEER = struct.Struct("3i")  # pid, user, group
+FOLDER = f"/tmp/elastic_ft-{os.getuid()}"
 
 
 def name_of(node: str) -> str:
-    """Of the template's socket on that node; Linux's own namespace: it leaves no file."""
-    return f"\0elastic_ft/{os.getuid()}/{node}"
-
-
-def is_ours(link: socket.socket) -> bool:
-    """Whether this very user is at its other end."""
-    peer = PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))
-    return bool(peer[1] == os.getuid())
+    """Of the template's socket on that node. Raises OSError where its folder is not this user's
+    alone."""
+    found = os.lstat(FOLDER)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{FOLDER}: expected a folder that nobody else can look into")
+    return f"{FOLDER}/{node}"
 
 
 def node_of(arguments: list[str]) -> str:
@@ -41,8 +44,6 @@ def ask(arguments: list[str]) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(WAIT_S)
         link.connect(name_of(node_of(arguments)))
-        if not is_ours(link):
-            return False
         what = {"argv": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109  # pathlib takes 10 ms
         request = json.dumps(what | {"leads": os.getpgrp() == os.getpid()}).encode()
         streams = array.array("i", (0, 1, 2))
@@ -53,7 +54,8 @@ def ask(arguments: list[str]) -> bool:
         if link.recv(1) != GO:
             return False
         link.sendall(GO)
-        return True
+        link.settimeout(None)  # from here on it may be there already: no second one is started
+        return link.recv(1) == GO
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 # First: a worker tells when what it is made of was imported, and from when.
 from elastic_ft.worker import birth  # isort: skip
-import contextlib
 import importlib
 import json
 import os
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ft.hosts.ray.fork_client import GO, is_ours
+from elastic_ft.hosts.ray.fork_client import GO
 from elastic_ft.hosts.ray.ray_ids import draws_apart, undrawn
 from elastic_ft.transport.title import set_title
 
@@ -58,13 +57,16 @@ def load() -> None:
         raise RuntimeError("processes that are forked here would draw the same ids of Ray's")
 
 
-def main(fd: int) -> None:
-    """``fd``: of a socket that listens already: who comes while this imports waits."""
+def main(fd: int, loaded: int) -> None:
+    """``fd``: of a socket that listens already: who comes while this imports waits. ``loaded``: of
+    a pipe, where it says that it can be forked."""
     set_title("ef-template")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them but Ray
     with socket.socket(fileno=fd) as listener:
         load()
+        os.write(loaded, GO)
+        os.close(loaded)
         request = _serve(listener)
     if request is not None:
         become(request)
@@ -77,20 +79,43 @@ def _serve(listener: socket.socket) -> Request | None:
         if sys.stdin in ready:  # who has started this is gone
             return None
         link, _ = listener.accept()
-        with link, contextlib.suppress(OSError, ValueError, KeyError):
+        with link:
             link.settimeout(TALK_S)
-            if not is_ours(link) or (request := receive(link)) is None:
-                continue
-            is_child = agree(link, request) and os.fork() == 0
-            if is_child:
+            if (request := answer(link)) is not None:
                 return request
-            for stream in request.streams:
-                os.close(stream)
 
 
-def receive(link: socket.socket) -> Request | None:
-    """None where the client is gone. Raises OSError, ValueError, KeyError."""
-    head, streams, _, _ = socket.recv_fds(link, 4, 3)
+def answer(link: socket.socket) -> Request | None:
+    """In the process that was forked for it: the request. Here None, whatever comes of it."""
+    streams: list[int] = []
+    pid = -1
+    try:
+        request = receive(link, streams)
+        if request is not None and agree(link, request):
+            pid = os.fork()
+    except (OSError, ValueError, KeyError, TypeError) as error:  # its client starts Python itself
+        print(f"not forked: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    if pid == 0:
+        confirm(link)
+        return request
+    for stream in streams:
+        os.close(stream)
+    return None
+
+
+def confirm(link: socket.socket) -> None:
+    """Of the forked process. Without a client nobody knows of it, and it ends."""
+    try:
+        link.sendall(GO)
+    except OSError:
+        os._exit(1)
+
+
+def receive(link: socket.socket, streams: list[int]) -> Request | None:
+    """None where the client is gone. ``streams`` takes what is open here from now on. Raises
+    OSError, ValueError, KeyError, TypeError."""
+    head, found, _, _ = socket.recv_fds(link, 4, 3)
+    streams += found
     size, content = int.from_bytes(head, "big"), b""
     if not head or size > REQUEST_MAX:
         return None
@@ -138,4 +163,4 @@ def become(request: Request) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -5,6 +5,7 @@ The actors that keep them are nobody's but their maker's: they end with it, and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -13,6 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,9 +30,10 @@ from elastic_ft.hosts.ray import fork_client, fork_server
 log = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 ANSWER_TIMEOUT_S = 20.0  # of a node's actor: then jobs start cold
-AGAIN_S = 0.5
-BIND_TIMEOUT_S = 10.0
+ASK_EVERY_S = 10.0
+AGAIN_S, LOAD_AGAIN_S = 0.5, 60.0
 BACKLOG = 64  # processes that wait to be forked
+NEW = ".new"  # a socket that does not listen yet
 
 
 def executable_here() -> str:
@@ -37,40 +42,79 @@ def executable_here() -> str:
 
 
 class Template:
-    """The actor: one child, started again when it ends."""
+    """The actor: one child, started again when it ends. While it can't load, nobody waits for it:
+    there is no socket, and jobs start cold."""
 
     def __init__(self, node: NodeId) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._bind(fork_client.name_of(node))
-        threading.Thread(target=self._keep, name="template", daemon=True).start()
+        self._node, self._loads = node, True
+        listener = self._listener()
+        threading.Thread(target=self._keep, args=[listener], name="template", daemon=True).start()
 
     def where(self) -> str:
-        return executable_here()
+        """ "": start processes as if there were none."""
+        return executable_here() if self._loads else ""
 
-    def _bind(self, name: str) -> None:
-        """The actor of an earlier one has it for a moment. Raises OSError."""
-        until_s = time.monotonic() + BIND_TIMEOUT_S
+    def _keep(self, listener: socket.socket) -> None:
         while True:
-            try:
-                self._listener.bind(name)
-                break
-            except OSError:
-                if time.monotonic() > until_s:
-                    raise
-            time.sleep(AGAIN_S)
-        self._listener.listen(BACKLOG)
+            with listener:
+                while self._live(listener.fileno()):
+                    time.sleep(AGAIN_S)
+                Path(fork_client.name_of(self._node)).unlink()
+            log.warning("the template can't load: jobs start cold here; tried again later")
+            time.sleep(LOAD_AGAIN_S)
+            listener = self._listener()
 
-    def _keep(self) -> None:
-        fd = self._listener.fileno()
-        command = [sys.executable, "-m", fork_server.__name__, str(fd)]
-        environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
-        while True:
-            process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, pass_fds=[fd]
-            )
-            ended = process.wait()
-            log.info("the template has ended with %d: another one", ended)
-            time.sleep(AGAIN_S)
+    def _listener(self) -> socket.socket:
+        """Raises OSError."""
+        folder = Path(fork_client.FOLDER)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        path = Path(fork_client.name_of(self._node))
+        _clear(folder)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        new = f"{path}{NEW}"
+        listener.bind(new)
+        listener.listen(BACKLOG)
+        os.replace(new, path)  # noqa: PTH105  # of an earlier actor there may be one
+        return listener
+
+    def _live(self, fd: int) -> bool:
+        """Of one child, to its end. Whether it had loaded."""
+        ready, loaded = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-m", fork_server.__name__, str(fd), str(loaded)],
+            env={"OMP_NUM_THREADS": "1"} | dict(os.environ),
+            stdin=subprocess.PIPE,
+            pass_fds=[fd, loaded],
+        )
+        os.close(loaded)
+        with os.fdopen(ready, "rb") as pipe:
+            self._loads = pipe.read(1) == fork_client.GO
+        log.info("the template has ended with %d", process.wait())
+        return self._loads
+
+
+def _clear(folder: Path) -> None:
+    """Sockets that nobody listens at: what killed actors have left."""
+    for path in folder.iterdir():
+        if path.suffix != NEW:
+            with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as link:
+                try:
+                    link.setblocking(False)
+                    link.connect(str(path))
+                except ConnectionRefusedError:
+                    path.unlink()
+                except BlockingIOError:  # many wait there
+                    continue
+
+
+@dataclass(slots=True)
+class WarmNode:
+    """``said``: None: nothing yet. "": jobs start cold there."""
+
+    actor: Any
+    answer: Future[str]
+    asked_s: float
+    said: str | None = None
 
 
 class WarmNodes:
@@ -78,8 +122,7 @@ class WarmNodes:
 
     def __init__(self, nodes: Callable[[], Collection[NodeId]]) -> None:
         self._nodes = nodes
-        self._actors: dict[NodeId, Any] = {}
-        self._said: dict[NodeId, str] = {}  # "": it does not answer
+        self._warm: dict[NodeId, WarmNode] = {}
         self._changed, self._ended = threading.Condition(), threading.Event()
 
     def start(self) -> None:
@@ -93,31 +136,52 @@ class WarmNodes:
         on all of them."""
         with self._changed:
             self._changed.wait_for(self._is_known, ANSWER_TIMEOUT_S)
-            said = {self._said.get(node, "") for node in self._nodes()}
-        return said.pop() if len(said) == 1 else ""
+            found = {self._said(node) or "" for node in self._nodes()}
+        return found.pop() if len(found) == 1 else ""
+
+    def _said(self, node: NodeId) -> str | None:
+        return self._warm[node].said if node in self._warm else None
 
     def _is_known(self) -> bool:
-        return bool(nodes := self._nodes()) and all(node in self._said for node in nodes)
+        return bool(nodes := self._nodes()) and all(self._said(node) is not None for node in nodes)
 
     def _watch(self) -> None:
-        while not self._ended.wait(LOOK_EVERY_S / 10 if not self._actors else LOOK_EVERY_S):
-            nodes = set(self._nodes())
-            for node in self._actors.keys() - nodes:
-                del self._actors[node]
-                self._said.pop(node, None)
-            for node in nodes - self._actors.keys():
-                self._actors[node] = _template_on(node)
-                threading.Thread(target=self._ask, args=[node], daemon=True).start()
+        while not self._ended.wait(LOOK_EVERY_S if self._is_known() else LOOK_EVERY_S / 10):
+            try:
+                self.look(time.monotonic())
+            except RayError as error:  # the head is away, and comes back
+                log.warning("nodes' templates: %s", error)
 
-    def _ask(self, node: NodeId) -> None:
-        try:
-            said = str(ray.get(self._actors[node].where.remote(), timeout=ANSWER_TIMEOUT_S))
-        except (RayError, KeyError) as error:  # jobs start cold there
-            log.warning("node %s has no template: %s", node, error)
-            said = ""
+    def look(self, now_s: float) -> None:
+        """Asks who is due: an answer may come late, and another one later."""
+        nodes = set(self._nodes())
         with self._changed:
-            self._said[node] = said
+            for node in self._warm.keys() - nodes:
+                del self._warm[node]
+            for node in nodes - self._warm.keys():
+                actor = _template_on(node)
+                self._warm[node] = WarmNode(actor, _ask(actor), now_s)
+            for node, warm in self._warm.items():
+                if warm.answer.done():
+                    warm.said = _answer(node, warm.answer)
+                    if now_s - warm.asked_s > ASK_EVERY_S:
+                        warm.answer, warm.asked_s = _ask(warm.actor), now_s
+                elif now_s - warm.asked_s > ANSWER_TIMEOUT_S:
+                    warm.said = ""
             self._changed.notify_all()
+
+
+def _ask(actor: Any) -> Future[str]:
+    answer: Future[str] = actor.where.remote().future()
+    return answer
+
+
+def _answer(node: NodeId, answer: Future[str]) -> str:
+    try:
+        return str(answer.result())
+    except RayError as error:  # jobs start cold there
+        log.warning("node %s has no template: %s", node, error)
+        return ""
 
 
 def _template_on(node: NodeId) -> Any:

@@ -1,0 +1,174 @@
+"""A node's template and its clients, without Ray: whatever breaks, a worker is started, once."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from ray.exceptions import RayError
+
+from elastic_ft.hosts.ray import fork_client, fork_server, warm_nodes
+from elastic_ft.hosts.ray.cluster import wait_for
+from elastic_ft.hosts.ray.fork_server import Request
+from elastic_ft.hosts.ray.warm_nodes import Template, WarmNodes
+
+ASKED = ["worker.py", "--node-id=n"]
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "sockets"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setattr(fork_client, "FOLDER", str(folder))
+    monkeypatch.setattr(fork_server, "FIRST", os.environ)
+    return folder
+
+
+@pytest.fixture
+def served() -> Iterator[list[Request | None]]:
+    """What came of each that was answered, by a template of this process."""
+    found: list[Request | None] = []
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(fork_client.name_of("n"))
+    listener.listen()
+
+    def serve() -> None:
+        while True:
+            try:
+                link, _ = listener.accept()
+            except OSError:
+                return
+            with link:
+                found.append(fork_server.answer(link))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield found
+    listener.shutdown(socket.SHUT_RDWR)
+    thread.join(WAIT_S)
+    listener.close()
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_the_forked_process_says_that_it_is_there(
+    served: list[Request | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fork", lambda: 0)
+    assert fork_client.ask(ASKED)
+    (request,) = served
+    assert request is not None and request.argv == ASKED and len(request.streams) == 3
+    for stream in request.streams:
+        os.close(stream)
+
+
+def no_room() -> int:
+    raise BlockingIOError("no more processes")
+
+
+@pytest.mark.parametrize("fork", [no_room, lambda: 4711])
+def test_a_fork_that_comes_to_nothing_is_seen(
+    served: list[Request | None], monkeypatch: pytest.MonkeyPatch, fork: Callable[[], int]
+) -> None:
+    """None is made, or it ends before it is a worker: its client took it for one, and Ray waited
+    for it."""
+    monkeypatch.setattr(os, "fork", fork)
+    before = open_files()
+    assert not fork_client.ask(ASKED)
+    assert served == [None] and open_files() == before
+
+
+@pytest.mark.parametrize("said", [b"", b"{}", b"[1]", b"no json"])
+def test_streams_of_what_is_refused_are_closed(said: bytes) -> None:
+    before = open_files()
+    here, there = socket.socketpair()
+    with here, there:
+        size = len(said) or fork_server.REQUEST_MAX + 1
+        socket.send_fds(there, [size.to_bytes(4, "big")], [0, 1, 2])
+        there.sendall(said)
+        assert fork_server.answer(here) is None
+    assert open_files() == before
+
+
+def test_a_folder_that_others_can_look_into_is_not_used(
+    served: list[Request | None], folder: Path
+) -> None:
+    folder.chmod(0o755)
+    with pytest.raises(PermissionError, match="nobody else"):
+        fork_client.ask(ASKED)
+    assert served == []
+
+
+def test_nobody_waits_for_a_template_that_can_not_load(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process waited for half a minute. It is tried again, and what is left of others goes."""
+    over = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        if seconds == warm_nodes.AGAIN_S:  # its child has ended, with this test
+            over.set()
+            threading.Event().wait()
+
+    monkeypatch.setattr(warm_nodes, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(warm_nodes, "fork_server", SimpleNamespace(__name__="loads_later"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / "other"))
+    template = Template("n")
+    wait_for(lambda: not template.where(), WAIT_S, "it can't load")
+    with pytest.raises(OSError):
+        while True:  # beside a load that is tried again
+            assert not fork_client.ask(ASKED)
+    (tmp_path / "loads_later.py").write_text(
+        "import os, sys\nos.write(int(sys.argv[2]), b'+')\nsys.stdin.read()\n"
+    )
+    wait_for(lambda: bool(template.where()), WAIT_S, "it has loaded")
+    assert [path.name for path in folder.iterdir()] == ["n"]
+    (child,) = (p for p in psutil.Process().children() if "loads_later" in p.cmdline())
+    child.kill()
+    assert over.wait(WAIT_S)
+
+
+def test_what_a_node_says_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answered too late was cold for ever."""
+    answers: list[Future[str]] = []
+
+    def ask(actor: Any) -> Future[str]:
+        answers.append(Future())
+        return answers[-1]
+
+    monkeypatch.setattr(warm_nodes, "_template_on", lambda node: node)
+    monkeypatch.setattr(warm_nodes, "_ask", ask)
+    monkeypatch.setattr(warm_nodes, "ANSWER_TIMEOUT_S", 5.0)
+    nodes = ["a"]
+    warm = WarmNodes(lambda: nodes)
+    warm.look(0.0)
+    warm.look(10.0)
+    assert warm.executable() == ""
+    answers[0].set_result("fork")
+    warm.look(20.0)
+    assert warm.executable() == "fork" and len(answers) == 2
+    answers[1].set_result("")  # its template can't load any more
+    warm.look(21.0)
+    assert warm.executable() == ""
+    warm.look(40.0)
+    answers[2].set_exception(RayError("its node is gone"))
+    warm.look(41.0)
+    assert warm.executable() == ""
+    nodes[:] = ["b"]
+    warm.look(42.0)
+    answers[-1].set_result("fork")
+    warm.look(43.0)
+    assert warm.executable() == "fork"
