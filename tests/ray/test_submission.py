@@ -14,6 +14,7 @@ from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.hosts.ray import submission
 from elastic_ft.hosts.ray.submission import (
     STARTS_MAX,
+    DeliveredNote,
     Submission,
     Submitted,
     count_start,
@@ -44,6 +45,20 @@ def test_what_is_submitted_is_read_and_forgotten(tmp_path: Path, url: str) -> No
     forget(here)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
     forget(here)  # again
+
+
+@pytest.mark.parametrize("url", ["{}", "memory:/{}"])
+def test_what_is_delivered_is_noted_in_any_run_folder(tmp_path: Path, url: str) -> None:
+    """Of one in a bucket nothing was: reports were delivered again by the next controller."""
+    here = Submitted(url.format(tmp_path / "run"), "0" * 64)
+    first = DeliveredNote(here)
+    assert first.before() == 0
+    for index in range(1, 8):
+        first.note(index)
+    first.close()
+    assert DeliveredNote(here).before() == 7
+    forget(here)
+    assert DeliveredNote(here).before() == 0
 
 
 def test_no_folder_is_made_where_nothing_was_submitted(tmp_path: Path) -> None:

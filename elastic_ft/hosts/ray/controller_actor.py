@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -51,11 +50,10 @@ from elastic_ft.hosts.ray.ray_private import (
 )
 from elastic_ft.hosts.ray.reports import Barrier, Rounds
 from elastic_ft.hosts.ray.started_by import executable_of
-from elastic_ft.hosts.ray.submission import Submitted, count_start, forget, read
+from elastic_ft.hosts.ray.submission import DeliveredNote, Submitted, count_start, forget, read
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup
-from elastic_ft.observe.lines import local_path
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.transport.tls import JobKey
 
@@ -130,11 +128,12 @@ class ElasticController(TrainController):
         self._worker_group_callbacks_to_propagate = [
             c for c in callbacks if not isinstance(c, (PreemptionCallback, ReportCallbackHandler))
         ]
+        self._delivered = DeliveredNote(submitted)
         self._rounds = Rounds(
             self._report_handler._report_callbacks,
             self._checkpoint_manager._current_report_index,
             lambda: self._here.state.committed,
-            self._note_delivered,
+            self._delivered.note,
         )
         self._barrier = Barrier(self._is_fenced, self._open_round)
         if HEALTH_CHECK_INTERVAL_S_ENV_VAR not in os.environ:
@@ -197,6 +196,7 @@ class ElasticController(TrainController):
             await self.run()
         finally:
             is_ours = self._hosting is None or not self._hosting.host.is_left
+            self._delivered.close()
             if is_ours:
                 forget(self._submitted)
             self._is_over.set()
@@ -392,24 +392,8 @@ class ElasticController(TrainController):
             return
         self._is_resumed = True
         self._barrier.resume(look.passed for look in looks.values())
-        self._rounds.resume(looks, self._delivered_before())
+        self._rounds.resume(looks, self._delivered.before())
         self._checkpoint_manager._current_report_index = self._rounds.delivered
-
-    @property
-    def _delivered_file(self) -> Path | None:
-        """Where it is noted what callbacks were given: not to be given again."""
-        folder = local_path(self._submission.run_url)
-        return None if folder is None else folder / self._submitted.delivered_name
-
-    def _note_delivered(self, index: int) -> None:
-        if (file := self._delivered_file) is not None:
-            file.write_text(str(index))
-
-    def _delivered_before(self) -> int:
-        file = self._delivered_file
-        if file is None or not file.exists():
-            return 0
-        return int(file.read_text() or 0)
 
     def _owner(self) -> int:
         controller = self._here.thread.controller

@@ -13,6 +13,8 @@ import hashlib
 import json
 import logging
 import os
+import queue
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ NAME = "submission-{}.pickle"
 DIGITS = 16  # of the digest, in the file's name
 STARTS_MAX, EARLY_S = 10, 20.0  # of controllers, of which each ends so soon after its start
 READ_AGAIN_S = 1.0
+NOTE_DEADLINE_S = 10.0
 READ_TIMEOUT_S = 600.0  # a store that is away for a while costs no job its controller
 
 
@@ -141,6 +144,54 @@ def count_start(submitted: Submitted) -> None:
         raise JobFailed(f"{early - 1} controllers, one after another, ended within {EARLY_S:g} s")
     with contextlib.suppress(StoreFailed):
         store.put(name, json.dumps(known[-STARTS_MAX:]).encode())
+
+
+class DeliveredNote:
+    """Notes which round of reports callbacks were given last: the next controller gives them none
+    of those again. A bucket is written beside the reports, and may be some rounds behind."""
+
+    def __init__(self, submitted: Submitted) -> None:
+        self._name = submitted.delivered_name
+        self._store = open_store(submitted.run_url, deadline_s=NOTE_DEADLINE_S)
+        self._todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        if local_path(submitted.run_url) is None:
+            self._writer = threading.Thread(target=self._write, name="delivered", daemon=True)
+            self._writer.start()
+
+    def note(self, index: int) -> None:
+        if self._writer is None:
+            self._put(index)
+        else:
+            self._todo.put(index)
+
+    def before(self) -> int:
+        """As an earlier controller noted it; 0 if that is not known."""
+        try:
+            return int(self._store.get(self._name))
+        except (StoreFailed, ValueError):
+            return 0
+
+    def close(self) -> None:
+        """Returns once all is noted, or can't be soon."""
+        if self._writer is not None:
+            self._todo.put(None)
+            self._writer.join(NOTE_DEADLINE_S)
+
+    def _write(self) -> None:
+        while (index := self._todo.get()) is not None:
+            while not self._todo.empty():
+                if (newer := self._todo.get()) is None:
+                    self._put(index)
+                    return
+                index = newer
+            self._put(index)
+
+    def _put(self, index: int) -> None:
+        try:
+            self._store.put(self._name, str(index).encode())
+        except StoreFailed as error:
+            log.warning("that round %d of reports is delivered is not noted: %s", index, error)
 
 
 def forget(submitted: Submitted) -> None:
