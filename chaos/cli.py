@@ -23,7 +23,7 @@ console = Console(highlight=False, soft_wrap=True)
 On = Annotated[
     str | None, typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} [highest].")
 ]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run folders are put.")]
+OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run folders are put.")]
 Patience = Annotated[
     float, typer.Option("--patience", min=1, help="Times each time limit: for a busy machine.")
 ]
@@ -52,7 +52,7 @@ def run(
     ] = None,
     on: On = None,
     patience: Patience = 1,
-    out: Out = OUT,
+    out: OutFolder = OUT,
 ) -> int:
     """Run scenarios, each on its highest tier; a fault that never fires fails.
 
@@ -139,7 +139,7 @@ def soak(
     rounds: Annotated[int | None, typer.Option(min=1, help="At most so many rounds.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
     patience: Patience = 1,
-    out: Out = Path("runs/soak"),
+    out: OutFolder = Path("runs/soak"),
 ) -> int:
     """Random faults from all injectors, then all heals: the job must converge. Round by round."""
     from chaos.soak import soak as run_rounds
@@ -157,7 +157,7 @@ def trace(
     seed: Annotated[int, typer.Option(min=0, help="Of a generated trace.")] = 0,
     local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
     patience: Patience = 1,
-    out: Out = Path("runs/trace"),
+    out: OutFolder = Path("runs/trace"),
 ) -> int:
     """Run beside a trace of nodes that come and go, in compressed time; print the goodput.
 

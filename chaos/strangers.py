@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
+from elastic_ft.transport.wire import Address
+
 CONNECT_TIMEOUT_S = 1.0
 NOISE_BYTES = 4096
-
-Address = tuple[str, int]
 
 
 def listening(pid: int) -> list[Address]:

@@ -36,7 +36,7 @@ POINTS = (
     "before_manifest",
     "finishing",
 )
-Interrupt = Callable[[str], contextlib.AbstractContextManager[None]]
+Interrupting = Callable[[str], contextlib.AbstractContextManager[None]]
 OPERATIONS_BEFORE_INTERRUPT = 3  # of the optimizer: enough to leave it half done
 
 
@@ -165,7 +165,7 @@ class Points:
         ACTS[fault.action](self, fault)
 
     @property
-    def interrupt_operations(self) -> Interrupt | None:
+    def interrupt_operations(self) -> Interrupting | None:
         """Fires a point between tensor operations; None while nothing is armed for that."""
         armed = self._faults and self._armed("inside_optimizer", self.step)
         return self._interrupting if armed else None

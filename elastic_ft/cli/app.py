@@ -96,7 +96,7 @@ def run_command(arguments: list[str]) -> int:
 # ----------------------------------------------------------------------------- commands
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
-Address = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
+RayAddress = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
 LocalNodes = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
@@ -104,7 +104,7 @@ LocalNodes = Annotated[
 Processes = Annotated[
     bool, typer.Option("--processes", help="Plain processes, no Ray: for debugging.")
 ]
-Chaos = Annotated[
+ScenarioName = Annotated[
     str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
 ]
 AcceptChanges = Annotated[
@@ -135,10 +135,10 @@ FromScratch = Annotated[
 @app.command()
 def run(
     job_file: JobFile,
-    address: Address = None,
+    address: RayAddress = None,
     local_nodes: LocalNodes = None,
     processes: Processes = False,
-    chaos: Chaos = None,
+    chaos: ScenarioName = None,
     out: Out = None,
     accept_changes: AcceptChanges = False,
     from_scratch: FromScratch = False,
@@ -158,10 +158,10 @@ def run(
 @app.command()
 def resume(
     run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an earlier run.")],
-    address: Address = None,
+    address: RayAddress = None,
     local_nodes: LocalNodes = None,
     processes: Processes = False,
-    chaos: Chaos = None,
+    chaos: ScenarioName = None,
     accept_changes: AcceptChanges = False,
     from_scratch: FromScratch = False,
     foreground: Foreground = False,

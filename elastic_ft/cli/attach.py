@@ -18,10 +18,10 @@ from elastic_ft.observe.run_reader import RunReader, Watch
 
 TOLD_MAX = 20  # lines of what has happened before
 
-RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a running job.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a running job.")]
 
 
-def attach(run_folder: RunFolder) -> int:
+def attach(run_folder: RunArgument) -> int:
     """Show a running job again, from what has happened so far to its end."""
     from elastic_ft.cli.followed import Followed
 

@@ -42,7 +42,7 @@ Url = Annotated[
     str,
     typer.Argument(metavar="URL", help="A checkpoint folder, any fsspec URL, or one manifest's."),
 ]
-Step = Annotated[int | None, typer.Option(metavar="N", min=0, help="That step [the newest].")]
+StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="That step [the newest].")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
@@ -110,7 +110,7 @@ def _as_json(c: Checkpoint, now_s: float) -> dict[str, Any]:
 
 
 @app.command()
-def verify(url: Url, step: Step = None, as_json: Json = False) -> int:
+def verify(url: Url, step: StepOption = None, as_json: Json = False) -> int:
     """Read every byte and check every digest; without --step, of all checkpoints."""
     from elastic_ft.storage.inspect import find, verify_checkpoint
 
@@ -224,7 +224,7 @@ def export(
             help="safetensors: weights, as Hugging Face has them; huggingface: with config.json.",
         ),
     ],
-    step: Step = None,
+    step: StepOption = None,
     job_file: Annotated[
         Path | None,
         typer.Option(

@@ -20,7 +20,7 @@ SETTINGS = {"allow_interspersed_args": False}  # what comes after the script is 
 FILE_BYTES_MAX = 4 << 20
 RESTARTS_MAX = 3  # of a script that is torchrun's
 
-Workers = Annotated[
+WorkersOption = Annotated[
     int | None,
     typer.Option(
         "--workers",
@@ -33,7 +33,7 @@ Workers = Annotated[
 MinWorkers = Annotated[
     int | None, typer.Option(min=1, help="Go on with so many; elastic.min_workers [1].")
 ]
-JobFile = Annotated[
+JobFileIfAny = Annotated[
     Path | None,
     typer.Option("--job", metavar="JOB.yaml", help="What the script's init() leaves to others."),
 ]
@@ -42,9 +42,9 @@ JobFile = Annotated[
 def launch(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="Calls elastic_ft.init().")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...")] = None,
-    workers: Workers = None,
+    workers: WorkersOption = None,
     min_workers: MinWorkers = None,
-    job_file: JobFile = None,
+    job_file: JobFileIfAny = None,
     address: Annotated[
         str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")
     ] = None,

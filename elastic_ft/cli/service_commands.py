@@ -30,7 +30,9 @@ ServiceUrl = Annotated[
         "--service", metavar="URL", help="The service [ELASTIC_FT_SERVICE, or this machine's]."
     ),
 ]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="A job's id, as submit printed it.")]
+JobIdArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="A job's id, as submit printed it.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
@@ -226,7 +228,7 @@ def jobs(
     return COMPLETED
 
 
-def status(job: JobId, service: ServiceUrl = None, as_json: AsJson = False) -> int:
+def status(job: JobIdArgument, service: ServiceUrl = None, as_json: AsJson = False) -> int:
     """Tell how a job stands, who is where, and what was decided on it."""
     found = client(service).status(job)
     if as_json:
@@ -250,7 +252,7 @@ def status(job: JobId, service: ServiceUrl = None, as_json: AsJson = False) -> i
 
 
 def logs(
-    job: JobId,
+    job: JobIdArgument,
     service: ServiceUrl = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until it ends.")] = False,
 ) -> int:
@@ -261,7 +263,7 @@ def logs(
 
 
 def priority(
-    job: JobId,
+    job: JobIdArgument,
     value: Annotated[int, typer.Argument(metavar="N", help="Higher comes first.")],
     service: ServiceUrl = None,
 ) -> int:

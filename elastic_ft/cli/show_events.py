@@ -14,13 +14,13 @@ from elastic_ft.observe.alive import Vigil, seems_dead
 from elastic_ft.observe.run_reader import RunReader
 
 FOLLOW_EVERY_S = 0.2
-RunFolder = Annotated[
+RunOrJob = Annotated[
     str, typer.Argument(metavar="RUN", help="The folder of a run, or a job of the service.")
 ]
 
 
 def events(
-    run_folder: RunFolder,
+    run_folder: RunOrJob,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on until the run ends.")
     ] = False,

@@ -21,7 +21,7 @@ GPUS = (512, 4096, 16_384)
 DAYS = {"llama3": 14.0, "spot": 0.5}
 console = Console(highlight=False, soft_wrap=True)
 
-Seconds = Annotated[float | None, typer.Option(metavar="S", min=0)]
+SecondsOption = Annotated[float | None, typer.Option(metavar="S", min=0)]
 
 
 def simulate(
@@ -39,14 +39,14 @@ def simulate(
         typer.Option(metavar="N", min=1, help="GPUs that fail together and train on together."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    away_s: Seconds = None,
-    step_s: Seconds = None,
-    notice_s: Seconds = None,
-    form_s: Seconds = None,
-    collective_timeout_s: Seconds = None,
-    restart_s: Seconds = None,
-    checkpoint_stall_s: Seconds = None,
-    start_s: Seconds = None,
+    away_s: SecondsOption = None,
+    step_s: SecondsOption = None,
+    notice_s: SecondsOption = None,
+    form_s: SecondsOption = None,
+    collective_timeout_s: SecondsOption = None,
+    restart_s: SecondsOption = None,
+    checkpoint_stall_s: SecondsOption = None,
+    start_s: SecondsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> int:
     """Goodput of restart-all, replica-drop and elastic_ft on the same failures, seeded."""

@@ -25,7 +25,7 @@ from elastic_ft.observe.run_folder import RunFolder, read_lines
 DATA_OPENED = "data_opened"
 ACCEPTED = "changes_accepted"
 
-Journal = Callable[[str, int, str, dict[str, Any]], None]
+WriteJournal = Callable[[str, int, str, dict[str, Any]], None]
 
 
 class Continuity:
@@ -36,7 +36,7 @@ class Continuity:
         data: the data's terms, that workers must find; {} until they are known.
     """
 
-    def __init__(self, job: Job, accept_changes: bool, journal: Journal) -> None:
+    def __init__(self, job: Job, accept_changes: bool, journal: WriteJournal) -> None:
         self._job = terms_of(job.model_dump(mode="json"))
         self.accepts, self._journal = accept_changes, journal
         self._name = job.name

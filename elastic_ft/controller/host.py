@@ -9,7 +9,7 @@ from elastic_ft.core.assignment import Assignment, NodeId, WorkerId
 from elastic_ft.core.events import Event
 from elastic_ft.transport.tls import JobKey
 
-Inbox = Callable[[Event], None]  # thread-safe; how a host reports
+Tell = Callable[[Event], None]  # thread-safe; how a host reports
 
 # Of every worker's process, from its beginning: libraries read these when they are loaded.
 WORKER_ENVIRONMENT = {
@@ -54,7 +54,7 @@ class Host(Protocol):
         adopted they end by themselves, which is told as any worker's end.
         """
 
-    def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
+    def start(self, inbox: Tell, address: tuple[str, int], key: JobKey) -> None:
         """Called once, before all but ``survivors``. Workers connect to ``address`` with
         ``key``; those that survived find it themselves (``transport.succession``)."""
 

@@ -24,14 +24,13 @@ from elastic_ft.core.assignment import KEEPER
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.accounts import Accounts
-from elastic_ft.observe.lines import parse_lines
+from elastic_ft.observe.lines import Line, parse_lines
 from elastic_ft.observe.replay import Snapshot, parse_inbox
 from elastic_ft.observe.run_folder import RECORD, RunFolder
 
 log = logging.getLogger(__name__)
 SNAPSHOT = b'"type": "Snapshot"'  # near the beginning of such a line
 HEAD_BYTES = 64
-Line = dict[str, Any]
 
 
 class NotAdoptable(Exception):

@@ -19,7 +19,7 @@ from elastic_ft.core.assignment import NodeId
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec, incomplete
-from elastic_ft.core.rescuing import Cut, candidates
+from elastic_ft.core.rescuing import StateAt, candidates
 from elastic_ft.core.terms import Terms
 from elastic_ft.errors import UsageError
 from elastic_ft.keeper.emergency import (
@@ -342,7 +342,7 @@ def compose(
         computed_by: the generations of the recorded steps; what came from others is left out.
         newest: the step of the newest checkpoint: what is not recorded up to there, is not needed.
     """
-    cuts: dict[Cut, list[Shard]] = defaultdict(list)
+    cuts: dict[StateAt, list[Shard]] = defaultdict(list)
     for shard in shards:
         cuts[shard.step, shard.generation, shard.space].append(shard)
     records = {

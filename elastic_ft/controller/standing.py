@@ -20,7 +20,7 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.core.typed import decoder
 from elastic_ft.observe.accounts import Accounts
-from elastic_ft.observe.replay import Begun, Item, Line, Noted, Snapshot, ToldLine, line_of
+from elastic_ft.observe.replay import Begun, InboxItem, Line, Noted, Snapshot, ToldLine, line_of
 
 SHOWN = ("event", "generation", "reason")
 OWN = frozenset({*SHOWN, "at_s", "seq"})
@@ -125,7 +125,7 @@ class Heritage:
     told: int = 0
     last_s: float = 0.0
 
-    def tell(self, items: Iterable[Item]) -> None:
+    def tell(self, items: Iterable[InboxItem]) -> None:
         """Raises ValueError, KeyError, TypeError of what no controller writes."""
         for item in items:
             if isinstance(item, Begun):

@@ -76,7 +76,7 @@ class Leave:
     lost: bool = False
 
 
-Action = BreakOff | PauseAtBoundary | DropAfter | AnswerPause | BeginGeneration | Leave
+Reaction = BreakOff | PauseAtBoundary | DropAfter | AnswerPause | BeginGeneration | Leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Follower:
         return ""
 
 
-def hear(follower: Follower, message: Heard) -> tuple[Follower, tuple[Action, ...]]:
+def hear(follower: Follower, message: Heard) -> tuple[Follower, tuple[Reaction, ...]]:
     """Returns what the worker knows now, and what it does at once. At its safe point that is
     nothing: ``rest`` says what comes next."""
     match message:
@@ -145,7 +145,7 @@ def hear(follower: Follower, message: Heard) -> tuple[Follower, tuple[Action, ..
             return replace(follower, bench=message), ()
 
 
-def rest(follower: Follower) -> tuple[Follower, tuple[Action, ...]]:
+def rest(follower: Follower) -> tuple[Follower, tuple[Reaction, ...]]:
     """At the safe point: returns what the worker knows now, and what it does, in this order.
 
     Unless it begins a generation or leaves, it stays here until it hears more, and asks again.
@@ -153,7 +153,7 @@ def rest(follower: Follower) -> tuple[Follower, tuple[Action, ...]]:
     follower = replace(follower, current=0)
     if follower.line_ended or follower.released is not None:
         return follower, (Leave(lost=follower.line_ended),)
-    actions: tuple[Action, ...] = ()
+    actions: tuple[Reaction, ...] = ()
     if follower.bench is not None:
         actions = (DropAfter(follower.bench.step),)
     begin = follower.begin
@@ -166,5 +166,5 @@ def rest(follower: Follower) -> tuple[Follower, tuple[Action, ...]]:
     return follower, actions
 
 
-def _break_off(follower: Follower, reason: str) -> tuple[Action, ...]:
+def _break_off(follower: Follower, reason: str) -> tuple[Reaction, ...]:
     return (BreakOff(reason),) if follower.current else ()

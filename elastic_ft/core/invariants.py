@@ -15,7 +15,7 @@ from typing import Any
 from elastic_ft.core.batches import DataOrder, Ledger, step_sequence_violations
 from elastic_ft.core.terms import BATCH, SAMPLES, SEED
 
-Line = Mapping[str, Any]  # one object of a .jsonl file
+JsonLine = Mapping[str, Any]  # one object of a .jsonl file
 
 STATUSES = ("completed", "failed", "stopped", "suspended")
 
@@ -62,21 +62,21 @@ class Expected:
 class RunRecord:
     """The parsed files of a run folder; ``ledger`` and ``result`` may be absent."""
 
-    events: Sequence[Line]
-    steps: Sequence[Line]
-    ledger: Sequence[Line] | None
-    result: Line | None
+    events: Sequence[JsonLine]
+    steps: Sequence[JsonLine]
+    ledger: Sequence[JsonLine] | None
+    result: JsonLine | None
     expected: Expected
 
-    def all(self, event: str) -> list[Line]:
+    def all(self, event: str) -> list[JsonLine]:
         return [line for line in self.events if line["event"] == event]
 
 
 def check_run(
-    events: Sequence[Line],
-    steps: Sequence[Line],
-    ledger: Sequence[Line] | None,
-    result: Line | None,
+    events: Sequence[JsonLine],
+    steps: Sequence[JsonLine],
+    ledger: Sequence[JsonLine] | None,
+    result: JsonLine | None,
     expected: Expected | None = None,
 ) -> list[Violation]:
     """Returns every contradiction found in the files of a finished run, by invariant.
@@ -110,7 +110,7 @@ def _malformed(run: RunRecord) -> Iterable[str]:
         yield from _lacking("result.json", run.result, _RESULT_KEYS)
 
 
-def _lacking(where: str, line: Line, keys: Iterable[str]) -> Iterable[str]:
+def _lacking(where: str, line: JsonLine, keys: Iterable[str]) -> Iterable[str]:
     missing = [key for key in keys if key not in line]
     if missing:
         yield f"{where} lacks {', '.join(missing)}"
@@ -169,7 +169,7 @@ def exactly_once(run: RunRecord) -> Iterable[str]:
         yield from _ledger_violations(run, run.ledger)
 
 
-def _ledger_violations(run: RunRecord, lines: Sequence[Line]) -> Iterable[str]:
+def _ledger_violations(run: RunRecord, lines: Sequence[JsonLine]) -> Iterable[str]:
     expected = run.expected
     yield from _step_violations(run, [line["step"] for line in lines])
     for generation, some in _same_terms(run, lines):
@@ -195,11 +195,11 @@ def _term(run: RunRecord, key: str, generation: int, last: Any) -> Any:
     return last
 
 
-def _same_terms(run: RunRecord, lines: Sequence[Line]) -> Iterable[tuple[int, list[Line]]]:
+def _same_terms(run: RunRecord, lines: Sequence[JsonLine]) -> Iterable[tuple[int, list[JsonLine]]]:
     """(a generation, its ledger lines and those of others under the same terms): each sample is
     used once within them. What an accepted change repeats or skips, its journal line says."""
     ends = [line["generation"] for line in run.all("changes_accepted")]
-    parts: dict[int, list[Line]] = {}
+    parts: dict[int, list[JsonLine]] = {}
     for line in lines:
         generation = line.get("generation", 0)
         parts.setdefault(sum(generation > end for end in ends), []).append(line)
@@ -315,11 +315,11 @@ def explained(run: RunRecord) -> Iterable[str]:
             yield f"result.json has a recovery that the journal does not: {said}"
 
 
-def _recovery(line: Line) -> dict[str, Any]:
+def _recovery(line: JsonLine) -> dict[str, Any]:
     return {key: line.get(key) for key in _RECOVERY_KEYS}
 
 
-def _pids(formed: Line) -> dict[str, int]:
+def _pids(formed: JsonLine) -> dict[str, int]:
     return {member["worker"]: member["pid"] for member in formed["members"]}
 
 

@@ -11,7 +11,7 @@ from elastic_ft.core.commands import DropKept, UseKeeper
 from elastic_ft.core.events import KeeperHolds, KeeperReady, StepHeld, Unkept
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.records import Lacking, LeftBy, PendingStep
-from elastic_ft.core.source import Cut
+from elastic_ft.core.source import StateAt
 from elastic_ft.core.state import Turn
 
 Holder = TypeVar("Holder")
@@ -210,7 +210,7 @@ def awaited_beyond(turn: Turn, step: int) -> list[WorkerId]:
     return [worker for worker, last in awaited if last is None or last > step]
 
 
-def await_keepers(turn: Turn, step: int, missing: Mapping[Cut, int]) -> None:
+def await_keepers(turn: Turn, step: int, missing: Mapping[StateAt, int]) -> None:
     """Committed steps after ``step`` are not given up before keepers have told, or the timer fires.
 
     Args:

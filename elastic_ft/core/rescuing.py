@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from elastic_ft.core.commands import RecordStep
-
-Cut = tuple[int, int, str]  # step, generation that computed it, shard space
+from elastic_ft.core.source import StateAt
 
 
 def candidates(
-    records: Mapping[Cut, Mapping[int, RecordStep]],
+    records: Mapping[StateAt, Mapping[int, RecordStep]],
     recorded: int,
     computed_by: Mapping[int, int],
     newest: int = 0,
-) -> Iterator[tuple[Cut, tuple[RecordStep, ...]]]:
+) -> Iterator[tuple[StateAt, tuple[RecordStep, ...]]]:
     """Saved states, the newest first, with the steps up to each that are yet to be recorded.
 
     Left out is what was rolled back and trained again, and what would leave a hole in the record.

@@ -9,7 +9,7 @@ from typing import Protocol
 Factor = Callable[[int, int], float]  # (step, steps) -> what the rate is of ``lr``
 
 
-class Schedule(Protocol):
+class RateSchedule(Protocol):
     """The keys of ``config.OptimizerConfig`` that shape the rate."""
 
     @property
@@ -24,7 +24,9 @@ class Schedule(Protocol):
     def min_lr_ratio(self) -> float: ...
 
 
-def learning_rate(schedule: Schedule, steps: int, step: int, factor: Factor | None = None) -> float:
+def learning_rate(
+    schedule: RateSchedule, steps: int, step: int, factor: Factor | None = None
+) -> float:
     """Returns the rate of ``step`` (1-based) of ``steps``.
 
     Linear warm-up to ``lr``, then as ``factor`` has it, if given, else by ``schedule.schedule``:

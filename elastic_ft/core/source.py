@@ -9,15 +9,15 @@ from elastic_ft.core.assignment import TIER_ORDER, CheckpointRef, Holding, Sourc
 from elastic_ft.core.layouts.layout import Layout
 
 # (holder or URL, step, shard) whose state proved damaged; no shard: all that it has of the step.
-Refused = frozenset[tuple[str, int, str]]
-Holders = tuple[tuple[str, Tier], ...]  # of one shard, nearest tier first
-Cut = tuple[int, int, str]  # step, generation that computed it, shard space
+RefusedSources = frozenset[tuple[str, int, str]]
+HoldersByTier = tuple[tuple[str, Tier], ...]  # of one shard, nearest tier first
+StateAt = tuple[int, int, str]  # step, generation that computed it, shard space
 
 
 def choose(
     holdings: Mapping[str, Sequence[Holding]],
     checkpoints: Sequence[CheckpointRef],
-    refused: Refused = frozenset(),
+    refused: RefusedSources = frozenset(),
 ) -> tuple[Source, str]:
     """Returns the newest state that is complete, and the reason in words.
 
@@ -62,8 +62,8 @@ def choose(
 
 
 def missing_of(
-    holdings: Mapping[str, Sequence[Holding]], refused: Refused, newer_than: int
-) -> dict[Cut, int]:
+    holdings: Mapping[str, Sequence[Holding]], refused: RefusedSources, newer_than: int
+) -> dict[StateAt, int]:
     """Of each state newer than a step, how many of its shards nobody has."""
     return {
         cut: len(Layout.of_shard_space(cut[2]).shards() - shards.keys())
@@ -72,14 +72,14 @@ def missing_of(
     }
 
 
-def _reach(shards: Mapping[str, Holders]) -> tuple[int, float]:
+def _reach(shards: Mapping[str, HoldersByTier]) -> tuple[int, float]:
     """The farthest tier that must be read, as an index of TIER_ORDER, and the share that it has."""
     tiers = Counter([who[0][1] for who in shards.values()])
     farthest = max(tiers, key=TIER_ORDER.index)
     return TIER_ORDER.index(farthest), tiers[farthest] / len(shards)
 
 
-def _fill(held: dict[Cut, dict[str, Holders]], checkpoint: CheckpointRef) -> None:
+def _fill(held: dict[StateAt, dict[str, HoldersByTier]], checkpoint: CheckpointRef) -> None:
     """The checkpoint has each shard of its state that memory lacks, however the state is cut."""
     for (step, generation, space), shards in held.items():
         if (step, generation) == (checkpoint.step, checkpoint.generation):
@@ -92,15 +92,15 @@ def _because(why: str, skipped: Iterable[str]) -> str:
 
 
 def _by_state_and_space(
-    holdings: Mapping[str, Sequence[Holding]], refused: Refused
-) -> dict[Cut, dict[str, Holders]]:
+    holdings: Mapping[str, Sequence[Holding]], refused: RefusedSources
+) -> dict[StateAt, dict[str, HoldersByTier]]:
     """Shard -> its holders, nearest tier first, by state and how it is cut."""
     by_tier: dict[Tier, list[tuple[str, Holding]]] = {tier: [] for tier in TIER_ORDER}
     for worker, held in sorted(holdings.items()):
         for holding in held:
             if not refused or not _is_refused(worker, holding, refused):
                 by_tier[holding.tier].append((worker, holding))
-    found: dict[Cut, dict[str, list[tuple[str, Tier]]]] = {}
+    found: dict[StateAt, dict[str, list[tuple[str, Tier]]]] = {}
     for tier, some in by_tier.items():  # so that no shard's holders need sorting
         for worker, holding in some:
             shards = found.setdefault((holding.step, holding.generation, holding.space), {})
@@ -113,7 +113,7 @@ def _by_state_and_space(
     }
 
 
-def _is_refused(holder: str, held: Holding, refused: Refused) -> bool:
+def _is_refused(holder: str, held: Holding, refused: RefusedSources) -> bool:
     """Live state has no digest, so none that differs."""
     named = {(holder, held.step, held.shard), (holder, held.step, "")}
     return held.tier is not Tier.LIVE and not refused.isdisjoint(named)

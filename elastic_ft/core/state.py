@@ -30,7 +30,7 @@ from elastic_ft.core.records import (
     Uploads,
     Writers,
 )
-from elastic_ft.core.source import Refused
+from elastic_ft.core.source import RefusedSources
 from elastic_ft.core.table import Table
 
 GONE_KEPT = 4096  # workers that are remembered as gone, at least
@@ -84,7 +84,7 @@ class State:
     started_at_s: float = 0.0
     uploads: Uploads = field(default_factory=Uploads)
     writers: dict[int, Writers] = field(default_factory=dict)  # by generation, the last few
-    refused: Refused = frozenset()
+    refused: RefusedSources = frozenset()
     outage: Outage | None = None  # of the store that the next generation is to read
     unreached: dict[tuple[str, int, str], Unreached] = field(default_factory=dict)  # as in refused
     episode: Episode | None = None
@@ -145,7 +145,7 @@ class Changes(TypedDict, total=False):
     started_at_s: float
     uploads: Uploads
     writers: dict[int, Writers]
-    refused: Refused
+    refused: RefusedSources
     outage: Outage | None
     unreached: dict[tuple[str, int, str], Unreached]
     episode: Episode | None

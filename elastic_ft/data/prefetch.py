@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
 from elastic_ft.errors import GroupBroken
 
-MicroBatch = tuple[int, ...]  # ids of its samples, see core.batches
 JOIN_TIMEOUT_S = 5.0
 
 
@@ -27,7 +27,7 @@ JOIN_TIMEOUT_S = 5.0
 class Loaded:
     """A micro-batch, and the ids of the samples that were read for it."""
 
-    ids: MicroBatch
+    ids: SampleIds
     data: Any
 
 
@@ -54,9 +54,9 @@ class Prefetcher:
         self._collate = collate or dataset.collate
         self._depth_steps, self._draws, self._waiting = depth_steps, draws, False
         self._changed = threading.Condition()
-        self._wanted: dict[int, list[MicroBatch]] = {}
-        self._loaded: dict[tuple[int, MicroBatch], Loaded] = {}
-        self._failed: dict[tuple[int, MicroBatch], Exception] = {}
+        self._wanted: dict[int, list[SampleIds]] = {}
+        self._loaded: dict[tuple[int, SampleIds], Loaded] = {}
+        self._failed: dict[tuple[int, SampleIds], Exception] = {}
         self._cancellations = 0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -139,7 +139,7 @@ class Prefetcher:
     ) -> None:
         self.close()
 
-    def _missing(self, step: int) -> list[MicroBatch]:
+    def _missing(self, step: int) -> list[SampleIds]:
         return [ids for ids in self._wanted[step] if (step, ids) not in self._loaded]
 
     def _raise_failure(self, step: int) -> None:
@@ -172,14 +172,14 @@ class Prefetcher:
         draws = self._draws is not None and self._draws.known is not False
         return (self._waiting or not draws) and self._next() is not None
 
-    def _next(self) -> tuple[int, MicroBatch] | None:
+    def _next(self) -> tuple[int, SampleIds] | None:
         for step in sorted(self._wanted):
             for ids in self._missing(step):
                 if (step, ids) not in self._failed:
                     return step, ids
         return None
 
-    def _load(self, key: tuple[int, MicroBatch]) -> None:
+    def _load(self, key: tuple[int, SampleIds]) -> None:
         try:
             loaded = self._read(key[1])
         except Exception as error:  # the user's dataset may raise anything; get() raises it
@@ -191,7 +191,7 @@ class Prefetcher:
             self._loaded[key] = loaded
             self._changed.notify_all()
 
-    def _read(self, wanted: MicroBatch) -> Loaded:
+    def _read(self, wanted: SampleIds) -> Loaded:
         ids, samples, count = [], [], len(self._dataset)
         draws = self._draws
         together = getattr(self._dataset, "__getitems__", None)

@@ -33,7 +33,7 @@ from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import (
     DTYPES,
     FirstGradients,
-    Terms,
+    TermCounts,
     inside,
     plain_name,
     seed_for,
@@ -273,7 +273,7 @@ class DeepSpeedEngine:
         factor *= self._loss_scale.factor
         if self.stage:
             engine.optimizer.override_loss_scale(1.0)
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), Terms()
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), TermCounts()
         self._first_gradients.watch(reach, self._blocks)
         for index, micro_batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
@@ -361,7 +361,7 @@ class DeepSpeedEngine:
         return norm
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        total, tokens = 0.0, Terms()
+        total, tokens = 0.0, TermCounts()
         self._engine.eval()
         try:
             with torch.no_grad(), self._autocast():

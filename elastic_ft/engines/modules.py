@@ -97,7 +97,7 @@ class FirstGradients:
             self._handles.pop().remove()
 
 
-class Terms:
+class TermCounts:
     """How many terms losses had: what is on the device is added up there, and asked for once."""
 
     def __init__(self) -> None:

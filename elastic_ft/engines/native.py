@@ -30,7 +30,14 @@ from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
 from elastic_ft.engines.loss_scale import LossScale
-from elastic_ft.engines.modules import DTYPES, FirstGradients, Terms, inside, seed_for, to_device
+from elastic_ft.engines.modules import (
+    DTYPES,
+    FirstGradients,
+    TermCounts,
+    inside,
+    seed_for,
+    to_device,
+)
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import Pipeline, micro_batches_to_run
 from elastic_ft.faults import Reach
@@ -244,7 +251,7 @@ class NativeEngine:
         # Gradients are averaged over ranks: the factor makes their sum the mean over tokens.
         ranks = self._groups.assignment.layout.gradient_size
         factor = ranks / self._nominal_tokens * self._loss_scale.factor
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), Terms()
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), TermCounts()
         self._watch_first_gradients(reach)
         model = self._model
         if model.pipeline is not None:
@@ -374,7 +381,7 @@ class NativeEngine:
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
         parts, pipeline = self._model.parts, self._model.pipeline
-        total, tokens = 0.0, Terms()
+        total, tokens = 0.0, TermCounts()
         for part in parts:
             part.eval()
         try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.modules import Terms
+from elastic_ft.engines.modules import TermCounts
 from elastic_ft.engines.own_watch import Versions
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
@@ -30,7 +30,7 @@ class Running:
         self.begun = 0  # micro-batches
         self.passes = 0  # over them: each optimizer may want one
         self.loss: torch.Tensor | float = 0.0
-        self.terms = Terms()
+        self.terms = TermCounts()
         self.before: Versions = {}  # of gradients, when the first micro-batch was given
         self.made: Versions = {}  # of gradients, after the last backward
         self.probe: torch.Tensor | None = None  # of gradients that are cut, then

@@ -19,7 +19,7 @@ from elastic_ft.config import Job
 from elastic_ft.engines import gradients, own_watch
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.laid_out import LaidOut
-from elastic_ft.engines.modules import FirstGradients, Terms, seed_for
+from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_for
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running, check_alike
 from elastic_ft.engines.own_forward import Routed
@@ -174,7 +174,7 @@ class OwnStep:
         running.ratio = 1.0 if running.divided else ratio
         running.norm = math.sqrt(squares) * running.ratio
         running.agreed, running.scaled = True, False
-        running.loss, running.terms, running.told = 0.0, Terms(), 0
+        running.loss, running.terms, running.told = 0.0, TermCounts(), 0
 
     def _square_norm(self, running: Running) -> float:
         assert self._groups is not None and self._laid_out is not None

@@ -35,7 +35,7 @@ POSITIONS, VOCABULARY, WHOLE = Shard(1), Shard(-1), Replicate()
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Plan = Mapping[str, str | ParallelStyle]  # by patterns of module names, ``*`` for any part
-Cut = Callable[[nn.Module, DeviceMesh], object]  # or a function that does it all, in place
+CutFunction = Callable[[nn.Module, DeviceMesh], object]  # or a function that does it all, in place
 
 # By the names that transformers has for them.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -53,7 +53,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 _CUT_BY = {"colwise": 0, "rowwise": -1}  # dimensions that must divide
 
 
-def plan_for(model: nn.Module, tp_plan: str | None) -> Plan | Cut | None:
+def plan_for(model: nn.Module, tp_plan: str | None) -> Plan | CutFunction | None:
     """The plan that ``model`` is cut by, None for the built-in decoder's. Raises ConfigError."""
     if tp_plan is not None:
         found = import_object(tp_plan, "parallel.tp_plan", ConfigError)

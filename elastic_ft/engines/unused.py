@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic_ft.errors import ConfigError
 
-Places = list[tuple[nn.Module, str]]  # of parameters: FSDP2 puts others there while it gathers
+ParameterPlaces = list[tuple[nn.Module, str]]  # FSDP2 puts others there while it gathers
 
 
 class _Use(torch.autograd.Function):
@@ -63,7 +63,7 @@ def check_all_used(parameters: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def _using(places: Places) -> Callable[..., Any]:
+def _using(places: ParameterPlaces) -> Callable[..., Any]:
     def used(_: nn.Module, args: Any, output: Any) -> Any:
         if not torch.is_grad_enabled():
             return output

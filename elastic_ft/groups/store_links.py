@@ -14,12 +14,11 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
+from elastic_ft.transport.wire import Address
+
 SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
 SEAL_BYTES = 32
 TRIES = 2  # of a spare link: the first one may have to wait for the DNS, the second does not
-
-
-Address = tuple[str, int]  # IP and port
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from elastic_ft.core.sharding import Box
 ALIGNMENT = 64  # bytes
 DIGEST_BYTES = 16  # at the end of a shard's buffer
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +70,23 @@ def label(run: str, held: Holding, schema: Schema) -> bytes:
     return json.dumps(which).encode()
 
 
-def seal(buffer: Bytes, label: bytes = b"") -> None:
+def seal(buffer: ByteArray, label: bytes = b"") -> None:
     """Writes the digest of what is in ``buffer``, as ``label``; none for parts on their way."""
     buffer[-DIGEST_BYTES:] = np.frombuffer(digest_of(buffer[:-DIGEST_BYTES], label), np.uint8)
 
 
-def is_whole(buffer: Bytes, label: bytes = b"") -> bool:
+def is_whole(buffer: ByteArray, label: bytes = b"") -> bool:
     """Whether the bytes are those that were sealed, and sealed as ``label``."""
     return digest_of(buffer[:-DIGEST_BYTES], label) == buffer[-DIGEST_BYTES:].tobytes()
 
 
-def digest_of(data: Bytes, label: bytes = b"") -> bytes:
+def digest_of(data: ByteArray, label: bytes = b"") -> bytes:
     digest = xxhash.xxh3_128(memoryview(data))
     digest.update(label)
     return digest.digest()
 
 
-def cut(buffer: Bytes, slot: Slot, box: Box) -> Bytes:
+def cut(buffer: ByteArray, slot: Slot, box: Box) -> ByteArray:
     """The bytes of ``box`` (global coordinates, inside the slot's), row-major; uncopied if whole.
 
     Elements are carried as opaque bytes: numpy has no type for some of torch's.

@@ -21,7 +21,7 @@ from elastic_ft.transport.tls import JobKey
 from elastic_ft.transport.wire import Channel, dial
 
 DIAL_TIMEOUT_S = 5.0
-Guard = Callable[[Channel], contextlib.AbstractContextManager[object]]
+Guarding = Callable[[Channel], contextlib.AbstractContextManager[object]]
 T = TypeVar("T")
 
 
@@ -123,7 +123,7 @@ class LeftShard:
         worker: WorkerId,
         source: Source,
         shard: str,
-        guard: Guard = contextlib.nullcontext,
+        guard: Guarding = contextlib.nullcontext,
         patience: KeeperDeadlines = KeeperDeadlines(),
     ) -> None:
         """``guard``: holds each connection, and ends it where this generation is broken off."""

@@ -34,7 +34,7 @@ from typing import Any
 from elastic_ft.core.assignment import Holding, NodeId
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.errors import StoreFailed
-from elastic_ft.keeper.buffer import Bytes, Schema, cut, is_whole, label
+from elastic_ft.keeper.buffer import ByteArray, Schema, cut, is_whole, label
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store
 
@@ -51,7 +51,7 @@ class SavedShard:
 
     holding: Holding
     schema: Schema
-    buffer: Bytes
+    buffer: ByteArray
     record: Mapping[int, RecordStep]
 
     @property

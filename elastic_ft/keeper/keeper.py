@@ -36,7 +36,7 @@ from elastic_ft.core.events import KeeperHolds, KeeperReady
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.keeper import emergency, protocol
-from elastic_ft.keeper.buffer import Bytes, Schema, Slot, cut, is_whole, label
+from elastic_ft.keeper.buffer import ByteArray, Schema, Slot, cut, is_whole, label
 from elastic_ft.keeper.processes import inspect
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
@@ -67,7 +67,7 @@ class Segment:
     """
 
     fd: int
-    buffer: Bytes
+    buffer: ByteArray
     holding: Holding | None = None
     schema: Schema = ()
     verified: bool = False
@@ -364,7 +364,7 @@ class NodeKeeper:
                 self._stores[url] = open_store(url, deadline_s=OBJECT_DEADLINE_S)
             return self._stores[url]
 
-    def _mapped(self, path: str) -> Bytes:
+    def _mapped(self, path: str) -> ByteArray:
         with self._lock:
             for owner in self._owners.values():
                 if path in owner.segments:

@@ -22,9 +22,9 @@ from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import snapshots
 from elastic_ft.observe.accounts import Accounts, Totals
+from elastic_ft.observe.lines import Line
 from elastic_ft.observe.run_reader import RunReader
 
-Line = dict[str, Any]
 EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
 SHOWN = ("event", "generation", "reason")
 
@@ -91,10 +91,10 @@ class Noted:
     number: int = 0
 
 
-Item = Begun | ToldLine | Noted | Snapshot | ReplayEnd
+InboxItem = Begun | ToldLine | Noted | Snapshot | ReplayEnd
 
 
-def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
+def parse_inbox(lines: Iterable[Line]) -> Iterator[InboxItem]:
     """Raises ConfigError where a line is of no kind that this version knows, or lacks a part."""
     for number, line in enumerate(lines, 1):
         try:
@@ -112,7 +112,7 @@ def parse_inbox(lines: Iterable[Line]) -> Iterator[Item]:
         yield item
 
 
-def _item(line: Line) -> Item:
+def _item(line: Line) -> InboxItem:
     kind = line["type"]
     if kind == "Policy":
         return Begun(float(line["at_s"]), decoder(Policy)(line), dict(line.get("beside", {})))
@@ -156,7 +156,7 @@ class Replayed:
     until_s: float = 0.0
 
 
-def replay(inbox: Iterable[Item], accounts: Accounts | None = None) -> Replayed:
+def replay(inbox: Iterable[InboxItem], accounts: Accounts | None = None) -> Replayed:
     """Raises ConfigError where there is no policy: a run of a version before this."""
     done, policy = Replayed(), None
     for item in inbox:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-Line = dict[str, Any]
+from elastic_ft.observe.lines import Line
+
 Text = str | Callable[[Line], str]  # a format of the line's fields, or what makes the text
 INDENT = " " * 18
 RECOVERED = (

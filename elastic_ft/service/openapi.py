@@ -5,15 +5,15 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-Schema = dict[str, Any]
+JsonSchema = dict[str, Any]
 
 
-def _fields(required: tuple[str, ...] = (), **properties: Any) -> Schema:
-    found: Schema = {"type": "object", "properties": properties, "additionalProperties": False}
+def _fields(required: tuple[str, ...] = (), **properties: Any) -> JsonSchema:
+    found: JsonSchema = {"type": "object", "properties": properties, "additionalProperties": False}
     return found | ({"required": list(required)} if required else {})
 
 
-def _or_null(kind: str) -> Schema:
+def _or_null(kind: str) -> JsonSchema:
     return {"type": [kind, "null"]}
 
 
@@ -22,7 +22,7 @@ STATES = [
     *("queued", "starting", "running", "suspended", "stopping"),
     *("completed", "failed", "stopped"),
 ]
-JOB_PROPERTIES: Schema = {
+JOB_PROPERTIES: JsonSchema = {
     "id": TEXT,
     "name": TEXT,
     "queue": TEXT,
@@ -42,7 +42,7 @@ JOB_PROPERTIES: Schema = {
     "why": TEXT,
     "reason": TEXT,
 }
-WHOLE_JOB_PROPERTIES: Schema = JOB_PROPERTIES | {
+WHOLE_JOB_PROPERTIES: JsonSchema = JOB_PROPERTIES | {
     "run_folder": TEXT,
     "generation": WHOLE,
     "layout": _or_null("string"),
@@ -72,14 +72,18 @@ ERROR = {
 }
 
 
-def _json(schema: Schema) -> Schema:
+def _json(schema: JsonSchema) -> JsonSchema:
     return {"content": {"application/json": {"schema": schema}}}
 
 
 def _operation(
-    summary: str, answer: Schema, *parameters: Schema, body: Schema | None = None, code: str = "200"
-) -> Schema:
-    found: Schema = {
+    summary: str,
+    answer: JsonSchema,
+    *parameters: JsonSchema,
+    body: JsonSchema | None = None,
+    code: str = "200",
+) -> JsonSchema:
+    found: JsonSchema = {
         "summary": summary,
         "responses": {code: {"description": summary} | answer, "default": ERROR},
     }
@@ -90,16 +94,16 @@ def _operation(
     return found
 
 
-def _stream(summary: str) -> Schema:
+def _stream(summary: str) -> JsonSchema:
     answer = {"content": {"text/event-stream": {}, "application/json": {}}}
     return _operation(summary, answer, ID, FOLLOW, AFTER, LAST)
 
 
-def _ref(name: str) -> Schema:
+def _ref(name: str) -> JsonSchema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def document() -> Schema:
+def document() -> JsonSchema:
     """Of every path under /api/v1, as JSON."""
     return {
         "openapi": "3.1.0",
@@ -117,7 +121,7 @@ def document() -> Schema:
     }
 
 
-def _paths() -> Schema:
+def _paths() -> JsonSchema:
     whole = _json(_ref("WholeJob"))
     jobs = _json(_fields(jobs={"type": "array", "items": _ref("Job")}))
     submitted = _json(_fields(id=TEXT, page=TEXT))

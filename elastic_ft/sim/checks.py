@@ -11,10 +11,10 @@ from elastic_ft.core.assignment import Assignment, Tier, WorkerId
 from elastic_ft.core.commands import CommitCheckpoint, RecordStep, RollBack
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
-from elastic_ft.core.source import Refused
+from elastic_ft.core.source import RefusedSources
 from elastic_ft.core.state import State
 from elastic_ft.sim.group import Group
-from elastic_ft.sim.nodes import Key, Lineage, ObjectStore, SimSavedShard
+from elastic_ft.sim.nodes import ComputedBy, Key, ObjectStore, SimSavedShard
 from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
 from elastic_ft.sim.sim_worker import SimWorker
@@ -100,7 +100,7 @@ def left_out(world: Truth, worker: WorkerId, reason: str) -> None:
     require(worker not in able, "policy", f"{worker} is left out, and took part in the last step")
 
 
-def same_history(world: Truth, lineage: Lineage, what: str) -> None:
+def same_history(world: Truth, lineage: ComputedBy, what: str) -> None:
     """I4: state never contradicts the record: the same generations computed the same steps.
 
     The generations stand for the samples, too: one entry per step, so one batch per step.
@@ -165,7 +165,7 @@ def nothing_newer(world: Truth, step: int, what: str) -> None:
     require(not newer, "I4", f"{what}, but checkpoints are newer: {newer}")
 
 
-def _left(world: Truth, refused: Refused) -> list[tuple[Key, Lineage]]:
+def _left(world: Truth, refused: RefusedSources) -> list[tuple[Key, ComputedBy]]:
     """What keepers have of the dead that is of use: told of, or yet to be told in time."""
     found = []
     for node in world.nodes:
@@ -183,7 +183,7 @@ def _left(world: Truth, refused: Refused) -> list[tuple[Key, Lineage]]:
     return found
 
 
-def _agrees(world: Truth, lineage: Lineage) -> bool:
+def _agrees(world: Truth, lineage: ComputedBy) -> bool:
     record = tuple(generation for _, generation in world.recorded)
     return all(a == b for a, b in zip(record, lineage, strict=False))
 
@@ -191,11 +191,11 @@ def _agrees(world: Truth, lineage: Lineage) -> bool:
 def _complete_from(
     workers: Iterable[SimWorker],
     step: int,
-    refused: Refused = frozenset(),
-    left: Iterable[tuple[Key, Lineage]] = (),
+    refused: RefusedSources = frozenset(),
+    left: Iterable[tuple[Key, ComputedBy]] = (),
 ) -> bool:
     """Whether the workers hold every shard of one state of ``step`` or later. Deliberately dumb."""
-    shards: dict[tuple[int, str, Lineage], set[str]] = {}
+    shards: dict[tuple[int, str, ComputedBy], set[str]] = {}
     for (number, _, space, shard), lineage in left:
         if number >= step:
             shards.setdefault((number, space, lineage), set()).add(shard)
@@ -211,7 +211,7 @@ def _complete_from(
     )
 
 
-def source(world: Truth, group: Group) -> Lineage:
+def source(world: Truth, group: Group) -> ComputedBy:
     """What the listed holders really have: all of one history. Returns it."""
     chosen = group.assignment.source
     where = f"generation {group.generation}: step {chosen.step}"
@@ -219,7 +219,7 @@ def source(world: Truth, group: Group) -> Lineage:
     if chosen.tier is Tier.INITIAL:
         require(chosen.step == 0, "I4", f"{where} from the seed")
         return ()
-    lineages: set[Lineage] = set()
+    lineages: set[ComputedBy] = set()
     if chosen.tier is Tier.CHECKPOINT:
         found = [c for c in world.store.published if c.url == chosen.url]
         require(bool(found), "I5", f"{where}: {chosen.url} is not published")
@@ -254,7 +254,7 @@ def source(world: Truth, group: Group) -> Lineage:
     return lineage
 
 
-def _lineage_at(world: Truth, group: Group, name: str, key: Key, tier: Tier) -> Lineage | None:
+def _lineage_at(world: Truth, group: Group, name: str, key: Key, tier: Tier) -> ComputedBy | None:
     """What a holder has. None: it was with a keeper that died meanwhile, and is refused."""
     if tier is Tier.KEEPER:
         keeper, worker = world.keeper_of(name)
@@ -268,7 +268,7 @@ def _lineage_at(world: Truth, group: Group, name: str, key: Key, tier: Tier) -> 
 
 def rescued(
     world: Truth, step: int, shards: Iterable[SimSavedShard], since: Iterable[RecordStep]
-) -> Lineage:
+) -> ComputedBy:
     """I4, I2: what keepers had saved is of one history, the record's, and leaves no hole in that.
 
     Returns its history. ``since``: the steps that are recorded with it.
@@ -276,7 +276,7 @@ def rescued(
     what, record = f"step {step}, saved by keepers,", [number for number, _ in world.recorded]
     lineages = {shard.lineage for shard in shards}
     require(len(lineages) == 1, "I4", f"{what} is mixed from {len(lineages)} histories")
-    lineage: Lineage = lineages.pop()
+    lineage: ComputedBy = lineages.pop()
     require(len(lineage) == step, "I2", f"{what} consumed {len(lineage)} batches")
     same_history(world, lineage, what)
     for line in since:
@@ -289,7 +289,7 @@ def rescued(
 
 def nothing_saved_is_newer(world: Truth, saved: Iterable[SimSavedShard], chosen: int) -> None:
     """I4: no later state than ``chosen`` is whole, of this history, and known up to there."""
-    shards: dict[tuple[int, str, Lineage], set[str]] = {}
+    shards: dict[tuple[int, str, ComputedBy], set[str]] = {}
     known = {number for number, _ in world.recorded}
     for one in saved:
         (step, _, space, shard), lineage = one.key, one.lineage
@@ -305,7 +305,7 @@ def nothing_saved_is_newer(world: Truth, saved: Iterable[SimSavedShard], chosen:
     require(not passed_over, "I4", what)
 
 
-def published(world: Truth, command: CommitCheckpoint) -> Lineage:
+def published(world: Truth, command: CommitCheckpoint) -> ComputedBy:
     """I5: whole, of one state, and not ahead of the record. Returns its history."""
     what = f"the checkpoint of step {command.step}"
     require(command.step <= len(world.recorded), "I5", f"{what} is ahead of {len(world.recorded)}")
@@ -315,7 +315,7 @@ def published(world: Truth, command: CommitCheckpoint) -> Lineage:
     require(len(spaces) == 1 and len(lineages) == 1, "I5", f"{what} is a mixture")
     names = {entry["shard"] for entry in command.shards}
     require(names == Layout.of_shard_space(spaces.pop()).shards(), "I5", f"{what} has {names}")
-    lineage: Lineage = lineages.pop()
+    lineage: ComputedBy = lineages.pop()
     require(len(lineage) == command.step, "I5", f"{what} holds step {len(lineage)}")
     same_history(world, lineage, what)
     return lineage

@@ -60,7 +60,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Rate:
+class FailureRate:
     """``per_day``: events, each taking ``share`` of all units (at least one) for ``away_s``."""
 
     name: str
@@ -75,20 +75,22 @@ def units_of(gpus: int) -> int:
     return gpus // max(8, gpus // 128)
 
 
-def llama3(gpus: int, away_s: float = 600.0) -> Rate:
+def llama3(gpus: int, away_s: float = 600.0) -> FailureRate:
     """Each event takes one unit; as many per GPU and day as Meta reports."""
     per_day = 419 / 54 * gpus / 16_384
     source = "419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models)"
-    return Rate("llama3", per_day, 0.0, away_s, source)
+    return FailureRate("llama3", per_day, 0.0, away_s, source)
 
 
-def spot(away_s: float = 1800.0) -> Rate:
+def spot(away_s: float = 1800.0) -> FailureRate:
     """Bulk removals, of the same share of any fleet."""
     source = "79 removals of 8.7 % of the nodes in 11.4 h (bamboo's AWS p3 trace); away_s assumed"
-    return Rate("spot", 79 / 11.37 * 24, 0.087, away_s, source)
+    return FailureRate("spot", 79 / 11.37 * 24, 0.087, away_s, source)
 
 
-def failures(rate: Rate, units: int, days: float, start_s: float, seed: int) -> list[Failure]:
+def failures(
+    rate: FailureRate, units: int, days: float, start_s: float, seed: int
+) -> list[Failure]:
     """In order of time; only of units that are up. What goes together comes back together."""
     rng = random.Random(f"fleet {rate.name} {units} {seed}")
     found, back = [], [0.0] * units
@@ -369,7 +371,9 @@ def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> 
 SYSTEMS = (restart_all, replica_drop, elastic_ft)
 
 
-def compare(rate: Rate, units: int, days: float, costs: Costs, seed: int) -> list[FleetOutcome]:
+def compare(
+    rate: FailureRate, units: int, days: float, costs: Costs, seed: int
+) -> list[FleetOutcome]:
     """The same failures to all three."""
     losses = failures(rate, units, days, costs.start_s, seed)
     return [system(losses, units, days, costs) for system in SYSTEMS]

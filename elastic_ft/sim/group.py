@@ -9,7 +9,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Assignment, Tier, WorkerId
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.state import State
-from elastic_ft.sim.nodes import Lineage
+from elastic_ft.sim.nodes import ComputedBy
 from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_keeper import SimKeeper
 from elastic_ft.sim.sim_worker import Live, SimWorker, WorkerWorld
@@ -28,7 +28,7 @@ class GroupWorld(WorkerWorld, Protocol):
     def workers(self) -> Mapping[WorkerId, SimWorker]: ...
     def keeper_of(self, holder: str) -> tuple[SimKeeper | None, WorkerId]: ...
     def watch_stall(self, group: Group) -> None: ...
-    def true_source(self, group: Group) -> Lineage: ...
+    def true_source(self, group: Group) -> ComputedBy: ...
     def look_at_applied(self, worker: SimWorker, group: Group, step: int) -> None: ...
 
 
@@ -122,7 +122,7 @@ class Group:
         after_s = self.world.rng.choice((0.05, self.world.rng.uniform(0.1, RESTORING_EVERY_S)))
         self._receive_bytes(max(after_s, self.world.scenario.restore_s), lineage)
 
-    def _receive_bytes(self, left_s: float, lineage: Lineage) -> None:
+    def _receive_bytes(self, left_s: float, lineage: ComputedBy) -> None:
         """Where it takes long, each member tells again and again that bytes come."""
         if left_s <= RESTORING_EVERY_S:
             self.world.after(left_s, lambda: self._moved(lineage))
@@ -217,7 +217,7 @@ class Group:
         if (live.space, live.shard) == (layout.shard_space, layout.shard_of(rank)):
             worker.live = None
 
-    def _moved(self, lineage: Lineage) -> None:
+    def _moved(self, lineage: ComputedBy) -> None:
         """The barrier after the transfer: who passes it trains on."""
         if self.failed or not self.connected():
             return
@@ -226,7 +226,7 @@ class Group:
             after_s = self.world.rng.uniform(0, 0.2)
             self.world.after(after_s, lambda w=worker: self._resume(w, lineage))  # type: ignore[misc]
 
-    def _resume(self, worker: SimWorker, lineage: Lineage) -> None:
+    def _resume(self, worker: SimWorker, lineage: ComputedBy) -> None:
         if not worker.works() or worker.group is not self:
             return
         source, layout = self.assignment.source, self.assignment.layout

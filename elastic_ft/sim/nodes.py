@@ -9,7 +9,8 @@ from elastic_ft.core.assignment import Holding, Tier
 from elastic_ft.core.commands import RecordStep
 
 HANG_TIMEOUT_S = 5.0  # of silence, of a worker or a keeper
-Lineage = tuple[int, ...]  # the generation that computed each step: the state, as far as it matters
+# The generation that computed each step: the state, as far as it matters.
+ComputedBy = tuple[int, ...]
 Key = tuple[int, int, str, str]  # step, generation that computed it, space, shard
 
 
@@ -22,7 +23,7 @@ def holding(key: Key, tier: Tier) -> Holding:
 class SimCheckpoint:
     step: int
     url: str
-    lineage: Lineage
+    lineage: ComputedBy
     owner: int  # the controller that published it
     damaged: bool = False
 
@@ -32,7 +33,7 @@ class SimSavedShard:
     """What a keeper wrote of one, as its controller was gone. ``lineage``: the truth."""
 
     key: Key
-    lineage: Lineage
+    lineage: ComputedBy
     record: Mapping[int, RecordStep]
 
 

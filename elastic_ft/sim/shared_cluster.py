@@ -16,7 +16,7 @@ from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import Sharing
 
 EVENTS_MAX = 1_000_000  # of one world: more is a core that never comes to rest
-Check = Callable[
+DealCheck = Callable[
     ["SharedCluster", Sharing, asks.SharingEvent, tuple[asks.SharingCommand, ...]], None
 ]
 
@@ -93,7 +93,7 @@ class SharedCluster:
         nodes: Iterable[tuple[str, int]],
         jobs: Iterable[SubmittedWork],
         times: Times,
-        check: Check | None = None,
+        check: DealCheck | None = None,
     ) -> None:
         self.terms, self.times, self.check = terms, times, check
         self.now_s = 0.0

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.rescuing import Cut, candidates
+from elastic_ft.core.rescuing import StateAt, candidates
 from elastic_ft.sim import checks
 from elastic_ft.sim.kernel import Clock
 from elastic_ft.sim.nodes import SimCheckpoint, SimSavedShard
@@ -65,8 +65,8 @@ class Emergency:
 
     def _publish(self) -> None:
         world = self.world
-        parts: dict[Cut, list[SimSavedShard]] = defaultdict(list)
-        records: dict[Cut, dict[int, RecordStep]] = defaultdict(dict)
+        parts: dict[StateAt, list[SimSavedShard]] = defaultdict(list)
+        records: dict[StateAt, dict[int, RecordStep]] = defaultdict(dict)
         for shard in self._saved:
             step, generation, space, _ = shard.key
             parts[step, generation, space].append(shard)

@@ -10,13 +10,13 @@ from elastic_ft.core.assignment import Keeper, Tier, WorkerId
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import Event, KeeperHolds, KeeperLost, KeeperReady, KeeperReturned
 from elastic_ft.sim.kernel import Clock
-from elastic_ft.sim.nodes import HANG_TIMEOUT_S, Key, Lineage, SimSavedShard, holding
+from elastic_ft.sim.nodes import HANG_TIMEOUT_S, ComputedBy, Key, SimSavedShard, holding
 
 
 @dataclass(slots=True)
 class SimCopy:
     tier: Tier
-    lineage: Lineage
+    lineage: ComputedBy
     keeper: SimKeeper | None  # in whose memory it is
     damaged: bool = False
 
@@ -114,7 +114,7 @@ class SimKeeper:
         left = self.left.get(worker) if self.answers() else None
         return left.copies.get(key) if left else None
 
-    def lineage_of(self, worker: WorkerId, key: Key) -> Lineage | None:
+    def lineage_of(self, worker: WorkerId, key: Key) -> ComputedBy | None:
         copy = self.find(worker, key)
         return copy.lineage if copy else None
 

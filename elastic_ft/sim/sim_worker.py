@@ -22,7 +22,7 @@ from elastic_ft.core.events import (
     WorkerDone,
 )
 from elastic_ft.sim.kernel import Clock
-from elastic_ft.sim.nodes import Key, Lineage, ObjectStore, holding
+from elastic_ft.sim.nodes import ComputedBy, Key, ObjectStore, holding
 from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper, SimNode
 
 
@@ -32,7 +32,7 @@ class Live:
     generation: int  # that computed the step, as the worker knows it
     space: str
     shard: str
-    lineage: Lineage  # the truth
+    lineage: ComputedBy  # the truth
 
     @property
     def key(self) -> Key:
@@ -134,19 +134,19 @@ class SimWorker:
 
     # ---------------------------------------------------------------- what it holds
 
-    def everything(self) -> Iterator[tuple[Holding, Lineage]]:
+    def everything(self) -> Iterator[tuple[Holding, ComputedBy]]:
         if self.live is not None:
             yield holding(self.live.key, Tier.LIVE), self.live.lineage
         for key, copy in self.copies.items():
             yield holding(key, copy.tier), copy.lineage
 
-    def lineage_of(self, key: Key, tier: Tier) -> Lineage | None:
+    def lineage_of(self, key: Key, tier: Tier) -> ComputedBy | None:
         for held, lineage in self.everything():
             if held == holding(key, tier):
                 return lineage
         return None
 
-    def keep(self, key: Key, tier: Tier, lineage: Lineage, *, sealed: bool = True) -> None:
+    def keep(self, key: Key, tier: Tier, lineage: ComputedBy, *, sealed: bool = True) -> None:
         """``sealed``: in the keeper's memory, if there is a keeper."""
         old = self.copies.get(key)
         if old is None or old.tier is Tier.PEER:

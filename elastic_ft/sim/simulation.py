@@ -10,7 +10,7 @@ from elastic_ft.core.assignment import CheckpointRef, WorkerId
 from elastic_ft.core.state import State
 from elastic_ft.sim import checks
 from elastic_ft.sim.group import Group
-from elastic_ft.sim.nodes import Lineage, SimCheckpoint
+from elastic_ft.sim.nodes import ComputedBy, SimCheckpoint
 from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_adoption import SimAdoption
 from elastic_ft.sim.sim_emergency import Emergency
@@ -226,7 +226,7 @@ class Simulation(Machines):
 
     # -------------------------------------------------------- what a group has looked at
 
-    def true_source(self, group: Group) -> Lineage:
+    def true_source(self, group: Group) -> ComputedBy:
         return checks.source(self, group)
 
     def look_at_applied(self, worker: SimWorker, group: Group, step: int) -> None:

@@ -30,10 +30,10 @@ from elastic_ft.storage.store import open_store
 
 COPIED_TIMEOUT_S = 3600.0  # last resort: a copy in host memory ends with its generation
 
-Owned = frozenset[tuple[str, Box]]
+OwnedBoxes = frozenset[tuple[str, Box]]
 
 
-def owned_by(groups: Groups, placed: Placed) -> Owned:
+def owned_by(groups: Groups, placed: Placed) -> OwnedBoxes:
     """Which boxes this rank writes."""
     me = str(groups.participant)
     owned = find_owners(me, placed.needed, placed.itemsizes)
@@ -61,10 +61,10 @@ class Checkpointer:
             checkpoints.RateLimit(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
         )
 
-    def owned_state(self, state: LocalState, owned: Owned) -> LocalState:
+    def owned_state(self, state: LocalState, owned: OwnedBoxes) -> LocalState:
         return {key: t for key, t in state.items() if (tensor_name(key), t.box) in owned}
 
-    def write(self, shard: HostShard, owned: Owned, state: LocalState, groups: Groups) -> None:
+    def write(self, shard: HostShard, owned: OwnedBoxes, state: LocalState, groups: Groups) -> None:
         """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
         shard.users += 1
         tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
@@ -84,7 +84,7 @@ class Checkpointer:
     def _upload(
         self,
         shard: HostShard,
-        owned: Owned,
+        owned: OwnedBoxes,
         tensors: dict[str, tuple[str, tuple[int, ...]]],
         generation: int,
         rank: int,
@@ -115,7 +115,7 @@ class Checkpointer:
             self._snapshots.release(shard)
 
     def _write_shards(
-        self, shard: HostShard, owned: Owned, prefix: str, rank: int
+        self, shard: HostShard, owned: OwnedBoxes, prefix: str, rank: int
     ) -> tuple[dict[str, Any], ...]:
         """By the keeper whose memory it is; here, if there is none.
 
@@ -141,7 +141,7 @@ class Checkpointer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _pieces(shard: HostShard, owned: Owned) -> Iterator[tuple[str, Box, str, memoryview]]:
+def _pieces(shard: HostShard, owned: OwnedBoxes) -> Iterator[tuple[str, Box, str, memoryview]]:
     for slot in shard.schema:
         if (slot.name, slot.box) in owned and slot.nbytes:
             yield (

@@ -9,7 +9,7 @@ import torch
 
 from elastic_ft.core.assignment import Holding
 from elastic_ft.errors import StateDamaged
-from elastic_ft.keeper.buffer import Bytes, Schema, Slot, is_whole, label, lay_out, seal
+from elastic_ft.keeper.buffer import ByteArray, Schema, Slot, is_whole, label, lay_out, seal
 from elastic_ft.keeper.client import KeeperClient
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 
@@ -30,7 +30,7 @@ class Buffer:
     path: str = ""  # under which the keeper knows it
 
     @property
-    def bytes(self) -> Bytes:
+    def bytes(self) -> ByteArray:
         return self.memory.numpy()
 
 

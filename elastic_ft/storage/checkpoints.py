@@ -29,9 +29,9 @@ from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, incomplete
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage.shards import (
-    Piece,
     RateLimit,
     Reader,
+    StatePiece,
     Want,
     attempt_prefix,
     first_flaw,
@@ -46,9 +46,9 @@ from elastic_ft.storage.store import Store, if_there, open_store
 
 __all__ = [
     "Committed",
-    "Piece",
     "RateLimit",
     "Reader",
+    "StatePiece",
     "Swept",
     "Want",
     "abandon",

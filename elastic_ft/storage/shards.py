@@ -33,7 +33,7 @@ THREADS = 4  # concurrent transfers, each with one object in memory
 OBJECT_DEADLINE_S = 180.0  # to write one, with its retries
 READS = 2  # of a run, before it is called damaged
 
-Piece = tuple[str, Box, str, memoryview]  # tensor, box, dtype, its bytes in row-major order
+StatePiece = tuple[str, Box, str, memoryview]  # tensor, box, dtype, its bytes in row-major order
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -77,7 +77,7 @@ def write_shards(
     store: Store,
     prefix: str,
     rank: int,
-    pieces: Iterable[Piece],
+    pieces: Iterable[StatePiece],
     threads: int = THREADS,
     pace: RateLimit | None = None,
 ) -> tuple[dict[str, Any], ...]:
@@ -89,7 +89,7 @@ def write_shards(
     change before this returns. Raises StoreFailed; what was written is then left to ``abandon``.
     """
 
-    def write(numbered: tuple[int, list[Piece]]) -> list[dict[str, Any]]:
+    def write(numbered: tuple[int, list[StatePiece]]) -> list[dict[str, Any]]:
         number, parts = numbered
         file = f"r{rank}-{number}.bin"
         entries, offset = [], 0
@@ -105,9 +105,9 @@ def write_shards(
     return tuple(entry for entries in written for entry in entries)
 
 
-def _pack(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+def _pack(pieces: Iterable[StatePiece]) -> Iterator[list[StatePiece]]:
     """Groups pieces, in order, into objects of at most OBJECT_BYTES."""
-    parts: list[Piece] = []
+    parts: list[StatePiece] = []
     nbytes = 0
     for tensor, box, dtype, data in pieces:
         if box.numel == 0:

@@ -16,7 +16,7 @@ import torch
 
 from elastic_ft.config import Job, parse_job, parse_yaml
 from elastic_ft.controller.controller import Controller
-from elastic_ft.controller.host import Host, Inbox
+from elastic_ft.controller.host import Host, Tell
 from elastic_ft.core.assignment import Assignment, NodeId, WorkerId
 from elastic_ft.errors import ConfigError, JobFailed, UsageError
 from elastic_ft.observe.run_folder import RunFolder
@@ -38,7 +38,7 @@ class ThisProcess(Host):
     def survivors(self) -> frozenset[WorkerId]:
         return frozenset()
 
-    def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
+    def start(self, inbox: Tell, address: tuple[str, int], key: JobKey) -> None:
         self.address, self.key = address, key
         self.started.set()
 

@@ -207,10 +207,10 @@ class TlsSocket:
         self._socket.close()
 
 
-Line = socket.socket | TlsSocket
+AnySocket = socket.socket | TlsSocket
 
 
-def readable(line: Line, timeout_s: float) -> bool:
+def readable(line: AnySocket, timeout_s: float) -> bool:
     """Whether something came within ``timeout_s``."""
     if isinstance(line, TlsSocket):
         return line.readable(timeout_s)
@@ -222,7 +222,7 @@ def readable(line: Line, timeout_s: float) -> bool:
 # ------------------------------------------------------------------------------- both ends
 
 
-def call(sock: socket.socket, key: JobKey, deadline_s: float) -> Line:
+def call(sock: socket.socket, key: JobKey, deadline_s: float) -> AnySocket:
     """The end that connected; ``sock`` itself without TLS. Raises OSError, EOFError or
     WrongCertificate."""
     if not key.certificate:
@@ -266,6 +266,6 @@ def server_context(key: JobKey) -> ssl.SSLContext | None:
     return context
 
 
-def answer(sock: socket.socket, context: ssl.SSLContext | None, deadline_s: float) -> Line:
+def answer(sock: socket.socket, context: ssl.SSLContext | None, deadline_s: float) -> AnySocket:
     """The end that listens. Raises OSError or EOFError."""
     return sock if context is None else TlsSocket(sock, context, deadline_s)

@@ -23,7 +23,7 @@ from typing import Any
 
 from elastic_ft.transport.handshake import HANDSHAKE_S, Session, greet
 from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, encode
-from elastic_ft.transport.tls import JobKey, Line, call, readable
+from elastic_ft.transport.tls import AnySocket, JobKey, call, readable
 
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!Q")
@@ -47,7 +47,7 @@ class Channel:
         receives: what this end may be sent.
     """
 
-    def __init__(self, sock: Line, session: Session, receives: Messages) -> None:
+    def __init__(self, sock: AnySocket, session: Session, receives: Messages) -> None:
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._receives = sock, receives

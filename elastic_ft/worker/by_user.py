@@ -19,7 +19,7 @@ from elastic_ft.worker.party import Party, furthest, place
 from elastic_ft.worker.steering import Dealt, Done, Ended, Steering
 from elastic_ft.worker.step import Step
 
-Item = Dealt | Done | Ended | Step
+Handed = Dealt | Done | Ended | Step
 
 
 class ByUser:
@@ -53,7 +53,7 @@ class ByUser:
 
     # ------------------------------------------------------------------------- one step
 
-    def make(self, loop: Loop, attempt: Making) -> Generator[Item, None, Update | None]:
+    def make(self, loop: Loop, attempt: Making) -> Generator[Handed, None, Update | None]:
         running = self._begin(loop, attempt)
         groups = loop.groups
         dealt = Dealt(running, groups.world_size, groups.rank or 0, groups.generation)
@@ -120,7 +120,7 @@ class ByUser:
 
     # -------------------------------------------------------------------- between two steps
 
-    def settle(self, loop: Loop, made: Made) -> Generator[Item, None, Step | None]:
+    def settle(self, loop: Loop, made: Made) -> Generator[Handed, None, Step | None]:
         self._untold = made.metrics
         self._own.in_step = False
         yield from self._given(loop, made.step)
@@ -131,7 +131,7 @@ class ByUser:
             self._engine.forget_initial()
         return None
 
-    def _given(self, loop: Loop, item: Item) -> Iterator[Item]:
+    def _given(self, loop: Loop, item: Handed) -> Iterator[Handed]:
         """To the user's thread, until it wants more than an errand."""
         outside = loop.tools.points.outside
         with outside():
@@ -169,7 +169,7 @@ class ByUser:
             fields = {"step": loop.step, "values": logged}
             loop.note("logged", f"logged after step {loop.step}", fields)
 
-    def leave(self, loop: Loop) -> Iterator[Item]:
+    def leave(self, loop: Loop) -> Iterator[Handed]:
         if not self._own.ending:
             finished = self._over or loop.step >= loop.job.steps
             yield from self._given(loop, Ended("" if finished else "it was stopped"))

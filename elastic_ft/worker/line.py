@@ -60,7 +60,7 @@ class Hooks:
     on_change: Callable[[Welcome], None]
 
 
-class Line:
+class ControllerLine:
     """Attributes:
     flags: what the running generation is asked; set here, read by its loop, new for each.
     cut_off: the controller is there, perhaps, and can't be reached.
@@ -112,7 +112,7 @@ class Line:
 
     # -------------------------------------------------------------- what the worker asks
 
-    def rest(self) -> tuple[fo.Action, ...]:
+    def rest(self) -> tuple[fo.Reaction, ...]:
         """At the safe point: waits until there is something to do there, and returns it.
 
         Raises ControllerLost.

@@ -13,7 +13,7 @@ from elastic_ft.engines.base import StateEngine
 from elastic_ft.faults import Points
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import Schema
-from elastic_ft.state.checkpointer import Checkpointer, Owned
+from elastic_ft.state.checkpointer import Checkpointer, OwnedBoxes
 from elastic_ft.state.snapshot import Snapshots
 
 
@@ -31,7 +31,7 @@ class Formed:
     """One formed generation, ready to train."""
 
     groups: Groups
-    owned: Owned
+    owned: OwnedBoxes
     peer_schemas: dict[int, Schema]  # of the ranks whose copies are kept here
     step: int
 

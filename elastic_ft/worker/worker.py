@@ -39,7 +39,7 @@ from elastic_ft.worker import birth, restore
 from elastic_ft.worker.by_engine import ByEngine
 from elastic_ft.worker.by_user import ByUser
 from elastic_ft.worker.devices import device_memory_bytes
-from elastic_ft.worker.line import ControllerLost, Hooks, Line
+from elastic_ft.worker.line import ControllerLine, ControllerLost, Hooks
 from elastic_ft.worker.loop import Loop, Maker
 from elastic_ft.worker.own_keeper import OwnKeeper
 from elastic_ft.worker.prepare import prepare
@@ -102,7 +102,7 @@ class Worker:
             on_pause or _nothing,
             self._follow,
         )
-        self._line = Line(lifeline, member, self._points, hooks, self._pause_timeout_s)
+        self._line = ControllerLine(lifeline, member, self._points, hooks, self._pause_timeout_s)
         self._trouble = Trouble(member, self._points, self._line.send, self._line.await_over)
         self._groups: Groups | None = None
         self._live: tuple[Holding, LocalState] | None = None

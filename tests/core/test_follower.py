@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from elastic_ft.core.commands import Bench, PauseWorkers, ReleaseWorker
 from elastic_ft.core.follower import (
-    Action,
     AnswerPause,
     BeginGeneration,
     BreakOff,
@@ -18,6 +17,7 @@ from elastic_ft.core.follower import (
     Leave,
     LineEnded,
     PauseAtBoundary,
+    Reaction,
     hear,
     rest,
 )
@@ -39,11 +39,11 @@ class Play:
         for message in heard:
             self.hear(message)
 
-    def hear(self, message: Heard) -> tuple[Action, ...]:
+    def hear(self, message: Heard) -> tuple[Reaction, ...]:
         self.follower, actions = hear(self.follower, message)
         return actions
 
-    def rest(self) -> tuple[Action, ...]:
+    def rest(self) -> tuple[Reaction, ...]:
         self.follower, actions = rest(self.follower)
         return actions
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_ft.core.assignment import TIER_ORDER, CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.source import Refused, choose
+from elastic_ft.core.source import RefusedSources, choose
 
 TWO, THREE = Layout(dp_shard=2), Layout(dp_shard=3)
 IN_MEMORY = (Tier.LIVE, Tier.HOST, Tier.KEEPER, Tier.PEER)
@@ -185,7 +185,7 @@ refusals = st.frozensets(
 def every_source(
     holdings: dict[str, list[Holding]],
     refs: tuple[CheckpointRef, ...],
-    refused: Refused,
+    refused: RefusedSources,
 ) -> list[tuple[int, int, int]]:
     """(step, the generation that computed it, -farthest tier) of each way there is to get a whole
     state, found by trying all."""
@@ -214,7 +214,7 @@ def every_source(
 def test_choose_agrees_with_trying_every_combination(
     holdings: dict[str, list[Holding]],
     refs: tuple[CheckpointRef, ...],
-    refused: Refused,
+    refused: RefusedSources,
 ) -> None:
     source, why = choose(holdings, refs, refused)
     best = max(every_source(holdings, refs, refused))
@@ -246,7 +246,7 @@ def read_share(source: Source) -> float:
 
 
 def missing_shares(
-    holdings: dict[str, list[Holding]], refused: Refused, source: Source
+    holdings: dict[str, list[Holding]], refused: RefusedSources, source: Source
 ) -> list[float]:
     """By cut of the state, the part of the source's step that no memory has."""
     good = {

@@ -23,7 +23,7 @@ from elastic_ft.transport.reception import Reception
 from elastic_ft.transport.succession import Search, format_address, parse_address
 from elastic_ft.transport.tls import new_key
 from elastic_ft.transport.wire import Channel
-from elastic_ft.worker.line import Hooks, Line
+from elastic_ft.worker.line import ControllerLine, Hooks
 from tests.multiproc.harness import make_job
 
 MEMBER = Member("w0", "n0", "localhost", 1)
@@ -193,7 +193,7 @@ def test_what_a_worker_can_not_do_is_the_lines_end(realm: Realm) -> None:
     first = realm.reigning()
     points = Points("w0", (), lambda index: None)
     hooks = Hooks(lambda: 0, raises, lambda: None, lambda welcome: None)
-    line = Line(realm.lifeline(first), MEMBER, points, hooks, 1.0)
+    line = ControllerLine(realm.lifeline(first), MEMBER, points, hooks, 1.0)
     realm.closing.append(line.close)
     line.start()
     first.wait(bool)  # welcomed

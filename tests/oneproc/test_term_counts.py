@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ft.engines.modules import Terms
+from elastic_ft.engines.modules import TermCounts
 
 
 @pytest.mark.parametrize(
@@ -13,7 +13,7 @@ from elastic_ft.engines.modules import Terms
     [(torch.uint8, 200, 4), (torch.float16, 2047, 40), (torch.float32, 8191, 4096)],
 )
 def test_counts_add_up_in_any_dtype(dtype: torch.dtype, count: int, times: int) -> None:
-    terms = Terms()
+    terms = TermCounts()
     for _ in range(times):
         terms.add(torch.tensor(count, dtype=dtype))
     terms.add(3)
@@ -21,7 +21,7 @@ def test_counts_add_up_in_any_dtype(dtype: torch.dtype, count: int, times: int) 
 
 
 def test_a_count_that_the_model_fills_in_place_is_read_when_it_is_told() -> None:
-    terms, buffer = Terms(), torch.zeros((), dtype=torch.int64)
+    terms, buffer = TermCounts(), torch.zeros((), dtype=torch.int64)
     for count in (5, 7, 9):
         terms.add(buffer.fill_(count))
     assert terms.total() == 21

@@ -214,7 +214,7 @@ def test_who_finishes_tls_and_then_dawdles_is_dropped_in_time(
 def test_a_record_that_comes_byte_by_byte_is_waited_for_no_longer_than_told(
     key: JobKey, how: str
 ) -> None:
-    made: list[tls.Line] = []
+    made: list[tls.AnySocket] = []
     deadline_s, context = time.monotonic() + SOON_S, tls.server_context(key)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname(), SOON_S)

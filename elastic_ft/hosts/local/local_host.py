@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_ft.controller.host import Inbox
+from elastic_ft.controller.host import Tell
 from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
 from elastic_ft.core.events import EVERYONES, NodeDraining, NodeLost, WorkerLost, WorkerRaised
 from elastic_ft.hosts.local.orders import (
@@ -101,7 +101,7 @@ class LocalHost:
         self._closed = self._adopts = False
         self._formed = False  # some workers have trained here
         self._failures = 0  # of workers, before any has
-        self._inbox: Inbox | None = None
+        self._inbox: Tell | None = None
         self._address: tuple[str, int] = ("", 0)
         self._key = JobKey(b"")
         self._launched = launched is not None
@@ -126,7 +126,7 @@ class LocalHost:
                     found.add(process.forked.name)
         return frozenset(found)
 
-    def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
+    def start(self, inbox: Tell, address: tuple[str, int], key: JobKey) -> None:
         self._inbox, self._address, self._key = inbox, address, key
         if not self._launched:
             start_warm(self.worker_environment)

@@ -20,7 +20,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 
-from elastic_ft.controller.host import Inbox
+from elastic_ft.controller.host import Tell
 from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
 from elastic_ft.core.events import NodeDraining, NodeLost, WorkerLost
 from elastic_ft.hosts.ray.allowed_places import AllowedPlaces
@@ -62,7 +62,7 @@ class RayHost:
         self._closed = self.is_left = False
         self._begun, self._cleared = asyncio.Event(), asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
-        self._inbox: Inbox = lambda event: None
+        self._inbox: Tell = lambda event: None
         self._address: tuple[str, int] = ("", 0)
         self._key = JobKey(b"")
         self._loop = asyncio.new_event_loop()
@@ -90,7 +90,7 @@ class RayHost:
         self._launch.on_survivors(found.looks)
         return frozenset({*found.actors, *(KEEPER + node for node in found.keepers)})
 
-    def start(self, inbox: Inbox, address: tuple[str, int], key: JobKey) -> None:
+    def start(self, inbox: Tell, address: tuple[str, int], key: JobKey) -> None:
         self._inbox, self._address, self._key = inbox, address, key
         self._keepers.serve(address, key)
         if not self._thread.is_alive():
