@@ -109,6 +109,14 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def matrices_are_known(self) -> Job:
+        if self.optimizer.name == "muon" and self.parallel.engine != "native":
+            raise ValueError(
+                "optimizer.name: muon: DeepSpeed partitions rows of numbers, native can"
+            )
+        return self
+
+    @model_validator(mode="after")
     def stages_take_tokens_alone(self) -> Job:
         key = self.parallel.takes_tokens_alone
         if self.data.separate_documents and key is not None:

@@ -105,10 +105,11 @@ class ParameterGroup(Section):
     match: str = Field(min_length=1)
     lr: Rate | None = None  # its highest; the schedule shapes it as it does optimizer.lr
     weight_decay: Decay | None = None  # of vectors too
+    muon: bool | None = None  # name muon: whether these are its, and not AdamW's
 
 
 class OptimizerConfig(Section):
-    name: str = "adamw"  # adamw, adam, sgd, or "package.module:class"
+    name: str = "adamw"  # adamw, adam, sgd, muon, or "package.module:class"
     lr: Rate = 3e-4
     weight_decay: Decay = 0.1  # of matrices; norms and biases have none
     groups: tuple[ParameterGroup, ...] = ()  # the first whose pattern matches counts
@@ -132,6 +133,12 @@ class OptimizerConfig(Section):
             names = ", ".join(SCHEDULES)
             raise ValueError(f"expected one of {names} or package.module:callable, found {value!r}")
         return value
+
+    @model_validator(mode="after")
+    def groups_say_what_counts(self) -> OptimizerConfig:
+        if self.name != "muon" and any(group.muon is not None for group in self.groups):
+            raise ValueError(f"groups.muon: of name muon, found {self.name}")
+        return self
 
     @model_validator(mode="after")
     def decays_in_some_steps(self) -> OptimizerConfig:

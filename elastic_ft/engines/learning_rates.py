@@ -13,6 +13,7 @@ from torch import nn
 
 from elastic_ft.config import OptimizerConfig, ParameterGroup
 from elastic_ft.core import schedule
+from elastic_ft.engines.muon import MATRIX, MATRIX_DIMENSIONS, is_inner_matrix
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.imports import import_object, one_line
 
@@ -50,9 +51,10 @@ def set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
 def grouped(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> list[Any]:
     """The trained ``parameters``, by name in the whole model, as groups for an optimizer.
 
-    Unless a group of the job's says otherwise, vectors (norms, biases) are not decayed.
+    Unless a group of the job's says otherwise, vectors (norms, biases) are not decayed, and Muon's
+    are inner matrices.
     """
-    found: dict[tuple[float, float], list[nn.Parameter]] = {}
+    found: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
@@ -61,11 +63,16 @@ def grouped(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> 
         if own is not None and own.weight_decay is not None:
             decay = own.weight_decay
         rate = config.lr if own is None or own.lr is None else own.lr
-        found.setdefault((decay, rate), []).append(parameter)
+        inner = is_inner_matrix(name, parameter)
+        if own is not None and own.muon is not None:
+            inner = own.muon and parameter.dim() in MATRIX_DIMENSIONS
+        matrix = inner and config.name == "muon"
+        found.setdefault((decay, rate, matrix), []).append(parameter)
     return [
         {"params": members, "weight_decay": decay}
         | ({} if rate == config.lr else {"lr": rate, SCALE: rate / config.lr})
-        for (decay, rate), members in found.items()
+        | ({MATRIX: True} if matrix else {})
+        for (decay, rate, matrix), members in found.items()
     ]
 
 

@@ -38,6 +38,7 @@ from elastic_ft.engines.modules import (
     seed_for,
     to_device,
 )
+from elastic_ft.engines.muon import MuonWithAdamW
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import Pipeline, micro_batches_to_run
 from elastic_ft.faults import Reach
@@ -353,6 +354,9 @@ class NativeEngine:
             gradients.scale(found, norm, ratio, clip)
             rate = learning_rate(self.job.optimizer, self.job.steps, step)
             set_rates(optimizer, rate)
+            if isinstance(optimizer, MuonWithAdamW):
+                optimizer.gather()
+                self._check_said()
             self.intact = False
             if model.kept.fresh:  # their first step replaces what is listed
                 self._listed = None
@@ -361,7 +365,7 @@ class NativeEngine:
                 if model.tied is not None:
                     model.tied.refresh()
             if not self._replicated and self.job.optimizer.name not in LOCAL_OPTIMIZERS:
-                self._check_stepped()
+                self._check_said()
             self.intact = True
             self._loss_scale.applied()
         else:
@@ -371,9 +375,9 @@ class NativeEngine:
         optimizer.zero_grad(set_to_none=True)
         return update
 
-    def _check_stepped(self) -> None:
-        """Of an optimizer whose step may have collectives, as norms of DTensors are: an abort
-        would have left anything in its results. Raises GroupBroken."""
+    def _check_said(self) -> None:
+        """Of an optimizer with collectives, as norms of DTensors are: an abort would have left
+        anything in their results. Raises GroupBroken."""
         assert self._groups is not None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -11,11 +11,12 @@ from torch import nn
 
 from elastic_ft.config import OptimizerConfig
 from elastic_ft.engines.learning_rates import grouped
+from elastic_ft.engines.muon import MuonWithAdamW
 from elastic_ft.engines.optimizer_state import materialise
 from elastic_ft.errors import ConfigError
 
 WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}  # of torch's Adam
-LOCAL_OPTIMIZERS = ("adamw", "adam", "sgd")  # their steps have no collective
+LOCAL_OPTIMIZERS = ("adamw", "adam", "sgd", "muon")  # their steps have no collective
 
 
 def make_optimizer(
@@ -36,6 +37,8 @@ def make_optimizer(
         return torch.optim.AdamW(groups, **adam)
     if config.name == "adam":
         return torch.optim.Adam(groups, **adam)
+    if config.name == "muon":
+        return MuonWithAdamW(groups, **adam)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, **config.kwargs)
     return _optimizer_class(config.name)(groups, lr=config.lr, **config.kwargs)
@@ -47,7 +50,7 @@ def _optimizer_class(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer.name: {path!r} is neither adamw, adam, sgd nor importable: {error}"
+            f"optimizer.name: {path!r} is neither adamw, adam, sgd, muon nor importable: {error}"
         ) from None
 
 

@@ -48,17 +48,19 @@ def describe_job(job: Job) -> Work:
 
     Knows presets and transformers models. Raises UsageError.
     """
-    adam = job.optimizer.name in ("adamw", "adam")
-    if not adam and job.optimizer.name != "sgd":
+    # Muon: a momentum, and in its step a direction beside it.
+    two_moments = job.optimizer.name in ("adamw", "adam", "muon")
+    if not two_moments and job.optimizer.name != "sgd":
         raise ConfigError(
-            f"optimizer.name: the planner knows adamw, adam and sgd, found {job.optimizer.name!r}"
+            "optimizer.name: the planner knows adamw, adam, sgd and muon, found "
+            f"{job.optimizer.name!r}"
         )
     momentum = 4 if job.optimizer.kwargs.get("momentum") else 0
     return Work(
         model=_shape(job),
         global_batch=job.batch.global_batch_size,
         compute_bytes=4 if job.precision.dtype == "fp32" else 2,
-        optimizer_bytes=8 if adam else momentum,
+        optimizer_bytes=8 if two_moments else momentum,
         gathers_once=not job.parallel.reshard_after_backward,
         reduces_once=job.parallel.reduce_gradients == "step",
         loss_chunk_tokens=job.parallel.loss_chunk_tokens,

@@ -6,9 +6,9 @@
 Who computes and applies is a ``Maker``: the job's own engine (``worker.by_engine``), or a function
 of the user's (``worker.by_user``). ``agree`` is one small collective in host memory: loss, tokens,
 the gradients' norm, and whether anyone was asked to pause or stop, so that all members stop after
-the same step. It is the step's last collective. Once it has passed, nothing between it and the
-boundary can keep a healthy member from applying the step; who fails before it has not applied it
-(I4).
+the same step. It is the step's last collective, but for an optimizer's own, which come before its
+first write. Once it has passed, nothing else between it and the boundary can keep a healthy member
+from applying the step; who fails before it has not applied it (I4).
 """
 
 from __future__ import annotations

@@ -117,6 +117,19 @@ def test_groups_of_parameters(
 
 @pytest.mark.parametrize(
     ("strategy", "world", "parallel"),
+    [("hsdp", 4, {"shard_size": 2}), ("fsdp", 4, {"tp": 2}), ("ddp", 4, {"pp": 2, "tp": 2})],
+)
+def test_matrices_that_muon_takes_whole(
+    train: Train, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    muon = {"optimizer": COMMON["optimizer"] | {"name": "muon"}, "batch": COMMON["batch"]}
+    alone = train(job_of("decoder", **muon), 1)
+    found = train(job_of("decoder", strategy, parallel=parallel, **muon), world)
+    assert_close(found, alone, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "parallel"),
     [
         ("ddp", 2, {"pp": 2}),
         ("ddp", 2, {"pp": 2, "schedule": "zero_bubble"}),

@@ -36,6 +36,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adam": {},
     "sgd": {"momentum": 0.9, "dampening": 0.3},
+    "muon": {},
     "torch.optim:NAdam": {},
     "torch.optim:Adagrad": {"initial_accumulator_value": 0.1},
     "torch.optim:RMSprop": {"momentum": 0.5},

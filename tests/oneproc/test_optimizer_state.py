@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adam": {"amsgrad": True},
     "sgd": {"momentum": 0.9, "dampening": 0.5, "nesterov": False},
+    "muon": {},
     "torch.optim:NAdam": {},
     "torch.optim:RAdam": {},
     "torch.optim:Adamax": {},
