@@ -5,10 +5,4 @@ from chaos.expect import judge_demo
 from chaos.network import network_lacks
 from chaos.scenario import arm, load_scenario
 
-__all__ = [
-    "arm",
-    "disturbed",
-    "judge_demo",
-    "load_scenario",
-    "network_lacks",
-]
+__all__ = ["arm", "disturbed", "judge_demo", "load_scenario", "network_lacks"]

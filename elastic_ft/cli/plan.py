@@ -234,9 +234,7 @@ def _loss_as_json(found: LayoutPlan | str) -> dict[str, Any]:
 
 
 def _dump_all(
-    ranked: tuple[LayoutPlan, ...],
-    after: dict[int, LayoutPlan | str],
-    measured: Calibration | None,
+    ranked: tuple[LayoutPlan, ...], after: dict[int, LayoutPlan | str], measured: Calibration | None
 ) -> None:
     losses = [{"lost": n} | _loss_as_json(found) for n, found in after.items()]
     found = None if measured is None else asdict(measured) | {"layout": str(measured.layout)}

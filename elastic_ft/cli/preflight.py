@@ -23,9 +23,7 @@ from elastic_ft.cli.check_stores import (
 from elastic_ft.config import Job, LoopConfig
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.core.terms import data_terms, terms_of
-from elastic_ft.errors import (
-    ConfigError,
-)
+from elastic_ft.errors import ConfigError
 from elastic_ft.transport.tls import find_openssl
 
 if TYPE_CHECKING:

@@ -145,12 +145,7 @@ class EndOfRun:
 
 
 def run(
-    job: Job,
-    out: str,
-    where: Where,
-    checked: Checked,
-    how: How,
-    unless_run: contextlib.ExitStack,
+    job: Job, out: str, where: Where, checked: Checked, how: How, unless_run: contextlib.ExitStack
 ) -> EndOfRun:
     url = checked.checkpoint_url
     with (

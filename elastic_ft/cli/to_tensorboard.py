@@ -18,8 +18,7 @@ LOOK_S = 1.0
 def tensorboard(
     run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
     out: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Where to [tensorboard in the run folder]."),
+        str | None, typer.Option(metavar="FOLDER", help="Where to [tensorboard in the run folder].")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Until the run has ended.")] = False,
 ) -> int:

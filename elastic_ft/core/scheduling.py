@@ -24,13 +24,7 @@ from elastic_ft.core.sharing.admission import Admission
 from elastic_ft.core.sharing.asks import SharingCommand, SharingEvent, SharingTerms
 from elastic_ft.core.sharing.dealing import deal
 from elastic_ft.core.sharing.desk import Desk, plural
-from elastic_ft.core.sharing.ledger import (
-    ENDED_KEPT,
-    SharedJob,
-    Sharing,
-    count,
-    removed,
-)
+from elastic_ft.core.sharing.ledger import ENDED_KEPT, SharedJob, Sharing, count, removed
 from elastic_ft.core.table import Table
 
 ROUNDS_MAX = 8  # what is left to do after them waits for the next event

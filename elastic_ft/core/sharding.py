@@ -106,10 +106,7 @@ class Box:
 
 
 def _with(offsets: list[int], sizes: list[int], d: int, offset: int, size: int) -> Box:
-    return Box(
-        (*offsets[:d], offset, *offsets[d + 1 :]),
-        (*sizes[:d], size, *sizes[d + 1 :]),
-    )
+    return Box((*offsets[:d], offset, *offsets[d + 1 :]), (*sizes[:d], size, *sizes[d + 1 :]))
 
 
 def overlapping(boxes: Iterable[Box]) -> tuple[Box, Box] | None:

@@ -198,10 +198,7 @@ class Pipeline:
         schedule = getattr(pipelining.schedules, SCHEDULES[self._schedule])
         several = self._count > self._ranks
         return schedule(
-            stages if several else stages[0],
-            micro_batches,
-            loss_fn=self._loss,
-            scale_grads=False,
+            stages if several else stages[0], micro_batches, loss_fn=self._loss, scale_grads=False
         )
 
     def _shapes(self, part: DecoderStage, shape_BT: torch.Size) -> tuple[Any, Any]:

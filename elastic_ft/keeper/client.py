@@ -143,10 +143,7 @@ class LeftShard:
         """Raises StateDamaged, naming the keeper, where it says so; StateUnreadable where it does
         not answer, or can't."""
         try:
-            with (
-                _dialled(self._keeper, self._key, self._patience) as channel,
-                self._guard(channel),
-            ):
+            with _dialled(self._keeper, self._key, self._patience) as channel, self._guard(channel):
                 return _ask(channel, message, answer, self._patience.answer_s)
         except KeeperGone as error:
             raise StateUnreadable(f"{self.holder}: {error}", self.holder) from error

@@ -30,10 +30,7 @@ SEEN_S, SEEN_REMOTE_S = 3.5, 12.0  # within which one that lives renews its sign
 
 
 def await_handover(
-    run_url: str,
-    say: Callable[[str], object],
-    timeout_s: float = TIMEOUT_S,
-    next_s: float = 0.0,
+    run_url: str, say: Callable[[str], object], timeout_s: float = TIMEOUT_S, next_s: float = 0.0
 ) -> None:
     """Returns once nobody alive has the job, or after ``timeout_s``. Changes nothing but to ask.
 

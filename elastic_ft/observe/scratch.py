@@ -59,9 +59,5 @@ def _is_left_behind(path: Path) -> bool:
         return (
             path.stat().st_uid == os.getuid() and ScratchOwner(**json.loads(path.read_text())).gone
         )
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-    ):  # another process removes it just now, say
+    except (OSError, ValueError, TypeError):  # another process removes it just now, say
         return False

@@ -14,7 +14,7 @@ from elastic_ft.sim.nodes import HANG_TIMEOUT_S
 from elastic_ft.sim.scenario import SimFault, SimKill, SimScenario
 from elastic_ft.sim.sim_adoption import SimAdoption
 from elastic_ft.sim.sim_inbox import Decide
-from elastic_ft.sim.sim_keeper import SimNode
+from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
 from elastic_ft.sim.simulation import Simulation
 
 UNNOTICED_S = 0.05  # before the controller can know
@@ -186,22 +186,13 @@ class Chaos:
         return None
 
     def _publisher_silent(self, fault: SimFault) -> None:
-        def back() -> None:
-            self.world.store.silent = False
-
-        self.world.store.silent = True
-        self.world.after(fault.lasts_s, back)
+        self._for_a_while(fault, self.world.store, "silent")
 
     def _spoil_node(self, fault: SimFault) -> bool | None:
         """Its data is gone: who trains there has read it, who comes there can't."""
         if (node := self._node(fault)) is None:
             return False
-        node.spoiled = True
-
-        def well() -> None:
-            node.spoiled = False
-
-        self.world.after(fault.lasts_s, well)
+        self._for_a_while(fault, node, "spoiled")
         return None
 
     def _close_ports(self, fault: SimFault) -> bool | None:
@@ -232,10 +223,9 @@ class Chaos:
         return None
 
     def _crash_keeper(self, fault: SimFault) -> bool | None:
-        node = self._node(fault)
-        if node is None or node.keeper is None or not node.keeper.alive:
+        if (keeper := self._keeper(fault)) is None:
             return False
-        self.world.kill_keeper(node)
+        self.world.kill_keeper(keeper.node)
         return None
 
     def _lose_keeper_line(self, fault: SimFault) -> bool | None:
@@ -246,29 +236,32 @@ class Chaos:
         return None
 
     def _hang_keeper(self, fault: SimFault) -> bool | None:
-        node = self._node(fault)
-        if node is None or node.keeper is None or not node.keeper.alive or node.keeper.hung:
+        keeper = self._keeper(fault)
+        if keeper is None or keeper.hung:
             return False
-        node.keeper.hang(fault.lasts_s)
+        keeper.hang(fault.lasts_s)
         return None
 
     def _hush_keeper(self, fault: SimFault) -> bool | None:
         """Workers can't reach it, for a while; the controller can."""
-        node = self._node(fault)
-        if node is None or node.keeper is None or not node.keeper.alive:
+        if (keeper := self._keeper(fault)) is None:
             return False
-        keeper = node.keeper
-        keeper.hushed = True
-
-        def back() -> None:
-            keeper.hushed = False
-
-        self.world.after(fault.lasts_s, back)
+        self._for_a_while(fault, keeper, "hushed")
         return None
 
     def _node(self, fault: SimFault) -> SimNode | None:
         nodes = [n for n in self.world.nodes if n.up and not n.cut and not n.lost]
         return nodes[fault.target % len(nodes)] if nodes else None
+
+    def _keeper(self, fault: SimFault) -> SimKeeper | None:
+        node = self._node(fault)
+        keeper = None if node is None else node.keeper
+        return keeper if keeper is not None and keeper.alive else None
+
+    def _for_a_while(self, fault: SimFault, of: Any, name: str) -> None:
+        """``of`` is so until the fault is over; a later one of the kind ends with this one."""
+        setattr(of, name, True)
+        self.world.after(fault.lasts_s, lambda: setattr(of, name, False))
 
     def _crash_node(self, fault: SimFault) -> bool | None:
         if (node := self._node(fault)) is None:
@@ -355,11 +348,7 @@ class Chaos:
         return None
 
     def _store_down(self, fault: SimFault) -> None:
-        def back() -> None:
-            self.world.store.down = False
-
-        self.world.store.down = True
-        self.world.after(fault.lasts_s, back)
+        self._for_a_while(fault, self.world.store, "down")
 
     def _slow_network(self, fault: SimFault) -> None:
         def fast() -> None:

@@ -46,11 +46,7 @@ class Snapshots:
     """
 
     def __init__(
-        self,
-        worker: str,
-        pinned: bool,
-        unkept: Callable[[str], object],
-        run: str = "",
+        self, worker: str, pinned: bool, unkept: Callable[[str], object], run: str = ""
     ) -> None:
         self.worker, self._unkept, self._run = worker, unkept, run
         self._memory = HostMemory(pinned, unkept)

@@ -21,14 +21,7 @@ from elastic_ft.storage.checkpoints import (
     file_ends,
     load_manifest,
 )
-from elastic_ft.storage.shards import (
-    OBJECT_BYTES,
-    Reader,
-    Want,
-    parallel,
-    prefix_of,
-    verify,
-)
+from elastic_ft.storage.shards import OBJECT_BYTES, Reader, Want, parallel, prefix_of, verify
 from elastic_ft.storage.store import Store, if_there, open_store
 
 LOOKUP_THREADS = 16

@@ -63,10 +63,7 @@ class Lifeline:
         self._over = threading.Event()  # nobody is looked for any more
         self._changed: Callable[[control.Welcome], None] = lambda welcome: None
         self._succession = Succession(
-            self._timeout_s,
-            lambda: self.silent_s,
-            self._controller,
-            self._store,
+            self._timeout_s, lambda: self.silent_s, self._controller, self._store
         )
 
     def start(self, changed: Callable[[control.Welcome], None]) -> None:
@@ -163,10 +160,7 @@ class Lifeline:
             return False
         self._channel.close()
         hello = replace(
-            self._hello,
-            owner=self.welcome.owner,
-            generation=self._generation,
-            keeper=self.keeper,
+            self._hello, owner=self.welcome.owner, generation=self._generation, keeper=self.keeper
         )
         url = self.welcome.checkpoint_url
         remote = "://" in url and not url.startswith("file://")

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from chaos.jobs import Paced
 from elastic_ft.config import DataConfig
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.errors import DataError
@@ -62,23 +63,16 @@ def as_on_a_gpu(seed: int, **corpus: Any) -> Any:
     return samples
 
 
-class Counted:
+class Counted(Paced):
     """Samples that are a function of their index alone: what golden losses are made of."""
 
-    vocab_size, sequence_length = 101, 12
+    sequence_length = 12
+
+    def __init__(self) -> None:
+        super().__init__(pause_s=0.0)
 
     def __len__(self) -> int:
         return 173
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        token, tokens = index * 37 % self.vocab_size, []
-        for position in range(self.sequence_length + 1):
-            tokens.append(token)
-            token = (5 * token + 7 + (index + position) % 3) % self.vocab_size
-        return {"tokens": torch.tensor(tokens)}
-
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return {"tokens": torch.stack([sample["tokens"] for sample in samples])}
 
 
 def counted(gate: str | None = None) -> Any:

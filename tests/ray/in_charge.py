@@ -19,18 +19,17 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from trial import START_S, Line
+from trial import START_S, Seen
 
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.names import RunNames, actor_named
-from elastic_ft.observe.run_reader import read_lines
 
 DRIVER = Path(__file__).parent / "in_charge_driver.py"
 BACK_S = 90.0  # for a controller to be back, cold, on two shared cores
 AFTER_STEPS = 8  # committed after each fault
 
 
-class DrivenJob:
+class DrivenJob(Seen):
     """A context manager: what it started is gone at its end."""
 
     def __init__(self, cluster: LocalCluster, values: dict[str, Any], folder: Path) -> None:
@@ -62,25 +61,10 @@ class DrivenJob:
 
     # ------------------------------------------------------------------ what is seen
 
-    def lines(self, name: str) -> list[Line]:
-        path = self.folder / name
-        return read_lines(path) if path.exists() else []
-
-    def events(self, event: str) -> list[Line]:
-        return [line for line in self.lines("events.jsonl") if line["event"] == event]
-
-    @property
-    def step(self) -> int:
-        steps = self.lines("steps.jsonl")
-        return int(steps[-1]["step"]) if steps else 0
-
     @property
     def world(self) -> int:
         steps = self.lines("steps.jsonl")
         return int(steps[-1]["world_size"]) if steps else 0
-
-    def members(self) -> list[Line]:
-        return list(self.events("generation_formed")[-1]["members"])
 
     def pids(self) -> list[int]:
         return sorted(member["pid"] for member in self.members())

@@ -14,6 +14,7 @@ from ray.train import Result
 
 from elastic_ft.core.invariants import Expected, check_run
 from elastic_ft.hosts.ray.trainer import ElasticTrainer
+from elastic_ft.observe.run_reader import read_lines
 
 NODES = 4
 START_S = 180.0  # cold workers on two shared cores
@@ -41,7 +42,28 @@ def job(name: str, **sections: Any) -> dict[str, Any]:
     }
 
 
-class Trial:
+class Seen:
+    """A job as its run folder tells of it."""
+
+    folder: Path
+
+    def lines(self, name: str) -> list[Line]:
+        path = self.folder / name
+        return read_lines(path) if path.exists() else []
+
+    def events(self, event: str) -> list[Line]:
+        return [line for line in self.lines("events.jsonl") if line["event"] == event]
+
+    @property
+    def step(self) -> int:
+        steps = self.lines("steps.jsonl")
+        return int(steps[-1]["step"]) if steps else 0
+
+    def members(self) -> list[Line]:
+        return list(self.events("generation_formed")[-1]["members"])
+
+
+class Trial(Seen):
     """A job on the cluster: ``fit`` runs in a thread, progress is read from the run folder."""
 
     def __init__(self, trainer: ElasticTrainer, folder: Path) -> None:
@@ -56,23 +78,6 @@ class Trial:
             self.result = self.trainer.fit()
         except BaseException as error:
             self.error = error
-
-    def lines(self, name: str) -> list[Line]:
-        path = self.folder / name
-        if not path.exists():
-            return []
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-
-    def events(self, event: str) -> list[Line]:
-        return [line for line in self.lines("events.jsonl") if line["event"] == event]
-
-    @property
-    def step(self) -> int:
-        steps = self.lines("steps.jsonl")
-        return int(steps[-1]["step"]) if steps else 0
-
-    def members(self) -> list[Line]:
-        return list(self.events("generation_formed")[-1]["members"])
 
     def pids(self) -> set[int]:
         return {member["pid"] for member in self.members()}

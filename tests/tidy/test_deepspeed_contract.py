@@ -15,7 +15,6 @@ import pytest
 
 from tests.tidy.test_layering import ROOT, imports_of
 
-ENGINES = ROOT / "elastic_ft" / "runtime" / "engines"
 NAMES = (
     "deepspeed.ops:__compatible_ops__",
     "deepspeed.comm.comm:cdb",

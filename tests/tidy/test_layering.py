@@ -118,6 +118,14 @@ def test_every_sub_package_has_its_place() -> None:
     assert packages <= MAY_IMPORT.keys(), "say in MAY_IMPORT what a new sub-package may import"
 
 
+def test_the_picture_of_the_floors_is_theirs() -> None:
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```")[1].splitlines()
+    drawn = {name: y for y, line in enumerate(picture) for name in re.findall(r"\w+", line[:25])}
+    packages = [[n for n in floor if (PACKAGE / n).is_dir()] for floor in reversed(FLOORS)]
+    heights = [drawn[name] for floor in packages for name in floor]
+    assert heights == sorted(heights)
+
+
 def test_a_breach_would_be_seen() -> None:
     """The check itself: turned around, the rule is broken by what is there."""
     assert breaches(CORE, {"core": set()})

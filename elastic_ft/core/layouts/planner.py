@@ -67,10 +67,7 @@ class Planning:
 
 
 def best(
-    work: Work,
-    devices: Devices,
-    limits: Limits | None = None,
-    previous: Previous | None = None,
+    work: Work, devices: Devices, limits: Limits | None = None, previous: Previous | None = None
 ) -> LayoutPlan:
     """Returns the plan to take. Raises NoLayout."""
     return plans(work, devices, limits, previous, top=1)[0]

@@ -13,14 +13,7 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from elastic_ft.core.layouts.memory_costs import kept_activation_bytes
-from elastic_ft.core.layouts.work import (
-    Choice,
-    Devices,
-    ModelShape,
-    Recompute,
-    Work,
-    stage_layers,
-)
+from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute, Work, stage_layers
 
 # Shares of a layer's forward, and of what it sends, that are done again. Selective: norms, rotary
 # angles and activation functions, and inputs gathered, not what was reduced.

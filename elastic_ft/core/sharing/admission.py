@@ -51,8 +51,7 @@ class Admission:
 def in_order(waiting: Iterable[SharedJob], at_s: float, terms: SharingTerms) -> list[SharedJob]:
     """Without queues' shares, which change with each grant."""
     return sorted(
-        waiting,
-        key=lambda job: (-job.aged(at_s, terms.ageing_s), not job.first, job.number),
+        waiting, key=lambda job: (-job.aged(at_s, terms.ageing_s), not job.first, job.number)
     )
 
 

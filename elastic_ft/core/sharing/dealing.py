@@ -126,8 +126,7 @@ def _collect(
 ) -> None:
     """Down to shares first, then to minima; lower priorities first; few give much."""
     ordered = sorted(
-        donors,
-        key=lambda job: (job.wish.priority, ideal[job.job] - job.target, -job.number),
+        donors, key=lambda job: (job.wish.priority, ideal[job.job] - job.target, -job.number)
     )
     floors = [(job, max(job.least, ideal[job.job])) for job in ordered]
     floors += [(job, job.least) for job in ordered]
