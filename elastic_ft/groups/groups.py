@@ -6,6 +6,9 @@ connected sockets, which ends every running and later operation in milliseconds.
 apart from others (Ray's gRPC, the controller's) by the addresses of Gloo's listeners, IP and port,
 which peers exchange while forming: a port number alone means another server on each machine. NCCL
 is aborted through its communicators.
+
+Gloo keeps each connection that it is offered until its group ends, also a stranger's. So once all
+have formed its listeners take no more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +42,7 @@ from elastic_ft.groups.store_links import (
     StoreLinks,
     inet_sockets,
     shut_down,
+    take_no_more,
 )
 
 log = logging.getLogger(__name__)
@@ -46,6 +51,7 @@ MEET_TIMEOUT_S = 10.0  # where there is no job that says it (``core.deadlines``)
 # For what others do, restoring say: it takes as long as the state is large. The controller's
 # deadline, which follows the bytes that come, is what ends it: these groups are aborted.
 OTHERS_TIMEOUT_S = 24 * 3600.0
+CONNECTS_LATE = "TORCH_GLOO_LAZY_INIT"  # set: Gloo's peers connect when they first need to
 ABORT_POLL_S = 0.05
 ABORT_GRACE_S = 0.2  # a closed connection ends what waits for it in milliseconds, or never
 
@@ -127,6 +133,9 @@ class Groups(Rendezvous):
             fresh = [s for s in inet_sockets() if s.peer is None and s.inode not in before]
             self._exchange_listeners([s.local for s in fresh])
             self.barrier("formed")
+            if not os.environ.get(CONNECTS_LATE):
+                for listener in fresh:
+                    take_no_more(listener)
             self.check()
         except GroupBroken:
             raise

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import hmac
 import os
 import socket
+import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,8 @@ from elastic_ft.transport.wire import Address
 
 SPARE_TIMEOUT_S = 1.0  # one under way is worth waiting for so long
 SEAL_BYTES = 32
+SO_ATTACH_FILTER = 26  # of Linux; Python has no name for it
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # one instruction for packets: return 0
 TRIES = 2  # of a spare link: the first one may have to wait for the DNS, the second does not
 
 
@@ -69,16 +74,25 @@ def _address(name: Any) -> Address:
 
 def shut_down(found: Socket) -> None:
     """Ends the connection; whoever blocks on it is woken. The descriptor stays its owner's."""
-    try:
-        copy = socket.socket(fileno=os.dup(found.fd))
-    except OSError:
-        return  # closed meanwhile
-    with copy:
+    _do(found, lambda copy: copy.shutdown(socket.SHUT_RDWR))
+
+
+def take_no_more(found: Socket) -> None:
+    """Nobody can connect to the listener any more; what is connected stays so.
+
+    It is not closed, as it is its owner's: the kernel drops what comes for it. Where the kernel has
+    no such filters, all stays as it is.
+    """
+    program = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    filters = struct.pack("HP", 1, ctypes.addressof(program))
+    _do(found, lambda copy: copy.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filters))
+
+
+def _do(found: Socket, act: Callable[[socket.socket], None]) -> None:
+    """Unless it was closed, or is not connected any more."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(found.fd)) as copy:
         if os.fstat(copy.fileno()).st_ino == found.inode:
-            try:
-                copy.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                return  # not connected any more
+            act(copy)
 
 
 def serve_store(address: str, listener: socket.socket) -> dist.TCPStore:

@@ -21,7 +21,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of, shares
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
-from elastic_ft.groups.store_links import Address, SealedStore, StoreLinks
+from elastic_ft.groups.store_links import Address, SealedStore, StoreLinks, inet_sockets
 
 KEY = b"k" * 32
 ELSEWHERE = "127.0.0.77"
@@ -80,6 +80,20 @@ def test_a_connection_to_the_same_port_number_elsewhere_is_not_cut(pair: list[Gr
 def test_everybody_knows_who_the_others_are_and_where(pair: list[Groups]) -> None:
     for groups in pair:
         assert [(peer.worker, peer.node) for peer in groups.peers] == [("w0", "n0"), ("w1", "n1")]
+
+
+def test_strangers_cost_no_descriptor_once_groups_have_formed(pair: list[Groups]) -> None:
+    listeners = sorted(pair[0]._gloo_listeners)
+    assert listeners, "nothing is tested without Gloo's listeners"
+    before = len(list(inet_sockets()))
+    for listener in listeners:
+        with pytest.raises(OSError), socket.create_connection(listener, 0.2):
+            pass
+    assert len(list(inet_sockets())) == before
+    work = pair[1].host.recv([got := torch.zeros(4)], 0, 7)
+    pair[0].wait(pair[0].host.send([torch.ones(4)], 1, 7))
+    pair[1].wait(work)
+    assert got.tolist() == [1.0] * 4
 
 
 def test_an_abort_ends_what_a_peer_waits_for(pair: list[Groups]) -> None:
