@@ -320,10 +320,108 @@ NODES: dict[str, tuple[Panel, ...]] = {
     ),
 }
 
+SERVICE: dict[str, tuple[Panel, ...]] = {
+    "Now": (
+        number("Slots", "none", "Of all nodes.", "elastic_ft_service_slots"),
+        number("Used", "none", "Those that jobs hold.", "sum(elastic_ft_service_slots_used)"),
+        number(
+            "Running",
+            "none",
+            "Jobs that have workers.",
+            'sum(elastic_ft_service_jobs{state=~"starting|running"})',
+        ),
+        number(
+            "Waiting",
+            "none",
+            "Jobs without room: queued, or suspended for others.",
+            'sum(elastic_ft_service_jobs{state=~"queued|suspended"})',
+        ),
+        number(
+            "Longest wait",
+            "s",
+            "Of those that wait.",
+            "max(elastic_ft_service_longest_wait_seconds)",
+        ),
+        number(
+            "Preemptions avoided",
+            "none",
+            "Jobs that shrank in place for another in the last day: kills elsewhere.",
+            'increase(elastic_ft_service_decisions_total{kind="shrink"}[1d])',
+        ),
+    ),
+    "Queues": (
+        lines(
+            "Slots by queue",
+            "none",
+            "Who has the cluster; what is missing to all slots idles.",
+            Query("elastic_ft_service_slots_used", "{{queue}}"),
+            kind="stacked",
+        ),
+        lines(
+            "Use of the cluster",
+            "percentunit",
+            "Low while jobs wait: their minima do not fit.",
+            Query("sum(elastic_ft_service_slots_used) / elastic_ft_service_slots", "used"),
+        ),
+        lines(
+            "Share of a queue's quota",
+            "percentunit",
+            "Above 1: it has borrowed what idles, and gives it back when its owner wants it.",
+            Query(
+                "elastic_ft_service_slots_used / (elastic_ft_service_queue_quota_slots > 0)",
+                "{{queue}}",
+            ),
+        ),
+        lines(
+            "Jobs that wait",
+            "none",
+            "By queue; suspended ones have a checkpoint, and come first among their equals.",
+            Query('elastic_ft_service_jobs{state=~"queued|suspended"}', "{{queue}} {{state}}"),
+            kind="stacked",
+        ),
+    ),
+    "Waits and decisions": (
+        lines(
+            "Longest wait",
+            "s",
+            "Of the jobs that wait now.",
+            Query("elastic_ft_service_longest_wait_seconds", "{{queue}}"),
+        ),
+        lines(
+            "Mean wait until training",
+            "s",
+            "Of jobs that began within the last hour.",
+            Query(
+                "increase(elastic_ft_service_wait_seconds_total[1h])"
+                " / increase(elastic_ft_service_begun_total[1h])",
+                "mean",
+            ),
+        ),
+        lines(
+            "Decisions",
+            "none",
+            "In the last five minutes. Shrinks give room in place; suspensions are what is left.",
+            Query("increase(elastic_ft_service_decisions_total[5m])", "{{kind}}"),
+            kind="bars",
+        ),
+        lines(
+            "Jobs that ended",
+            "none",
+            "In all, by how.",
+            Query(
+                'sum by (state) (elastic_ft_service_jobs{state=~"completed|failed|stopped"})',
+                "{{state}}",
+            ),
+            kind="steps",
+        ),
+    ),
+}
+
 DASHBOARDS = {
     "job": ("elastic_ft: job overview", OVERVIEW),
     "state": ("elastic_ft: state and checkpoints", STATE),
     "nodes": ("elastic_ft: nodes and stragglers", NODES),
+    "service": ("elastic_ft: service", SERVICE),
 }
 
 
@@ -343,14 +441,15 @@ def build(name: str) -> dict[str, Any]:
         .with_variable(
             dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
         )
-        .with_variable(
+    )
+    if name != "service":  # of all jobs
+        board = board.with_variable(
             dashboard.QueryVariable("job")
             .label("Job")
             .datasource(DATASOURCE)
             .query("label_values(elastic_ft_generation, job_name)")
             .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         )
-    )
     for row, panels in rows.items():
         board = board.with_row(dashboard.Row(row))
         for panel in panels:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from elastic_ft.core.sharing.asks import SharingTerms
 from elastic_ft.observe.catalogue import METRICS
+from elastic_ft.service.office import ShareStanding
+from elastic_ft.service.service_metrics import exposition
+from tests.observe.conftest import tool
 from tests.observe.test_rules import RECORDED
 
 GRAFANA = Path(__file__).parents[2] / "deploy" / "grafana"
-NAMES = ("job", "state", "nodes")
-SERVED = {f"elastic_ft_{metric.name}" for metric in METRICS.values()}
+NAMES = ("job", "state", "nodes", "service")
+OF_SERVICE = exposition(ShareStanding(), SharingTerms(), lambda queue: True).decode()
+SERVED = {f"elastic_ft_{metric.name}" for metric in METRICS.values()} | set(
+    re.findall(r"^(elastic_ft_service_\w+)[{ ]", OF_SERVICE, re.MULTILINE)
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +57,15 @@ def test_no_metric_of_a_fault_is_left_out() -> None:
         *("checkpoints_total", "keeper_memory_bytes", "rank_pace_seconds", "state_copies"),
     ):
         assert f"elastic_ft_{name}" in shown
+
+
+def test_prometheus_understands_what_the_service_s_dashboard_asks(tmp_path: Path) -> None:
+    """The others are asked of a job's Prometheus in test_stack."""
+    board = json.loads((GRAFANA / "service.json").read_text())
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    rules = [{"record": f"asked:{number}", "expr": expr} for number, expr in enumerate(asked)]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "asked", "rules": rules}]}))
+    command = [tool("promtool"), "check", "rules", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
