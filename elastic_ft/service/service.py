@@ -39,6 +39,7 @@ REAP_EVERY_S = 60.0
 HANDS = 8
 STORIES_KEPT = 32  # of jobs that have ended
 PRIORITY_MAX = 10**6
+VERSION = version("elastic-ft")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -268,7 +269,7 @@ class Service:
         """``may_read``: of which queues it tells."""
         number = self._claim.number if self._claim is not None else 0
         about = {
-            "version": version("elastic-ft"),
+            "version": VERSION,
             "folder": self.folder,
             "pid": os.getpid(),
             "since_s": self.since_s,

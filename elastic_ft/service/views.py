@@ -82,16 +82,17 @@ def service_view(
 ) -> dict[str, Any]:
     """``may_read``: of which queues it tells; the slots that are used are those of all."""
     jobs = list(standing.sharing.jobs.values())
+    placed: dict[str, dict[str, int]] = {}  # by node: of thousands, each job is looked at once
+    for job in jobs:
+        if may_read(job.wish.queue):
+            for node, workers in job.held:
+                placed.setdefault(node, {})[job.job] = workers * job.slots
     nodes = [
         {
             "node": node,
             "host": sight.hosts.get(node, ""),
             "slots": slots,
-            "jobs": {
-                job.job: held * job.slots
-                for job in jobs
-                if may_read(job.wish.queue) and (held := dict(job.held).get(node))
-            },
+            "jobs": placed.get(node, {}),
         }
         for node, slots in standing.sharing.nodes.items()
     ]

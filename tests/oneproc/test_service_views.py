@@ -1,0 +1,50 @@
+"""What the service tells of a large cluster: as much work as there is to tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from elastic_ft.core.sharing.asks import SharingTerms, Wish
+from elastic_ft.core.sharing.ledger import Sharing
+from elastic_ft.core.table import Table
+from elastic_ft.service.cluster_watch import Sight
+from elastic_ft.service.office import ShareStanding
+from elastic_ft.service.views import service_view
+
+NODES = 50
+
+
+class Counted:
+    """A job of one worker of two slots on each of two nodes; counts who asks where they are."""
+
+    phase, has_room, slots = "running", True, 2
+
+    def __init__(self, name: str, queue: str, first: int) -> None:
+        self.job, self.wish, self.asked = name, Wish(1, 2, queue=queue), 0
+        self._held = ((f"n{first}", 1), (f"n{first + 1}", 1))
+
+    @property
+    def held(self) -> Any:
+        self.asked += 1
+        return self._held
+
+
+def test_each_job_is_asked_where_it_is_a_few_times_however_many_nodes_there_are() -> None:
+    """Each was, once for each node: with thousands of both nobody else was answered meanwhile."""
+    jobs = [Counted("a-1", "default", 0), Counted("b-2", "default", 1), Counted("c-3", "other", 0)]
+    sharing = replace(
+        Sharing(),
+        jobs=Table({job.job: job for job in jobs}),
+        nodes=Table({f"n{number}": 4 for number in range(NODES)}),
+    )
+    standing = ShareStanding(sharing=sharing)
+    found = service_view(standing, SharingTerms(), Sight(), {}, lambda queue: queue == "default")
+    told = {node["node"]: node["jobs"] for node in found["nodes"]}
+    assert {node: jobs for node, jobs in told.items() if jobs} == {
+        "n0": {"a-1": 2},
+        "n1": {"a-1": 2, "b-2": 2},
+        "n2": {"b-2": 2},
+    }
+    assert len(told) == NODES and found["slots"]["used"] == 12
+    assert max(job.asked for job in jobs) < 5
