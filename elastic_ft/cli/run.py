@@ -16,7 +16,7 @@ from elastic_ft.cli import extensions
 from elastic_ft.cli.progress import ProgressDisplay, say
 from elastic_ft.cli.terminal import Ending, interrupts, result_of, stay
 from elastic_ft.config import Job
-from elastic_ft.errors import ConfigError, ElasticError
+from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
 from elastic_ft.observe.lines import local_path
 from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_reader import RunReader
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
 COMPLETED, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+NEWEST_WITHIN_S = 2.0  # of a store, while the job stops
 
 
 def complain(message: object, code: int) -> int:
@@ -239,7 +240,7 @@ def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how
         stack.enter_context(by.injected(cluster))
         trainer = _trainer(job, out, checked, how)
         if cluster is None:
-            fitting = Fitting(trainer)
+            fitting = Fitting(trainer, checked.checkpoint_url)
             with interrupts() as came:
                 ended = stay(fitting, out, came, stops=True)
             if ended is None:
@@ -256,8 +257,9 @@ def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how
 class Fitting:
     """``fit`` in a thread: the job is the cluster's, and goes on without it."""
 
-    def __init__(self, trainer: ElasticTrainer) -> None:
+    def __init__(self, trainer: ElasticTrainer, checkpoint_url: str) -> None:
         self._trainer, self._error = trainer, ""
+        self._checkpoint_url, self._is_asked = checkpoint_url, False
         self._raised: BaseException | None = None
         self._thread = threading.Thread(target=self._fit, name="fit", daemon=True)
         self._thread.start()
@@ -277,7 +279,26 @@ class Fitting:
         return Ending(int(bool(self._error)), self._error)
 
     def stop(self) -> None:
+        """Says what there is by now: ``ray job stop`` leaves 3 s before it kills this process."""
         self._trainer.stop("interrupted")
+        if not self._is_asked:
+            self._is_asked = True
+            say(f"asked to stop with a checkpoint; {_newest_checkpoint(self._checkpoint_url)}")
+
+
+def _newest_checkpoint(url: str) -> str:
+    from elastic_ft.storage.checkpoints import committed
+    from elastic_ft.storage.store import open_store
+
+    try:
+        refs = committed(open_store(url, deadline_s=NEWEST_WITHIN_S))
+    except StoreFailed as error:
+        return f"which is the newest till then is not known: {error}"
+    if not refs:
+        return f"till then there is none under {url}"
+    return (
+        f"till then the newest checkpoint is of step {max(ref.step for ref in refs)}, under {url}"
+    )
 
 
 def _trainer(job: Job, out: str, checked: Checked, how: How) -> ElasticTrainer:

@@ -12,12 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, run_command
+from elastic_ft.cli.run import Fitting
 from elastic_ft.cli.terminal import Ending, stay
 from elastic_ft.observe.run_reader import RunReader
 
@@ -168,6 +170,29 @@ def test_elsewhere_interrupts_stop_a_job_that_was_started_here(
     assert job.stopped == 2
     came.clear()
     assert stay(Goes(came, 1), "runs/x", came, stops=False) is None
+
+
+def test_who_is_asked_to_stop_says_which_checkpoint_there_is(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """``ray job stop`` leaves it 3 s: the log named none."""
+    asked: list[str] = []
+    over = threading.Event()
+    trainer: Any = SimpleNamespace(fit=over.wait, stop=asked.append)
+    fitting = Fitting(trainer, str(tmp_path))
+    fitting.stop()
+    assert f"till then there is none under {tmp_path}" in capfd.readouterr().out
+    (tmp_path / "manifests").mkdir()
+    for step in (5, 10):
+        (tmp_path / f"manifests/{step:010d}-0.json").write_text("{}")
+    fitting.stop()  # said once
+    assert capfd.readouterr().out == ""
+    second = Fitting(trainer, str(tmp_path))
+    second.stop()
+    assert "till then the newest checkpoint is of step 10" in capfd.readouterr().out
+    over.set()
+    assert fitting.poll(30.0) == second.poll(30.0) == Ending(0)
+    assert asked == ["interrupted"] * 3
 
 
 def test_what_can_not_be_stopped_is_one_line(
