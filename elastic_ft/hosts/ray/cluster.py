@@ -112,6 +112,10 @@ class LocalCluster:
         self._connected = True
 
     @property
+    def dashboard_url(self) -> str:
+        return f"http://{self._head.webui_url}"
+
+    @property
     def node_ids(self) -> tuple[NodeId, ...]:
         """The nodes alive, the head excepted, oldest first."""
         return tuple(self._nodes)
