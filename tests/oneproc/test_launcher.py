@@ -210,6 +210,36 @@ def test_after_thousands_of_processes_the_table_of_them_is_small() -> None:
     ]
 
 
+def known_to_a_launcher(folder: Path, born: list[Forked], ending: list[Forked]) -> list[Forked]:
+    with socket.socket() as nobody_calls:
+        launcher = Launcher(Order(str(folder), forked=tuple(born)), nobody_calls)
+    for process in ending:
+        launcher._ended(process)
+    return list(launcher._forked.values())
+
+
+def known_to_a_host(folder: Path, born: list[Forked], ending: list[Forked]) -> list[Forked]:
+    host = LocalHost({"n0": 1})
+    for process in born:
+        host._know(process)
+    for process in ending:
+        host._on_end(replace(process, ended=True))
+    return list(host.known()[0])
+
+
+@pytest.mark.parametrize("known_to", [known_to_a_launcher, known_to_a_host])
+def test_the_last_to_end_are_told_of_and_the_last_name(
+    tmp_path: Path, known_to: Callable[..., Any]
+) -> None:
+    """A worker that lived longest was forgotten as it ended: the next controller, which may not
+    have heard of that, waited for it. And no name may be used again."""
+    born = [Forked(f"w{n}", "worker", "n0", 1, 1) for n in range(ENDED_KEPT + 4)]
+    first, second, *middle, lives, newest = born
+    known = known_to(tmp_path, born, [newest, second, *middle, first])
+    expected = [newest, *middle[-ENDED_KEPT + 1 :], first]
+    assert known == [lives, *(replace(one, ended=True) for one in expected)]
+
+
 def test_with_its_owner_a_launcher_ends_and_all_workers(tmp_path: Path) -> None:
     program = f"""
 import sys, time

@@ -321,7 +321,8 @@ class Launcher:
             pid, status = os.waitpid(process.pid, 0)
             code = os.waitstatus_to_exitcode(status) if pid else None
         ended = replace(process, ended=True, code=code)
-        self._forked = _by_name((self._forked | {process.name: ended}).values())
+        self._forked.pop(process.name, None)  # its place is that of its end
+        self._forked = _by_name([*self._forked.values(), ended])
         self._note()
         if process.kind != "controller":
             self._tell(ProcessEnded(ended), "controller")

@@ -410,6 +410,7 @@ class LocalHost:
             if process is None or process.forked.ended:
                 return
             process.forked = forked
+            self._all[forked.name] = self._all.pop(forked.name)  # its place is that of its end
             self._changed.notify_all()
             told = worth_telling(one.forked for one in self._all.values())
             self._all = {one.name: self._all[one.name] for one in told}

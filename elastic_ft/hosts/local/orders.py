@@ -319,12 +319,16 @@ def number_of(name: str) -> int:
 
 
 def worth_telling(processes: Iterable[Forked]) -> tuple[Forked, ...]:
-    """Of ``processes``, as they were forked: who lives, and of each kind the last who have ended,
-    whose names are not used again, and of whose end somebody may not have heard."""
+    """Of ``processes``, those that have ended in the order of their ends: who lives, and of each
+    kind the last to end, of whose end somebody may not have heard, and the last by name: no name is
+    used again."""
+    everybody = list(processes)
+    newest = {one.kind: one.name for one in sorted(everybody, key=lambda one: number_of(one.name))}
     told, ended = [], Counter[str]()
-    for process in reversed(list(processes)):
+    for process in reversed(everybody):
         ended[process.kind] += process.ended
-        if not process.ended or ended[process.kind] <= ENDED_KEPT:
+        is_late = ended[process.kind] <= ENDED_KEPT
+        if not process.ended or is_late or newest[process.kind] == process.name:
             told.append(process)
     return tuple(reversed(told))
 
