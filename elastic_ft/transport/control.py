@@ -372,14 +372,12 @@ class ControlServer:
         except EOFError:
             pass  # its end is what ``on_end`` tells
         silent_s = self.silent_s(member.worker)
-        with self._lock:
-            superseded = self._channels.get(member.worker) is not channel
-            if not superseded:
-                del self._channels[member.worker]
         self._welcomed.discard(channel)
         channel.close()
-        if not superseded:  # a keeper that has started again is not lost with its last life
-            self._on_end(member, silent_s)
+        with self._lock:  # a keeper that calls again is heard after this end, or instead of it
+            if self._channels.get(member.worker) is channel:
+                del self._channels[member.worker]
+                self._on_end(member, silent_s)
 
     def _greet(self, channel: Channel, hello: Hello) -> None:
         """Raises EOFError where it can't be welcomed."""

@@ -5,8 +5,9 @@ what the last one may not have made durable (``transport.outbox``). Nobody else 
 is said meanwhile is kept, and what is heard comes from whoever is the controller.
 
 One that is silent and has no successor may go on: its connection stays, and is told nothing until
-it is heard again. Nobody calls the same controller twice: where its connection has ended it has
-lost us, as it finds out once it goes on, and we wait for the next one.
+it is heard again. No worker calls the same controller twice: where its connection has ended it has
+lost us, as it finds out once it goes on, and we wait for the next one. A keeper does: nothing takes
+its place while its process lives, and what it has is of use (``core.adoption.keeper_returned``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from elastic_ft.transport.wire import Address, Channel, CutOff
 
 log = logging.getLogger(__name__)
 LOOK_UP_S = 5.0  # for an owner's object, with retries; then it is asked for again
+SAME_MAX = 5  # calls of one and the same controller: it may end the line for what it is told
 
 
 class Lifeline:
@@ -48,7 +50,7 @@ class Lifeline:
 
     def __init__(self, address: Address, key: JobKey, member: Member) -> None:
         self._hello = control.Hello(member, secrets.token_hex(4))
-        self._key = key
+        self._key, self._address, self._same = key, address, 0
         self.cut_off_s: float | None = None
         self._line = control.connect(
             address, key, self._hello
@@ -164,21 +166,23 @@ class Lifeline:
         )
         url = self.welcome.checkpoint_url
         remote = "://" in url and not url.startswith("file://")
-        search = Search(self._store, self._key, hello, self._timeout_s, remote=remote)
+        same = self._address if self.keeper is not None and self._same < SAME_MAX else None
+        search = Search(self._store, self._key, hello, self._timeout_s, remote=remote, same=same)
         self._searches = True
         found = search.run(within_s, self._over, unread_s=unread_s)
         self._searches = False
         if found is None:
             return False
         channel, welcome = found
-        self._heard_at_s = time.monotonic()
+        self._same = self._same + 1 if welcome.owner == hello.owner else 0
+        self._address, self._heard_at_s = search.called, time.monotonic()
         self._line = found
         self._bound(channel, welcome)
         if self._over.is_set():  # meanwhile
             channel.close()
         self._changed(welcome)
         again = self._outbox.go_on(channel, welcome.heard)
-        log.info("controller %d has the job now: %d messages told again", welcome.owner, again)
+        log.info("controller %d is called: %d messages told again", welcome.owner, again)
         return True
 
     @property

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 LOOK_S, LOOK_MAX_S = 0.02, 0.25  # between two looks: at first, and later
 LOOK_REMOTE_S, LOOK_REMOTE_MAX_S = 0.2, 2.0  # the same, of a store that is no folder
 SLOWER = 1.5
+SAME_S = 0.5  # for the present controller to answer a call: it may be what is gone
 PORTS = 1 << 16
 
 
@@ -86,6 +87,11 @@ class Search:
         hello: to it.
         unheard_s: ``Channel.end_when_unheard`` of whoever is called.
         remote: the store is no folder, and looked at less often.
+        same: where owner ``number`` listens, who is called again while there is none after it: the
+            line to it may be all that has ended. None: it is not.
+
+    Attributes:
+        called: who was found listens there.
     """
 
     def __init__(
@@ -96,8 +102,10 @@ class Search:
         unheard_s: float,
         *,
         remote: bool,
+        same: Address | None = None,
     ) -> None:
         self._store, self._key, self._hello = store, key, hello
+        self._same, self.called = same, ("", 0)
         self._unheard_s, self._remote = unheard_s, remote
         self._read_at_s = time.monotonic()  # the store, when last
         self._pause_s, self._pause_max_s = LOOK_S, LOOK_MAX_S
@@ -126,10 +134,9 @@ class Search:
                 after_s = now_s - until_s + within_s
                 log.warning("nobody has the job after %.0f s%s", after_s, self._trouble)
                 return None
-            if newest is not None:
-                over_now = partial(self._is_over, number, over)
-                if found := self._call(newest.address, left_s, over_now):
-                    return found
+            over_now = partial(self._is_over, number, over)
+            if found := self._call_one(newest, left_s, over_now):
+                return found
             over.wait(min(pause_s * random.uniform(0.75, 1.25), left_s))
             pause_s = min(SLOWER * pause_s, self._pause_max_s)
         return None
@@ -150,17 +157,29 @@ class Search:
         longer: it may be stopped, or its machine gone, and the store alone knows who comes next."""
         return over.is_set() or self._newest(number)[1] is not None
 
+    def _call_one(
+        self, newest: owners.Owner | None, left_s: float, is_over: Callable[[], bool]
+    ) -> tuple[Channel, Welcome] | None:
+        """``newest``: of those after the present controller, if there is any."""
+        if newest is not None:
+            return self._call(newest.address, self._hello.owner + 1, left_s, left_s, is_over)
+        if self._same is not None:
+            same = format_address(self._same)
+            return self._call(same, self._hello.owner, SAME_S, left_s, is_over)
+        return None
+
     def _call(
-        self, address: str, left_s: float, is_over: Callable[[], bool]
+        self, address: str, least: int, dial_s: float, left_s: float, is_over: Callable[[], bool]
     ) -> tuple[Channel, Welcome] | None:
         """None: it is not there yet, or no more, or it is none of ours: anybody may write such an
-        address."""
+        address. ``least``: an older one than this number is none, either."""
         try:
+            self.called = parse_address(address)
             channel, welcome = connect(
-                parse_address(address),
+                self.called,
                 self._key,
                 self._hello,
-                min(HANDSHAKE_S, left_s),
+                min(dial_s, HANDSHAKE_S, left_s),
                 left_s,
                 unheard_s=self._unheard_s,
                 is_over=is_over,
@@ -168,7 +187,7 @@ class Search:
         except (OSError, EOFError, ValueError, WrongKey, WrongVersion) as error:
             self._trouble = f": {address}: {type(error).__name__}: {error}"
             return None
-        if welcome.owner <= self._hello.owner:
+        if welcome.owner < least:
             self._trouble = f": {address} is an older one, number {welcome.owner}"
             channel.close()
             return None

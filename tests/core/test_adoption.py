@@ -28,6 +28,7 @@ from elastic_ft.core.events import (
     CollectiveFailed,
     ControllerChanged,
     KeeperHolds,
+    KeeperLost,
     KeeperReturned,
     ResizeRequested,
     ShardsWritten,
@@ -243,6 +244,15 @@ def test_a_keeper_that_returns_has_what_it_had() -> None:
     returned(script, "a", "b")
     script.fire("return 2", 0)
     assert list(script.state.keepers) == ["n2"]  # the other one's has not
+
+
+def test_a_keeper_whose_line_alone_ended_is_used_again() -> None:
+    """By the same controller. Where its end was not heard yet, it was never gone."""
+    script = trained(keepers=True)
+    assert script.tell(KeeperReturned, keeper("n2")) == []
+    script.tell(KeeperLost, "n2")
+    assert script.tell(KeeperReturned, keeper("n2")) == [UseKeeper("c", keeper("n2"))]
+    assert list(script.state.keepers) == ["n1", "n2"]
 
 
 def test_another_keeper_of_that_node_is_a_new_one() -> None:

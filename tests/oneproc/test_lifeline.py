@@ -18,7 +18,7 @@ from elastic_ft.faults import Points
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import Store, open_store
 from elastic_ft.transport.control import TO_CONTROLLER, ControlServer, Hello, Note, Pulse, Welcome
-from elastic_ft.transport.lifeline import Lifeline
+from elastic_ft.transport.lifeline import SAME_MAX, Lifeline
 from elastic_ft.transport.reception import Reception
 from elastic_ft.transport.succession import Search, format_address, parse_address
 from elastic_ft.transport.tls import new_key
@@ -311,6 +311,63 @@ def test_who_takes_nothing_is_left_and_the_next_one_told(
     assert lifeline.welcome.owner == 2 and reader.is_alive()
     first.goes_on.set()
     assert first.ended.wait(SOON_S), "it knows that it has lost us"
+
+
+@pytest.fixture
+def of_a_keeper(realm: Realm) -> tuple[Reigning, Lifeline]:
+    first = realm.reigning()
+    lifeline = Lifeline(first.address, realm.key, Member("keeper:n0", "n0", "localhost", 1))
+    realm.closing.append(lifeline.close)
+    lifeline.keeper = Keeper("n0", ("127.0.0.1", 1))
+    return first, lifeline
+
+
+def test_a_keeper_whose_line_alone_ends_calls_again(
+    realm: Realm, of_a_keeper: tuple[Reigning, Lifeline]
+) -> None:
+    """It looked for a successor of a controller that lived, for the whole of controller_timeout_s,
+    and saved and ended then: its node was without a keeper."""
+    realm.successor_s = 60.0
+    first, lifeline = of_a_keeper
+    reader, keeper = reading(lifeline), lifeline.keeper
+    lifeline.send(note(1))
+    first.wait(lambda heard: len(heard) == 2)
+    first.server.hang_up("keeper:n0")
+    first.wait(lambda heard: len(heard) == 4)
+    called, told = first.messages[2:]
+    assert (called.owner, called.keeper, told.number) == (1, keeper, 1)
+    first.server.close()
+    second = realm.reigning()
+    second.wait(lambda heard: len(heard) == 2)
+    assert lifeline.welcome.owner == 2 and reader.is_alive()
+    second.server.hang_up("keeper:n0")
+    second.wait(lambda heard: len(heard) == 4)
+
+
+def test_a_controller_that_hangs_up_again_and_again_is_left(
+    realm: Realm, of_a_keeper: tuple[Reigning, Lifeline]
+) -> None:
+    """A message that it refuses would come for ever."""
+    realm.successor_s = 1.0
+    first, lifeline = of_a_keeper
+    reader = reading(lifeline)
+    for calls in range(1, SAME_MAX + 2):
+        first.wait(lambda heard, calls=calls: len(heard) == calls)
+        first.server.hang_up("keeper:n0")
+    reader.join(SOON_S)
+    assert not reader.is_alive() and len(first.messages) == SAME_MAX + 1
+
+
+def test_a_worker_whose_line_ends_waits_for_the_next_controller(realm: Realm) -> None:
+    """It is lost, and may not come back (I1)."""
+    first = realm.reigning()
+    lifeline = realm.lifeline(first)
+    reading(lifeline)
+    first.wait(bool)
+    first.server.hang_up("w0")
+    assert first.ended.wait(SOON_S)
+    realm.reigning().wait(bool)
+    assert len(first.messages) == 1
 
 
 class MuteStore:
