@@ -342,6 +342,8 @@ class ControlServer:
         self._channels: dict[WorkerId, Channel] = {}
         self._heard: dict[WorkerId, float] = {}
         self._welcomed: set[Channel] = set()  # a welcome is the first that anybody hears
+        self._lives: dict[WorkerId, str] = {}
+        self._dismissed: dict[str, Any] = {}  # lives, and the last that each is told
         self._lock = threading.Lock()
 
     @property
@@ -361,23 +363,28 @@ class ControlServer:
         member = hello.member
         channel.limit(SEND_TIMEOUT_S)  # who is stopped must not stop the controller
         with self._lock:
-            self._channels[member.worker] = channel
-            self._heard[member.worker] = time.monotonic()
+            last = self._dismissed.get(hello.life)
+            if last is None:
+                self._channels[member.worker] = channel
+                self._lives[member.worker] = hello.life
+                self._heard[member.worker] = time.monotonic()
         try:
             self._greet(channel, hello)
-            self._on_message(hello, hello)
-            self._read(channel, hello)
+            if last is not None:  # it did not hear that
+                channel.send(last)
+            else:
+                self._on_message(hello, hello)
+                self._read(channel, hello)
         except MessageRefused as error:
             self._on_refused(member, str(error))
         except EOFError:
             pass  # its end is what ``on_end`` tells
-        silent_s = self.silent_s(member.worker)
         self._welcomed.discard(channel)
         channel.close()
         with self._lock:  # a keeper that calls again is heard after this end, or instead of it
             if self._channels.get(member.worker) is channel:
                 del self._channels[member.worker]
-                self._on_end(member, silent_s)
+                self._on_end(member, self.silent_s(member.worker))
 
     def _greet(self, channel: Channel, hello: Hello) -> None:
         """Raises EOFError where it can't be welcomed."""
@@ -413,10 +420,12 @@ class ControlServer:
             channel.send(encoded)
 
     def dismiss(self, worker: WorkerId, message: Any) -> None:
-        """Ends its connection, ``message`` being the last it gets. Nothing of it counts any more,
-        and its end is no news."""
+        """Ends its connection, ``message`` being the last it gets, also if it calls again. Nothing
+        of it counts any more, and its end is no news."""
         with self._lock:
             channel = self._channels.pop(worker, None)
+            if channel is not None:
+                self._dismissed[self._lives[worker]] = message
         if channel is not None:
             channel.send(message)
             channel.close()

@@ -6,18 +6,27 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_ft.core.assignment import Keeper, Member
-from elastic_ft.core.commands import DropKept, UseKeeper
+from elastic_ft.core.commands import DropKept, ReleaseWorker, UseKeeper
 from elastic_ft.errors import StoreFailed
 from elastic_ft.faults import Points
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import Store, open_store
-from elastic_ft.transport.control import TO_CONTROLLER, ControlServer, Hello, Note, Pulse, Welcome
+from elastic_ft.transport.control import (
+    TO_CONTROLLER,
+    ControlServer,
+    Hello,
+    Note,
+    Pulse,
+    Welcome,
+    connect,
+)
 from elastic_ft.transport.lifeline import SAME_MAX, Lifeline
 from elastic_ft.transport.reception import Reception
 from elastic_ft.transport.succession import Search, format_address, parse_address
@@ -356,6 +365,26 @@ def test_a_controller_that_hangs_up_again_and_again_is_left(
         first.server.hang_up("keeper:n0")
     reader.join(SOON_S)
     assert not reader.is_alive() and len(first.messages) == SAME_MAX + 1
+
+
+def test_a_keeper_that_was_dismissed_does_not_come_back(realm: Realm) -> None:
+    """Cut off while it was told so, it would take the place of the one that has its own."""
+    first = realm.reigning()
+    hello = Hello(Member("keeper:n0", "n0", "localhost", 1), "life")
+    last = ReleaseWorker("keeper:n0", "it was replaced")
+    unheard, _ = connect(first.address, realm.key, hello)
+    first.wait(bool)
+    first.server.dismiss("keeper:n0", last)
+    unheard.close()
+    successor, _ = connect(first.address, realm.key, replace(hello, life="another"))
+    first.wait(lambda heard: len(heard) == 2)
+    again, _ = connect(first.address, realm.key, replace(hello, owner=1))
+    assert again.receive(SOON_S) == last
+    assert first.server.send("keeper:n0", DropKept("n0", "w0"))
+    assert successor.receive(SOON_S) == DropKept("n0", "w0")
+    assert len(first.messages) == 2 and not first.ended.is_set()
+    again.close()
+    successor.close()
 
 
 def test_a_worker_whose_line_ends_waits_for_the_next_controller(realm: Realm) -> None:
