@@ -8,7 +8,8 @@ which peers exchange while forming: a port number alone means another server on 
 is aborted through its communicators.
 
 Gloo keeps each connection that it is offered until its group ends, also a stranger's. So once all
-have formed its listeners take no more.
+have formed its listeners take no more. NCCL's, which can't be told from them, do: its ranks connect
+when they first need to.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Groups(Rendezvous):
             fresh = [s for s in inet_sockets() if s.peer is None and s.inode not in before]
             self._exchange_listeners([s.local for s in fresh])
             self.barrier("formed")
-            if not os.environ.get(CONNECTS_LATE):
+            if not self.uses_nccl and not os.environ.get(CONNECTS_LATE):
                 for listener in fresh:
                     take_no_more(listener)
             self.check()
