@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -205,9 +205,14 @@ def of_this_history(
 
 def awaited_beyond(turn: Turn, step: int) -> list[WorkerId]:
     """Whose keepers may yet tell of something newer."""
-    last_of = turn.state.lineage.last_before
-    awaited = ((worker, last_of(since)) for (_, worker), since in turn.state.left.awaited.items())
-    return [worker for worker, last in awaited if last is None or last > step]
+    return list(_awaited(turn, step))
+
+
+def _awaited(turn: Turn, step: int) -> Iterator[WorkerId]:
+    for (_, worker), since in turn.state.left.awaited.items():
+        last = turn.state.lineage.last_before(since)
+        if last is None or last > step:
+            yield worker
 
 
 def await_keepers(turn: Turn, step: int, missing: Mapping[StateAt, int]) -> None:
@@ -234,7 +239,7 @@ def _look_if_decisive(turn: Turn, event: KeeperHolds) -> None:
     newer = [held for held in event.holdings if held.step > lacking.step]
     least = lacking.holdings - len(newer)
     is_known = {(held.step, held.generation, held.space) for held in newer} <= lacking.cuts
-    is_last = not awaited_beyond(turn, lacking.step)
+    is_last = next(_awaited(turn, lacking.step), None) is None
     ends = is_last or least <= 0 or not is_known
     still = None if ends else replace(lacking, holdings=least)
     turn.set(left=replace(turn.state.left, lacking=still))

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.commands import (
@@ -32,6 +36,7 @@ from elastic_ft.core.events import (
     WorkerLost,
     WorkerReturned,
 )
+from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
 from elastic_ft.sim.script import Script, formed, keeper
 
@@ -68,6 +73,25 @@ def survivors_pause(script: Script, number: int, *workers: str) -> list[Command]
         held = (script.live(worker, number), *script.copies(worker, number))
         commands += script.paused(worker, *held)
     return commands
+
+
+def words_of_all(count: int) -> Iterator[None]:
+    """All workers are killed, others take their places; each keeper tells what it has."""
+    script = Script(Policy(count, count, strategy="fsdp", copies=2))
+    for number in range(count):
+        script.keeper(f"n{number}")
+    script.run(**{f"w{number}": f"n{number}" for number in range(count)})
+    script.train(1)
+    left = {w: (script.live(w, 1), *script.copies(w, 1)) for w in script.ranks}
+    for worker in left:
+        script.tell(WorkerLost, worker, "killed")
+    for number in range(count):
+        script.ready(f"x{number}", f"n{number}")
+    yield
+    for worker, some in left.items():
+        held = tuple(replace(one, tier=Tier.KEEPER) for one in some)
+        script.tell(KeeperHolds, f"n{worker[1:]}", worker, held)
+    assert script.assignment.source.step == 1
 
 
 # ----------------------------------------------------------------------------- who uses which
@@ -813,3 +837,17 @@ def test_the_last_that_may_be_newer_ends_the_wait_with_nothing() -> None:
         assert script.tell(KeeperHolds, f"n{rank}", f"w{rank}", held) == []
     commands = script.tell(KeeperHolds, "n2", "w2", ())
     assert [c.step for c in commands if isinstance(c, RollBack)] == [10]
+
+
+def test_a_word_costs_little_however_many_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    count, looks, last_before = 128, [], Lineage.last_before
+
+    def counted(lineage: Lineage, generation: int) -> int | None:
+        looks.append(generation)
+        return last_before(lineage, generation)
+
+    words = words_of_all(count)
+    next(words)
+    monkeypatch.setattr(Lineage, "last_before", counted)
+    next(words, None)
+    assert len(looks) < 20 * count
