@@ -163,6 +163,20 @@ def test_sharded_steps_wait_for_the_new_copies_after_a_restore() -> None:
     assert recorded(script.tell(StepHeld, "b", 2, 2)) == [2]
 
 
+def test_nothing_commits_while_a_generation_forms() -> None:
+    """Not even what all hold already: who is still restoring may yet refuse the source."""
+    script = fsdp()
+    script.train(1)
+    script.train(2, held=False)
+    script.tell(CollectiveFailed, "a", 1, 2, "reset")
+    for worker in "ab":
+        script.paused(worker, script.live(worker, 2))
+    assert script.state.phase == "forming"
+    for worker in "ab":
+        assert recorded(script.tell(StepHeld, worker, 2, 2)) == []
+    assert recorded(script.resume()) == [2]
+
+
 def test_a_copy_counts_for_nothing_where_replicas_are_enough() -> None:
     script = ddp()
     script.applied("a", 1)

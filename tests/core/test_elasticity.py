@@ -137,6 +137,7 @@ def test_a_worker_left_over_gives_its_shard_first_and_then_idles() -> None:
     commands = script.resume()
     assert of(Bench, commands) == [Bench("c", 2, 1)]
     assert of(ReleaseWorker, commands) == []
+    assert script.state.benched == {"c": 2}  # what it holds still counts
     assert script.tell(WorkerLost, "c", "killed") == [KillWorker("c", "it is lost: killed")]
 
 
