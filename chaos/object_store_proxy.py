@@ -47,7 +47,7 @@ NEED_A_BODY = {"corrupt_up": ("PUT", "POST"), "corrupt_down": ("GET",), "truncat
 PIECE_BYTES = 1 << 16
 HEAD_BYTES_MAX = 1 << 16
 STALL_POLL_S = 0.02
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

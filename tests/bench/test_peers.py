@@ -138,14 +138,14 @@ def test_the_harness_on_elastic_ft(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     script = [sys.executable, str(ROOT / "benchmarks/peers/run.py"), "--repeats", "1"]
     options = ["--systems", "elastic_ft (processes)", "--cases", "worker", "--out", str(out)]
-    options += ["--document", "", "--reference-steps", "30", "--no-plots", "--deadline-s", "120"]
+    options += ["--document", "", "--reference-steps", "30", "--no-plots", "--deadline-s", "240"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for _ in range(2):
         done = subprocess.run(
             [*script, *options],
             capture_output=True,
             text=True,
-            timeout=170,
+            timeout=280,
             cwd=ROOT,
             env=environment,
         )

@@ -302,7 +302,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
             [sys.executable, "-c", program, *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == expected, done.stderr

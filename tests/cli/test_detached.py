@@ -25,7 +25,7 @@ from elastic_ft.observe.run_reader import RunReader
 
 Start = Callable[..., Any]
 WriteJob = Callable[..., str]
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 def until(condition: Callable[[], Any]) -> None:

@@ -126,11 +126,11 @@ def test_a_controller_that_lives_is_waited_for(
     run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alive, "EVERY_S", 0.05)
-    monkeypatch.setattr(alive, "STILL_S", 0.6)
+    monkeypatch.setattr(alive, "STILL_S", 3.0)
     living = alive.Alive(run)
     living.start()
-    assert run_command(["resize", str(run), "--workers", "4", "--timeout", "1.5"]) == FAILED
-    assert "0 workers after 1.5 s, not 4; the request stands" in capfd.readouterr().err
+    assert run_command(["resize", str(run), "--workers", "4", "--timeout", "4"]) == FAILED
+    assert "0 workers after 4 s, not 4; the request stands" in capfd.readouterr().err
     assert run_command(["events", str(run)]) == COMPLETED
     assert "no controller" not in capfd.readouterr().out
     living.stop()

@@ -248,7 +248,7 @@ def test_the_hash_seed_does_not_matter() -> None:
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(root)},
             capture_output=True,
             check=True,
-            timeout=60,
+            timeout=240,
         ).stdout
         for seed in ("1", "2")
     }

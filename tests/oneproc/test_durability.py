@@ -17,7 +17,7 @@ from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class BlackHole:
@@ -87,8 +87,8 @@ def test_a_store_that_answers_nothing_is_waited_for_once(
 ) -> None:
     monkeypatch.setattr(durability, "NOW_S", 0.5)
     durable.hole.open.clear()
-    assert 0.4 < durable.told() < 5.0
-    assert sum(durable.told() for _ in range(20)) < 0.4, "it is known to be away"
+    assert 0.4 < durable.told() < DEADLINE_S / 2
+    assert sum(durable.told() for _ in range(20)) < 5.0, "it is known to be away: not 0.5 s each"
     (note,) = durable.posted
     assert note.event == NOT_DURABLE and "not within 0.5 s" in note.reason
     durable.hole.open.set()

@@ -51,11 +51,11 @@ def connected(address: Address) -> Iterator[tuple[socket.socket, socket.socket]]
     """Both ends of a connection to a server at ``address``, in this process."""
     with (
         socket.create_server(address) as server,
-        socket.create_connection(address, 5) as near,
+        socket.create_connection(address, 30) as near,
         server.accept()[0] as far,
     ):
-        near.settimeout(5)
-        far.settimeout(5)
+        near.settimeout(30)
+        far.settimeout(30)
         yield near, far
 
 
@@ -102,7 +102,7 @@ def test_an_abort_ends_what_a_peer_waits_for(pair: list[Groups]) -> None:
         received = thread.submit(pair[1].wait, work)
         pair[0].abort("fenced")
         with pytest.raises(GroupBroken, match="onnection closed"):
-            received.result(5)
+            received.result(30)
 
 
 def test_who_waits_for_a_peer_to_connect_is_ended_by_an_abort(
@@ -123,9 +123,9 @@ def test_who_waits_for_a_peer_to_connect_is_ended_by_an_abort(
     groups = Groups(share_of(assignment, "w0"), donors[0], links)
     with ThreadPoolExecutor(1) as thread:
         forming = thread.submit(groups.form, torch.device("cpu"), 10.0)
-        assert waits.wait(20)
+        assert waits.wait(30)
         groups.abort("w1 is lost")
-        ended = futures.wait([forming], 10).done
+        ended = futures.wait([forming], 30).done
         let_go.set()
     assert ended
     with pytest.raises(GroupBroken, match="w1 is lost"):
@@ -144,7 +144,7 @@ def test_who_restores_for_long_is_waited_for(pair: list[Groups]) -> None:
         waiting = thread.submit(pair[0].barrier, "restored", OTHERS_TIMEOUT_S)
         assert not futures.wait([waiting], 0.3).done
         pair[1].barrier("restored", OTHERS_TIMEOUT_S)
-        waiting.result(5)
+        waiting.result(30)
     with pytest.raises(GroupBroken, match="barrier alone"):
         pair[0].barrier("alone")
 
@@ -205,12 +205,12 @@ def test_a_world_whose_making_is_ended_leaves_nothing_to_the_next(
         with monkeypatch.context() as patched:
             patched.setattr(dist.distributed_c10d, "ProcessGroupGloo", connect)
             forming = thread.submit(groups.form, torch.device("cpu"), 10.0)
-            assert waits.wait(20)
+            assert waits.wait(30)
             groups.abort("w1 is lost")
-            ended = futures.wait([forming], 10).done
+            ended = futures.wait([forming], 30).done
             if not ended:
                 let_go.set()
-                futures.wait([forming], 10)
+                futures.wait([forming], 30)
         assert ended
         with pytest.raises(GroupBroken, match="w1 is lost"):
             forming.result()

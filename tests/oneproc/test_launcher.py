@@ -50,7 +50,7 @@ from elastic_ft.transport.reception import listen
 from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0  # one imports torch, on what other tiers leave
 KEY = JobKey(b"k" * 32)
 
 
@@ -119,20 +119,17 @@ def test_a_launcher_that_dies_leaves_its_workers_to_the_next(host: Waiting) -> N
     assert (host.told[0].worker, host.told[0].cause) == ("w0", "its process has ended")
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(to_launcher, "ANSWER_S", 1.0)
-
-
 def test_a_launcher_that_says_nothing_is_killed_and_followed_by_another(
-    impatient: None, host: Waiting
+    host: Waiting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was waited for, for ever: no worker was started any more, and nobody's end was known."""
     host.want_workers(1)
     pid, first = host.worker("w0"), host.launcher()
-    first.suspend()
-    host.want_workers(2)
-    until(lambda: not psutil.pid_exists(first.pid))
+    with monkeypatch.context() as impatient:  # with this one alone
+        impatient.setattr(to_launcher, "ANSWER_S", 1.0)
+        first.suspend()
+        host.want_workers(2)
+        until(lambda: not psutil.pid_exists(first.pid))
     until(lambda: sum(host.pid_of(name) is not None for name in host.alive()) == 2)
     assert psutil.pid_exists(pid)
     assert [lost.worker for lost in host.told] == ["w1"], "nobody knows whether it was forked"

@@ -19,7 +19,7 @@ from elastic_ft.transport.control import FaultFired, Hello, Note, connect
 from elastic_ft.transport.wire import Channel
 from tests.multiproc.harness import make_job
 
-SOON_S = 10.0
+SOON_S = 60.0
 MEMBER = Member("w0", "n0", "host", 1)
 OTHER = Member("w9", "n0", "host", 1)
 

@@ -26,7 +26,7 @@ def test_a_process_is_shown_by_its_title(title: str, shown: str) -> None:
         [sys.executable, "-c", PROGRAM.format(title=title)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
         cwd=Path(__file__).parents[2],
     )

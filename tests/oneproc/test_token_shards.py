@@ -87,7 +87,7 @@ def test_a_terabyte_is_open_at_once(config: Any, tmp_path: Path) -> None:
         prefetcher.request(1, [micro_batch])
         (loaded,) = prefetcher.get(1)
     assert loaded.ids == tuple(micro_batch) and loaded.data["tokens"].shape == (3, 2048)
-    assert time.monotonic() - began_s < 10
+    assert time.monotonic() - began_s < 60
 
 
 def test_what_can_not_be_a_sample_is_named(config: Any, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ from tests.multiproc.harness import make_job
 
 SECRET = b"k" * 32
 KEY = JobKey(SECRET)
-SOON_S = 10.0
+SOON_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

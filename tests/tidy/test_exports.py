@@ -45,6 +45,6 @@ def test_other_names_are_unknown() -> None:
 def test_the_package_itself_is_light() -> None:
     program = "import sys, elastic_ft.core; print(*{'torch', 'ray', 'pydantic'} & set(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.strip() == ""

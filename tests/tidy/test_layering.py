@@ -171,7 +171,7 @@ for name in {modules!r}:
         [sys.executable, "-I", "-S", "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -208,7 +208,7 @@ print(*(name for name in {SOME_JOBS!r} if name in sys.modules))
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
         cwd=ROOT,
     )
