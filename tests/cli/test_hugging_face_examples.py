@@ -17,7 +17,7 @@ pytest.importorskip("accelerate", reason="pip install 'elastic-ft[huggingface]'"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KILL = """description: A worker dies in the middle of a step.
 faults:
-  - {at_step: 20, kill: worker, of_rank: 1}
+  - {point: backward, rank: 1, step: 20, action: kill}
 expect: {steps_lost_max: 0}
 """
 

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.multiproc import harness, pool  # noqa: E402
 
-LEAK_DEADLINE_S = 10.0
+LEAK_DEADLINE_S = 30.0
 FSSPEC = ("fsspecIO", "asyncio_")  # its loop and resolver: they stay
 SERVERS = ("forkserver", "resource_tracker", "hosts.local.launcher")  # they stay
 

@@ -27,7 +27,7 @@ from elastic_ft.storage.store import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.005
-RUN_DEADLINE_S = 90.0
+RUN_DEADLINE_S = 150.0
 PATIENT = {"heartbeat_timeout_s": 10.0}  # where no worker hangs: a busy machine is no fault
 LOSS_TOLERANCE = 1e-4  # relative, between any two runs of one job (I3)
 STEPS_HELD_OPEN = 1  # committed by a shrunk world before it waits to be whole again
@@ -252,10 +252,16 @@ class Gate:
         self.path = path
         self._since: tuple[int, int] = (0, 0)  # generation, steps committed when it formed
 
-    def job(self, strategy: str, **sections: Any) -> Job:
-        """A tiny job whose data is behind this gate."""
-        data = {"path": "tests.multiproc.tiny:gated", "kwargs": {"gate": str(self.path)}}
-        data["kwargs"] |= CORPUS | sections.pop("corpus", {})
+    def job(self, strategy: str, after_step: int = 0, **sections: Any) -> Job:
+        """A tiny job of four workers whose data is behind this gate, from a step on. With one the
+        gate is closed by now: however late the controller hears, no step is made beyond it until
+        the gate is opened."""
+        free = 0
+        if after_step:
+            self.path.touch()
+            free = 2 * after_step + 1  # samples of a step; one that is looked at beforehand
+        kwargs = {"gate": str(self.path), "free": free} | CORPUS | sections.pop("corpus", {})
+        data = {"path": "tests.multiproc.tiny:gated", "kwargs": kwargs}
         return make_job(strategy, data=data, **sections)
 
     def __call__(self, controller: Controller) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from elastic_ft.faults import PointFault
-from tests.multiproc.harness import Gate, make_job, run_job
+from tests.multiproc.harness import PATIENT, Gate, make_job, run_job
 
 pytestmark = pytest.mark.timeout(500)
 
 
 def test_a_joiner_compiles_before_it_is_ready_and_survivors_never_again(tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
-    job = gate.job("fsdp", steps=14, workers=3, parallel={"compile": True})
+    job = gate.job("fsdp", steps=14, workers=3, parallel={"compile": True}, elastic=PATIENT)
     faults = [PointFault("backward", rank=1, step=5)]
     run = run_job(job, tmp_path / "run", faults=faults, watch=gate, deadline_s=400).check()
     assert run.worlds() == [3, 2, 3], run.story()

@@ -12,7 +12,7 @@ from elastic_ft.cli.resize import resize
 from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
 from elastic_ft.observe.replay import check
-from tests.multiproc.harness import CORPUS, Run, make_job, run_job
+from tests.multiproc.harness import CORPUS, PATIENT, Run, make_job, run_job
 from tests.multiproc.slow import SLOW_S
 
 MODEL: dict[str, Any] = {
@@ -67,7 +67,7 @@ def formed(run: Run) -> list[tuple[str, int]]:
 def test_a_spare_takes_the_place_of_a_lost_worker(tmp_path: Path) -> None:
     lost: list[str] = []
     hold = Hold(tmp_path / "gate", lambda c: c.state.committed >= 2 and ready(c) < 4 and not lost)
-    job = hold.job("fsdp", workers=3, steps=8, elastic={"spares": 1})
+    job = hold.job("fsdp", workers=3, steps=30, elastic={"spares": 1} | PATIENT)
 
     def on_step(controller: Controller, line: dict[str, Any]) -> None:
         if line["step"] >= 3 and ready(controller) == 4 and not lost:
@@ -110,7 +110,7 @@ def test_resized_down_and_up_while_it_runs(tmp_path: Path) -> None:
             asked[-1].start()
 
     hold = Hold(tmp_path / "gate", held)
-    job = hold.job("fsdp", workers=3, steps=16, elastic={"min_workers": 1})
+    job = hold.job("fsdp", workers=3, steps=40, elastic={"min_workers": 1} | PATIENT)
     run = run_job(job, path, on_step=on_step, watch=hold, deadline_s=DEADLINE_S).check()
     for thread in asked:
         thread.join(RESIZE_S)
@@ -127,11 +127,11 @@ def test_resized_down_and_up_while_it_runs(tmp_path: Path) -> None:
 def test_a_worker_that_fits_no_tensor_parallel_group_stays_warm(tmp_path: Path) -> None:
     lost: list[str] = []
     hold = Hold(tmp_path / "gate", lambda c: world(c) == 2 and ready(c) < 4)
-    elastic = {"min_workers": 2, "multiple_of": 2}
+    elastic = {"min_workers": 2, "multiple_of": 2} | PATIENT
     job = hold.job(
         "fsdp",
         workers=4,
-        steps=7,
+        steps=20,
         model=THIN,
         parallel={"tp": 2},
         elastic=elastic,
@@ -159,7 +159,7 @@ def test_a_worker_that_fits_no_tensor_parallel_group_stays_warm(tmp_path: Path) 
     first = {m["worker"]: m["pid"] for m in run.all("generation_formed")[0]["members"]}
     assert first[small["idle"][0]["worker"]] in again  # the same process
     assert all(recovery["steps_lost"] == 0 for recovery in run.recoveries)
-    whole = make_job("ddp", workers=2, steps=7, model=THIN, batch=SMALL_BATCH)
+    whole = make_job("ddp", workers=2, steps=20, model=THIN, batch=SMALL_BATCH)
     run.same_losses_as(run_job(whole, tmp_path / "whole").check())
 
 
@@ -174,7 +174,8 @@ def test_the_planner_lays_out_who_is_left(tmp_path: Path) -> None:
             controller.host.want_workers(0)  # no replacements
             lost.append(lose(controller, 1))
 
-    job = make_job("auto", workers=4, steps=10, model=model, parallel=parallel, batch=SMALL_BATCH)
+    common: dict[str, Any] = {"steps": 30, "model": model, "batch": SMALL_BATCH}
+    job = make_job("auto", workers=4, parallel=parallel, elastic=PATIENT, **common)
     run = run_job(
         job, tmp_path / "run", nodes=nodes, on_step=on_step, deadline_s=DEADLINE_S
     ).check()
@@ -183,7 +184,7 @@ def test_the_planner_lays_out_who_is_left(tmp_path: Path) -> None:
     for line in run.all("generation_formed"):
         assert line["reason"].startswith(f"planned {line['layout']}: fits: ")
     assert [recovery["steps_lost"] for recovery in run.recoveries] == [0, 0]
-    whole = make_job("ddp", workers=2, steps=10, model=model, batch=SMALL_BATCH)
+    whole = make_job("ddp", workers=2, **common)
     run.same_losses_as(run_job(whole, tmp_path / "whole").check())
 
 
@@ -201,7 +202,7 @@ def test_a_slowed_rank_is_replaced_by_a_spare(tmp_path: Path) -> None:
             victims.write_text(f"{member.pid}\n")
 
     hold = Hold(tmp_path / "gate", held)
-    elastic = {"spares": 1, "evict_stragglers": True, "straggler_window_steps": 6}
+    elastic = {"spares": 1, "evict_stragglers": True, "straggler_window_steps": 6} | PATIENT
     model = {"path": "tests.multiproc.slow:slowed", "kwargs": {"victims": str(victims)}}
     job = hold.job("fsdp", workers=3, steps=24, model=model, elastic=elastic, batch=SMALL_BATCH)
     nodes = {f"n{i}": 1 for i in range(4)}

@@ -182,23 +182,18 @@ def test_nothing_is_lost_with_one_node_after_the_other(node_after_node: Run) -> 
 class Planted:
     """Waits with training until the checkpoint of ``step`` is there, and flips a byte of it."""
 
-    def __init__(self, gate: Gate, checkpoints: Path, step: int, *, flip: bool = True) -> None:
-        self._gate, self._checkpoints, self._step, self._flip = gate, checkpoints, step, flip
+    def __init__(self, gate: Gate, checkpoints: Path, step: int) -> None:
+        self._gate, self._checkpoints, self._step = gate, checkpoints, step
         self._done = False
-
-    def on_step(self, controller: Controller, line: dict[str, Any]) -> None:
-        if line["step"] == self._step and not self._done:
-            self._gate.path.touch()
 
     def __call__(self, controller: Controller) -> None:
         if self._done or not any(r.step == self._step for r in controller.state.checkpoints):
             return
         self._done = True
-        if self._flip:
-            (path, *_) = sorted(self._checkpoints.glob(f"data/*/g*-s{self._step}/*.bin"))
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2] ^= 1
-            path.write_bytes(data)
+        (path, *_) = sorted(self._checkpoints.glob(f"data/*/g*-s{self._step}/*.bin"))
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
         self._gate.path.unlink(missing_ok=True)
 
 
@@ -210,27 +205,22 @@ def planted_run(
     planted = Planted(gate, out / "run" / "checkpoints", 8)
     checkpoint = {"every_steps": 4, "final": False, "read_back": False}  # a restore finds it
     elastic = PATIENT | {"min_workers": min_workers}
-    tiny = gate.job("fsdp", steps=STEPS, checkpoint=checkpoint, elastic=elastic)
+    tiny = gate.job("fsdp", after_step=8, steps=STEPS, checkpoint=checkpoint, elastic=elastic)
     watches = both(planted, watch) if watch else planted
-    return run_job(tiny, out / "run", faults=faults, on_step=planted.on_step, watch=watches).check()
+    return run_job(tiny, out / "run", faults=faults, watch=watches).check()
 
 
 def test_all_nodes_at_once_cost_no_more_than_the_interval(tmp_path: Path, undisturbed: Run) -> None:
-    gate = Gate(tmp_path / "gate")
-    paced = Planted(gate, tmp_path, 8, flip=False)
+    kill = KillNodes(WORLD, replaced=True)
+    fault = PointFault("forward", "stop", rank=0, step=12)
     elastic = PATIENT | {"min_workers": WORLD}
-    job = gate.job("fsdp", steps=STEPS, checkpoint={"every_steps": 4}, elastic=elastic)
+    job = make_job("fsdp", steps=STEPS, checkpoint={"every_steps": 4}, elastic=elastic)
 
-    def kill_all(controller: Controller, line: dict[str, Any]) -> None:
-        paced.on_step(controller, line)
-        host = controller.host
-        assert isinstance(host, LocalHost)
-        if line["step"] == 11 and "m0" not in host._nodes:
-            for number in range(WORLD):
-                host.kill_node(f"n{number}")
-                host.add_node(f"m{number}", 1)
+    def kill_all(controller: Controller) -> None:
+        if any(checkpoint.step == 8 for checkpoint in controller.state.checkpoints):
+            kill(controller)
 
-    run = run_job(job, tmp_path / "run", on_step=kill_all, watch=paced).check()
+    run = run_job(job, tmp_path / "run", faults=[fault], watch=kill_all).check()
     first = run.recoveries[0]
     assert first["source"] == "checkpoint", run.story()
     assert 0 < first["steps_lost"] <= 4, run.story()

@@ -26,17 +26,22 @@ GATE_DEADLINE_S = 60.0
 
 
 class Gated:
-    """A dataset that can be read only while its gate, a file, is not there."""
+    """A dataset that can be read only while its gate, a file, is not there.
 
-    def __init__(self, samples: Any, gate: Path) -> None:
-        self._samples, self._gate = samples, gate
+    Args:
+        free: the first reads of each process, which no gate holds up.
+    """
+
+    def __init__(self, samples: Any, gate: Path, free: int = 0) -> None:
+        self._samples, self._gate, self._free = samples, gate, free
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Any:
         deadline = time.monotonic() + GATE_DEADLINE_S
-        while self._gate.exists():
+        self._free -= 1
+        while self._free < 0 and self._gate.exists():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{self._gate} stood for {GATE_DEADLINE_S:g} s")
             time.sleep(0.01)
@@ -46,10 +51,10 @@ class Gated:
         return self._samples.collate(samples)
 
 
-def gated(seed: int, gate: str, **corpus: Any) -> Any:
+def gated(seed: int, gate: str, free: int = 0, **corpus: Any) -> Any:
     """The samples of a corpus, behind a gate with which a test holds training back."""
     bundle = open_dataset(DataConfig(**corpus), seed)
-    samples = Gated(bundle.train, Path(gate))
+    samples = Gated(bundle.train, Path(gate), free)
     samples.vocab_size, samples.sequence_length = bundle.vocab_size, bundle.sequence_length  # type: ignore[attr-defined]
     return samples
 
