@@ -105,7 +105,7 @@ def test_core_kinds_fit_their_schemas(
         [executable("kubernetes-validate"), "--strict", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -203,7 +203,7 @@ def test_a_misspelt_field_would_be_found(tmp_path: Path, cluster: dict[str, Any]
     path = tmp_path / "pod.yaml"
     path.write_text(yaml.safe_dump(pod | {"spec": pod["spec"] | {"volumess": []}}))
     command = [executable("kubernetes-validate"), "--strict", str(path)]
-    assert subprocess.run(command, capture_output=True, timeout=60, check=False).returncode != 0
+    assert subprocess.run(command, capture_output=True, timeout=150, check=False).returncode != 0
 
 
 def test_prometheus_finds_every_pod(cluster: dict[str, Any]) -> None:
@@ -278,7 +278,7 @@ def test_the_dockerfile_is_clean_and_copies_what_there_is() -> None:
         [executable("hadolint"), str(DEPLOY / "Dockerfile")],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ft.controller import diagnosis
 from elastic_ft.controller.diagnosis import KILL_WAIT_S, Inquiries
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Member
@@ -37,7 +38,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     gate = Gate(out / "gate")
     elastic = {"hang_timeout_s": 3, "join_batch_s": 0.1}
     job = gate.job("ddp", steps=24, workers=3, elastic=elastic)
-    return run_job(job, out / "run", faults=faults, watch=gate).check()
+    with pytest.MonkeyPatch.context() as patch:  # a keeper may take its time, here
+        patch.setattr(diagnosis, "KILL_WAIT_S", 10.0)
+        patch.setattr(diagnosis, "LINE_WAIT_S", 10.0)
+        return run_job(job, out / "run", faults=faults, watch=gate).check()
 
 
 def diagnosis_of(run: Run, fault: int) -> tuple[dict[str, Any], dict[str, Any]]:

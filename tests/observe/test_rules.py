@@ -33,7 +33,7 @@ def run(*command: str) -> str:
         cwd=PROMETHEUS,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -90,7 +90,7 @@ def serving(port: int, log: Path, *command: str) -> Iterator[str]:
                 return False
 
         try:
-            until(f"{command[0]} is ready", ready, 30)
+            until(f"{command[0]} is ready", ready, 90)
             yield url
         finally:
             process.kill()
@@ -162,7 +162,7 @@ class RunningJob:
     def __exit__(self, *_: object) -> None:
         self.controller.stop("the test is over")
         self.controller.stop("at once")
-        self._thread.join(30)
+        self._thread.join(90)
         assert not self._thread.is_alive()
 
 
@@ -177,7 +177,7 @@ class Asked:
 
     def get(self, path: str, **parameters: str) -> Any:
         query = urllib.parse.urlencode(parameters)
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=60) as answer:
             return json.load(answer)["data"]
 
     def series(self, expression: str) -> list[Any]:

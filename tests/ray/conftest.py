@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from ray.train import RunConfig
 from trial import NODES, Trial
 
-from elastic_ft.hosts.ray.cluster import LocalCluster
+from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
 # Before the nodes start: their workers import the tests' train loops from here.
@@ -27,8 +28,16 @@ def cluster() -> Iterator[LocalCluster]:
     with LocalCluster(NODES) as cluster:
         cluster.connect()
         yield cluster
-    left = [p for p in psutil.Process().children(recursive=True) if "ray" in p.name()]
-    assert left == []
+    wait_for(lambda: not left_of_ray(), 30, "no process of Ray's is left")
+
+
+def left_of_ray() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "ray" in process.name():
+                found.append(process)
+    return found
 
 
 @pytest.fixture

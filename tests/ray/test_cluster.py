@@ -36,16 +36,16 @@ def test_nodes_come_and_go() -> None:
         before = cluster.processes(first)
         cluster.kill_node(first)
         assert not any(p.is_running() and p.status() != "zombie" for p in before)
-        wait_for(lambda: first not in alive_nodes(), 20, "the killed node is declared dead")
+        wait_for(lambda: first not in alive_nodes(), 60, "the killed node is declared dead")
 
         cluster.kill_raylet(second)
-        wait_for(lambda: second not in alive_nodes(), 20, "the node without raylet is dead")
+        wait_for(lambda: second not in alive_nodes(), 60, "the node without raylet is dead")
         assert cluster.node_ids == (third,)
 
         family = psutil.Process().children(recursive=True)
         folder = cluster._folder
         assert Path(folder).is_dir()
-    wait_for(lambda: not any(map(runs, family)), 20, "every process is gone")
+    wait_for(lambda: not any(map(runs, family)), 60, "every process is gone")
     assert not Path(folder).exists()
 
 
@@ -65,7 +65,7 @@ def test_workers_spread_over_nodes_with_room() -> None:
         assert sorted(taken[:4]) == sorted(2 * cluster.node_ids)  # then where there is room
         assert taken[4] == ""  # then none: it waits
         reap("test:")
-        wait_for(lambda: ray.available_resources().get("CPU") == 4, 10, "all is free again")
+        wait_for(lambda: ray.available_resources().get("CPU") == 4, 60, "all is free again")
 
 
 def test_what_a_vanished_job_has_left_is_removed() -> None:
@@ -82,16 +82,16 @@ def test_what_a_vanished_job_has_left_is_removed() -> None:
         cluster.connect()
         place = f"{names.prefix}place/w0.1"
         driver = [sys.executable, "-c", code, cluster.address, place]
-        subprocess.run(driver, env=os.environ | worker_environment(), check=True, timeout=60)
+        subprocess.run(driver, env=os.environ | worker_environment(), check=True, timeout=100)
         gc = [sys.executable, "-m", "elastic_ft.cli", "gc", "--address", cluster.address]
 
         def say(*options: str) -> str:
-            done = subprocess.run([*gc, *options], capture_output=True, text=True, timeout=60)
+            done = subprocess.run([*gc, *options], capture_output=True, text=True, timeout=100)
             return done.stdout + done.stderr
 
         assert say("--dry-run") == f"would remove {place}\n"
         assert say() == f"removed {place}\n"
-        wait_for(lambda: not groups_of(ROOT), 10, "it is removed")
+        wait_for(lambda: not groups_of(ROOT), 60, "it is removed")
         assert say() == "nothing is left of runs without a controller\n"
 
 
@@ -117,7 +117,7 @@ def test_a_cluster_dies_with_its_driver() -> None:
     assert {"gcs_server", "raylet"} <= {process.name() for process in others}
     driver.kill()
     driver.wait()
-    wait_for(lambda: not any(map(runs, others)), 10, "every process is gone")
+    wait_for(lambda: not any(map(runs, others)), 60, "every process is gone")
     for agent in agents:  # they look for the head for another minute
         agent.kill()
 

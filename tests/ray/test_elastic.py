@@ -142,7 +142,7 @@ def test_drained_node_is_left_in_time(start: Start, cluster: LocalCluster) -> No
     trial = start(job("drain", parallel={"strategy": "fsdp"}))
     trial.wait_for_world(4, timeout_s=START_S)
     victim = trial.members()[0]
-    deadline_s = time.time() + 30
+    deadline_s = time.time() + 60
     cluster.drain_node(victim["node"], deadline_s)
     trial.wait_for_world(3)
     assert time.time() < deadline_s
@@ -186,7 +186,7 @@ def test_nothing_is_left_in_the_cluster(cluster: LocalCluster) -> None:
             and ray.available_resources().get("CPU") == (ray.cluster_resources()["CPU"])
         )
 
-    wait_for(free, 10, "everything is freed")
+    wait_for(free, 60, "everything is freed")
 
 
 def test_resized_while_it_runs(start: Start) -> None:

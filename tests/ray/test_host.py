@@ -42,8 +42,7 @@ def on_loop(host: RayHost, function: Callable[[], Any]) -> Any:
 def test_a_node_that_is_avoided_again_is_avoided_for_longer(host: RayHost) -> None:
     placed: list[float] = []
     host._placements.clear = lambda: placed.append(0.0)  # type: ignore[method-assign]
-    host.avoid_node("n1", 0.2)
-    host.avoid_node("n1", 1000.0)
+    on_loop(host, lambda: [host._avoid("n1", for_s) for for_s in (0.2, 1000.0)])  # in one turn
     host.avoid_node("n2", 0.4)  # due after the first one's end
     until_s = time.monotonic() + DEADLINE_S
     while on_loop(host, lambda: "n2" in host._nodes.avoided):

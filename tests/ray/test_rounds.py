@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from elastic_ft.hosts.ray import worker_actor
 from elastic_ft.hosts.ray.ray_private import (
     RayTrainWorker,
     SynchronizationBarrierResetError,
@@ -454,10 +453,18 @@ def test_an_ended_worker_waits_for_a_controller_that_is_busy() -> None:
     assert list(looks) == []
 
 
-@pytest.mark.timeout(20)
-def test_an_ended_worker_that_is_polled_asks_nobody_who_is_in_charge() -> None:
-    worker, began_s = ElasticWorker(), time.monotonic()
-    polls = threading.Timer(0.3, lambda: setattr(worker, "_polled_s", time.monotonic()))
-    polls.start()
-    worker.await_nobody(lambda: False, unasked_s=0.6)
-    assert time.monotonic() - began_s > 0.89
+def test_an_ended_worker_that_is_polled_asks_nobody_who_is_in_charge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, now_s = ElasticWorker(), 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        if now_s <= 120.0:
+            worker._polled_s = now_s
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=sleep)
+    monkeypatch.setattr(worker_actor, "time", clock)
+    worker.await_nobody(lambda: False, unasked_s=60.0)
+    assert now_s == 180.0, "60 s after the last one, of 120 s"

@@ -33,7 +33,7 @@ class Desk:
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
         self.folder, self._capfd = folder, capfd
-        self.client = Client()
+        self.client = Client(away_s=SOON_S)  # a service that was killed starts anew, cold
 
     def run(self, *words: object, code: int = 0) -> str:
         self._capfd.readouterr()

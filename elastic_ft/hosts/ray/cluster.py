@@ -29,7 +29,7 @@ from elastic_ft.observe import scratch
 
 MB = 2**20
 REAP_EVERY_S = 0.05
-END_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 60.0
 
 # A dead node is declared dead after about 1.5 s instead of Ray's 13 s; no worker is started before
 # it is asked for.
