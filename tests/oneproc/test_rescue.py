@@ -200,7 +200,7 @@ def test_keepers_that_would_have_come_long_ago_are_not_waited_for(tmp_path: Path
     leave_sign(tmp_path, ago_s=1000)
     began_s = time.monotonic()
     assert start(tmp_path) == ()
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 15, "KEEPERS_BEGIN_S, and a heartbeat timeout"
     (line,) = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] == INCOMPLETE]
     assert line["reason"] == "keepers of n0 saved nothing in time"
 
