@@ -46,13 +46,15 @@ class Forecaster(nn.Module):
         self.blocks = nn.ModuleList(Residual(width) for _ in range(depth))
         self.outwards = nn.Linear(width, 1)
 
-    def forward(self, history: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        """Returns (sum of squared errors, number of them) for [B, window] and [B]."""
+    def forward(self, history: Tensor, target: Tensor) -> tuple[Tensor, int, dict]:
+        """Returns (sum of squared errors, number of them, others by name) for [B, window], [B]."""
         x = self.inwards(history)
         for block in self.blocks:
             x = block(x)
         forecast = self.outwards(x).squeeze(-1)
-        return mse_loss(forecast, target, reduction="sum"), target.numel()
+        close = (forecast - target).abs() < 0.1
+        metrics = {"close": (close.sum(), target.numel())}  # sum and count, as of the loss
+        return mse_loss(forecast, target, reduction="sum"), target.numel(), metrics
 
 
 class Residual(nn.Module):

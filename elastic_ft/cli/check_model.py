@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli.check_stores import TensorTable
 from elastic_ft.config import Job
-from elastic_ft.errors import ConfigError, StorageError, StoreFailed
+from elastic_ft.errors import ConfigError, ModelError, StorageError, StoreFailed
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from elastic_ft.data.dataset import DataBundle
+    from elastic_ft.data.dataset import DataBundle, Dataset
 
 
 def check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[str, ...]]:
@@ -34,6 +34,7 @@ def check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[
     check_data(job, bundle.train)
     check_groups(job.optimizer, model)
     check_optimizer(job, model)
+    check_returns(job, model, bundle.train)
     if job.parallel.strategy == "auto":
         from elastic_ft.controller.planning import planning_of
 
@@ -51,6 +52,26 @@ def check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[
     }
     remarks = () if job.model.weights is None else check_weights(job.model.weights, model)
     return bundle, table, count, remarks
+
+
+def check_returns(job: Job, model: nn.Module, samples: Dataset) -> None:
+    """Raises ModelError if the model, on meta, returns something else than a loss. One that can't
+    run there, or samples that can't be read, are the workers' to find out."""
+    from torch import device, no_grad
+
+    from elastic_ft.engines.modules import to_device
+    from elastic_ft.models.loss import loss_and_named
+
+    if job.model.path is None:
+        return
+    try:
+        some = [samples[i] for i in range(min(job.batch.micro_batch_size, len(samples)))]
+        with no_grad():
+            loss_and_named(model, to_device(samples.collate(some), device("meta")))
+    except ModelError as error:
+        raise ModelError(f"model.path: {error}") from None
+    except Exception:  # of the user's code, which may raise anything
+        return
 
 
 def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:

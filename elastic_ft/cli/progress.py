@@ -14,6 +14,7 @@ from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.observe.journal_text import brief
 from elastic_ft.observe.run_reader import RunReader, Watch
 
+NAMED_SHOWN = 4  # metrics of a step, on its line
 STEP_LINE_EVERY_S = 5.0  # where there is no terminal
 WATCH_EVERY_S = 0.2
 RATE_STEPS, RATE_S = 500, 5.0  # tokens/s and ETA: over the last seconds, at most so many steps
@@ -83,6 +84,8 @@ class ProgressDisplay:
         known = self._job.steps < COUNT_MAX  # else a loop ends when it likes
         of = f"/{self._job.steps}" if known else ""
         text = f"step {line['step']}{of}  loss {line['loss']:.4f}"
+        named = [*(line.get("metrics") or {}).items()][:NAMED_SHOWN]
+        text += "".join(f"  {name} {value:.4g}" for name, value in named)
         spent_s = line["committed_at_s"] - first["committed_at_s"]
         if after and spent_s > 1:
             tokens = sum(step["tokens"] for step in after)

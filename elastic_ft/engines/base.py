@@ -7,8 +7,8 @@ this rank holds one box.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
+from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState
 
 
@@ -46,6 +47,7 @@ class Update:
     skipped: bool = False  # the gradients were not finite: nothing was applied
     note: str = ""  # for the journal: why, where that is not as usual
     compiled: Compiled | None = None  # in this step, if anything was
+    metrics: Mapping[str, float] = field(default_factory=dict)  # named, over the global batch
 
 
 class StateEngine(Protocol):
@@ -99,7 +101,13 @@ class StateEngine(Protocol):
 
 
 class Engine(StateEngine, Protocol):
-    """A job's model, which it runs itself."""
+    """A job's model, which it runs itself.
+
+    Attributes:
+    named: this rank's sums of what the model returns beside its loss, of the batch run last.
+    """
+
+    named: NamedSums
 
     def run_batch(
         self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
@@ -115,5 +123,5 @@ class Engine(StateEngine, Protocol):
         """Clips and applies the optimizer. ``tokens`` and ``squares`` (see ``square_norm``) are
         summed over the world."""
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        """Returns this rank's (loss sum, tokens) without gradients."""
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:
+        """Returns this rank's (loss sum, tokens, named sums) without gradients."""

@@ -46,7 +46,8 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules, computed_buffers, initial_parts
-from elastic_ft.models.loss import loss_sum
+from elastic_ft.models.loss import loss_and_named
+from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 from elastic_ft.storage.safetensors import open_folder
 
@@ -88,6 +89,7 @@ class DeepSpeedEngine:
         self._state: LocalState | None = None
         self._groups: Groups | None = None
         self.intact = True
+        self.named = NamedSums()
 
     # ------------------------------------------------------------------ layout
 
@@ -274,16 +276,20 @@ class DeepSpeedEngine:
         if self.stage:
             engine.optimizer.override_loss_scale(1.0)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), TermCounts()
+        self.named.begin()
         self._first_gradients.watch(reach, self._blocks)
         for index, micro_batch in enumerate(micro_batches):
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             seed_for(self.job.seed, step, micro_batch.number)
             reach("forward", None if index == 0 else step)
             with self._autocast():
-                loss, count = loss_sum(engine, to_device(micro_batch.data, self.device))
+                loss, count, found = loss_and_named(
+                    engine, to_device(micro_batch.data, self.device)
+                )
                 if index == 0:
                     reach("backward")
                 engine.backward(loss * (factor * micro_batch.weight), scale_wrt_gas=False)
+            self.named.add(found, micro_batch.weight)
             if micro_batch.weight:
                 total += loss.detach().double()
                 tokens.add(count)
@@ -360,20 +366,21 @@ class DeepSpeedEngine:
         self.intact = True
         return norm
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
-        total, tokens = 0.0, TermCounts()
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:
+        total, tokens, sums = 0.0, TermCounts(), NamedSums()
         self._engine.eval()
         try:
             with torch.no_grad(), self._autocast():
                 for micro_batch in micro_batches:
                     data = to_device(micro_batch.data, self.device)
-                    loss, count = loss_sum(self._engine, data)
+                    loss, count, found = loss_and_named(self._engine, data)
+                    sums.add(found, micro_batch.weight)
                     if micro_batch.weight:
                         total += float(loss)
                         tokens.add(count)
         finally:
             self._engine.train()
-        return total, tokens.total()
+        return total, tokens.total(), sums
 
 
 # ------------------------------------------------------------------------------- helpers

@@ -44,7 +44,8 @@ from elastic_ft.engines.pipeline import Pipeline, micro_batches_to_run
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import computed_buffers, initial_parts
-from elastic_ft.models.loss import loss_sum
+from elastic_ft.models.loss import loss_and_named
+from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.storage.safetensors import open_folder
 
@@ -94,6 +95,7 @@ class NativeEngine:
         self._settled = False  # FSDP2's first forward may move its parameters
         self._compiler: Compiler | None = None  # as the job wishes; prepared
         self.intact = True
+        self.named = NamedSums()
 
     # ------------------------------------------------------------------ layout
 
@@ -253,6 +255,7 @@ class NativeEngine:
         ranks = self._groups.assignment.layout.gradient_size
         factor = ranks / self._nominal_tokens * self._loss_scale.factor
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.device), TermCounts()
+        self.named.begin()
         self._watch_first_gradients(reach)
         model = self._model
         if model.pipeline is not None:
@@ -263,16 +266,19 @@ class NativeEngine:
             reach("forward", None if index == 0 else step)
             kept = {} if micro_batch.weight else {b: b.clone() for b in model.buffers.values()}
             with self._accumulating(last), self._autocast():
-                loss, count = loss_sum(self._runner, to_device(micro_batch.data, self.device))
+                loss, count, found = loss_and_named(
+                    self._runner, to_device(micro_batch.data, self.device)
+                )
                 if index == 0:
                     reach("backward")
                 (loss * (factor * micro_batch.weight)).backward()
             for buffer, before in kept.items():  # padding is no sample: running statistics, say
                 buffer.copy_(before)
+            self.named.add(found, micro_batch.weight)
             if micro_batch.weight:
                 total += loss.detach().double()
                 tokens.add(count)
-        return self._counted(float(total), tokens.total())
+        return self._counted(float(total), tokens.total(), self.named)
 
     def _run_pipeline(
         self,
@@ -298,15 +304,17 @@ class NativeEngine:
             found = pipeline.run(micro_batches, factor)
         finally:
             handle.remove()
-        return self._counted(*found)
+        return self._counted(*found, self.named)
 
-    def _counted(self, loss: float, tokens: int) -> tuple[float, int]:
+    def _counted(self, loss: float, tokens: int, named: NamedSums) -> tuple[float, int]:
         """Tensor-parallel peers have the same loss: one of them counts it."""
         if not self._settled:
             self._listed, self._settled = None, True
         assert self._groups is not None and self._groups.rank is not None
-        counts = self._groups.assignment.layout.counts_loss(self._groups.rank)
-        return (loss, tokens) if counts else (0.0, 0)
+        if self._groups.assignment.layout.counts_loss(self._groups.rank):
+            return loss, tokens
+        named.leave_out()
+        return 0.0, 0
 
     def _accumulating(self, last: bool) -> contextlib.AbstractContextManager[Any]:
         """Around each micro-batch: what can wait for a step's last one is not sent before."""
@@ -383,24 +391,27 @@ class NativeEngine:
             torch.cuda.synchronize(self.device)
         self._groups.check()
 
-    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:
         parts, pipeline = self._model.parts, self._model.pipeline
-        total, tokens = 0.0, TermCounts()
+        total, tokens, sums = 0.0, TermCounts(), NamedSums()
         for part in parts:
             part.eval()
         try:
             with torch.no_grad(), self._autocast(), _eagerly(self._compiler):
                 if pipeline is not None:
-                    return self._counted(*pipeline.evaluate(micro_batches))
+                    return (*self._counted(*pipeline.evaluate(micro_batches), sums), sums)
                 for micro_batch in micro_batches:
-                    loss, count = loss_sum(parts[0], to_device(micro_batch.data, self.device))
+                    loss, count, found = loss_and_named(
+                        parts[0], to_device(micro_batch.data, self.device)
+                    )
+                    sums.add(found, micro_batch.weight)
                     if micro_batch.weight:
                         total += float(loss)
                         tokens.add(count)
         finally:
             for part in parts:
                 part.train()
-        return self._counted(total, tokens.total())
+        return (*self._counted(total, tokens.total(), sums), sums)
 
 
 # ------------------------------------------------------------------------------- helpers

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
@@ -37,6 +38,7 @@ from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules
+from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor
 
 
@@ -59,6 +61,7 @@ class OwnEngine(OwnStep):
         self.models, self.optimizers = list(models), list(optimizers)
         self.own = OwnState(1024 * (job.loop.state_kb if job.loop is not None else 64))
         self.intact = True
+        self.named = NamedSums()
         self.by_reference = False  # weights that nothing trains, see ``own_frozen``
         self._frozen: Frozen | None = None
         self.seed: int | None = job.seed  # of each micro-batch's draws; None: they go on and on
@@ -79,6 +82,7 @@ class OwnEngine(OwnStep):
         self._alike: int | None = None  # targets of a micro-batch whose loss came as a mean
         self._replicated = False
         self._laid_out: LaidOut | None = None
+        self._gathering: list[FSDPModule] = []  # an evaluation leaves them gathered
         self._kept: list[OptimizerState] = []
         self._first_gradients = FirstGradients()
         self._initial: dict[str, torch.Tensor] = {}
@@ -212,6 +216,7 @@ class OwnEngine(OwnStep):
             mine = [p for group in optimizer.param_groups for p in group["params"]]
             self._kept.append(OptimizerState(_shared(optimizer), {names[id(p)]: p for p in mine}))
         own_stale.leave(stale)
+        self._gathering = own_cut.gathering(self.models)
 
     def detach(self, in_use: list[object] | None = None) -> LocalState:
         whole = all(kept.whole for kept in self._kept) and self._laid_out is not None
@@ -248,6 +253,8 @@ class OwnEngine(OwnStep):
 
     def capture(self) -> None:
         """What the registered objects and buffers are now belongs to the step that was made."""
+        for part in self._gathering:
+            part.reshard()
         self.own.capture()
         self._buffers.capture()
 

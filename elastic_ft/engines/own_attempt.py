@@ -35,6 +35,7 @@ class Running:
         self.made: Versions = {}  # of gradients, after the last backward
         self.probe: torch.Tensor | None = None  # of gradients that are cut, then
         self.told = 0  # losses, since the last agreement
+        self.named = 0  # micro-batches with named metrics
         self.divided = False  # losses came as parts of the mean
         self.agreed = False
         self.ratio = 1.0  # by which gradients are multiplied to be means over all terms

@@ -30,6 +30,11 @@ def undo_cut(model: nn.Module) -> None:
             torch_private.undo_fully_shard(part)
 
 
+def gathering(models: Sequence[nn.Module]) -> list[FSDPModule]:
+    """Those that gather their parameters, and keep them so after a forward without a backward."""
+    return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
+
+
 def cut_in_place(
     job: Job, model: nn.Module, groups: Groups, device: torch.device
 ) -> Mapping[nn.Parameter, nn.Parameter]:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from elastic_ft.engines.left_behind import stays_inside
+
 Forward = Callable[..., Any]
 
 
@@ -54,7 +56,10 @@ class Routed:
         if runner is None or not torch.is_grad_enabled():
             return self.before(*args, **kwargs)
         self.entered = True
-        return runner(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return runner(*args, **kwargs)
+        with stays_inside():
+            return runner(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
         """Of the copied model, which ``copy`` has made already when it comes to this."""

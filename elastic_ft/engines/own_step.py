@@ -19,6 +19,7 @@ from elastic_ft.config import Job
 from elastic_ft.engines import gradients, own_watch
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.laid_out import LaidOut
+from elastic_ft.engines.left_behind import stays_inside
 from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_for
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running, check_alike
@@ -28,6 +29,7 @@ from elastic_ft.engines.own_state import OwnState
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
+from elastic_ft.models.named import NamedSums, checked
 
 OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other numbers
 
@@ -41,6 +43,7 @@ class OwnStep:
     optimizers: list[torch.optim.Optimizer]
     own: OwnState
     intact: bool
+    named: NamedSums
     seed: int | None
     running: Running | None
     _alike: int | None
@@ -67,6 +70,7 @@ class OwnStep:
     def attempt(self, running: Running) -> None:
         """From now on, what the user's function tells is of this attempt at a step."""
         self.running = running
+        self.named.begin()
         self._watch_first_gradients(running.reach)
 
     def micro_batches(self, running: Running) -> Iterator[MicroBatch]:
@@ -108,16 +112,19 @@ class OwnStep:
             last = parameter if parameter.requires_grad else last
         self._first_gradients.watch(reach, self.blocks, last)
 
+    @stays_inside()
     def backward(
         self,
         loss: torch.Tensor,
         count: torch.Tensor | int | None,
+        metrics: Any = None,
         scaler: torch.amp.GradScaler | None = None,
         of: int | None = None,
     ) -> None:
         """``loss``: a sum over ``count`` terms; None: a mean, of as many as in any other.
 
-        ``of``: the global batch's terms, where ``loss`` was divided by them already.
+        ``metrics``: see ``models.named``. ``of``: the global batch's terms, where ``loss`` was
+        divided by them already.
         """
         running = self._attempted("backward")
         micro_batch = running.current
@@ -131,6 +138,8 @@ class OwnStep:
             running.reach("backward")
         running.told += 1
         running.divided = of is not None
+        if metrics:
+            self._note_named(running, metrics, weight)
         if weight:
             running.loss = running.loss + loss.detach().double() * (of or 1)
             running.terms.add(1 if count is None else count)
@@ -141,11 +150,26 @@ class OwnStep:
             running.made = own_watch.versions(self._listed)
             running.probe = own_watch.probe(self._listed) if self._is_cut else None
 
+    def _note_named(self, running: Running, metrics: Any, weight: float) -> None:
+        if running.agreed:
+            raise ConfigError("ctx.backward: named metrics come with the first optimizer's losses")
+        self.named.add(checked(metrics), weight)
+        running.named += 1
+
+    def _check_named(self, running: Running) -> None:
+        """They are all ranks' sums: each has to know of how many, whoever has joined."""
+        if running.named != (len(running.micro_batches) if self.named.names else 0):
+            raise ConfigError(
+                f"ctx.backward: {running.named} of {len(running.micro_batches)} micro-batches came "
+                "with named metrics: give them with each, once, in each step, or with none"
+            )
+
     def _attempted(self, what: str) -> Running:
         if self.running is None:
             raise ConfigError(f"ctx.{what}: comes inside the function that @ctx.step decorates")
         return self.running
 
+    @stays_inside()
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clips the global gradient. Returns its norm before, the same on all ranks."""
         running = self._attempted("clip_grad_norm_")
@@ -163,6 +187,8 @@ class OwnStep:
             raise ConfigError(
                 f"optimizer.step: after {done} micro-batches: all of a batch come before it"
             )
+        if not running.agreed:
+            self._check_named(running)
         own_watch.check_untouched(running.made)
         own_watch.check_probe(self._listed, running.probe)
         if self._frozen is not None:
@@ -208,6 +234,7 @@ class OwnStep:
         gradients.scale(found, running.norm, ratio, max_norm)
         running.scaled = True
 
+    @stays_inside()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running = self.running
         if running is None:
@@ -231,6 +258,7 @@ class OwnStep:
     def _number(self, optimizer: torch.optim.Optimizer) -> int:
         return next(n for n, known in enumerate(self.optimizers) if known is optimizer)
 
+    @stays_inside()
     def end_attempt(self) -> None:
         """The user's function has returned. Raises ConfigError if it made no step.
 

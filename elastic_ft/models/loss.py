@@ -10,12 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from elastic_ft.errors import ModelError
+from elastic_ft.models import named
+
+Loss = tuple[Tensor, Tensor | int, dict[str, named.Pair]]
 IGNORED_LABEL = -100
 TOKEN_KEYS = {"tokens", "labels", "attention_mask", "position_ids"}
 
 
 def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
-    """Returns (float32 scalar sum of the losses, number of terms in it).
+    """Returns (float32 scalar sum of the losses, number of terms in it): see ``loss_and_named``."""
+    loss, count, _ = loss_and_named(model, batch)
+    return loss, count
+
+
+def loss_and_named(model: nn.Module, batch: Any) -> Loss:
+    """Returns (float32 scalar sum of the losses, number of terms in it, named metrics).
 
     What is counted on the device stays there: to ask for it would be to wait for all before it.
 
@@ -32,18 +42,18 @@ def loss_sum(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | int]:
     share positions (``context``) sum and number are of this rank's.
 
     Any other batch: a dict is passed as keywords, a tuple or list as arguments, anything else as
-    the one argument, and the model must return (sum of losses, count) itself. Raises TypeError
-    if it does not.
+    the one argument, and the model must return (sum of losses, count) itself, or these and
+    {name: (sum, count)} of other metrics. Raises ModelError if it does not.
     """
     if isinstance(batch, dict) and "input_ids" in batch and _is_of_transformers(model):
         batch = {"tokens" if key == "input_ids" else key: value for key, value in batch.items()}
     if isinstance(batch, dict) and "tokens" in batch and batch.keys() <= TOKEN_KEYS:
-        return _next_token_loss(model, **batch)
+        return (*_next_token_loss(model, **batch), {})
     if isinstance(batch, dict):
-        return _checked_pair(model(**batch))
+        return _checked(model(**batch))
     if isinstance(batch, tuple | list):
-        return _checked_pair(model(*batch))
-    return _checked_pair(model(batch))
+        return _checked(model(*batch))
+    return _checked(model(batch))
 
 
 def _is_of_transformers(model: nn.Module) -> bool:
@@ -72,7 +82,7 @@ def _next_token_loss(
     output = model(tokens, **inputs)
     logits = getattr(output, "logits", output)
     if not isinstance(logits, Tensor):
-        raise TypeError(
+        raise ModelError(
             f"the model returned {type(output).__name__} for a token batch; expected logits "
             "[batch, positions, vocabulary] or an object with .logits"
         )
@@ -85,7 +95,7 @@ def router_loss(model: nn.Module, output: Any) -> Tensor | None:
     """What a transformers mixture of experts adds to the mean loss, so that its experts share the
     tokens (``output_router_logits: true``); None in evaluation.
 
-    Raises TypeError if the model does not say by which coefficient.
+    Raises ModelError if the model does not say by which coefficient.
     """
     found = getattr(output, "aux_loss", None)
     if not isinstance(found, Tensor) or not model.training:
@@ -93,7 +103,7 @@ def router_loss(model: nn.Module, output: Any) -> Tensor | None:
     bare = _bare(model)
     coefficient = getattr(getattr(bare, "config", None), "router_aux_loss_coef", None)
     if coefficient is None:
-        raise TypeError(
+        raise ModelError(
             f"{type(bare).__name__} returned an aux_loss, and has no config.router_aux_loss_coef "
             "that says how much it counts"
         )
@@ -153,13 +163,37 @@ class _VocabularyParallel(torch.autograd.Function):
         return (softmax_NV * gradients[0]).to(ctx.dtype), None, None, None
 
 
-def _checked_pair(output: Any) -> tuple[Tensor, Tensor | int]:
-    if not (isinstance(output, tuple | list) and len(output) == 2):
-        raise TypeError(
-            f"the model returned {type(output).__name__}; expected a pair "
-            "(scalar tensor: sum of losses, count of its terms)"
+def _checked(output: Any) -> Loss:
+    if not (isinstance(output, tuple | list) and len(output) in (2, 3)):
+        found = f"{len(output)} values" if isinstance(output, tuple | list) else _kind(output)
+        raise ModelError(
+            f"the model returned {found}; expected (sum of losses: a scalar tensor, count of its "
+            "terms), and {name: (sum, count)} of other metrics if there are any"
         )
-    total, count = output
+    total, count, *rest = output
     if not (isinstance(total, Tensor) and total.ndim == 0):
-        raise TypeError(f"expected a scalar tensor as the sum of losses, found {total!r}")
-    return total.float(), count.detach() if isinstance(count, Tensor) else int(count)
+        raise ModelError(
+            f"the model returned {_kind(total)} as the sum of losses, expected a scalar tensor: "
+            "the sum over its terms, not their mean"
+        )
+    if isinstance(count, Tensor):
+        count = count.detach()
+    else:
+        try:
+            count = int(count)
+        except (TypeError, ValueError):
+            raise ModelError(
+                f"the model returned {_kind(count)} as the count of its loss's terms, expected a "
+                "whole number or a scalar tensor"
+            ) from None
+    return total.float(), count, named.checked(rest[0]) if rest else {}
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return (
+        f"{value!r}"
+        if value is None or isinstance(value, int | float | str)
+        else type(value).__name__
+    )

@@ -50,6 +50,7 @@ MARKS = {
 }
 ALWAYS_TOLD = {"recovered", "checkpoint_failed", "checkpoint_refused", "finished", *MARKS}
 MARKS_MAX, TOLD_MAX, CHECKPOINTS_MAX, SAVED_MAX, RECOVERIES_MAX = 400, 400, 60, 200, 200
+NAMES_MAX, NAMED_BUCKETS_MAX = 8, 60  # of named metrics; all are in steps.jsonl
 GAP_SHOWN_S = 1.0
 RATE_STEPS = 3  # that a bin of the rate has, on average, at least
 RECENT_STEPS, RECENT_S = 500, 20.0  # rate and ETA: over the last of them
@@ -95,6 +96,7 @@ class RunView:
         self._name, self._uses_tokens = name, False
         self._clock = RunClock()
         self._loss, self._held_out = Extremes(), Extremes()
+        self._named: dict[str, Extremes] = {}
         self._rate, self._band = Throughput(), Bins()
         self._world = WorldView()
         self._phase, self._since_x = "", 0.0
@@ -164,10 +166,17 @@ class RunView:
         x = self._clock.x(at_s)
         amount = float(line["tokens"] if self._uses_tokens else line["samples"] / line["step"])
         self._loss.add(x, line["step"], None if loss is None else float(loss))
+        self._add_named(x, line)
         self._rate.add(x, amount)
         self._recent.append((x, line["step"]))
         self._last, self._last_key, self._last_amount = line, key, amount
         self._counts["steps"] += 1
+
+    def _add_named(self, x: float, line: Line) -> None:
+        for name, value in (line.get("metrics") or {}).items():
+            if name in self._named or len(self._named) < NAMES_MAX:
+                series = self._named.setdefault(name, Extremes(NAMED_BUCKETS_MAX))
+                series.add(x, line["step"], float(value) if math.isfinite(value) else None)
 
     def _event(self, line: Line) -> None:
         if line["seq"] <= self._seq:
@@ -362,6 +371,7 @@ class RunView:
         return {
             "loss": self._loss.points(),
             "held_out": self._held_out.points(),
+            "named": {name: series.points() for name, series in self._named.items()},
             "rate": {"width_s": width_s, "values": values},
         }
 

@@ -88,9 +88,13 @@ class TensorBoardLog:
 
 
 def _numbers(line: Line) -> Iterable[tuple[str, float]]:
-    """What can be drawn of a step; the script's own are under ``logged/``."""
-    logged = {f"logged/{name}": value for name, value in (line.get("logged") or {}).items()}
-    for name, value in ({n: v for n, v in line.items() if n not in LEFT_OUT} | logged).items():
+    """What can be drawn of a step; the script's own are under ``logged/`` and ``metrics/``."""
+    own = {
+        f"{kind}/{name}": value
+        for kind in ("logged", "metrics")
+        for name, value in (line.get(kind) or {}).items()
+    }
+    for name, value in ({n: v for n, v in line.items() if n not in LEFT_OUT} | own).items():
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, float(value)
 

@@ -5,30 +5,24 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
-from elastic_ft.training.batch import Batch, StepAttempt, weighed
-from elastic_ft.training.export import export
+from elastic_ft.training.batch import Batch, StepAttempt
+from elastic_ft.training.between import Between
 from elastic_ft.training.given import sort_out
-from elastic_ft.training.held_out import evaluating, samples_of
 from elastic_ft.training.loader import Loader, bundle_of, check_options
-from elastic_ft.worker.agreement import sum_over_members
-from elastic_ft.worker.by_user import summed
-from elastic_ft.worker.loop import Loop
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.prepare import ready_device
-from elastic_ft.worker.steering import Dealt, Done, Ended, Steering
+from elastic_ft.worker.steering import Dealt, Ended, MakeHere, Steering
 from elastic_ft.worker.step import Step
 from elastic_ft.worker.this_process import current_worker
 from elastic_ft.worker.user_script import Released
@@ -73,7 +67,7 @@ def current() -> Context | None:
     return _context
 
 
-class Context:
+class Context(Between):
     """What a loop of one's own needs of the job.
 
     Attributes:
@@ -238,29 +232,32 @@ class Context:
 
         What is in the block is left where the world breaks, without an exception.
         """
-        own, dealt = self._steering("attempt"), self._dealt
-        if dealt is None:
+        own = self._steering("attempt")
+        if self._dealt is None or self._inside:
             raise ConfigError("ctx.attempt: comes inside `for batch in loader`, once for each")
-        attempt = StepAttempt(Batch(own.engine, dealt))
-        raised: list[Exception] = []
+        begun = None
+        while not isinstance(begun, MakeHere):  # the world may break on the way there
+            own.attempting = True
+            begun = self._next()
+        attempt = StepAttempt(Batch(own.engine, self._awaited()))
+        self._inside = True
         try:
             yield attempt
         except Exception as error:
-            raised.append(error)
-
-        def body() -> None:
-            if raised:
-                raise raised[0]
-
-        own.body = body
+            own.raised = error
+        finally:
+            self._inside = False
         item = self._next()
         if isinstance(item, Step):
             self._dealt, self.latest, attempt.step = None, item, item
+        else:
+            own.at.step = 0  # the block is left: it asks for the step again
 
     def backward(
         self,
         loss: torch.Tensor,
         count: torch.Tensor | int | None = None,
+        metrics: Mapping[str, Any] | None = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
         of: int | None = None,
@@ -269,25 +266,14 @@ class Context:
         global batch. Without ``count`` it is a mean, and each micro-batch's weighs the same.
 
         Args:
+            metrics: others, by name, as (sum, count): of all micro-batches of all ranks they make
+                means in ``Step.metrics`` and in the step's line. The same names in each.
             scaler: scales it for half precision; register it. ``scaler.unscale_`` comes before
                 ``clip_grad_norm_``, ``scaler.step(optimizer)`` and ``scaler.update()`` after.
             of: the terms of the global batch, if ``loss`` was divided by them already: the step's
             losses add up to the mean. In all of a step's calls, or in none.
         """
-        self._steering("backward").engine.backward(loss, count, scaler, of)
-
-    def sum(self, *values: float) -> list[float]:
-        """Each value's sum over all ranks, in float64, in a step's function, before its
-        ``clip_grad_norm_``, or in what ``together`` runs."""
-        if self._party is not None:
-            return self._party.sum(values)
-        return sum_over_members(list(map(float, values)), self.world_size)
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Each rank's, of one shape and dtype, in what ``together`` runs."""
-        if self._party is None:
-            raise UsageError("ctx.all_gather: comes in what ctx.together runs")
-        return self._party.all_gather(tensor)
+        self._steering("backward").engine.backward(loss, count, metrics, scaler, of)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clips the gradient of the global batch by its norm, which is returned."""
@@ -303,86 +289,14 @@ class Context:
             number = value.item() if isinstance(value, torch.Tensor) else value
             if not isinstance(number, (int, float, str, bool)):
                 kind = type(value).__name__
-                raise ConfigError(f"ctx.log: {name} is {kind}, expected a number or text")
+                instead = ": ctx.backward takes (sum, count), over all ranks" * (kind == "tuple")
+                raise ConfigError(f"ctx.log: {name} is {kind}, expected a number or text{instead}")
             own.logged[name] = number
-
-    # ----------------------------------------------------------------------- between steps
-
-    def evaluate(
-        self,
-        function: Callable[[Any], Any],
-        dataset: Any,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        name: str = "held-out loss",
-    ) -> float:
-        """The mean over ``dataset``, dealt to all ranks, of ``function(micro_batch)``, which
-        returns (sum, count). It is tried again where the world breaks under it. Of a DataLoader
-        its dataset and ``collate_fn`` are taken."""
-        own = self._steering("evaluate")
-        held_out = samples_of(dataset, collate_fn)
-
-        def run(loop: Loop) -> float:
-            with evaluating(own.engine.models):
-                found = functools.partial(
-                    summed, lambda micro: function(weighed(micro, own.engine))
-                )
-                return loop.evaluate(found, held_out, len(held_out), name)
-
-        return float(self._errand(run))
-
-    def save(self) -> None:
-        """Asks for a checkpoint of the next step, beside those that ``checkpoint`` asks for."""
-        self._steering("save").checkpoint = True
-
-    def gathered(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole ``model.state_dict()`` on the host, whatever the layout: on rank 0, and {}
-        elsewhere. All ranks call it, between two steps. Frozen weights that are kept by reference
-        are given, not copied: leave them as they are."""
-        found: dict[str, torch.Tensor] = self._errand(lambda _: self.whole_state(model))
-        return found
-
-    def whole_state(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """As ``gathered``, in what ``together`` runs."""
-        return self._steering("gathered").engine.whole_state(model, self.rank)
-
-    def export(self, model: nn.Module, folder: str | Path) -> None:
-        """Writes the model's weights as safetensors, by ``save_pretrained`` where it has that."""
-        export(self, model, folder)
-
-    def together(self, function: Callable[[Callable[[], None]], Any]) -> Any:
-        """Between two steps: what ``function(progress)`` returns, called on all ranks.
-
-        Collectives are allowed in it. It is called again, with another ``rank`` and
-        ``world_size``, where the world breaks under it. ``progress()`` says that nothing hangs.
-        """
-
-        return self._errand(lambda loop: function(loop.progress))
 
     def on_generation(self, callback: Callable[[Context], None]) -> None:
         """``callback(ctx)`` is called in the loop's thread when a world has formed, before its
         first batch: ``rank`` and ``world_size`` may be others then."""
         self._callbacks.append(callback)
-
-    def _errand(self, run: Callable[[Any], Any]) -> Any:
-        own = self._steering("evaluate")
-        if self._inside:
-            raise UsageError("ctx.evaluate, gathered, export: come between two steps, not in one")
-        while True:
-            own.errand = functools.partial(self._by_party, run)
-            item = self._next()
-            if isinstance(item, Done):
-                return item.result
-
-    def _by_party(self, run: Callable[[Loop], Any], loop: Loop) -> Any:
-        """Its ranks are this context's meanwhile."""
-        if self.job.parallel.strategy != "ddp":
-            loop.party.check_whole()
-        before, self._party = (self.rank, self.world_size), loop.party
-        self.rank, self.world_size = loop.party.rank, loop.party.world_size
-        try:
-            return run(loop)
-        finally:
-            self._party, (self.rank, self.world_size) = None, before
 
     # ------------------------------------------------------------------------------ inside
 
@@ -415,6 +329,7 @@ class Context:
 
     def _is_dealt(self) -> bool:
         """Waits for the next batch; whether there is one."""
+        self._steering("prepare").at.ask()
         while self._dealt is None and not self._ended:
             item = self._next()
             if isinstance(item, Ended):

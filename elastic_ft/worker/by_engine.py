@@ -9,6 +9,7 @@ from typing import Any
 from elastic_ft.config import Job
 from elastic_ft.engines.base import Engine, Update
 from elastic_ft.engines.learning_rates import learning_rate
+from elastic_ft.worker.evaluating import evaluate
 from elastic_ft.worker.loop import Loop, Made, Making
 from elastic_ft.worker.step import Step
 
@@ -27,8 +28,9 @@ class ByEngine:
     def make(self, loop: Loop, attempt: Making) -> Generator[Any, None, Update | None]:
         engine, points, number = self._engine, loop.tools.points, attempt.number
         loss, tokens = engine.run_batch(number, attempt.micro_batches, points)
-        agreed = attempt.agree(loss, tokens, engine.square_norm())
-        return engine.apply(number, agreed.tokens, agreed.squares, points)
+        agreed = attempt.agree(loss, tokens, engine.square_norm(), engine.named.sums())
+        update = engine.apply(number, agreed.tokens, agreed.squares, points)
+        return replace(update, metrics=engine.named.means(agreed.more))
         yield  # never: the user has no part in it
 
     def rate(self, step: int) -> float:
@@ -51,4 +53,4 @@ class ByEngine:
             return None
         loop.tools.points("data")
         count = min(data.eval_samples, len(held_out))
-        return loop.evaluate(self._engine.evaluate, held_out, count, "held-out loss")
+        return float(evaluate(loop, self._engine.evaluate, held_out, count, "held-out loss"))

@@ -7,19 +7,25 @@ code has done is captured, and belongs to the step
 
 from __future__ import annotations
 
+import os
+import zlib
 from collections.abc import Generator, Iterator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.own_attempt import Running
 from elastic_ft.errors import ConfigError
+from elastic_ft.models.named import NamedSums, checked
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.loop import Loop, Made, Making
-from elastic_ft.worker.party import Party, furthest, place
-from elastic_ft.worker.steering import Dealt, Done, Ended, Steering
+from elastic_ft.worker.party import Party
+from elastic_ft.worker.steering import Dealt, Done, Ended, MakeHere, Steering
 from elastic_ft.worker.step import Step
+from elastic_ft.worker.whereabouts import compared, furthest
 
-Handed = Dealt | Done | Ended | Step
+ASIDE = 75  # exit code of a worker that came in at a moment when it could not (EX_TEMPFAIL)
+Handed = MakeHere | Dealt | Done | Ended | Step
 
 
 class ByUser:
@@ -31,6 +37,8 @@ class ByUser:
         self._own, self._engine = own, own.engine
         self._over = False  # somebody's loop has ended
         self._rate = 0.0
+        self._metrics: dict[str, float] = {}  # named, of the step
+        self._alike = False  # ranks are known to name the same
         # A rank whose code has gone on from the state that others had this generation.
         self._ahead_of_others: int | None = None
         self._untold: dict[str, Any] | None = None  # the metrics of a step not told of yet
@@ -41,9 +49,10 @@ class ByUser:
         middle of what others do not know goes on with it by themselves."""
         own, groups = self._own, loop.groups
         places = [0.0] * groups.world_size
-        places[groups.rank or 0] = place(own.errands, own.pending, own.in_step)
+        places[groups.rank or 0] = own.at.place(loop.step)
         ending, *places = sum_over_members([float(own.ending), *places], groups.world_size)
         self._over = ending > 0
+        places = compared(places)
         loop.party = Party(groups, places)
         self._ahead_of_others = furthest(places)
 
@@ -61,8 +70,10 @@ class ByUser:
         own = self._own
         if own.ending:
             return None
-        assert own.body is not None
         body, own.body = own.body, None
+        attempting, own.attempting = own.attempting, False
+        assert attempting or body is not None
+        loop.party.meet(partial(step_aside, loop))
         loop.party = Party(groups)
         if own.checkpoint:
             own.checkpoint, loop.flags.checkpoint = False, True
@@ -74,11 +85,22 @@ class ByUser:
             self._moved = False
         if source is not None:
             self._engine.own.take_from(source, loop.step)
-        own.errands, own.in_step = 0, True  # not before: who breaks off above is where it was
+        own.at.begin_step(attempt.number)  # not before: who breaks off above is where it was
         self._engine.own.look_ahead(loop.step)
-        own.result = body()
+        if body is not None:
+            own.result = body()
+        else:
+            yield from self._attempted()
         self._engine.end_attempt()
-        return Update(running.norm or 0.0)
+        return Update(running.norm or 0.0, metrics=self._metrics)
+
+    def _attempted(self) -> Iterator[Handed]:
+        own = self._own
+        own.raised, own.result = None, None
+        yield MakeHere()
+        if (raised := own.raised) is not None:
+            own.raised = None
+            raise raised
 
     def _begin(self, loop: Loop, attempt: Making) -> Running:
         def agree(
@@ -103,11 +125,15 @@ class ByUser:
         if attempt.agreed is not None:  # another optimizer's, of the same step
             agreed = attempt.agree(loss, terms, squares)
             return agreed.tokens, agreed.squares
+        count, world, named = len(sums), loop.groups.world_size, self._engine.named
+        if not self._alike:
+            check_alike(named.names, world)
+            self._alike = True
         compared = [*map(float, sums), *(float(x) * x for x in sums)]
-        agreed = attempt.agree(loss, terms, squares, compared)
-        count, world = len(sums), loop.groups.world_size
-        summed, squared = list(agreed.more[:count]), list(agreed.more[count:])
-        if name := self._engine.own.differing(summed, squared, world):
+        agreed = attempt.agree(loss, terms, squares, [*compared, *named.sums()])
+        summed, squared = agreed.more[:count], agreed.more[count : 2 * count]
+        self._metrics = named.means(agreed.more[2 * count :])
+        if name := self._engine.own.differing(list(summed), list(squared), world):
             raise ConfigError(
                 f"register: the state of {name} differs between ranks after step {loop.step}: make "
                 "it of what all ranks have (the step's loss, sums of ctx.evaluate), or leave it out"
@@ -122,9 +148,8 @@ class ByUser:
 
     def settle(self, loop: Loop, made: Made) -> Generator[Handed, None, Step | None]:
         self._untold = made.metrics
-        self._own.in_step = False
+        self._own.at.end_step()
         yield from self._given(loop, made.step)
-        self._own.errands = 0
         self._capture(loop)
         loop.keep()
         if loop.tools.snapshots.newest():
@@ -140,12 +165,10 @@ class ByUser:
             if self._untold is not None:
                 self._capture(loop)
             self._engine.own.look_ahead(loop.step)
-            if not self._own.pending:
-                self._own.errands += 1
-            self._own.pending = True
+            self._own.at.begin_errand()
             with outside():
                 done = Done(errand(loop))
-            self._own.pending = False
+            self._own.at.is_pending = False
             with outside():
                 yield done
             self._moved = True
@@ -175,11 +198,33 @@ class ByUser:
             yield from self._given(loop, Ended("" if finished else "it was stopped"))
 
 
-def summed(run: Any, micro_batches: Iterator[MicroBatch]) -> tuple[float, float]:
-    """Of ``run(micro_batch)``, which returns (sum, count), over all of them."""
-    total, terms = 0.0, 0.0
+def step_aside(loop: Loop) -> NoReturn:
+    """Ends this process: the others can't go on with it. What takes its place comes in later."""
+    why = (
+        "it has come in between two steps, and can't take part in an evaluation or export that is "
+        "made again, as the model is cut: another worker comes in after the next step"
+    )
+    loop.note("stepped_aside", why, {"worker": loop.tools.worker})
+    os._exit(ASIDE)
+
+
+def check_alike(names: Sequence[str] | None, world: int) -> None:
+    """Raises ConfigError where ranks have other named metrics than this one. A collective."""
+    found = float(zlib.crc32(repr(names or ()).encode()) >> 12)  # squares add up exactly
+    total, squares = sum_over_members([found, found * found], world)
+    if world * squares != total * total:
+        raise ConfigError(
+            f"ctx.backward: ranks have different named metrics, here {', '.join(names or ['none'])}"
+        )
+
+
+def summed(run: Any, micro_batches: Iterator[MicroBatch]) -> tuple[float, float, NamedSums]:
+    """Of ``run(micro_batch)``, which returns (sum, count), and named metrics if it likes."""
+    total, terms, sums = 0.0, 0.0, NamedSums()
     for micro_batch in micro_batches:
-        found, count = run(micro_batch)
-        total += float(found) * micro_batch.weight
-        terms += float(count) * micro_batch.weight
-    return total, terms
+        found, count, *named = run(micro_batch)
+        sums.add(checked(named[0]) if named else {}, micro_batch.weight)
+        if micro_batch.weight:
+            total += float(found)
+            terms += float(count)
+    return total, terms, sums

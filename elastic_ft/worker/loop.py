@@ -14,7 +14,7 @@ from applying the step; who fails before it has not applied it (I4).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -189,6 +189,7 @@ class Loop:
             world_size=self.groups.world_size,
             rank=self.groups.rank or 0,
             last=self.step == self.job.steps,
+            metrics=update.metrics,
         )
         return Made(step, metrics)
 
@@ -202,6 +203,8 @@ class Loop:
             "step_time_s": round(time.perf_counter() - began, 6),
             "applied_at_s": round(time.time(), 6),
         }
+        if update.metrics:
+            metrics["metrics"] = dict(update.metrics)
         if update.skipped:
             metrics["skipped"] = True
             self._note_skip(self.step, update.note)
@@ -372,40 +375,6 @@ class Loop:
 
     def _held(self, step: int) -> None:
         self.send(StepHeld(time.time(), self.tools.worker, self.generation, step))
-
-    # ------------------------------------------------------------------ evaluation
-
-    def evaluate(
-        self,
-        run: Callable[[Iterator[MicroBatch]], tuple[float, float]],
-        held_out: Any,
-        count: int,
-        name: str,
-    ) -> float:
-        """The mean over the first ``count`` samples, dealt to all ranks.
-
-        ``run``: returns (loss sum, terms) of the micro-batches that it is given.
-        """
-        total, terms = run(self._eval_batches(held_out, count))
-        total, terms = self.party.sum([float(total), float(terms)])
-        mean = total / max(terms, 1.0)
-        if self.party.rank == 0:
-            fields = {"step": self.step, "loss": mean, "tokens": int(terms)}
-            self.note("evaluated", f"{name} after step {self.step}", fields)
-        return mean
-
-    def _eval_batches(self, held_out: Any, count: int) -> Iterator[MicroBatch]:
-        """Each is loaded, and a mark of progress, when the engine comes to it."""
-        size = self.job.batch.micro_batch_size
-        starts = range(0, count, size)
-        whole = self.party.is_whole
-        dealt = deal(len(starts), len(self.dealt) if whole else self.party.world_size)
-        mine = [starts[i] for i in dealt[self.data_rank if whole else self.party.rank]]
-        padding = max(len(d) for d in dealt) - len(mine)
-        for weight, first in [*((1.0, s) for s in mine), *((0.0, 0) for _ in range(padding))]:
-            self.progress()  # and who computes alone hears of a loss
-            samples = [held_out[i] for i in range(first, min(first + size, count))]
-            yield MicroBatch(first, held_out.collate(samples), weight)
 
     # --------------------------------------------------------------------- the end
 

@@ -1,9 +1,10 @@
 """Between a training loop of the user's, in its own thread, and the loop of a generation.
 
 The user's thread resumes the training thread, and waits until that yields: the micro-batches of a
-step (``Dealt``), that it is made (``step.Step``), an errand's result (``Done``), or that there are
-no more (``Ended``). Never do both run. When a generation breaks, what comes next is ``Dealt``
-again: the same step, of the next generation.
+step (``Dealt``), that it is handed over (``MakeHere``) to be made there, that it is
+made (``step.Step``), an errand's result (``Done``), or that there are no more (``Ended``). Never do
+both run. When a generation breaks, what comes next is ``Dealt`` again: the same step, of the next
+generation.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.engines.own_attempt import Running
+from elastic_ft.worker.whereabouts import Whereabouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,11 @@ class Dealt:
     world_size: int
     rank: int
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeHere:
+    """The step that was dealt is to be made by the user's thread itself, now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +54,26 @@ class Steering:
 
     Attributes:
         body: makes the step that was dealt.
+        attempting, raised: the user's thread makes it itself, and what came of that.
         errand: is run between two steps, given the generation's loop.
         ending: the user's loop is over.
         checkpoint: one of the next step is wanted.
         logged: values for the line of the step just made.
         result: of the last ``body``.
-        errands, pending, in_step: begun since the last step, and whether one is under way; whether
-            the step's function was begun. They outlive a generation: see ``worker.party``.
+        at: where its code is; it outlives a generation.
     """
 
     engine: OwnEngine
     data: DataBundle
     body: Callable[[], Any] | None = None
+    attempting: bool = False
+    raised: Exception | None = None
     errand: Callable[[Any], Any] | None = None
     ending: bool = False
     checkpoint: bool = False
     logged: dict[str, Any] = field(default_factory=dict)
     result: Any = None
-    errands: int = 0
-    pending: bool = False
-    in_step: bool = False
+    at: Whereabouts = field(default_factory=Whereabouts)
 
     def take_errand(self) -> Callable[[Any], Any] | None:
         errand, self.errand = self.errand, None

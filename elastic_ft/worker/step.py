@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +26,4 @@ class Step:
     eval_loss: float | None = None
     checkpointed: bool = False  # a checkpoint of this step has been started
     last: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)  # named, means as of the loss

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_ft.engines import left_behind
 from elastic_ft.errors import GroupBroken
 
 T = TypeVar("T")
@@ -112,6 +113,7 @@ class TrainingThread:
                     seen = switches
                     if asleep_s >= ASLEEP_S:
                         self.close()
+                        left_behind.leave(self._thread.ident, run.in_use)
                         self._runs, self.left_behind = None, run.in_use
                         raise GroupBroken(reason) from None
         finally:
@@ -131,6 +133,7 @@ def _serve(runs: SimpleQueue[_Run | None]) -> None:
             del answer
         run.items.close()
         del run  # and with it what it kept in use
+    left_behind.forget(threading.get_ident())
 
 
 def _sleeps_in_torch(thread: threading.Thread) -> int:

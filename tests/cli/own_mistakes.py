@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedR
 
 import elastic_ft
 
-ctx = elastic_ft.init(steps=3, batch={"global_batch_size": 8, "micro_batch_size": 2})
+ctx = elastic_ft.init(steps=4, batch={"global_batch_size": 8, "micro_batch_size": 2})
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 samples = TensorDataset(torch.ones(64, 2))
@@ -74,8 +74,17 @@ second = next(batches)
 wrong(lambda: train_step(first))
 wrong(lambda: next(batches))
 evaluating_step(second)
-for batch in loader:  # the third
-    ctx.log(held_out=ctx.evaluate(lambda micro: (3.0, 2), DataLoader(samples)))
-    ctx.log(after=True)
-    train_step(batch)
+third = next(iter(loader))
+ctx.log(held_out=ctx.evaluate(lambda micro: (3.0, 2), DataLoader(samples)))
+ctx.log(after=True)
+train_step(third)
+for _ in loader:  # the fourth
+    with ctx.attempt() as attempt:
+        wrong(lambda: ctx.evaluate(lambda micro: (0.0, 1), samples))
+        wrong(lambda: ctx.attempt().__enter__())
+        for (x,) in attempt.batch:
+            ctx.backward(model(x).sum(), 2)
+        optimizer.step()
+    print("attempted:", attempt.step.number)
+    wrong(lambda: ctx.attempt().__enter__())
 wrong(lambda: list(loader))

@@ -259,6 +259,10 @@ def test_mistakes_are_a_line_each(folder: Path) -> None:
         "the batch of step 2 was not used",
         "ctx.evaluate, gathered, export",
         "ctx.evaluate, gathered, export",
+        "ctx.evaluate, gathered, export",
+        "ctx.attempt",
+        "attempted",
+        "ctx.attempt",
         "the loader has ended",
     ]
     assert "steps of a pass: 8" in said

@@ -106,6 +106,9 @@ model, optimizer, scheduler, loader = ctx.prepare(model, optimizer, scheduler, l
 ema, history = Average(model), History()
 ctx.register(ema=ema, history=history)
 
+if ctx.job.parallel.strategy == "ddp":  # who joins evaluates by itself
+    ctx.evaluate(lambda micro: (float(micro.sum()), len(micro)), [Samples()[n] for n in range(5)])
+
 told = (OUT / f"{os.getpid()}.jsonl").open("a")
 bodies = 0
 
@@ -117,7 +120,8 @@ def train_step(batch):
     for micro in batch:
         logits = model(micro[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1), micro[:, 1:].flatten(), reduction="sum")
-        ctx.backward(loss, micro[:, 1:].numel())
+        sure = logits.softmax(-1).amax(-1).sum()
+        ctx.backward(loss, micro[:, 1:].numel(), {"sure": (sure, micro[:, 1:].numel())})
     ctx.clip_grad_norm_(1.0)
     optimizer.step()
     scheduler.step()
@@ -134,6 +138,7 @@ for batch in loader:
         "step": result.number,
         "loss": result.loss,
         "norm": result.grad_norm,
+        "sure": result.metrics["sure"],
         "rank": result.rank,
         "world": result.world_size,
         "updates": ema.updates,

@@ -61,6 +61,8 @@ def check_steps(out: Path, found: Run, undisturbed: dict[int, dict[str, Any]]) -
     for line in found.steps:
         assert line["loss"] == pytest.approx(undisturbed[line["step"]]["loss"], rel=CLOSE)
         assert line["logged"] == {"own": 2 * line["step"]}
+        (sure,) = line["metrics"].values()
+        assert sure == pytest.approx(undisturbed[line["step"]]["sure"], rel=CLOSE)
     by_step: dict[int, set[str]] = {}
     for lines in told(out).values():
         steps = [line["step"] for line in lines if "step" in line]
@@ -80,7 +82,7 @@ def check_steps(out: Path, found: Run, undisturbed: dict[int, dict[str, Any]]) -
         for seen in map(json.loads, states):
             for key in ("updates", "rates"):
                 assert seen[key] == alone[key]
-            for key in ("ema", "parameters", "norm", "history"):
+            for key in ("ema", "parameters", "norm", "history", "sure"):
                 assert seen[key] == pytest.approx(alone[key], rel=1e-5)
 
 

@@ -49,6 +49,9 @@ class Written:
         line = {"step": step, "generation": self.generation, "loss": loss, "tokens": 100}
         self.steps.append({**line, "samples": 8 * step, "committed_at_s": at_s})
 
+    def named(self, **metrics: float | None) -> None:
+        self.steps[-1]["metrics"] = metrics
+
     def recovered(self, at_s: float, lost: int) -> None:
         fields = {"cause": "worker_lost", "at_step": 3, "world_before": 2, "world_after": 1}
         cost = {"paused_s": 1.0, "steps_lost": lost, "steps_redone": 0, "noticed_s": 0.1}
@@ -89,6 +92,16 @@ def test_what_a_picture_shows_of_a_run() -> None:
     assert [seat["worker"] for seat in seen["workers"]] == ["w0"]
     assert [(seat["worker"], seat["left_x"]) for seat in seen["gone"]] == [("w1", 20.5)]
     assert seen["eta_s"] is None
+
+
+def test_named_metrics_are_series_of_their_own_and_no_more_than_there_is_room_for() -> None:
+    run = lossy()
+    run.named(accuracy=0.5, **{f"other{n}": 1.0 for n in range(20)})
+    run.step(1032.0, 21)
+    run.named(accuracy=math.nan)
+    named = run.seen()["series"]["named"]
+    assert named["accuracy"] == [(31.5, 20, 0.5), (32.0, 21, None)]
+    assert len(named) == 8
 
 
 def test_lines_that_come_again_change_nothing() -> None:

@@ -22,7 +22,11 @@ from elastic_ft.observe.tensorboard import TensorBoardLog  # noqa: E402
 def line(step: int, generation: int = 1) -> dict[str, Any]:
     logged = {"accuracy": step / 10, "note": "text"}
     values = {"step": step, "generation": generation, "loss": step + generation / 10}
-    return values | {"layout": "ddp2", "samples": 8 * step, "logged": logged}
+    return (
+        values
+        | {"layout": "ddp2", "samples": 8 * step, "logged": logged}
+        | {"metrics": {"accuracy": step / 20}}
+    )
 
 
 def shown(folder: Path, tag: str) -> list[tuple[int, float]]:
@@ -59,6 +63,7 @@ def test_each_step_is_shown_once_through_kills_and_what_was_trained_again(tmp_pa
     log.close()
     wanted = [(s, s + 0.1) for s in range(1, 6)] + [(s, s + 0.2) for s in range(6, 12)]
     assert shown(tmp_path, "loss") == wanted
+    assert shown(tmp_path, "metrics/accuracy") == [(s, s / 20) for s in range(1, 12)]
     assert shown(tmp_path, "logged/accuracy") == [(s, s / 10) for s in range(1, 12)]
     assert shown(tmp_path, "samples") == shown(tmp_path, "logged/note") == []
 

@@ -224,7 +224,7 @@ class Routed(nn.Module):
 
 
 def test_a_router_loss_without_a_coefficient_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Routed returned an aux_loss, .*router_aux_loss_coef"):
+    with pytest.raises(ModelError, match=r"Routed returned an aux_loss, .*router_aux_loss_coef"):
         loss_sum(Routed(), {"tokens": micro_batches()[0]})
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
-from elastic_ft.errors import GroupBroken
+from elastic_ft.errors import GroupBroken, UsageError
 from elastic_ft.worker.party import Party
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -20,19 +20,28 @@ def broken() -> None:
     raise GroupBroken("a member was lost")
 
 
+class SteppedAside(Exception):
+    pass
+
+
+def aside() -> NoReturn:
+    raise SteppedAside
+
+
+def groups(rank: int, places: list[float], store: HashStore, **given: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        rank=rank,
+        world_size=len(places),
+        store=store,
+        operation_timeout_s=5.0,
+        check=given.get("check", lambda: None),
+    )
+
+
 def parties(places: list[float], store: HashStore, **given: Any) -> list[Party]:
     """One member's each, of a world with another that is elsewhere."""
     return [
-        Party(
-            SimpleNamespace(  # type: ignore[arg-type]
-                rank=rank,
-                world_size=len(places),
-                store=store,
-                operation_timeout_s=5.0,
-                check=given.get("check", lambda: None),
-            ),
-            places,
-        )
+        Party(groups(rank, places, store, **given), places)  # type: ignore[arg-type]
         for rank, place in enumerate(places)
         if place == places[0]
     ]
@@ -80,3 +89,34 @@ def test_one_who_is_lost_breaks_it() -> None:
     members[0]._groups.operation_timeout_s = 0.1  # type: ignore[misc]
     with pytest.raises(GroupBroken, match="a member was lost"):
         members[0].sum([1.0])
+
+
+def test_all_meet_at_their_step_however_long_one_takes() -> None:
+    """Also longer than a collective may."""
+    store, met = HashStore(), threading.Event()
+    at = [3.0, 2.0]
+    slow, quick = (Party(groups(rank, at, store), at) for rank in range(2))  # type: ignore[arg-type]
+    quick._groups.operation_timeout_s = 0.01  # type: ignore[misc]
+
+    def wait() -> None:
+        quick.meet(aside)
+        met.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    assert not met.wait(0.3)
+    slow.meet(aside)
+    assert met.wait(10)
+
+
+def test_of_a_cut_model_who_is_behind_steps_aside_if_enough_are_left() -> None:
+    store, at = HashStore(), [3.0, 3.0, 2.0]
+    first, _, behind = (Party(groups(rank, at, store), at) for rank in range(3))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="min_workers"):
+        first.need_whole(3, aside)
+    with pytest.raises(SteppedAside):
+        behind.need_whole(2, aside)
+    first._groups.check = broken  # type: ignore[method-assign]
+    with pytest.raises(GroupBroken):  # once the other has
+        first.need_whole(2, aside)
+    with pytest.raises(SteppedAside):  # who is at its step already hears of it
+        behind.meet(aside)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 import elastic_ft
+from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
 from elastic_ft.errors import UsageError
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.worker import line as line_module
+from elastic_ft.worker.step import Step
 from elastic_ft.worker.this_process import member_here, run_worker
 from tests.multiproc.harness import make_job
 
@@ -48,8 +50,18 @@ class OneThread(LocalHost):
             self.thread.start()
 
 
-def run(folder: Path, loop: Callable[[], Any]) -> dict[str, Any]:
-    job, host = make_job(steps=2, workers=1), OneThread(loop)
+def run_job_here(folder: Path, job: Job, seen: Callable[[Step], Any]) -> dict[str, Any]:
+    """In this process, telling ``seen`` of each step. Returns its result."""
+
+    def loop() -> None:
+        for step in elastic_ft.train():
+            seen(step)
+
+    return run(folder, loop, job)
+
+
+def run(folder: Path, loop: Callable[[], Any], job: Job | None = None) -> dict[str, Any]:
+    job, host = job or make_job(steps=2, workers=1), OneThread(loop)
     controller = Controller(job, host, RunFolder(str(folder)), str(folder / "checkpoints"))
     result = controller.run()
     host.thread.join(DEADLINE_S)

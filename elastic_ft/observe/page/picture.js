@@ -167,6 +167,9 @@ function inShort(seen) {
   const how = seen.reason && seen.state !== "running" ? `${seen.reason}.` : STATES[seen.state] || seen.state;
   return `${how.replace(/\.*$/, ".")}${cost}${seen.began_at_s ? ` Began ${moment(seen.began_at_s)}.` : ""}`;
 }
+function value(point) {
+  return point[2] === null ? "not finite" : few(point[2]);
+}
 function tiles(seen) {
   const of = seen.steps ? ` of ${count(seen.steps)}` : "";
   const all = Object.values(seen.wall).reduce((a, b) => a + b, 0);
@@ -178,6 +181,7 @@ function tiles(seen) {
     ["Training", percent(seen.goodput)],
     ["Time", duration(all)],
   ];
+  for (const [name, points] of Object.entries(seen.series.named).slice(0, 3)) shown.push([name, value(points.at(-1))]);
   if (seen.rate !== null) shown.push([`${seen.unit}/s`, few(seen.rate)]);
   if (seen.eta_s !== null) shown.push(["Ends in", duration(seen.eta_s)]);
   return shown.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)));
@@ -216,6 +220,15 @@ const SECTIONS = [
     fill: (body, seen) => body.replaceChildren(table("Recoveries", ["after", "cause", "from step", "workers", "layout", "paused", "steps lost", "run again", "state from", "moved", "processes"],
       seen.recoveries.list.map(([x, cause, step, was, is, layoutWas, layoutIs, paused, lostSteps, redone, source, moved, kept]) =>
         [duration(x), (cause || "").replaceAll("_", " "), step, `${was} → ${is}`, `${layoutWas} → ${layoutIs}`, duration(paused), lostSteps, redone, source, bytes(moved), kept ? "kept" : "new"]))),
+  },
+  {
+    title: "Named metrics", open: false,
+    brief: (seen) => Object.entries(seen.series.named).map(([name, points]) => `${name} ${value(points.at(-1))}`).join(", ") || "none",
+    fill(body, seen) {
+      const named = Object.entries(seen.series.named), thin = (all) => all.filter((_, n) => n % Math.ceil(all.length / 60) === 0 || n === all.length - 1);
+      body.replaceChildren(...named.map(([name, points]) => table(name, ["step", "after", name],
+        thin(points).map((point) => [point[1], duration(point[0]), value(point)]))));
+    },
   },
   {
     title: "Who is where", open: false,
