@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_ft.config import parse_job
+from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import SharedJob, count, removed
 from elastic_ft.errors import ElasticError, StoreFailed, UsageError
@@ -69,7 +70,7 @@ class JobHand:
         self._troubled_s = 0.0  # monotonic, since when
         self._office, self._submit = office, submit
         self._store: Store = open_store(run_url)
-        self._start_timeout_s = parse_job(order.job).elastic.start_timeout_s
+        self._start_timeout_s = _start_timeout_s(order)
         self._mark: StartMark | None = None
         self._submitted_s = 0.0  # monotonic, when its controller was known to be asked for
         self._asked: tuple[int, dict[str, int]] | None = None
@@ -293,6 +294,14 @@ class JobHand:
     def _tell(self, event: asks.SharingEvent, note: str = "") -> None:
         """Returns once it is journalled: nothing is told twice."""
         self._office.tell(event, note, self.story.committed).result(TELL_TIMEOUT_S)
+
+
+def _start_timeout_s(order: JobOrder) -> float:
+    """As the job says; where this version can't read what another took in, as by default."""
+    try:
+        return parse_job(order.job).elastic.start_timeout_s
+    except UsageError:
+        return Policy.start_timeout_s
 
 
 def released(job: SharedJob, held: Counter[str]) -> asks.Places:
