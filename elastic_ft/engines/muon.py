@@ -74,7 +74,7 @@ class MuonWithAdamW(torch.optim.AdamW):
         with torch.no_grad():
             for group in matrices:
                 for parameter in _with_gradient(group):
-                    self._write(parameter, next(directions, None), group)
+                    self._move(parameter, next(directions, None), group)
         every = [*self.param_groups]
         self.param_groups[:] = [group for group in every if not group.get(MATRIX)]
         try:
@@ -104,7 +104,7 @@ class MuonWithAdamW(torch.optim.AdamW):
             stride=parameter.stride(),
         )
 
-    def _write(
+    def _move(
         self, parameter: nn.Parameter, direction: Tensor | None, group: dict[str, Any]
     ) -> None:
         assert parameter.grad is not None

@@ -59,10 +59,11 @@ def _high(point: Point) -> float:
 
 
 class Extremes:
-    """A series in ``BUCKETS_MAX`` stretches of equally many points; of each the first, the last,
-    the lowest and the highest are kept, and one that is not finite."""
+    """A series in ``buckets_max`` stretches, an even number, of equally many points; of each the
+    first, the last, the lowest and the highest are kept, and one that is not finite."""
 
-    def __init__(self) -> None:
+    def __init__(self, buckets_max: int = BUCKETS_MAX) -> None:
+        self._buckets_max = buckets_max
         self._per_bucket, self._in_last = 1, 0
         self._buckets: list[Bucket] = []
 
@@ -72,7 +73,7 @@ class Extremes:
             self._buckets[-1].take(point)
             self._in_last += 1
             return
-        if len(self._buckets) == BUCKETS_MAX:
+        if len(self._buckets) == self._buckets_max:
             pairs = zip(self._buckets[::2], self._buckets[1::2], strict=True)
             self._buckets = [before.joined(after) for before, after in pairs]
             self._per_bucket *= 2

@@ -226,7 +226,8 @@ const SECTIONS = [
     brief: (seen) => Object.entries(seen.series.named).map(([name, points]) => `${name} ${value(points.at(-1))}`).join(", ") || "none",
     fill(body, seen) {
       const named = Object.entries(seen.series.named), thin = (all) => all.filter((_, n) => n % Math.ceil(all.length / 60) === 0 || n === all.length - 1);
-      body.replaceChildren(...named.map(([name, points]) => table(name, ["step", "after", name],
+      if (!named.length) return body.replaceChildren(el("p", {}, "The model names none beside its loss."));
+      return body.replaceChildren(...named.map(([name, points]) => table(name, ["step", "after", name],
         thin(points).map((point) => [point[1], duration(point[0]), value(point)]))));
     },
   },
