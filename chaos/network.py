@@ -159,7 +159,8 @@ class NetworkCluster(LocalCluster):
         self._links: dict[str, Namespace] = {}  # by Ray's node id
         self._open = True
         try:
-            super().__init__(nodes, cpus_per_node)
+            # What is forked from a template would be in the template's network.
+            super().__init__(nodes, cpus_per_node, templates=False)
         except BaseException:
             self.close()
             raise

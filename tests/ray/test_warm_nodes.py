@@ -93,9 +93,10 @@ def test_a_worker_of_a_local_node_is_set_up_as_ray_does() -> None:
 
 
 def test_what_libraries_read_decides() -> None:
-    mine = {"LD_LIBRARY_PATH": "/a", "RAY_JOB_ID": "1", "OMP_NUM_THREADS": "1"}
-    assert fork_server.differing(mine, mine | {"RAY_JOB_ID": "2", "OMP_NUM_THREADS": "4"}) == []
-    assert fork_server.differing(mine, {"HOME": "/"}) == ["HOME", "LD_LIBRARY_PATH"]
+    mine = {"LD_LIBRARY_PATH": "/a", "RAY_JOB_ID": "1", "RAY_X": "1", "OMP_NUM_THREADS": "1"}
+    assert fork_server.differing(mine, mine | {"RAY_X": "2", "OMP_NUM_THREADS": "4"}) == []
+    assert fork_server.differing(mine, mine | {"RAY_JOB_ID": "2"}) == ["RAY_JOB_ID"]
+    assert fork_server.differing(mine, {"HOME": "/"}) == ["HOME", "LD_LIBRARY_PATH", "RAY_JOB_ID"]
 
 
 def test_the_node_is_known_by_the_worker_s_arguments() -> None:

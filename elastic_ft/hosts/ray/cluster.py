@@ -25,6 +25,8 @@ import ray
 from elastic_ft.core.assignment import NodeId
 from elastic_ft.hosts.ray import ray_private, setup_worker
 from elastic_ft.hosts.ray.controller_place import LABEL
+from elastic_ft.hosts.ray.local_templates import LABEL as TEMPLATE
+from elastic_ft.hosts.ray.local_templates import LocalTemplates
 from elastic_ft.observe import scratch
 
 MB = 2**20
@@ -48,6 +50,7 @@ class LocalCluster:
     Args:
         controllers_on_head: all of it dies with this process anyway, so no node that hosts workers
             is to be the controllers', too. Otherwise: where they may run on a fleet.
+        templates: jobs' processes are forked from one that has imported what they need.
 
     Attributes:
         address: for ``ray.init``.
@@ -63,6 +66,7 @@ class LocalCluster:
         system_config: dict[str, Any] | None = None,
         durable_head: bool = False,
         controllers_on_head: bool = True,
+        templates: bool = True,
     ) -> None:
         self._cpus_per_node = cpus_per_node
         self._object_store_bytes = object_store_mb * MB
@@ -73,6 +77,7 @@ class LocalCluster:
         if durable_head:  # what the GCS knows is on disk, and outlives it
             path = {"gcs_storage": "rocksdb", "gcs_storage_path": f"{self._folder}/gcs"}
             system_config = path | (system_config or {})
+        self._templates = LocalTemplates(worker_environment()) if templates else None
         self._nodes: dict[NodeId, Any] = {}
         self._killed: list[Any] = []
         self._connected = False
@@ -131,14 +136,18 @@ class LocalCluster:
         return int(self._raylet(node).pid)
 
     def processes(self, node: NodeId) -> list[psutil.Process]:
-        """The raylet of ``node`` and everything it started, workers included."""
+        """The raylet of ``node`` and everything started for it, workers included."""
         raylet = psutil.Process(self.raylet_pid(node))
-        return [raylet, *raylet.children(recursive=True)]
+        return [raylet, *raylet.children(recursive=True), *self._forked(node)]
 
     def head_processes(self) -> list[psutil.Process]:
-        """What the head node's raylet started."""
+        """What was started for the head node's raylet."""
         raylet = self._head.all_processes["raylet"][0].process
-        return psutil.Process(raylet.pid).children(recursive=True)
+        started = psutil.Process(raylet.pid).children(recursive=True)
+        return [*started, *self._forked(self._head.node_id)]
+
+    def _forked(self, node: NodeId) -> list[psutil.Process]:
+        return self._templates.processes(node) if self._templates is not None else []
 
     def controller_pid(self) -> int:
         """Raises ProcessLookupError if no controller is running."""
@@ -160,10 +169,9 @@ class LocalCluster:
         self._starter.submit(self._head.start_gcs_server).result()
 
     def node_of_pid(self, pid: int) -> NodeId:
-        """Returns the node whose raylet started ``pid``. Raises KeyError if none did."""
-        ancestors = {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+        """Returns the node for which ``pid`` was started. Raises KeyError if there is none."""
         for node in self._nodes:
-            if self.raylet_pid(node) in ancestors:
+            if any(process.pid == pid for process in self.processes(node)):
                 return node
         raise KeyError(f"process {pid} runs on no node of this cluster")
 
@@ -194,10 +202,13 @@ class LocalCluster:
         left = list(self._killed)
         nodes = [*self._nodes.values(), *([self._head] if self._head else [])]
         for node in nodes:
+            left += self._forked(node.node_id)
             pids = [info.process.pid for kind in node.all_processes.values() for info in kind]
             for pid in pids:
                 left += _family(pid)
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+        if self._templates is not None:
+            self._templates.close()
         for process in left:
             _signal(process, signal.SIGKILL)
         _await_end(left)
@@ -208,6 +219,9 @@ class LocalCluster:
     def _start(
         self, *, head: bool, starter: ThreadPoolExecutor | None = None, **params: Any
     ) -> Any:
+        if self._templates is not None:
+            params["labels"] = {**params["labels"], TEMPLATE: "local"}
+
         def start() -> Any:
             return ray_private.start_node(
                 head=head,
@@ -219,7 +233,10 @@ class LocalCluster:
                 **params,
             )
 
-        return (starter or self._starter).submit(start).result()
+        node = (starter or self._starter).submit(start).result()
+        if self._templates is not None:
+            self._templates.add(node.node_id, node.all_processes["raylet"][0].process.pid)
+        return node
 
     def _raylet(self, node: NodeId) -> Any:
         return self._nodes[node].all_processes["raylet"][0].process
@@ -235,6 +252,8 @@ class LocalCluster:
         # Unreaped, the dead raylet looks alive to its workers: they would train on for 12 s.
         self._raylet(node).wait()
         del self._nodes[node]
+        if self._templates is not None:
+            self._templates.forget(node)
         _await_end(others)
 
 

@@ -2,6 +2,10 @@
 
 Ray's worker processes are forked from it (``fork_client``) in a tenth of the time and memory that
 starting Python and importing torch takes. It has one thread, and ends with who has started it.
+
+``fork_server FD LOADED`` is one template (``warm_nodes`` has one on each node of a cluster);
+``fork_server FD`` has one forked from itself for each node that it is told of: all nodes of a
+``LocalCluster`` are on one machine, where one process imports for all of them.
 """
 
 from __future__ import annotations
@@ -21,19 +25,25 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.hosts.ray.fork_client import GO
-from elastic_ft.hosts.ray.ray_ids import draws_apart, undrawn
 from elastic_ft.transport.title import set_title
 
 REQUEST_MAX = 8 << 20
+NODE_MAX, NODE_SHOWN = 256, 8  # of a node's id
 TALK_S = 5.0  # a client that says nothing holds up the others no longer
-MODULES = (
+BEFORE_RAY = (
     "elastic_ft.worker.preload",
+    "elastic_ft.controller.controller",
+    "elastic_ft.keeper.keeper",
+)
+MODULES = (
+    *BEFORE_RAY,
     "elastic_ft.hosts.ray.controller_actor",
     "elastic_ft.hosts.ray.keeper_actor",
-    "elastic_ft.keeper.keeper",
     "ray._private.workers.default_worker",
 )
-OWN = ("PWD", "OLDPWD", "SHLVL", "_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")  # RAY_... too
+OWN = ("PWD", "OLDPWD", "SHLVL", "_", "OMP_NUM_THREADS", "PYTHONBREAKPOINT")
+JOB, RAYLET = "RAY_JOB_ID", "RAY_RAYLET_PID"  # Ray reads these as it is loaded, and not again
+FIRST_JOB = "01000000"  # of a cluster: that of the driver which made it
 FIRST = dict(os.environ)  # libraries set some variables as they are loaded
 
 
@@ -50,6 +60,8 @@ class Request:
 
 def load() -> None:
     """What is imported here is not imported by each of them. Raises RuntimeError."""
+    from elastic_ft.hosts.ray.ray_ids import draws_apart, undrawn  # not before: see ``RAYLET``
+
     with undrawn():
         for module in MODULES:
             importlib.import_module(module)
@@ -57,19 +69,47 @@ def load() -> None:
         raise RuntimeError("processes that are forked here would draw the same ids of Ray's")
 
 
-def main(fd: int, loaded: int) -> None:
+def main(fd: int, loaded: int | None = None) -> None:
     """``fd``: of a socket that listens already: who comes while this imports waits. ``loaded``: of
-    a pipe, where it says that it can be forked."""
+    a pipe, where it says that it can be forked. Without: ``fd`` is where it is told of nodes."""
     set_title("ef-template")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them but Ray
-    with socket.socket(fileno=fd) as listener:
-        load()
-        os.write(loaded, GO)
-        os.close(loaded)
-        request = _serve(listener)
-    if request is not None:
-        become(request)
+    with socket.socket(fileno=fd) as found:
+        if loaded is None:
+            request = _serve_nodes(found)
+        else:
+            load()
+            os.write(loaded, GO)
+            os.close(loaded)
+            request = _serve(found)
+    if request is None:
+        os._exit(0)  # there is nothing to be flushed, and to unload torch takes seconds
+    become(request)
+
+
+def _serve_nodes(told: socket.socket) -> Request | None:
+    """A node at a time: its id comes, and its raylet's pid, with a socket that listens. The pid of
+    its template is answered, which imports Ray."""
+    for module in BEFORE_RAY:
+        importlib.import_module(module)
+    while True:
+        ready, _, _ = select.select([told, sys.stdin], [], [])
+        if sys.stdin in ready:
+            return None
+        said, sockets, _, _ = socket.recv_fds(told, NODE_MAX, 1)
+        if not said:
+            return None
+        node, raylet = said.decode().split()
+        with socket.socket(fileno=sockets[0]) as listener:
+            if (pid := os.fork()) == 0:
+                told.close()
+                set_title(f"ef-template {node[:NODE_SHOWN]}")
+                FIRST[JOB] = os.environ[JOB] = FIRST_JOB
+                os.environ[RAYLET] = raylet
+                load()
+                return _serve(listener)
+        told.sendall(str(pid).encode())
 
 
 def _serve(listener: socket.socket) -> Request | None:
@@ -139,7 +179,7 @@ def agree(link: socket.socket, request: Request) -> bool:
 
 def differing(mine: dict[str, str], its: dict[str, str]) -> list[str]:
     """Names of what is not the same in two environments."""
-    names = [n for n in {*mine, *its} if n not in OWN and not n.startswith("RAY_")]
+    names = [n for n in {*mine, *its} if n not in OWN and (n == JOB or not n.startswith("RAY_"))]
     return sorted(name for name in names if mine.get(name) != its.get(name))
 
 

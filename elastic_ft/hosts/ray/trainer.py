@@ -22,6 +22,7 @@ from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.causes import describe
 from elastic_ft.hosts.ray.controller_actor import ALIVE, ALIVE_CALLS, ElasticController
 from elastic_ft.hosts.ray.controller_place import scheduling_of
+from elastic_ft.hosts.ray.local_templates import local_executable
 from elastic_ft.hosts.ray.names import NAMESPACE, RunNames, actor_named, reap
 from elastic_ft.hosts.ray.ray_private import (
     BackendConfig,
@@ -35,7 +36,7 @@ from elastic_ft.hosts.ray.ray_private import (
     WorkingDirectorySetupCallback,
     get_env_vars_to_propagate,
 )
-from elastic_ft.hosts.ray.started_by import environment_by, executable_of
+from elastic_ft.hosts.ray.started_by import KEY, environment_by, executable_of
 from elastic_ft.hosts.ray.submission import ByValue, Submission, has_begun, submit
 from elastic_ft.hosts.ray.trainer_parts import (
     ElasticResult,
@@ -143,7 +144,19 @@ class ElasticTrainer(DataParallelTrainer):
                 "the cluster has GPUs, and scaling_config gives the workers none: the job trains "
                 "on CPUs (ScalingConfig(use_gpu=True), or parallel.device: cpu if that is meant)"
             )
+        self._use_templates()
         return super().fit()
+
+    def _use_templates(self) -> None:
+        """Of a local cluster's nodes, where there are any."""
+        environment = self.run_config.worker_runtime_env or {}
+        if KEY in environment or not (executable := local_executable()):
+            return
+        environment = environment | {KEY: executable}
+        self.run_config = dataclasses.replace(self.run_config, worker_runtime_env=environment)
+        self.train_run_context = dataclasses.replace(
+            self.train_run_context, run_config=self.run_config
+        )
 
     def start(self) -> None:
         """Leaves the job to the cluster: returns once its controller is asked for.

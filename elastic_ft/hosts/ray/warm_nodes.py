@@ -47,7 +47,7 @@ class Template:
 
     def __init__(self, node: NodeId) -> None:
         self._node, self._loads = node, True
-        listener = self._listener()
+        listener = listener_for(self._node)
         threading.Thread(target=self._keep, args=[listener], name="template", daemon=True).start()
 
     def where(self) -> str:
@@ -62,20 +62,7 @@ class Template:
                 Path(fork_client.name_of(self._node)).unlink()
             log.warning("the template can't load: jobs start cold here; tried again later")
             time.sleep(LOAD_AGAIN_S)
-            listener = self._listener()
-
-    def _listener(self) -> socket.socket:
-        """Raises OSError."""
-        folder = Path(fork_client.FOLDER)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        path = Path(fork_client.name_of(self._node))
-        _clear(folder)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        new = f"{path}{NEW}"
-        listener.bind(new)
-        listener.listen(BACKLOG)
-        os.replace(new, path)  # noqa: PTH105  # of an earlier actor there may be one
-        return listener
+            listener = listener_for(self._node)
 
     def _live(self, fd: int) -> bool:
         """Of one child, to its end. Whether it had loaded."""
@@ -91,6 +78,20 @@ class Template:
             self._loads = pipe.read(1) == fork_client.GO
         log.info("the template has ended with %d", process.wait())
         return self._loads
+
+
+def listener_for(node: NodeId) -> socket.socket:
+    """Where clients of that node's template call, from now on. Raises OSError."""
+    folder = Path(fork_client.FOLDER)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = Path(fork_client.name_of(node))
+    _clear(folder)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    new = f"{path}{NEW}"
+    listener.bind(new)
+    listener.listen(BACKLOG)
+    os.replace(new, path)  # noqa: PTH105  # of an earlier actor there may be one
+    return listener
 
 
 def _clear(folder: Path) -> None:
