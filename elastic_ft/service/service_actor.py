@@ -178,14 +178,14 @@ def start_actor(options: ServiceOptions, this_node: bool) -> Any:
 
     Raises UsageError.
     """
-    from elastic_ft.hosts.ray.controller_place import scheduling_of
+    from elastic_ft.hosts.ray.controller_place import controller_places
     from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY
 
     folder = local_path(options.folder)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     here = {"label_selector": {RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()}}
-    where = here if this_node else scheduling_of(options.folder)
+    where = here if this_node else controller_places(options.folder).options
     actor_class = ray.remote(
         num_cpus=0,
         max_concurrency=CALLS,

@@ -58,7 +58,7 @@ def test_workers_spread_over_nodes_with_room() -> None:
             taken.append(node)
         return taken
 
-    with LocalCluster(2, cpus_per_node=2) as cluster:
+    with LocalCluster(2, cpus_per_node=2, templates=False) as cluster:
         cluster.connect()
         taken = asyncio.run(scenario())
         assert len(set(taken[:2])) == 2  # a node each
@@ -78,7 +78,7 @@ def test_what_a_vanished_job_has_left_is_removed() -> None:
         "group = placement_group([{'CPU': 1}], name=sys.argv[2], lifetime='detached')\n"
         "ray.get(group.ready())\n"
     )
-    with LocalCluster(1) as cluster:
+    with LocalCluster(1, templates=False) as cluster:
         cluster.connect()
         place = f"{names.prefix}place/w0.1"
         driver = [sys.executable, "-c", code, cluster.address, place]

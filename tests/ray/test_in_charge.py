@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from in_charge import AFTER_STEPS, DrivenJob, alive
 from ray.util.placement_group import placement_group_table
@@ -22,6 +23,7 @@ from trial import job
 
 from elastic_ft.config import parse_job
 from elastic_ft.hosts.local import run_local
+from elastic_ft.hosts.ray import fork_server
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.controller_place import LABEL
 from elastic_ft.hosts.ray.names import ROOT, actors_of, groups_of
@@ -40,7 +42,8 @@ TWO: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
     """Two nodes with room for a worker, two that may have the controller."""
-    with LocalCluster(2, durable_head=True, controllers_on_head=False) as cluster:
+    away = {"durable_head": True, "controllers_on_head": False}
+    with LocalCluster(2, **away, templates=False) as cluster:  # for the cluster's own driver alone
         cluster.connect()
         while len(cluster.node_ids) < 4:
             cluster.add_node(cpus=0, labels={LABEL: "true"})
@@ -92,9 +95,12 @@ def test_driver_and_controller_are_killed(cluster: LocalCluster, tmp_path: Path)
 
 
 def test_controllers_node_and_a_worker_are_killed(cluster: LocalCluster, tmp_path: Path) -> None:
-    """The run folder is on a disk that the others see."""
-    with DrivenJob(cluster, job("both", **TWO), tmp_path / "both") as run:
+    """The run folder is on a disk that the others see; another node is ready for the next one."""
+    values = job("both", **TWO | {"elastic": TWO["elastic"] | {"standby": True}})
+    with DrivenJob(cluster, values, tmp_path / "both") as run:
         run.wait_for_start(2)
+        standbys = [name for name in actors_of(run.names.prefix) if "/standby/" in name]
+        assert len(standbys) == 2
         before = len(run.events("in_charge"))
         run.kill_controllers_node()
         victim = run.kill_worker(1)
@@ -102,6 +108,8 @@ def test_controllers_node_and_a_worker_are_killed(cluster: LocalCluster, tmp_pat
         run.wait_for_adoption(before)
         run.wait("the survivor trains", lambda: run.pids()[0] == survivor or len(run.pids()) == 2)
         assert survivor in run.pids() and victim not in run.pids()
+        parent = psutil.Process(cluster.controller_pid()).parent()
+        assert parent is not None and fork_server.__name__ in parent.cmdline()
         cluster.add_node(cpus=0, labels={LABEL: "true"})
         check_nothing_lost(run, [survivor], tmp_path)
         assert {line["steps_lost"] for line in run.events("recovered")} == {0}
@@ -179,7 +187,7 @@ ADOPTED = frozenset(name for name in FAULTS if name.startswith("controller") or 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_each_in_random_order(cluster: LocalCluster, tmp_path: Path, strategy: str) -> None:
     """ELASTIC_FT_IN_CHARGE_TIMES: how often each (20). ELASTIC_FT_IN_CHARGE_OUT: a JSON file, for
-    the figures. Prints a line for each kind of fault."""
+    the figures. ELASTIC_FT_STANDBY: with ``elastic.standby``. Prints a line for each kind of fault."""
     seed = int(os.environ.get("ELASTIC_FT_SEED", "0")) or random.randrange(1, 10**6)
     times = int(os.environ.get("ELASTIC_FT_IN_CHARGE_TIMES", "20"))
     order = [name for name in FAULTS for _ in range(times)]
@@ -187,7 +195,8 @@ def test_each_in_random_order(cluster: LocalCluster, tmp_path: Path, strategy: s
     print(f"seed {seed}: {' '.join(order)}")
     gaps: dict[str, list[float]] = {name: [] for name in FAULTS}
     backs: dict[str, list[float]] = {name: [] for name in FAULTS}
-    values = job(f"soak-{strategy}", **TWO | {"parallel": {"strategy": strategy}})
+    standby = {"elastic": TWO["elastic"] | {"standby": "ELASTIC_FT_STANDBY" in os.environ}}
+    values = job(f"soak-{strategy}", **TWO | {"parallel": {"strategy": strategy}} | standby)
     with DrivenJob(cluster, values, tmp_path / strategy) as run:
         run.wait_for_start(2)
         run.kill_driver()

@@ -11,10 +11,12 @@ from typing import Any
 
 import psutil
 import ray
+from in_charge import alive
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from elastic_ft.hosts.ray import fork_client, fork_server, setup_worker
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
+from elastic_ft.hosts.ray.local_templates import local_executable
 from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY
 from elastic_ft.hosts.ray.started_by import environment_by
 from elastic_ft.hosts.ray.warm_nodes import WarmNodes
@@ -76,6 +78,38 @@ def test_processes_are_forked_from_a_template() -> None:
         forked = [first["pid"], second["pid"], look()["pid"]]
         os.kill(cluster.raylet_pid(node), signal.SIGKILL)
         wait_for(lambda: not any(map(psutil.pid_exists, forked)), SOON_S, "they have ended")
+
+
+def test_processes_of_local_nodes_are_forked_from_one_that_imported() -> None:
+    """And end with their node, whose raylet is not their parent."""
+    with LocalCluster(2) as cluster:
+        cluster.connect()
+        made: list[Any] = []
+
+        def look(node: str) -> dict[str, Any]:
+            environment, where = environment_by(local_executable(), {}), {RAY_NODE_ID_KEY: node}
+            actor = ray.remote(runtime_env=environment, label_selector=where, num_cpus=0)(Look)
+            made.append(actor.remote())
+            return dict(ray.get(made[-1].about.remote(), timeout=SOON_S))
+
+        found = {node: look(node) for node in cluster.node_ids}
+        one, other = found.values()
+        assert one["torch"] and one["arena"] == "1" and one["drawn"] != other["drawn"]
+        assert one["parents"][0] != other["parents"][0]  # each node's template, and what made them
+        assert one["parents"][1] == other["parents"][1] != os.getpid()
+        assert {cluster.node_of_pid(about["pid"]): about for about in found.values()} == found
+
+        node, left = cluster.node_ids
+        cluster.kill_node(node)
+        assert not alive(one["pid"]) and alive(other["pid"])
+
+        # Without its template a node starts Python: nobody comes to nobody's socket.
+        os.kill(other["parents"][0], signal.SIGKILL)
+        assert alive(other["pid"])
+        cold = look(left)
+        assert cluster.raylet_pid(left) in cold["parents"] and not cold["torch"]
+        forked = [other["pid"], *one["parents"][:2], *other["parents"][:2]]
+    wait_for(lambda: not any(map(alive, forked)), SOON_S, "they have ended")
 
 
 def test_a_worker_of_a_local_node_is_set_up_as_ray_does() -> None:

@@ -52,6 +52,7 @@ from elastic_ft.hosts.ray.reports import Barrier, Rounds
 from elastic_ft.hosts.ray.started_by import executable_of
 from elastic_ft.hosts.ray.submission import DeliveredNote, Submitted, count_start, forget, read
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
+from elastic_ft.hosts.ray.warm_standby import end_standby
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup
 from elastic_ft.observe.run_folder import RunFolder
@@ -199,6 +200,8 @@ class ElasticController(TrainController):
             self._delivered.close()
             if is_ours:
                 forget(self._submitted)
+                if self._submission.job.elastic.standby:
+                    await end_standby(self._submission.prefix)
             self._is_over.set()
             await asyncio.sleep(LINGER_S)
             if is_ours or await self._is_current():

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from elastic_ft.core.assignment import NodeId
 from elastic_ft.hosts.ray.ray_private import RAY_NODE_ID_KEY
 from elastic_ft.observe.lines import local_path
 
@@ -25,8 +27,34 @@ LOOK_TIMEOUT_S = 30.0
 Selector = dict[str, str]
 
 
-def scheduling_of(run_url: str) -> dict[str, Any]:
-    """Options of the actor. Blocks while the GCS is away, and up to LOOK_TIMEOUT_S."""
+@dataclass(frozen=True, slots=True)
+class ControllerPlaces:
+    """Attributes:
+    selectors: of nodes, the ones that are wished most first.
+    likely: nodes among those, of which the controller has one as long as one of them lives.
+    """
+
+    selectors: list[Selector]
+    likely: list[NodeId]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the actor."""
+        first, *others = self.selectors
+        if not others:
+            return {"label_selector": first}
+        fallback = [{"label_selector": selector} for selector in others]
+        return {"label_selector": first, "fallback_strategy": fallback}
+
+    def likeliest(self, count: int) -> ControllerPlaces:
+        """Of all these nodes, ``count`` before the others."""
+        likely = self.likely[:count]
+        first = {RAY_NODE_ID_KEY: f"in({','.join(likely)})"}
+        return ControllerPlaces([first, *self.selectors], likely)
+
+
+def controller_places(run_url: str) -> ControllerPlaces:
+    """Blocks while the GCS is away, and up to LOOK_TIMEOUT_S."""
     nodes = [node for node in ray.nodes() if node["Alive"]]
     head = next((node["NodeID"] for node in nodes if HEAD in node["Resources"]), "")
     others = [node for node in nodes if node["NodeID"] != head]
@@ -34,13 +62,12 @@ def scheduling_of(run_url: str) -> dict[str, Any]:
     if not _is_seen(run_url, others, elsewhere):
         here = ray.get_runtime_context().get_node_id()
         log.info("%s is on this machine alone: so is its controller", run_url)
-        return {"label_selector": {RAY_NODE_ID_KEY: here}}
+        return ControllerPlaces([{RAY_NODE_ID_KEY: here}], [here])
     wished: list[Selector] = [{LABEL: "true"}, elsewhere, {}]
-    if not any(node.get("Labels", {}).get(LABEL) == "true" for node in nodes):
+    likely = [node for node in nodes if node.get("Labels", {}).get(LABEL) == "true"]
+    if not likely:
         del wished[0]  # it would wait to see whether one comes
-    first, *others_wished = wished
-    fallback = [{"label_selector": selector} for selector in others_wished]
-    return {"label_selector": first, "fallback_strategy": fallback}
+    return ControllerPlaces(wished, [node["NodeID"] for node in likely or others or nodes])
 
 
 def _is_seen(run_url: str, others: list[dict[str, Any]], elsewhere: Selector) -> bool:

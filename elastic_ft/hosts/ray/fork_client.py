@@ -23,15 +23,16 @@ import sys
 WAIT_S = 30.0  # for a template that still imports, or has others to fork first
 GO = b"+"
 FOLDER = f"/tmp/elastic_ft-{os.getuid()}"
+OF = "--of="  # the first argument: whose template it is, where it is not anyone's on that node
 
 
-def name_of(node: str) -> str:
+def name_of(node: str, of: str = "") -> str:
     """Of the template's socket on that node. Raises OSError where its folder is not this user's
     alone."""
     found = os.lstat(FOLDER)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PermissionError(f"{FOLDER}: expected a folder that nobody else can look into")
-    return f"{FOLDER}/{node}"
+    return f"{FOLDER}/{node}-{of}" if of else f"{FOLDER}/{node}"
 
 
 def node_of(arguments: list[str]) -> str:
@@ -39,11 +40,11 @@ def node_of(arguments: list[str]) -> str:
     return found[0] if found else ""
 
 
-def ask(arguments: list[str]) -> bool:
+def ask(arguments: list[str], of: str = "") -> bool:
     """Whether the template of this node has taken it on. Raises OSError where there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(WAIT_S)
-        link.connect(name_of(node_of(arguments)))
+        link.connect(name_of(node_of(arguments), of))
         what = {"argv": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109  # pathlib takes 10 ms
         request = json.dumps(what | {"leads": os.getpgrp() == os.getpid()}).encode()
         streams = array.array("i", (0, 1, 2))
@@ -59,9 +60,11 @@ def ask(arguments: list[str]) -> bool:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
+    arguments, of = sys.argv[1:], ""
+    if arguments[0].startswith(OF):
+        of = arguments.pop(0).removeprefix(OF)
     try:
-        if ask(arguments):
+        if ask(arguments, of):
             return
     except OSError:  # nobody is there, or says nothing
         pass

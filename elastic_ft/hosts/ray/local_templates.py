@@ -61,7 +61,10 @@ class LocalTemplates:
             )
 
     def add(self, node: NodeId, raylet: int) -> None:
-        """``raylet``: its pid. Returns at once. Nothing comes of it where the imports have failed. Raises OSError."""
+        """``raylet``: its pid. Returns at once; nothing comes of it where the imports have failed.
+
+        Raises OSError.
+        """
         with self._lock, listener_for(node) as listener:
             self._paths[node] = Path(fork_client.name_of(node))
             try:

@@ -21,7 +21,7 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.causes import describe
 from elastic_ft.hosts.ray.controller_actor import ALIVE, ALIVE_CALLS, ElasticController
-from elastic_ft.hosts.ray.controller_place import scheduling_of
+from elastic_ft.hosts.ray.controller_place import controller_places
 from elastic_ft.hosts.ray.local_templates import local_executable
 from elastic_ft.hosts.ray.names import NAMESPACE, RunNames, actor_named, reap
 from elastic_ft.hosts.ray.ray_private import (
@@ -45,6 +45,7 @@ from elastic_ft.hosts.ray.trainer_parts import (
     WholeJobPolicy,
     as_checkpoint,
 )
+from elastic_ft.hosts.ray.warm_standby import standby_executable, start_standby
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_reader import RunReader
@@ -230,6 +231,10 @@ class ElasticTrainer(DataParallelTrainer):
                 kwargs,
             )
         )
+        places = controller_places(self.run_url)
+        environment = self._controller_environment
+        if self._has_standby:
+            places = start_standby(self._names.prefix, places, environment)
         actor_class = ray.remote(
             num_cpus=0,
             max_concurrency=CONTROLLER_CONCURRENCY,
@@ -238,16 +243,24 @@ class ElasticTrainer(DataParallelTrainer):
             lifetime="detached",
             name=self._names.controller,
             namespace=NAMESPACE,
-            runtime_env=self._controller_environment,
-            **scheduling_of(self.run_url),
+            runtime_env=environment,
+            **places.options,
         )(ElasticController)
         self._controller = actor_class.remote(submitted, new_key(tls=self.job.network.tls))
         self._pass_on()
 
     @property
+    def _has_standby(self) -> bool:
+        """Where all processes are forked from templates, so is a controller."""
+        return self.job.elastic.standby and not executable_of(self.run_config)
+
+    @property
     def _controller_environment(self) -> dict[str, Any]:
+        executable = executable_of(self.run_config)
+        if self._has_standby:
+            executable = standby_executable(self._names.prefix)
         own = CONTROLLER_ENVIRONMENT | get_env_vars_to_propagate()
-        return environment_by(executable_of(self.run_config), own)
+        return environment_by(executable, own)
 
     @property
     def _checkpoint_url(self) -> str:

@@ -36,33 +36,38 @@ BACKLOG = 64  # processes that wait to be forked
 NEW = ".new"  # a socket that does not listen yet
 
 
-def executable_here() -> str:
-    """What Ray is to start in place of Python."""
-    return f"{sys.executable} -I -S {fork_client.__file__}"
+def executable_here(of: str = "") -> str:
+    """What Ray is to start in place of Python. ``of``: as ``Template``'s."""
+    command = f"{sys.executable} -I -S {fork_client.__file__}"
+    return f"{command} {fork_client.OF}{of}" if of else command
 
 
 class Template:
     """The actor: one child, started again when it ends. While it can't load, nobody waits for it:
-    there is no socket, and jobs start cold."""
+    there is no socket, and jobs start cold.
 
-    def __init__(self, node: NodeId) -> None:
-        self._node, self._loads = node, True
-        listener = listener_for(self._node)
+    Args:
+        of: whose it is, where there are several on one node; "": anyone's.
+    """
+
+    def __init__(self, node: NodeId, of: str = "") -> None:
+        self._node, self._of, self._loads = node, of, True
+        listener = listener_for(node, of)
         threading.Thread(target=self._keep, args=[listener], name="template", daemon=True).start()
 
     def where(self) -> str:
         """ "": start processes as if there were none."""
-        return executable_here() if self._loads else ""
+        return executable_here(self._of) if self._loads else ""
 
     def _keep(self, listener: socket.socket) -> None:
         while True:
             with listener:
                 while self._live(listener.fileno()):
                     time.sleep(AGAIN_S)
-                Path(fork_client.name_of(self._node)).unlink()
+                Path(fork_client.name_of(self._node, self._of)).unlink()
             log.warning("the template can't load: jobs start cold here; tried again later")
             time.sleep(LOAD_AGAIN_S)
-            listener = listener_for(self._node)
+            listener = listener_for(self._node, self._of)
 
     def _live(self, fd: int) -> bool:
         """Of one child, to its end. Whether it had loaded."""
@@ -80,11 +85,11 @@ class Template:
         return self._loads
 
 
-def listener_for(node: NodeId) -> socket.socket:
+def listener_for(node: NodeId, of: str = "") -> socket.socket:
     """Where clients of that node's template call, from now on. Raises OSError."""
     folder = Path(fork_client.FOLDER)
     folder.mkdir(mode=0o700, exist_ok=True)
-    path = Path(fork_client.name_of(node))
+    path = Path(fork_client.name_of(node, of))
     _clear(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new = f"{path}{NEW}"
