@@ -1,10 +1,9 @@
 """Three jobs of two priorities on a local cluster of four nodes: an urgent one comes and goes.
 
-    python benchmarks/service_demo.py [FOLDER] [--cold]
+    python benchmarks/service_demo.py [FOLDER]
 
 Each command is a terminal of its own, which is closed at once. Prints a table, and where the time
-went until the urgent job trained; exits with 1 where something was lost. --cold: no node has a
-template from which the job's processes are forked.
+went until the urgent job trained; exits with 1 where something was lost.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def job(steps: int, least: int, most: int) -> Job:
 
 
 class Demo:
-    def __init__(self, folder: Path, warm: bool) -> None:
-        self.folder, self.warm, self.began_s = folder, warm, time.monotonic()
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.began_s = folder, time.monotonic()
         self.environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.environment.pop("RAY_ADDRESS", None)
         self.client = Client("http://127.0.0.1:0")
@@ -63,7 +62,7 @@ class Demo:
 
     def start(self) -> None:
         config = self.folder / "config.yaml"
-        config.write_text(f"cooldown_s: 2\nwarm: {str(self.warm).lower()}\n")
+        config.write_text("cooldown_s: 2\n")
         options = ("--local-nodes", NODES, "--folder", self.folder / "service", "--port", 0)
         said = self.terminal("service", "start", *options, "--config", config)
         url = said.split()[-1]
@@ -173,10 +172,10 @@ def print_table(rows: list[tuple[str, ...]]) -> None:
 
 
 def main() -> int:
-    words = [word for word in sys.argv[1:] if word != "--cold"]
+    words = sys.argv[1:]
     folder = Path(words[0] if words else tempfile.mkdtemp(prefix="service-demo-"))
     folder.mkdir(parents=True, exist_ok=True)
-    demo = Demo(folder, warm="--cold" not in sys.argv)
+    demo = Demo(folder)
     try:
         good = show(demo)
     finally:

@@ -187,7 +187,7 @@ ADOPTED = frozenset(name for name in FAULTS if name.startswith("controller") or 
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_each_in_random_order(cluster: LocalCluster, tmp_path: Path, strategy: str) -> None:
     """ELASTIC_FT_IN_CHARGE_TIMES: how often each (20). ELASTIC_FT_IN_CHARGE_OUT: a JSON file, for
-    the figures. ELASTIC_FT_STANDBY: with ``elastic.standby``. Prints a line for each kind of fault."""
+    the figures. ELASTIC_FT_STANDBY: with ``elastic.standby``. Prints a line for each fault."""
     seed = int(os.environ.get("ELASTIC_FT_SEED", "0")) or random.randrange(1, 10**6)
     times = int(os.environ.get("ELASTIC_FT_IN_CHARGE_TIMES", "20"))
     order = [name for name in FAULTS for _ in range(times)]
