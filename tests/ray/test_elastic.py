@@ -38,8 +38,7 @@ def test_killed_worker_is_replaced(start: Start, cluster: LocalCluster) -> None:
     assert cluster.node_of_pid(victim["pid"]) == victim["node"]
     assert cluster.raylet_pid(victim["node"]) == victim["raylet_pid"]
     os.kill(victim["pid"], signal.SIGKILL)
-    trial.wait_for_world(3)
-    assert trial.pids() == survivors
+    assert trial.wait_for_generation(3) == survivors
     trial.wait_for_world(4, timeout_s=START_S)
     assert survivors < trial.pids()
     result = trial.stop()
@@ -59,7 +58,7 @@ def test_stopped_worker_is_killed_and_replaced(start: Start) -> None:
     trial.wait_for_world(3, timeout_s=START_S)
     victim = trial.members()[2]
     os.kill(victim["pid"], signal.SIGSTOP)
-    trial.wait_for_world(2)
+    trial.wait_for_generation(2)
     trial.wait("the stopped worker is killed", lambda: not alive(victim["pid"]))
     trial.wait_for_world(3, timeout_s=START_S)
     trial.stop()
@@ -76,8 +75,7 @@ def test_a_crashed_workers_only_copy_comes_from_its_nodes_keeper(start: Start) -
     victim = trial.members()[1]
     survivors = trial.pids() - {victim["pid"]}
     os.kill(victim["pid"], signal.SIGKILL)
-    trial.wait_for_world(3)
-    assert trial.pids() == survivors
+    assert trial.wait_for_generation(3) == survivors
     trial.wait_for_world(4, timeout_s=START_S)
     trial.stop()
     lost = trial.events("recovered")[0]

@@ -102,6 +102,18 @@ class Trial(Seen):
 
         self.wait(f"{steps} steps by {size} workers", grown, timeout_s)
 
+    def wait_for_generation(self, size: int, timeout_s: float = SOON_S) -> set[int]:
+        """Until there is one of ``size``, or was: a lost worker may be replaced within a moment.
+        Returns the pids of the newest."""
+        found: list[Line] = []
+
+        def formed() -> bool:
+            found[:] = [g for g in self.events("generation_formed") if len(g["members"]) == size]
+            return bool(found)
+
+        self.wait(f"a generation of {size} workers", formed, timeout_s)
+        return {member["pid"] for member in found[-1]["members"]}
+
     def print_journal(self) -> None:
         for line in self.lines("events.jsonl"):
             print(json.dumps(line))
