@@ -41,6 +41,7 @@ SYSTEM_CONFIG: dict[str, Any] = {
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
     "prestart_worker_first_driver": False,
+    "worker_register_timeout_seconds": 180,  # one that waited for a template may have to import yet
 }
 
 
@@ -77,7 +78,10 @@ class LocalCluster:
         if durable_head:  # what the GCS knows is on disk, and outlives it
             path = {"gcs_storage": "rocksdb", "gcs_storage_path": f"{self._folder}/gcs"}
             system_config = path | (system_config or {})
-        self._templates = LocalTemplates(worker_environment()) if templates else None
+        self._templates: LocalTemplates | None = None
+        if templates:
+            log = Path(self._folder) / "templates.log"
+            self._templates = LocalTemplates(worker_environment(), log)
         self._nodes: dict[NodeId, Any] = {}
         self._killed: list[Any] = []
         self._connected = False
@@ -171,8 +175,9 @@ class LocalCluster:
     def node_of_pid(self, pid: int) -> NodeId:
         """Returns the node for which ``pid`` was started. Raises KeyError if there is none."""
         for node in self._nodes:
-            if any(process.pid == pid for process in self.processes(node)):
-                return node
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any(process.pid == pid for process in self.processes(node)):
+                    return node
         raise KeyError(f"process {pid} runs on no node of this cluster")
 
     def kill_node(self, node: NodeId) -> None:

@@ -44,19 +44,22 @@ class LocalTemplates:
 
     Args:
         environment: the nodes'.
+        log: a file, for what they print: who is not forked, and why.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
         self._lock = threading.Lock()
         self._waiting: list[NodeId] = []  # to hear of their template's pid, in this order
         self._templates: dict[NodeId, psutil.Process] = {}
         self._paths: dict[NodeId, Path] = {}
         self._tell, told = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with told:
+        with told, log.open("ab") as printed:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", fork_server.__name__, str(told.fileno())],
                 env={**os.environ, **environment, **AS_RAY, **WORKER_ENVIRONMENT},
                 stdin=subprocess.PIPE,  # templates end when it is closed, as it is when we end
+                stdout=printed,
+                stderr=printed,
                 pass_fds=[told.fileno()],
             )
 
