@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.core.assignment import CheckpointRef
+from elastic_ft.core.batches import samples_in_words
 from elastic_ft.core.terms import (
     DATA_KEYS,
     SAMPLES,
@@ -100,7 +101,7 @@ class Continuity:
         if found := changes(self._before, data):
             self._tell(found, generation)
         self.data = dict(data)
-        reason = f"{data[SAMPLES]} training samples"
+        reason = samples_in_words(data[SAMPLES], "training")
         self._journal(DATA_OPENED, generation, reason, {"data": dict(data)})
 
     def _tell(self, found: tuple[Change, ...], generation: int) -> None:

@@ -24,6 +24,7 @@ from typing import Protocol
 SampleIds = tuple[int, ...]
 LedgerLine = tuple[int, SampleIds]  # step, the ids it consumed in data order
 
+ENDLESS = 1 << 52  # the size of a stream: more than any run reads, and an integer for any reader
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
 
@@ -41,6 +42,9 @@ class DataOrder:
     def __post_init__(self) -> None:
         if self.dataset_size < 1:
             raise ValueError(f"a data order needs at least one sample, got {self.dataset_size}")
+
+    def __str__(self) -> str:
+        return f"under seed {self.seed}"
 
     def sample_ids(self, position_start: int, position_stop: int) -> SampleIds:
         """The ids at the global positions [start, stop), in order."""
@@ -109,6 +113,34 @@ def _grid(size: int) -> tuple[int, int]:
     """(rows, columns), nearly square, whose product is at least ``size`` and barely more."""
     columns = isqrt(size - 1) + 1
     return -(-size // columns), columns
+
+
+@dataclass(frozen=True, slots=True)
+class InOrder:
+    """Of a stream, whose order is its own: sample p is at position p, for as long as a run goes on.
+
+    Attributes: dataset_size: ``ENDLESS``.
+    """
+
+    dataset_size: int
+
+    def __str__(self) -> str:
+        return "in the stream's order"
+
+    def sample_ids(self, position_start: int, position_stop: int) -> SampleIds:
+        """As ``DataOrder.sample_ids``."""
+        return tuple(range(position_start, position_stop))
+
+
+def job_order(seed: int, dataset_size: int) -> DataOrder | InOrder:
+    """Of a dataset without an order of its own, and of a stream."""
+    return InOrder(ENDLESS) if dataset_size == ENDLESS else DataOrder(seed, dataset_size)
+
+
+def samples_in_words(dataset_size: int, kind: str = "") -> str:
+    """``kind``: of samples."""
+    what = f"{kind} samples".lstrip()
+    return f"a stream of {what}" if dataset_size == ENDLESS else f"{dataset_size} {what}"
 
 
 # ------------------------------------------------------------------------------- dealing
@@ -200,7 +232,7 @@ class Ledger:
                 seen[sample] = step
         return found
 
-    def order_violations(self, order: DataOrder, global_batch_size: int) -> list[str]:
+    def order_violations(self, order: DataOrder | InOrder, global_batch_size: int) -> list[str]:
         """Lines whose samples are not those of their step under this seed, in this order."""
         found: list[str] = []
         for step, ids in self.lines:
@@ -210,7 +242,7 @@ class Ledger:
                 continue
             expected = order.sample_ids(stop - global_batch_size, stop)
             if ids != expected:
-                found.append(f"step {step} {_difference(ids, expected, order.seed)}")
+                found.append(f"step {step} {_difference(ids, expected, str(order))}")
         return found
 
 
@@ -232,18 +264,18 @@ def step_sequence_violations(steps: Iterable[int], first_step: int = 1) -> list[
     return found
 
 
-def _difference(ids: SampleIds, expected: SampleIds, seed: int) -> str:
-    """How one line's ids differ from the expected ones, naming the first few."""
+def _difference(ids: SampleIds, expected: SampleIds, order: str) -> str:
+    """How one line's ids differ from those of ``order``, naming the first few."""
     if sorted(ids) == sorted(expected):
         place = next(i for i, (a, b) in enumerate(zip(ids, expected, strict=True)) if a != b)
         return f"has its samples out of order from place {place} on"
     missing = sorted(set(expected) - set(ids))
     foreign = sorted(set(ids) - set(expected))
     if missing and len(missing) == len(expected):
-        wanted = f"{_some(expected)} under seed {seed}"
+        wanted = f"{_some(expected)} {order}"
         return f"has none of its samples: {_some(ids)} instead of {wanted}"
     parts = [f"lacks {_some(missing)}"] * bool(missing)
-    parts += [f"has {_some(foreign)}, not its own under seed {seed}"] * bool(foreign)
+    parts += [f"has {_some(foreign)}, not its own {order}"] * bool(foreign)
     if len(ids) != len(expected):
         parts.append(f"has {len(ids)} samples instead of {len(expected)}")
     return ", ".join(parts) or "has some samples more than once"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from elastic_ft.core.batches import DataOrder, Ledger, step_sequence_violations
+from elastic_ft.core.batches import Ledger, job_order, step_sequence_violations
 from elastic_ft.core.terms import BATCH, SAMPLES, SEED
 
 JsonLine = Mapping[str, Any]  # one object of a .jsonl file
@@ -179,7 +179,7 @@ def _ledger_violations(run: RunRecord, lines: Sequence[JsonLine]) -> Iterable[st
         size = _term(run, SAMPLES, generation, expected.dataset_size)
         batch = _term(run, BATCH, generation, expected.global_batch_size)
         if seed is not None and size and batch:
-            yield from part.order_violations(DataOrder(seed, size), batch)
+            yield from part.order_violations(job_order(seed, size), batch)
     committed, audited = ({line["step"] for line in some} for some in (run.steps, lines))
     for step in sorted(committed ^ audited):
         where = "steps.jsonl" if step in committed else "ledger.jsonl"

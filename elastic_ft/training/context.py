@@ -144,14 +144,13 @@ class Context(Between):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         order: EpochOrder | None = None,
     ) -> Loader:
-        """A map-style dataset, dealt in micro-batches of ``batch.micro_batch_size``.
+        """A dataset, dealt in micro-batches of ``batch.micro_batch_size``. Raises ConfigError.
 
-        ``order``: of its samples, the same on all ranks; else they are shuffled by ``seed``.
+        ``order``: of a map-style one's samples, the same on all ranks; else they are shuffled by
+        ``seed``. One that is iterated over has its own (``elastic_ft.data.stream``).
         """
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            kind = type(dataset).__name__
-            raise ConfigError(f"ctx.loader: expected a map-style dataset, found {kind}")
-        return Loader(self, replace(bundle_of(dataset, collate_fn), order=order))
+        bundle = bundle_of(dataset, collate_fn, self.job.batch)
+        return Loader(self, replace(bundle, order=order))
 
     def epochs(self, count: int) -> Iterator[int]:
         """In the place of ``range(count)``, around a loop over the loader: that gives an epoch's
@@ -162,6 +161,11 @@ class Context(Between):
         """
         self._steering("epochs")
         assert self._loader is not None
+        if self._loader.is_stream:
+            raise ConfigError(
+                "ctx.epochs: nobody knows how long a stream is: leave out the loop over epochs, and "
+                "say `steps`"
+            )
         self._epoch_steps = steps = len(self._loader)
         try:
             while self._is_dealt():

@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from elastic_ft.config.trained import BatchConfig
+from elastic_ft.core.batches import ENDLESS, samples_in_words
 from elastic_ft.data.dataset import Collated, DataBundle, Dataset
+from elastic_ft.data.stream import Stream
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
 
@@ -22,8 +25,15 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         return self._context.batches()
 
+    @property
+    def is_stream(self) -> bool:
+        return len(self.bundle.train) == ENDLESS
+
     def __len__(self) -> int:
-        """Whole steps in one pass over the data, at least one: not micro-batches."""
+        """Whole steps in one pass over the data, at least one: not micro-batches. Raises TypeError
+        for a stream, as torch's loader does."""
+        if self.is_stream:
+            raise TypeError("the loader of a stream has no length")
         return max(1, len(self.bundle.train) // self._context.job.batch.global_batch_size)
 
 
@@ -46,20 +56,11 @@ def check_options(loader: DataLoader[Any], size: int) -> None:
 
     ``size``: of a micro-batch of the job.
     """
-    if not hasattr(loader.dataset, "__getitem__"):
-        kind = type(loader.dataset).__name__
-        raise ConfigError(f"ctx.prepare: expected a map-style dataset, found {kind}")
     for name, instead in REFUSED.items():
         if getattr(loader, name, None):
             raise ConfigError(f"DataLoader.{name}: refused: {instead}")
-    sampler = loader.sampler
-    drawn = isinstance(sampler, RandomSampler)
-    part = drawn and (sampler.replacement or sampler.num_samples != len(loader.dataset))
-    if part or type(sampler) not in (SequentialSampler, RandomSampler):
-        raise ConfigError(
-            f"ctx.prepare: the DataLoader has a {type(sampler).__name__} of its own: the order of "
-            "samples is the job's, a function of seed and position alone; leave it out"
-        )
+    if not is_stream(loader.dataset):
+        check_sampler(loader)
     if loader.batch_size != size:
         raise ConfigError(
             f"batch.micro_batch_size: the job has {size}, the DataLoader's batch_size is "
@@ -74,7 +75,35 @@ def check_options(loader: DataLoader[Any], size: int) -> None:
         )
 
 
-def bundle_of(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> DataBundle:
+def is_stream(dataset: Any) -> bool:
+    """Whether it is iterated over: torch's have a ``__getitem__`` that only raises."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+
+
+def check_sampler(loader: DataLoader[Any]) -> None:
+    """Raises ConfigError for one that is not of the loader's own making."""
+    sampler = loader.sampler
+    drawn = isinstance(sampler, RandomSampler)
+    part = drawn and (sampler.replacement or sampler.num_samples != len(loader.dataset))
+    if part or type(sampler) not in (SequentialSampler, RandomSampler):
+        raise ConfigError(
+            f"ctx.prepare: the DataLoader has a {type(sampler).__name__} of its own: the order of "
+            "samples is the job's, a function of seed and position alone; leave it out"
+        )
+
+
+def bundle_of(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, batch: BatchConfig
+) -> DataBundle:
+    """Raises ConfigError."""
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    if is_stream(dataset):
+        dataset = Stream(dataset, batch.global_batch_size, batch.micro_batch_size)
+    elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        kind = type(dataset).__name__
+        raise ConfigError(f"expected a map-style dataset, or one to iterate over, found {kind}")
     samples: Dataset = dataset
     if collate_fn is not None:
         samples = _With(dataset, collate_fn)
@@ -82,8 +111,8 @@ def bundle_of(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Da
         samples = Collated(dataset)
     if len(samples) == 0:
         raise ConfigError("ctx.prepare: the dataset has no samples")
-    fingerprint = getattr(dataset, "_fingerprint", None)
-    return DataBundle(samples, None, None, None, f"{len(samples)} samples", fingerprint)
+    words = samples_in_words(len(samples))
+    return DataBundle(samples, None, None, None, words, fingerprint)
 
 
 class _With(Collated):

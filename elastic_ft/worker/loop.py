@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from elastic_ft.core.batches import DataOrder, deal, step_batch
+from elastic_ft.core.batches import deal, job_order, step_batch
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
@@ -108,7 +108,7 @@ class Loop:
         self.groups, self.job = formed.groups, tools.job
         self.engine, self._maker = tools.engine, maker
         self.step = formed.step
-        self.order = tools.data.order or DataOrder(self.job.seed, len(tools.data.train))
+        self.order = tools.data.order or job_order(self.job.seed, len(tools.data.train))
         layout = self.groups.assignment.layout
         assert self.groups.rank is not None
         self._layout = str(layout)

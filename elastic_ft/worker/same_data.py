@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from typing import Any
 
+from elastic_ft.core.batches import samples_in_words
 from elastic_ft.core.terms import changes, data_terms
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.errors import DataDiffers, DataError, GroupBroken
@@ -23,7 +24,7 @@ def data_in_words(data: DataBundle) -> str:
     """What tells it from other data. A user's own dataset has no fingerprint: then its size does,
     on which the whole order depends."""
     fingerprint = f", fingerprint {data.fingerprint}" if data.fingerprint else ""
-    return f"{len(data.train)} samples{fingerprint}"
+    return f"{samples_in_words(len(data.train))}{fingerprint}"
 
 
 def check_same_data(groups: Groups, read: str, has_trained: bool) -> None:
