@@ -53,9 +53,7 @@ class Prefetcher:
         self._dataset = dataset
         self._collate = collate or dataset.collate
         self._depth_steps, self._draws, self._waiting = depth_steps, draws, False
-        if draws is not None and hasattr(
-            dataset, "seeded_by"
-        ):  # it reads more than it is asked for
+        if draws is not None and hasattr(dataset, "seeded_by"):  # a stream: it reads others, too
             dataset.seeded_by(draws.begin)
         self._changed = threading.Condition()
         self._wanted: dict[int, list[SampleIds]] = {}

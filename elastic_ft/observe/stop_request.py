@@ -50,12 +50,13 @@ def stop(run_url: str, now: bool, say: Callable[[str], object], timeout_s: float
     return _end(run_url)
 
 
-def ask(run_url: str, now: bool) -> None:
-    """Of whoever has the job just now; returns at once. Raises StoreFailed."""
+def ask(run_url: str, now: bool) -> bool:
+    """Of whoever has the job just now; returns at once. False: nobody has. Raises StoreFailed."""
     store = open_store(run_url)
     owner, _ = owners.newest(store)
     if owner is not None:
         _ask(store, owner.run, now)
+    return owner is not None
 
 
 def _ask(store: Store, run: str, now: bool) -> None:

@@ -163,8 +163,8 @@ class Context(Between):
         assert self._loader is not None
         if self._loader.is_stream:
             raise ConfigError(
-                "ctx.epochs: nobody knows how long a stream is: leave out the loop over epochs, and "
-                "say `steps`"
+                "ctx.epochs: nobody knows how long a stream is: leave out the loop over epochs, "
+                "and say `steps`"
             )
         self._epoch_steps = steps = len(self._loader)
         try:

@@ -12,17 +12,17 @@ from torch.utils.data import DataLoader
 
 from elastic_ft.data.dataset import Dataset
 from elastic_ft.errors import ConfigError
-from elastic_ft.training.loader import bundle_of
+from elastic_ft.training.loader import collated, is_stream
 
 
 def samples_of(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Dataset:
     """Of a DataLoader its dataset and ``collate_fn``. Raises ConfigError."""
     if isinstance(dataset, DataLoader):
         dataset, collate_fn = dataset.dataset, collate_fn or dataset.collate_fn
-    if not hasattr(dataset, "__getitem__"):
+    if is_stream(dataset) or not hasattr(dataset, "__getitem__"):
         kind = type(dataset).__name__
         raise ConfigError(f"ctx.evaluate: expected a map-style dataset, found {kind}")
-    return bundle_of(dataset, collate_fn).train
+    return collated(dataset, collate_fn)
 
 
 @contextlib.contextmanager

@@ -104,6 +104,13 @@ def bundle_of(
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         kind = type(dataset).__name__
         raise ConfigError(f"expected a map-style dataset, or one to iterate over, found {kind}")
+    samples = collated(dataset, collate_fn)
+    words = samples_in_words(len(samples))
+    return DataBundle(samples, None, None, None, words, fingerprint)
+
+
+def collated(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Dataset:
+    """Raises ConfigError for one without samples."""
     samples: Dataset = dataset
     if collate_fn is not None:
         samples = _With(dataset, collate_fn)
@@ -111,8 +118,7 @@ def bundle_of(
         samples = Collated(dataset)
     if len(samples) == 0:
         raise ConfigError("ctx.prepare: the dataset has no samples")
-    words = samples_in_words(len(samples))
-    return DataBundle(samples, None, None, None, words, fingerprint)
+    return samples
 
 
 class _With(Collated):

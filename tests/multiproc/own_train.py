@@ -1,6 +1,6 @@
 """A training loop of one's own, as a user would write it, that tells what it saw.
 
-Arguments: a folder for what it tells, where a file "gate" holds it back; steps; a seed.
+Arguments: a folder for what it tells, where a file "gate" holds it back; steps; a seed; "stream".
 """
 
 import json
@@ -16,6 +16,7 @@ import elastic_ft
 from tests.multiproc import tiny
 
 OUT, STEPS, SEED = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+IS_STREAM = sys.argv[4:] == ["stream"]
 DIM, VOCABULARY = 16, 50
 
 
@@ -47,6 +48,16 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.randint(VOCABULARY, (9,), generator=torch.Generator().manual_seed(index))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """As many pass by in another order each time, drawn from the global generator."""
+
+    def __init__(self, samples: tiny.Gated) -> None:
+        self.samples = samples
+
+    def __iter__(self):
+        yield from (self.samples[index] for index in torch.randperm(len(self.samples)).tolist())
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
@@ -101,7 +112,8 @@ optimizer = torch.optim.AdamW(
     lr=3e-2,
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-loader = torch.utils.data.DataLoader(tiny.Gated(Samples(), OUT / "gate"), batch_size=2)
+samples = tiny.Gated(Samples(), OUT / "gate")
+loader = torch.utils.data.DataLoader(Stream(samples) if IS_STREAM else samples, batch_size=2)
 model, optimizer, scheduler, loader = ctx.prepare(model, optimizer, scheduler, loader)
 ema, history = Average(model), History()
 ctx.register(ema=ema, history=history)

@@ -118,6 +118,25 @@ def test_a_killed_worker_costs_no_step(
     assert len(joined) == 1, found.story()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=SOAK)])
+def test_a_stream_goes_on_where_it_was(tmp_path: Path, strategy: str) -> None:
+    """For the survivors, and for who joins: as in a world of one, also past its end."""
+    alone, out = tmp_path / "alone", tmp_path / "lost"
+    found = {}
+    for folder, workers in ((alone, 1), (out, 3)):
+        job = make_job(folder, workers=workers, strategy=strategy)
+        assert job.loop is not None
+        arguments = (*job.loop.arguments, "stream")
+        job = job.model_copy(update={"loop": job.loop.model_copy(update={"arguments": arguments})})
+        faults = (PointFault("backward", rank=1, step=5),) if workers > 1 else ()
+        found[folder] = run(folder, job, faults)
+    (lines,) = told(alone).values()
+    check_steps(out, found[out], {line["step"]: line for line in lines if "step" in line})
+    assert found[out].worlds()[0] == 3 and found[out].worlds()[-1] == 3, found[out].story()
+    read = {line["step"]: line["samples"] for line in found[out].ledger}
+    assert read == {step: [*range(16 * (step - 1), 16 * step)] for step in range(1, STEPS + 1)}
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
 def test_kills_anywhere_cost_no_step(

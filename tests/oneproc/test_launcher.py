@@ -45,6 +45,8 @@ from elastic_ft.hosts.local.orders import (
 )
 from elastic_ft.hosts.local.to_launcher import ToLauncher
 from elastic_ft.hosts.local.warm import stop_warm
+from elastic_ft.storage import owners
+from elastic_ft.storage.store import open_store
 from elastic_ft.transport.messages import encode
 from elastic_ft.transport.reception import listen
 from elastic_ft.transport.tls import JobKey
@@ -278,6 +280,26 @@ def test_controllers_that_get_nowhere_are_not_followed_for_ever(tmp_path: Path) 
     assert (len(killed), ended.code) == (5, 1)
     assert ended.line.startswith("5 controllers ended in a row without a step between them")
     assert (out / "processes.log").read_text().count("was killed by SIGKILL") == 5
+
+
+def test_a_stop_is_heard_though_no_launcher_passes_it_on(tmp_path: Path) -> None:
+    """It was dropped where the launcher was away just then, or ended with it."""
+    out, folder = tmp_path / "run", tmp_path / "launcher"
+    run = DetachedRun(make_job(steps=5), str(out), str(tmp_path / "checkpoints"), {})
+    run._folder = folder
+    run.stop()
+    assert run.poll(0.0) is None
+    assert not (out / "stop.json").exists(), "nobody has the job yet"
+    owners.take_over(open_store(str(out)), job="job", run="first", run_folder=str(out))
+    assert run.poll(0.0) is None
+    assert json.loads((out / "stop.json").read_text()) == {"run": "first"}
+    with listen_in(folder):  # one that imports, and is killed meanwhile
+        assert run.poll(0.0) is None
+        run.stop()
+        assert not (out / "stop-now.json").exists()
+    for _ in range(2):
+        assert run.poll(0.0) is None
+    assert json.loads((out / "stop-now.json").read_text()) == {"run": "first"}
 
 
 def test_a_launcher_that_comes_too_late_never_comes(

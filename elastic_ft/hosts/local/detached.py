@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.config import Job
-from elastic_ft.errors import JobFailed
+from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local.guard import noted
 from elastic_ft.hosts.local.orders import (
@@ -30,7 +31,7 @@ from elastic_ft.hosts.local.orders import (
 )
 from elastic_ft.hosts.local.to_launcher import FOLDER, LAUNCHER_S
 from elastic_ft.hosts.local.warm import fork_launcher, stop_warm
-from elastic_ft.observe import scratch
+from elastic_ft.observe import scratch, stop_request
 from elastic_ft.observe.alive import Vigil
 from elastic_ft.observe.lines import local_path
 from elastic_ft.transport.tls import new_key
@@ -74,6 +75,7 @@ class DetachedRun:
         self._line: Packets | None = None
         self._outcome: RunEnded | None = None
         self._vigil: Vigil | None = None  # while no launcher answers
+        self._stops, self._unheard = 0, False  # ``_unheard``: by whoever passes it on
 
     def start(self) -> None:
         """Returns once the launcher is there. Raises JobFailed."""
@@ -101,6 +103,7 @@ class DetachedRun:
 
     def poll(self, timeout_s: float) -> RunEnded | None:
         """How it has ended; None: it has not, within ``timeout_s``, as far as is known."""
+        self._ask_in_folder()
         try:
             if self._line is None:
                 time.sleep(min(timeout_s, CALL_AGAIN_S))
@@ -109,6 +112,8 @@ class DetachedRun:
             message = self._line.receive(timeout_s)
         except (EOFError, OSError):
             self.close()
+            # Of a launcher that has ended nobody knows whether it has passed it on.
+            self._unheard |= self._stops > 0 and self._outcome is None
             self._vigil = self._vigil or Vigil(self._run.out)
             if (dead := self._vigil.look()) and self._outcome is None:  # nobody starts another
                 self._outcome = RunEnded(1, dead)
@@ -119,9 +124,16 @@ class DetachedRun:
         return self._outcome
 
     def stop(self) -> None:
-        """In good order; the second time: at once."""
-        if self._line is not None:
-            self._line.send(Interrupt())
+        """In good order; the second time: at once. Without a launcher: by the run folder, from
+        which a controller takes the same request no second time."""
+        self._stops += 1
+        if self._line is None or not self._line.send(Interrupt()):
+            self._unheard = True
+
+    def _ask_in_folder(self) -> None:
+        if self._unheard:
+            with contextlib.suppress(StoreFailed):  # asked again when it is looked at next
+                self._unheard = not stop_request.ask(self._run.out, now=self._stops > 1)
 
     def processes(self) -> list[Forked]:
         """All that are alive. Raises ProcessLookupError where no launcher tells."""
