@@ -20,7 +20,7 @@ from elastic_ft.config import DataConfig, Job
 from elastic_ft.data.corpus import Corpus, open_corpus
 from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.data.prefetch import Prefetcher
-from elastic_ft.data.stream import Stream
+from elastic_ft.data.stream import SampleStream
 from elastic_ft.data.token_shards import TokenShards, find_shards
 from elastic_ft.errors import DataError, redacted
 from elastic_ft.models.build import build_model
@@ -123,8 +123,8 @@ class Collated:
         return [self.dataset[index] for index in indices]
 
     def seeded_by(self, begin: Callable[[int], None]) -> None:
-        """As ``Stream.seeded_by``, if it is one."""
-        if isinstance(self.dataset, Stream):
+        """As ``SampleStream.seeded_by``, if it is one."""
+        if isinstance(self.dataset, SampleStream):
             self.dataset.seeded_by(begin)
 
     def collate(self, samples: list[Any]) -> Any:

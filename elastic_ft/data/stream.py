@@ -19,7 +19,7 @@ from elastic_ft.errors import DataError
 STEPS_KEPT = 3  # a batch may be dealt anew, and two steps are read ahead
 
 
-class Stream:
+class SampleStream:
     """An iterable dataset as one that is asked for ``stream[p]``, p mostly growing.
 
     Where it ends it begins anew; ``set_epoch(n)`` is called before the n-th pass, from 0, if it has

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from elastic_ft.config.trained import BatchConfig
 from elastic_ft.core.batches import ENDLESS, samples_in_words
 from elastic_ft.data.dataset import Collated, DataBundle, Dataset
-from elastic_ft.data.stream import Stream
+from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
 
@@ -100,7 +100,7 @@ def bundle_of(
     """Raises ConfigError."""
     fingerprint = getattr(dataset, "_fingerprint", None)
     if is_stream(dataset):
-        dataset = Stream(dataset, batch.global_batch_size, batch.micro_batch_size)
+        dataset = SampleStream(dataset, batch.global_batch_size, batch.micro_batch_size)
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         kind = type(dataset).__name__
         raise ConfigError(f"expected a map-style dataset, or one to iterate over, found {kind}")

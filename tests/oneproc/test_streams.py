@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from elastic_ft.core.batches import ENDLESS, InOrder, deal, step_batch
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.prefetch import Prefetcher
-from elastic_ft.data.stream import Stream
+from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError, DataError
 from elastic_ft.training.loader import Loader, bundle_of, check_options
 
@@ -71,8 +71,8 @@ def read(stream: Any, worlds: list[int]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("files", [1, 3, 4, 8])
 def test_every_world_reads_the_same(files: int) -> None:
-    def stream() -> Stream:
-        return Stream(hugging_face(files), 8, 2)
+    def stream() -> SampleStream:
+        return SampleStream(hugging_face(files), 8, 2)
 
     assert stream().parts == (4 if files % 4 == 0 else 1)
     alone = read(stream, [1] * 7)
@@ -82,7 +82,7 @@ def test_every_world_reads_the_same(files: int) -> None:
 
 
 def test_a_part_is_read_by_those_it_is_dealt_to() -> None:
-    stream = Stream(hugging_face(8), 8, 2)
+    stream = SampleStream(hugging_face(8), 8, 2)
     samples = [stream[index] for step in range(5) for index in (step * 8 + 2, step * 8 + 3)]
     assert [s["x"] for s in samples] == [200 + i for i in range(10)]
     assert list(stream._cursors) == [1]
@@ -90,14 +90,14 @@ def test_a_part_is_read_by_those_it_is_dealt_to() -> None:
 
 def test_it_begins_anew_where_it_ends() -> None:
     counted = Counted(11)
-    stream = Stream(counted, 8, 2)
+    stream = SampleStream(counted, 8, 2)
     assert [stream[i] for i in range(30)] == [i % 11 for i in range(30)]
     assert counted.epochs == [0, 1, 2]
     assert [stream[i] for i in range(25, 30)] == [i % 11 for i in range(25, 30)]  # still there
     assert counted.read == 30
     assert stream[0] == 0 and counted.read == 31  # from the beginning again
     with pytest.raises(DataError, match="no samples"):
-        Stream(Counted(0), 8, 2)[0]
+        SampleStream(Counted(0), 8, 2)[0]
 
 
 def drawn_by(world: int, rank: int, steps: int) -> list[list[int]]:
