@@ -242,6 +242,10 @@ class OwnEngine(OwnStep):
         self._laid_out = None
         return state
 
+    def trained(self) -> list[nn.Parameter]:
+        """Whose gradients torch counts the changes of: it counts none of what is cut."""
+        return [] if self._is_cut else self._listed
+
     @property
     def blocks(self) -> Sequence[nn.Module]:
         return self._laid_out.blocks if self._laid_out is not None else []

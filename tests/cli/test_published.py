@@ -1,0 +1,92 @@
+"""Scripts in the style of published ones: the docs' diffs are theirs, and a lost worker changes
+nothing."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.cli.app import COMPLETED
+from elastic_ft.observe.run_reader import RunReader
+
+ROOT = Path(__file__).parents[2]
+PUBLISHED = ROOT / "examples/published"
+KILL = """description: A worker dies in the middle of a step.
+faults:
+  - {point: backward, rank: 1, step: 15, action: kill}
+expect: {steps_lost_max: 0}
+"""
+
+
+def diff_of(name: str) -> list[str]:
+    texts = [
+        (PUBLISHED / f"{stem}.py").read_text().splitlines() for stem in (name, f"{name}_elastic")
+    ]
+    lines = list(difflib.unified_diff(*texts, lineterm="", n=0))[2:]
+    return ["@@" if line.startswith("@@") else line.rstrip() for line in lines]
+
+
+NAMES = ("ddp_tutorial", "accelerate_text", "run_clm", "nanogpt")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_docs_show_the_diff(name: str) -> None:
+    text = (ROOT / "docs/bring-your-own.md").read_text()
+    shown = re.search(rf"`{name}\.py`[^\n]*\n\n```diff\n(.*?)```", text, re.DOTALL)
+    assert shown is not None
+    assert [line.rstrip() for line in shown[1].splitlines()] == diff_of(name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_docs_count_the_lines(name: str) -> None:
+    text = (ROOT / "docs/bring-your-own.md").read_text()
+    told = re.search(rf"`{name}\.py`: (\d+) lines written, (\d+) gone", text)
+    assert told is not None
+    written = [line for line in diff_of(name) if line[:1] == "+" and line[1:].strip()]
+    gone = [line for line in diff_of(name) if line[:1] == "-" and line[1:].strip()]
+    assert (int(told[1]), int(told[2])) == (len(written), len(gone))
+
+
+CLM = ("--output_dir=clm", "--max_steps=40", "--per_device_train_batch_size=4", "--report_to=none")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("ddp_tutorial", ("4",)),
+        pytest.param("accelerate_text", (), marks=pytest.mark.soak),
+        pytest.param("run_clm", CLM, marks=pytest.mark.soak),
+        pytest.param("nanogpt", (), marks=pytest.mark.soak),
+    ],
+)
+def test_a_changed_script_comes_to_the_same_without_a_worker(
+    start: Callable[..., Any], folder: Path, name: str, arguments: tuple[str, ...]
+) -> None:
+    """Dropout included, in a world of three where the batch is dealt unevenly."""
+    (folder / "kill.yaml").write_text(KILL)
+    script = str(PUBLISHED / f"{name}_elastic.py")
+    options = ("--processes", "--workers", "3", "--chaos", "kill.yaml")
+    launched = start("launch", *options, script, *arguments)
+    alone = folder / "alone"
+    alone.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, script, *arguments]
+    subprocess.run(command, cwd=alone, env=environment, check=True, timeout=120)
+    code, out, err = launched.finish()
+    assert (code, err) == (COMPLETED, ""), out
+    found = RunReader(next((folder / "runs").iterdir()))
+    assert "worker_lost" in [line["event"] for line in found.events()]
+    seen, wanted = (
+        [line["loss"] for line in reader.steps()]
+        for reader in (found, RunReader(next((alone / "runs").iterdir())))
+    )
+    assert len(seen) == 40
+    assert seen == pytest.approx(wanted, rel=1e-5)
