@@ -18,7 +18,7 @@ from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
-from elastic_ft.training.each import NextMicroBatch, MicroTurns, arguments_of, keep_gradients
+from elastic_ft.training.each import MicroTurns, NextMicroBatch, arguments_of, keep_gradients
 from elastic_ft.training.given import sort_out
 from elastic_ft.training.loader import Loader, bundle_of, check_options
 from elastic_ft.worker.party import Party

@@ -87,7 +87,7 @@ def arguments_of(function: Callable[..., Any]) -> Callable[[Any], tuple[Any, ...
         if len(taken) == 1:
             return (micro,)
         if not isinstance(micro, (tuple, list)) or len(micro) != len(taken):
-            kind = type(micro).__name__
+            kind = type(micro).__name__.removeprefix("Weighed").lower()
             parts = f" of {len(micro)}" if isinstance(micro, (tuple, list)) else ""
             raise ConfigError(
                 f"ctx.each: the function takes {len(taken)} arguments, a micro-batch is a "

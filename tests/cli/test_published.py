@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from elastic_ft.cli.app import COMPLETED
+from elastic_ft.config import LoopConfig
+from elastic_ft.errors import UsageError
 from elastic_ft.observe.run_reader import RunReader
+from elastic_ft.worker.user_script import run_script
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "examples/published"
@@ -90,3 +93,27 @@ def test_a_changed_script_comes_to_the_same_without_a_worker(
     )
     assert len(seen) == 40
     assert seen == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("dist.init_process_group('gloo')", "leave out init_process_group"),
+        ("DistributedSampler(range(9))", "leave out init_process_group"),
+        ("int(os.environ['LOCAL_RANK'])", "take ctx.rank, ctx.world_size and ctx.device"),
+        ("nn.Linear(1, 1).module", "the model is not wrapped: write model for model.module"),
+    ],
+)
+def test_what_torchrun_needs_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
+    path = tmp_path / "left_in.py"
+    imports = "import os\nimport torch.distributed as dist\nfrom torch import nn\n"
+    sampler = "from torch.utils.data import DistributedSampler\n"
+    path.write_text(f"{imports}{sampler}{line}\n")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UsageError, match=f"left_in.py, line 5: .*{said}"):
+        run_script(LoopConfig(script=str(path)))
