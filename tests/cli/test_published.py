@@ -68,6 +68,7 @@ CLM = ("--output_dir=clm", "--max_steps=40", "--per_device_train_batch_size=4", 
         pytest.param("accelerate_text", (), marks=pytest.mark.soak),
         pytest.param("run_clm", CLM, marks=pytest.mark.soak),
         pytest.param("nanogpt", (), marks=pytest.mark.soak),
+        pytest.param("own_fit", ("--epochs", "4"), marks=pytest.mark.soak),
     ],
 )
 def test_a_changed_script_comes_to_the_same_without_a_worker(
@@ -75,7 +76,8 @@ def test_a_changed_script_comes_to_the_same_without_a_worker(
 ) -> None:
     """Dropout included, in a world of three where the batch is dealt unevenly."""
     (folder / "kill.yaml").write_text(KILL)
-    script = str(PUBLISHED / f"{name}_elastic.py")
+    here = Path(__file__).with_name(f"{name}.py")
+    script = str(here if here.is_file() else PUBLISHED / f"{name}_elastic.py")
     options = ("--processes", "--workers", "3", "--chaos", "kill.yaml")
     launched = start("launch", *options, script, *arguments)
     alone = folder / "alone"
