@@ -235,7 +235,7 @@ class Context(Between):
             arguments = arguments_of(function)
 
             def in_turn(batch: Batch) -> None:
-                self._turn = turn = MicroTurns(batch, own.engine.trained())
+                self._turn = turn = MicroTurns(batch, own.engine.gradients_seen)
                 for micro in turn.given():
                     try:
                         function(*arguments(micro))

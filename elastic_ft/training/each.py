@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from elastic_ft.engines import own_watch
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
 
@@ -25,12 +24,12 @@ class MicroTurns:
     """One attempt at a step, micro-batch by micro-batch.
 
     Args:
-        parameters: whose gradients nobody else may change.
+        seen: equal to what it was, as long as nothing has changed gradients.
     """
 
-    def __init__(self, batch: Batch, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, batch: Batch, seen: Callable[[], Any]) -> None:
         self._micros, self._left = iter(batch), len(batch)
-        self._parameters, self._made = parameters, own_watch.Versions()
+        self._seen, self._made = seen, None
         self._is_first, self._is_told = True, True
         self.was_left = False  # the body, by NextMicroBatch
 
@@ -58,8 +57,7 @@ class MicroTurns:
                 "ctx.backward: came twice for a micro-batch: add the losses up, or take @ctx.step "
                 "where each optimizer has a loss"
             )
-        found = own_watch.versions(self._parameters)
-        if any(found.get(p) != version for p, version in self._made.items()):
+        if not self._is_first and self._seen() != self._made:
             raise ConfigError(
                 "ctx.each: gradients of the step's earlier micro-batches were changed: clear them "
                 "by optimizer.zero_grad(), and change them after ctx.clip_grad_norm_"
@@ -70,7 +68,7 @@ class MicroTurns:
         self._is_told, self._is_first, self.was_left = True, False, False
         self._left -= 1
         if self._left:
-            self._made = own_watch.versions(self._parameters)
+            self._made = self._seen()
             raise NextMicroBatch
         next(self._micros, None)  # padding leaves no trace in buffers that the body looks at next
 

@@ -119,3 +119,15 @@ def test_what_torchrun_needs_is_told_in_a_line(
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=f"left_in.py, line 5: .*{said}"):
         run_script(LoopConfig(script=str(path)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_gradients_that_a_body_clears_too_early_are_refused(folder: Path, strategy: str) -> None:
+    script = str(Path(__file__).with_name("own_cleared.py"))
+    command = [sys.executable, script, strategy]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert "earlier micro-batches were changed: clear them by optimizer.zero_grad()" in done.stderr
