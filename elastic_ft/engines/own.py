@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elastic_ft import torch_private
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.engines import own_cut, own_stale
+from elastic_ft.engines import own_cut, own_stale, own_watch
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.modules import FirstGradients
 from elastic_ft.engines.native import state_tensor
@@ -241,6 +241,13 @@ class OwnEngine(OwnStep):
                 runner.logger = None
         self._laid_out = None
         return state
+
+    def gradients_seen(self) -> Any:
+        """Equal to what it was, as long as nothing has changed gradients: see ``own_watch``."""
+        if not self._is_cut:
+            return own_watch.versions(self._listed)
+        probe = own_watch.probe(self._listed)
+        return None if probe is None else probe.tolist()
 
     @property
     def blocks(self) -> Sequence[nn.Module]:

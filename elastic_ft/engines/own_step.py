@@ -182,6 +182,11 @@ class OwnStep:
         """On the sums of all that ``backward`` was told since the last agreement (I4)."""
         if running.agreed and not running.told:
             return
+        if not running.told:
+            raise ConfigError(
+                "optimizer.step: no loss came before it: ctx.backward(loss) stands where "
+                "loss.backward() stood"
+            )
         if running.begun < len(running.micro_batches):
             done = f"{running.begun} of {len(running.micro_batches)}"
             raise ConfigError(

@@ -18,6 +18,7 @@ from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
+from elastic_ft.training.each import MicroTurns, NextMicroBatch, arguments_of, keep_gradients
 from elastic_ft.training.given import sort_out
 from elastic_ft.training.loader import Loader, bundle_of, check_options
 from elastic_ft.worker.party import Party
@@ -90,6 +91,7 @@ class Context(Between):
         self.rank, self.world_size, self.generation = 0, 1, 0
         self.latest: Step | None = None
         self._ended, self._inside = False, False  # ``_inside``: the step's function runs
+        self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
         self._epoch_steps: int | None = None  # where the loader is to end, if not with the job
 
@@ -123,6 +125,7 @@ class Context(Between):
         engine.seed = self.job.seed if seed == "job's" else seed
         for name, thing in given.kept.items():
             engine.own.register(name, thing)
+        keep_gradients(engine.optimizers, lambda: bool(self._turn and self._turn.keeps_gradients))
         self._own, self._loader = Steering(engine, loader.bundle), loader
         self.worker.own = self._own
         prepared = [loader if thing is given.loader else thing for thing in things]
@@ -212,13 +215,51 @@ class Context(Between):
 
         return made
 
+    def each(
+        self, loader: Loader, *, whole: bool = False
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """In the place of ``for x, y in loader:``, whose body becomes a function of ``x, y``:
+
+            @ctx.each(loader)
+            def train_step(x, y): ...  # ctx.backward(loss) for loss.backward()
+
+        Runs the loop where it stands, to the end of the epoch or of the training. For each step the
+        function is called with each micro-batch of this rank: all calls but the last end in
+        ``ctx.backward``, so that what comes after it is there once for each attempt at the step.
+        ``zero_grad`` may stand anywhere. Raises ConfigError.
+
+        whole: the function gets the batch, as with ``step``, where a script goes over micro-batches
+            itself.
+        """
+        own = self._steering("each")
+        if loader is not self._loader:
+            raise ConfigError("@ctx.each: expected the loader that ctx.prepare has returned")
+
+        def run(function: Callable[..., Any]) -> Callable[..., Any]:
+            arguments = arguments_of(function)
+
+            def in_turn(batch: Batch) -> None:
+                self._turn = turn = MicroTurns(batch, own.engine.gradients_seen)
+                for micro in turn.given():
+                    try:
+                        function(*arguments(micro))
+                    except NextMicroBatch:
+                        turn.was_left = True
+
+            made = self.step(function if whole else in_turn)
+            for batch in loader:
+                made(batch)
+            return function
+
+        return run
+
     @property
     def running_step(self) -> bool:
         """Whether the step's function runs."""
         return self._inside
 
     def _within(self, call: Callable[[], Any]) -> Any:
-        self._inside = True
+        self._inside, self._turn = True, None
         try:
             return call()
         finally:
@@ -244,7 +285,7 @@ class Context(Between):
             own.attempting = True
             begun = self._next()
         attempt = StepAttempt(Batch(own.engine, self._awaited()))
-        self._inside = True
+        self._inside, self._turn = True, None
         try:
             yield attempt
         except Exception as error:
@@ -277,7 +318,12 @@ class Context(Between):
             of: the terms of the global batch, if ``loss`` was divided by them already: the step's
             losses add up to the mean. In all of a step's calls, or in none.
         """
-        self._steering("backward").engine.backward(loss, count, metrics, scaler, of)
+        engine, turn = self._steering("backward").engine, self._turn
+        if turn is not None:
+            turn.before_backward()
+        engine.backward(loss, count, metrics, scaler, of)
+        if turn is not None:
+            turn.after_backward()
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clips the gradient of the global batch by its norm, which is returned."""

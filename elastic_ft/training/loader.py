@@ -16,11 +16,19 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
 
 
+class NoSampler:
+    """In the place of a DataLoader's sampler."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Has no effect: each epoch has an order of its own already."""
+
+
 class Loader:
     """Gives each step's batch to a loop of the user's, until the last step."""
 
     def __init__(self, context: Any, bundle: DataBundle) -> None:
         self._context, self.bundle = context, bundle
+        self.sampler = NoSampler()
 
     def __iter__(self) -> Iterator[Batch]:
         return self._context.batches()

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 from elastic_ft.config import LoopConfig
 from elastic_ft.errors import UsageError
+
+OF_TORCHRUN = (  # what a script that was left as it was runs into, and what it should have instead
+    ("Error initializing torch.distributed", "leave out init_process_group and what needs it"),
+    ("process group has not been initialized", "leave out init_process_group and what needs it"),
+    ("RANK'", "take ctx.rank, ctx.world_size and ctx.device"),
+    ("WORLD_SIZE'", "take ctx.rank, ctx.world_size and ctx.device"),
+    ("has no attribute 'module'", "the model is not wrapped: write model for model.module"),
+)
 
 
 class Released(SystemExit):
@@ -29,3 +38,17 @@ def run_script(loop: LoopConfig | None) -> None:
     except SystemExit as error:
         if error.code not in (None, 0):
             raise UsageError(f"{path.name} exited with {error.code}") from None
+    except (ValueError, KeyError, AttributeError) as error:
+        for found, instead in OF_TORCHRUN:
+            if found in str(error):
+                raise UsageError(f"{_where(error, path)}: {error}: {instead}") from error
+        raise
+
+
+def _where(error: BaseException, path: Path) -> str:
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).resolve() == path.resolve()
+    ]
+    return f"{path.name}, line {lines[-1]}" if lines else path.name
