@@ -40,7 +40,7 @@ class SampleStream:
         self.dataset, self._batch, self._micro = dataset, batch_size, micro_batch_size
         self.parts = parts_of(dataset, batch_size // micro_batch_size)
         self._begin: Callable[[int], None] = lambda number: None
-        self._cursors: dict[int, Cursor] = {}
+        self._cursors: dict[int, StreamReader] = {}
 
     def __len__(self) -> int:
         return ENDLESS
@@ -58,18 +58,18 @@ class SampleStream:
         part, place = divmod(within, self._micro)
         return self._cursor(part, self._micro).at(step * self._micro + place)
 
-    def _cursor(self, part: int, per_step: int) -> Cursor:
+    def _cursor(self, part: int, per_step: int) -> StreamReader:
         if part not in self._cursors:
             source = self.dataset
             if self.parts > 1:
                 source = source.shard(num_shards=self.parts, index=part)
-            self._cursors[part] = Cursor(
+            self._cursors[part] = StreamReader(
                 source, per_step * STEPS_KEPT, lambda n: self._begin(n * self.parts + part)
             )
         return self._cursors[part]
 
 
-class Cursor:
+class StreamReader:
     """The n-th sample of one iterable, pass after pass.
 
     ``kept``: of the last ones read, for who asks again.
