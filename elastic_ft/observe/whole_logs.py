@@ -6,11 +6,12 @@ where the run went back to an earlier step, all of it is written anew, and repla
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,10 @@ class WholeLog(ABC):
         return count
 
     def close(self) -> None:
-        self._end()
-        self._lock.close()
+        try:
+            self._end()
+        finally:
+            self._lock.close()
 
     @abstractmethod
     def _goes_on(self, line: Line) -> bool:
@@ -179,19 +182,25 @@ class MlflowLog(WholeLog):
         self._name, self._there = name, dict[str, dict[int, float]]()
         self._waiting: list[Any] = []
         try:
-            self._client: Any = mlflow.MlflowClient(tracking_uri=tracking_uri)
-            found = self._client.get_experiment_by_name(experiment)
-            self._experiment = (
-                found.experiment_id if found else self._client.create_experiment(experiment)
-            )
-        except self._error as error:
+            with self._told_in_a_line():
+                self._client: Any = mlflow.MlflowClient(tracking_uri=tracking_uri)
+                found = self._client.get_experiment_by_name(experiment)
+                self._experiment = (
+                    found.experiment_id if found else self._client.create_experiment(experiment)
+                )
+        except UsageError:
             self._lock.close()
-            raise UsageError(f"mlflow: {str(error).splitlines()[0]}") from None
+            raise
 
     def write(self, lines: Iterable[Line]) -> int:
         """As WholeLog's. Raises UsageError where the store can't be reached."""
-        try:
+        with self._told_in_a_line():
             return super().write(lines)
+
+    @contextlib.contextmanager
+    def _told_in_a_line(self) -> Iterator[None]:
+        try:
+            yield
         except self._error as error:
             raise UsageError(f"mlflow: {str(error).splitlines()[0]}") from None
 
@@ -243,4 +252,5 @@ class MlflowLog(WholeLog):
 
     def _end(self) -> None:
         if self.cursor.run:
-            self._client.set_terminated(self.cursor.run)
+            with self._told_in_a_line():
+                self._client.set_terminated(self.cursor.run)
