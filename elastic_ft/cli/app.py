@@ -27,7 +27,7 @@ from elastic_ft.cli import (
     show_events,
     show_report,
     simulate,
-    to_tensorboard,
+    to_loggers,
 )
 from elastic_ft.cli.demo import JOB_FILE, run_demo
 from elastic_ft.cli.progress import say
@@ -62,7 +62,9 @@ app.command("replay")(show_events.replay)
 app.command("attach")(attach.attach)
 app.command("stop")(attach.stop)
 app.command("report")(show_report.report)
-app.command("tensorboard")(to_tensorboard.tensorboard)
+app.command("tensorboard")(to_loggers.tensorboard)
+app.command("wandb")(to_loggers.wandb)
+app.command("mlflow")(to_loggers.mlflow)
 app.command("resize")(resize.resize)
 for command in service_commands.COMMANDS:
     app.command(command.__name__)(command)

@@ -8,28 +8,14 @@ was killed, or after the run went back to an earlier step, has TensorBoard forge
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.errors import UsageError
 from elastic_ft.observe.lines import Line
-
-CURSOR, LOCK = "cursor.json", "writer.lock"
-LEFT_OUT = ("step", "samples")  # the axis, and what it is a multiple of
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """What was written last: a step, and the generation that computed it."""
-
-    step: int = 0
-    generation: int = 0
-    writers: int = 0  # that there were; files of one second are told apart by it
+from elastic_ft.observe.step_cursor import lock_folder, numbers_of, read_cursor
 
 
 class TensorBoardLog:
@@ -41,9 +27,8 @@ class TensorBoardLog:
         except ImportError:
             raise UsageError("tensorboard: needs tensorboardX: pip install tensorboardX") from None
         self._make_writer: Any = tensorboardX.SummaryWriter
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._lock = folder, _locked(folder / LOCK)
-        self.cursor = _read(folder / CURSOR)
+        self._folder, self._lock = folder, lock_folder(folder, "tensorboard")
+        self.cursor = read_cursor(folder)
         self._writer: Any = None
 
     def write(self, lines: Iterable[Line]) -> int:
@@ -51,17 +36,17 @@ class TensorBoardLog:
         count = 0
         for line in lines:
             step, generation = line["step"], line["generation"]
-            if step <= self.cursor.step and generation <= self.cursor.generation:
+            if self.cursor.knows(line):
                 continue  # read again
             if self._writer is None or step <= self.cursor.step:
                 self._begin(step)
-            for name, value in _numbers(line):
+            for name, value in numbers_of(line):
                 self._writer.add_scalar(name, value, step, walltime=line.get("applied_at_s"))
-            self.cursor = Cursor(step, generation, self.cursor.writers)
+            self.cursor = replace(self.cursor, step=step, generation=generation)
             count += 1
         if count:
             self._writer.flush()
-            self._save()
+            self.cursor.save(self._folder)
         return count
 
     def _begin(self, step: int) -> None:
@@ -69,54 +54,13 @@ class TensorBoardLog:
         if self._writer is not None:
             self._writer.close()
         number = self.cursor.writers + 1
-        self.cursor = Cursor(min(self.cursor.step, step - 1), self.cursor.generation, number)
-        self._save()
+        self.cursor = replace(self.cursor, step=min(self.cursor.step, step - 1), writers=number)
+        self.cursor.save(self._folder)
         self._writer = self._make_writer(
             str(self._folder), purge_step=step, filename_suffix=f".{number:06}"
         )
-
-    def _save(self) -> None:
-        path = self._folder / CURSOR
-        beside = path.with_suffix(".partial")
-        beside.write_text(json.dumps(asdict(self.cursor)))
-        beside.replace(path)
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
         self._lock.close()
-
-
-def _numbers(line: Line) -> Iterable[tuple[str, float]]:
-    """What can be drawn of a step; the script's own are under ``logged/`` and ``metrics/``."""
-    own = {
-        f"{kind}/{name}": value
-        for kind in ("logged", "metrics")
-        for name, value in (line.get(kind) or {}).items()
-    }
-    for name, value in ({n: v for n, v in line.items() if n not in LEFT_OUT} | own).items():
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield name, float(value)
-
-
-def _locked(path: Path) -> TextIO:
-    file = path.open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise UsageError(f"tensorboard: another process writes to {path.parent}") from None
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
-
-
-def _read(path: Path) -> Cursor:
-    try:
-        return Cursor(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return Cursor()
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"{path} is no cursor: delete the folder, and all is written anew"
-        ) from None

@@ -9,8 +9,14 @@ from typing import Any, cast
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.modules import to_device
 from elastic_ft.engines.own import OwnEngine
+from elastic_ft.errors import ConfigError
 from elastic_ft.worker.steering import Dealt
 from elastic_ft.worker.step import Step
+
+NO_MICRO_BATCH = (
+    "a batch: is this rank's micro-batches of one step: go over them, `for micro in batch:`, in "
+    "the function that @ctx.step decorates, and take what a DataLoader would give from `micro`"
+)
 
 
 class WeighedDict(dict[Any, Any]):
@@ -42,6 +48,12 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.dealt.running.micro_batches)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{NO_MICRO_BATCH}; it has no {name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ConfigError(f"{NO_MICRO_BATCH}; it has no [{index!r}]")
 
     def __iter__(self) -> Iterator[Any]:
         for micro_batch in self._engine.micro_batches(self.dealt.running):

@@ -71,6 +71,11 @@ first = next(batches)
 train_step(first)
 wrong(optimizer.step)
 second = next(batches)
+wrong(lambda: second[0])
+try:
+    second.to("cpu")
+except AttributeError as error:
+    print(error)
 wrong(lambda: train_step(first))
 wrong(lambda: next(batches))
 evaluating_step(second)

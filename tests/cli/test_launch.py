@@ -255,6 +255,8 @@ def test_mistakes_are_a_line_each(folder: Path) -> None:
         "DataLoader.num_workers, pin_memory, persistent_workers",
         "steps of a pass",
         "optimizer.step",
+        "a batch",
+        "a batch",
         "@ctx.step",
         "the batch of step 2 was not used",
         "ctx.evaluate, gathered, export",
