@@ -6,6 +6,7 @@ end of none ends them. All that belongs to one run folder has one prefix, in one
     elastic_ft/<job>/<run>/controller
     elastic_ft/<job>/<run>/keeper/<node>/<draw>
     elastic_ft/<job>/<run>/worker/<worker>
+    elastic_ft/<job>/<run>/standby/<node>/<draw>
 
 A name is unique in its namespace: two controllers of a run can't be created. (That alone is no
 fence: who may write is known to the store, ``storage.owners``.)

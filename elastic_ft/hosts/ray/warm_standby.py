@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import uuid
 from functools import partial
 from typing import Any
 
@@ -53,7 +54,7 @@ def _template(prefix: str, node: NodeId, environment: dict[str, Any]) -> None:
         num_cpus=0,
         max_restarts=-1,
         lifetime="detached",
-        name=f"{prefix}standby/{node}",
+        name=f"{prefix}standby/{node}/{uuid.uuid4().hex[:8]}",  # an earlier one may not be gone yet
         namespace=NAMESPACE,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         runtime_env=environment,
