@@ -44,7 +44,7 @@ test: lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(TIERS:%=test-%)
 
 test-alone: $(STAMP)
-	nice -n 10 $(PYTEST) $(PARALLEL) --timeout=300 $(ALONE:%=tests/%)
+	nice -n 5 $(PYTEST) $(PARALLEL) --timeout=300 $(ALONE:%=tests/%)
 
 # For the loop of a person at work.
 test-quick: lint

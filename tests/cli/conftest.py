@@ -21,7 +21,7 @@ import yaml
 
 from elastic_ft.observe.run_folder import read_lines
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 MARK = "ELASTIC_FT_TEST"
 JOB: dict[str, Any] = {
     "name": "tiny",

@@ -44,7 +44,7 @@ def test_the_recipe_comes_to_the_same_without_a_worker(
     alone.mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(
-        [sys.executable, str(SCRIPT)], cwd=alone, env=environment, check=True, timeout=120
+        [sys.executable, str(SCRIPT)], cwd=alone, env=environment, check=True, timeout=240
     )
     for found, wanted in zip(trained(folder), trained(alone), strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)

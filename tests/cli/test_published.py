@@ -84,7 +84,7 @@ def test_a_changed_script_comes_to_the_same_without_a_worker(
     alone.mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, script, *arguments]
-    subprocess.run(command, cwd=alone, env=environment, check=True, timeout=120)
+    subprocess.run(command, cwd=alone, env=environment, check=True, timeout=240)
     code, out, err = launched.finish()
     assert (code, err) == (COMPLETED, ""), out
     found = RunReader(next((folder / "runs").iterdir()))
@@ -127,7 +127,7 @@ def test_gradients_that_a_body_clears_too_early_are_refused(folder: Path, strate
     command = [sys.executable, script, strategy]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=folder, env=environment, timeout=120, capture_output=True, text=True
+        command, cwd=folder, env=environment, timeout=240, capture_output=True, text=True
     )
     assert done.returncode == 1
     assert "earlier micro-batches were changed: clear them by optimizer.zero_grad()" in done.stderr

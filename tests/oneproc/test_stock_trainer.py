@@ -17,6 +17,7 @@ from elastic_ft.errors import ConfigError
 for needed in ("accelerate", "peft", "trl"):
     pytest.importorskip(needed, reason="pip install 'elastic-ft[huggingface]'")
 
+pytestmark = pytest.mark.timeout(900)  # the first waits for all that are trained
 ROOT = Path(__file__).parents[2]
 CASES = ("epochs", "smoothed", "bf16", "sequential", "evaluated", "saved")
 CASES += ("one_micro_batch", "noisy", "sft_lora")
