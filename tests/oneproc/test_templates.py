@@ -64,7 +64,7 @@ def open_files() -> list[str]:
     found = []
     for path in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(path))
+            found.append(str(path.readlink()))
     return found
 
 
@@ -90,7 +90,7 @@ def test_a_fork_that_comes_to_nothing_is_seen(
     """None is made, or it ends before it is a worker: its client took it for one, and Ray waited
     for it."""
     monkeypatch.setattr(os, "fork", fork)
-    standard = {os.readlink(f"/proc/self/fd/{number}") for number in range(3)}
+    standard = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)}
     before = [name for name in open_files() if name in standard]
     assert not fork_client.ask(ASKED)
     assert served == [None]
@@ -100,7 +100,7 @@ def test_a_fork_that_comes_to_nothing_is_seen(
 @pytest.mark.parametrize("said", [b"", b"{}", b"[1]", b"no json"])
 def test_streams_of_what_is_refused_are_closed(said: bytes) -> None:
     ours, theirs = os.pipe()
-    pipe = os.readlink(f"/proc/self/fd/{ours}")
+    pipe = str(Path(f"/proc/self/fd/{ours}").readlink())
     here, there = socket.socketpair()
     with here, there:
         size = len(said) or fork_server.REQUEST_MAX + 1

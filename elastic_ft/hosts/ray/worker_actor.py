@@ -340,8 +340,8 @@ def _member_here(task: Task) -> Member:
 
 
 def find_raylet_pid() -> int | None:
-    """Of the node that this worker belongs to: what must die for the whole node to be lost. A worker
-    that was forked from a template may be no child of it."""
+    """Of the node that this worker belongs to: what must die for the whole node to be lost. Who was
+    forked from a template may be no child of it."""
     if told := os.environ.get("RAY_RAYLET_PID"):
         return int(told)
     for parent in psutil.Process().parents():
