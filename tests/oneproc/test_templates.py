@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,9 +36,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def served() -> Iterator[list[Request | None]]:
+def served() -> Iterator[SimpleQueue[Request | None]]:
     """What came of each that was answered, by a template of this process."""
-    found: list[Request | None] = []
+    found: SimpleQueue[Request | None] = SimpleQueue()
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(fork_client.name_of("n"))
     listener.listen()
@@ -49,7 +50,7 @@ def served() -> Iterator[list[Request | None]]:
             except OSError:
                 return
             with link:
-                found.append(fork_server.answer(link))
+                found.put(fork_server.answer(link))
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -69,11 +70,11 @@ def open_files() -> list[str]:
 
 
 def test_the_forked_process_says_that_it_is_there(
-    served: list[Request | None], monkeypatch: pytest.MonkeyPatch
+    served: SimpleQueue[Request | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fork", lambda: 0)
     assert fork_client.ask(ASKED)
-    (request,) = served
+    request = served.get(timeout=WAIT_S)
     assert request is not None and request.argv == ASKED and len(request.streams) == 3
     for stream in request.streams:
         os.close(stream)
@@ -85,7 +86,7 @@ def no_room() -> int:
 
 @pytest.mark.parametrize("fork", [no_room, lambda: 4711])
 def test_a_fork_that_comes_to_nothing_is_seen(
-    served: list[Request | None], monkeypatch: pytest.MonkeyPatch, fork: Callable[[], int]
+    served: SimpleQueue[Request | None], monkeypatch: pytest.MonkeyPatch, fork: Callable[[], int]
 ) -> None:
     """None is made, or it ends before it is a worker: its client took it for one, and Ray waited
     for it."""
@@ -93,7 +94,7 @@ def test_a_fork_that_comes_to_nothing_is_seen(
     standard = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)}
     before = [name for name in open_files() if name in standard]
     assert not fork_client.ask(ASKED)
-    assert served == [None]
+    assert served.get(timeout=WAIT_S) is None
     assert [name for name in open_files() if name in standard] == before
 
 
@@ -113,12 +114,12 @@ def test_streams_of_what_is_refused_are_closed(said: bytes) -> None:
 
 
 def test_a_folder_that_others_can_look_into_is_not_used(
-    served: list[Request | None], folder: Path
+    served: SimpleQueue[Request | None], folder: Path
 ) -> None:
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match="nobody else"):
         fork_client.ask(ASKED)
-    assert served == []
+    assert served.empty()
 
 
 def test_nobody_waits_for_a_template_that_can_not_load(
