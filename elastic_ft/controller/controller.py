@@ -27,7 +27,7 @@ from elastic_ft.controller.diagnosis import Inquiries
 from elastic_ft.controller.durability import Durability
 from elastic_ft.controller.ending import ControllerEnding
 from elastic_ft.controller.executor import Executor
-from elastic_ft.controller.hearing import UNREADABLE, Hearing, Said
+from elastic_ft.controller.hearing import CONNECTION_ENDED, UNREADABLE, Hearing, Said
 from elastic_ft.controller.heir import Heir
 from elastic_ft.controller.host import Host
 from elastic_ft.controller.inbox import Inbox
@@ -133,6 +133,7 @@ class Controller(ControllerOpening, ControllerEnding):
         self._kills = Kills(
             host, self._publisher.confirm, elastic.heartbeat_timeout_s, is_remote=run.is_remote
         )
+        self._unexplained = set[str]()  # workers, whose connection ended
         self._inquiries = Inquiries(
             self._connections.send, self._kills.worker, self._observer.journal
         )
@@ -361,8 +362,22 @@ class Controller(ControllerOpening, ControllerEnding):
             self._progress.applied(event.worker, event.step, time.monotonic())
             if self.state.ranks.get(event.worker) == 0:
                 self._progress.measured(event.took_s, len(self.state.ranks))
+        elif isinstance(event, ev.WorkerLost):
+            self._note_end(event)
         elif isinstance(event, ev.WorkerReady):
             self._executor.data_read[event.member.worker] = event.data
+
+    def _note_end(self, event: ev.WorkerLost) -> None:
+        """The end of a connection comes first, and does not say what ended the process."""
+        if event.worker in self.state.ready:
+            if event.cause == CONNECTION_ENDED:
+                self._unexplained.add(event.worker)
+        elif event.worker in self._unexplained and event.cause != CONNECTION_ENDED:
+            self._unexplained.discard(event.worker)
+            if not event.asked:  # by killing it
+                fields = {"worker": event.worker}
+                generation = self.state.generation
+                self._observer.journal("worker_ended", generation, event.cause, fields)
 
     def _execute(self, command: cmd.Command) -> None:
         self._executor.execute(command, self.state)

@@ -28,6 +28,7 @@ from elastic_ft.transport.control import FaultFired, Heartbeat, Hello, NodeHealt
 from elastic_ft.transport.messages import MessageRefused, Numbered
 
 # What handling a message may raise for what is in it.
+CONNECTION_ENDED = "its connection ended"
 UNREADABLE = (MessageRefused, LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
 EVENTS = frozenset(typing.get_args(ev.Event))
 OF_STEPS = frozenset({ev.StepApplied, ev.StepHeld, Heartbeat, NodeHealth})  # flat, and frequent
@@ -117,7 +118,7 @@ class Hearing:
         self.inbox.put(RefusedMessage(member, reason))
 
     def on_connection_end(self, member: Member, silent_s: float) -> None:
-        now, why = time.time(), "its connection ended"
+        now, why = time.time(), CONNECTION_ENDED
         if member.worker.startswith(KEEPER):
             self.inbox.put(ev.KeeperLost(now, member.node))
         else:

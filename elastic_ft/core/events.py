@@ -44,6 +44,7 @@ class WorkerLost:
     worker: WorkerId
     cause: str
     silent_s: float = 0.0  # since its last message: an upper bound of the time to notice
+    asked: bool = False  # it was there when its host was told to kill it
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,6 +265,8 @@ _WORKERS = (
     _event("worker_ready", "A worker has warmed up.", "worker node", full=None),
     _event("worker_lost", "A worker's process or node has ended, or can't be reached.",
            "worker node rank", wording.lost, counted=_losses("lost")),
+    _event("worker_ended", "How the process ended of a worker that was lost before.",
+           "worker", "{worker}: {reason}"),
     _event("worker_hung", "A worker stands still, and is killed.",
            "worker node rank", wording.lost, counted=_losses("hung")),
     _event("worker_raised", "The user's code raised an exception.",

@@ -143,6 +143,9 @@ def test_recovers_from(disturbed: Disturbed, strategy: str, action: str, index: 
     event = {"kill": "worker_lost", "stop": "worker_hung"}[fault.action]
     lost = [line for line in run.all(event) if line["worker"] == fired[0]["worker"]]
     assert len(lost) == 1, f"{event} is not in the journal\n{run.story()}"
+    if fault.action == "kill":
+        ends = [lost[0], *(e for e in run.all("worker_ended") if e["worker"] == lost[0]["worker"])]
+        assert ends[-1]["reason"] == "killed by SIGKILL", f"not explained\n{run.story()}"
     recovered = run.after(lost[0], "recovered")
     assert recovered, f"no recovery followed\n{run.story()}"
     assert recovered[0]["steps_lost"] == 0, run.story()

@@ -29,6 +29,7 @@ from elastic_ft.hosts.local.orders import (
     RunEnded,
     StartProcess,
     end_in_words,
+    is_ending,
     kill_directly,
     lives,
     number_of,
@@ -60,9 +61,10 @@ class LocalNode:
 
 @dataclass(slots=True, eq=False)
 class LocalProcess:
-    """``forked``: by the launcher; its pid is 0 until that has forked it."""
+    """``forked``: by the launcher; its pid is 0 until that has forked it. ``killed``: by us."""
 
     forked: Forked
+    killed: bool = False
 
     @property
     def pid(self) -> int | None:
@@ -321,6 +323,7 @@ class LocalHost:
         """By the launcher, unless it is gone: it obeys none that is superseded."""
         if process is None or process.forked.ended:
             return
+        process.killed = process.killed or not is_ending(process.forked)
         if not self._ask(KillProcess(process.forked.name)):
             kill_directly(process.forked)
 
@@ -422,7 +425,7 @@ class LocalHost:
             self._shown.pop(forked.name, None)
             for node in self._nodes.values():
                 node.workers.discard(forked.name)
-        self._worker_ended(forked)
+        self._worker_ended(process)
         with self._lock:
             self._fill()
 
@@ -432,9 +435,10 @@ class LocalHost:
                 node.keeper = None
                 self._start_keeper(node)
 
-    def _worker_ended(self, forked: Forked) -> None:
+    def _worker_ended(self, process: LocalProcess) -> None:
+        forked = process.forked
         worker, end = forked.name, end_in_words(forked)
-        self._post(WorkerLost(time.time(), worker, end))
+        self._post(WorkerLost(time.time(), worker, end, asked=process.killed))
         if not self._formed and forked.code != 0:
             self._failures += 1
             if self._failures == START_FAILURES_MAX:  # it can't start here: trying on is pointless

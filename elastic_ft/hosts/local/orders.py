@@ -26,6 +26,7 @@ SOCKET = "socket"
 PACKET_BYTES = 1 << 20
 SEND_S = 3.0  # for a launcher that forks to take what it is sent
 BACKLOG = 64
+PF_EXITING = 0x4  # of the kernel, among a task's flags
 ENDED_KEPT = 100  # processes of a kind, whose end somebody may not have heard of
 
 Role = Literal["controller", "watcher"]
@@ -310,6 +311,16 @@ def ticks_of(pid: int) -> int:
 
 def lives(process: Forked) -> bool:
     return not process.ended and process.pid > 0 and ticks_of(process.pid) == process.ticks
+
+
+def is_ending(process: Forked) -> bool:
+    """Its threads have begun to exit: what is sent to it from now on is not what ends it."""
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_bytes()
+    except OSError:
+        return True
+    state, *fields = stat.rpartition(b")")[2].split()
+    return state in (b"Z", b"X") or bool(int(fields[5]) & PF_EXITING)
 
 
 def number_of(name: str) -> int:

@@ -305,7 +305,8 @@ class RayHost:
                 await asyncio.sleep(ASK_AGAIN_S)
 
     def _lost(self, hosted: Hosted, cause: str) -> None:
-        self._inbox(WorkerLost(time.time(), hosted.worker, cause))
+        asked = hosted.worker not in self._hosted
+        self._inbox(WorkerLost(time.time(), hosted.worker, cause, asked=asked))
         self._launch.on_lost(hosted.worker)
         self._nodes.look.set()
         self._bury(hosted.worker)
