@@ -53,6 +53,7 @@ from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
 
 DEADLINE_S = 200.0  # one imports torch, on what other tiers leave
+WOKEN_S = 30.0  # to answer, for one that has imported all and was stopped
 KEY = JobKey(b"k" * 32)
 
 
@@ -445,6 +446,40 @@ def test_last_words_count_that_a_new_launcher_finds(scripted: Scripted) -> None:
         scripted.call("controller").send(RunEnded(0, "stopped"))
         watcher = scripted.serve(controller, listener)
     assert scripted.ended(watcher).line == "stopped"
+
+
+def test_a_launcher_that_wakes_up_to_much_news_waits_for_none(scripted: Scripted) -> None:
+    """What it had been told of a connection that it then closed was taken for the end of the next
+    controller, which had got its number: that end was waited for, and nobody was answered."""
+
+    def controller(order: Order, is_first: bool) -> None:
+        line = scripted.call("controller")
+        line.receive(DEADLINE_S)
+        scripted.folder.with_name(order.in_charge).touch()
+        line.receive(DEADLINE_S)  # until it is killed
+
+    def processes() -> dict[str, Forked]:
+        line = scripted.call("watcher")
+        table = line.receive(WOKEN_S)
+        line.close()
+        assert isinstance(table, ProcessTable), "nobody is answered"
+        return {one.name: one for one in table.forked}
+
+    scripted.start(controller).receive(DEADLINE_S)
+    process = psutil.Process(scripted.pid)
+    (first,) = process.children()
+    until(scripted.folder.with_name("controller0").exists)
+    process.suspend()
+    callers = [scripted.call("watcher") for _ in range(2)]
+    first.kill()
+    until(lambda: first.status() == psutil.STATUS_ZOMBIE)
+    process.resume()
+    for caller in callers:
+        assert isinstance(caller.receive(WOKEN_S), ProcessTable)
+    until(lambda: "controller1" in processes())
+    psutil.Process(processes()["controller1"].pid).kill()
+    until(lambda: "controller2" in processes())
+    psutil.Process(processes()["controller2"].pid).kill()
 
 
 def test_signals_that_come_together_are_one_request_to_stop(

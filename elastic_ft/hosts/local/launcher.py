@@ -47,6 +47,7 @@ from elastic_ft.hosts.local.orders import (
     StartProcess,
     end_in_words,
     has_ended_child,
+    has_news,
     lives,
     number_of,
     ticks_of,
@@ -133,9 +134,10 @@ class Launcher:
         self._begin()
         before_s = time.monotonic()
         while not self._is_done():
-            for fd, _ in self._poll.poll(LOOK_S * 1000):
-                if fd in self._handlers:
-                    self._handlers[fd]()
+            told = [(fd, self._handlers[fd]) for fd, _ in self._poll.poll(LOOK_S * 1000)]
+            for fd, handler in told:  # closed by one before it, its number may be another's
+                if self._handlers.get(fd) is handler:
+                    handler()
             self._pass_on_interrupts()
             now_s = time.monotonic()
             self._look_at_controller(min(now_s - before_s, 2 * LOOK_S))
@@ -145,7 +147,7 @@ class Launcher:
     def _begin(self) -> None:
         order = self._order
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in children.INTERRUPTS:
             signal.signal(number, lambda *_: self._interrupt())
         if order.run is not None:
             _detach(order.run.log)
@@ -180,6 +182,8 @@ class Launcher:
     # ------------------------------------------------------------------- who asks
 
     def _accept(self) -> None:
+        if not has_news(self._listener.fileno()):  # who called was let in out of turn
+            return
         sock, _ = self._listener.accept()
         attached = Attached(Packets(sock, TO_LAUNCHER))
         fd = attached.line.fileno()
@@ -205,10 +209,10 @@ class Launcher:
 
     def _hear_out(self, pid: int) -> None:
         """All that a process said that has ended: its end may be seen before its last words."""
-        while _has_news(self._listener.fileno()):
+        while has_news(self._listener.fileno()):
             self._accept()
         for fd, attached in list(self._attached.items()):
-            while fd in self._attached and _has_news(fd):
+            while fd in self._attached and has_news(fd):
                 if attached.hello is not None and attached.hello.pid != pid:
                     break
                 self._hear(attached)
@@ -437,12 +441,6 @@ def _detach(log: str) -> None:
 
 def _by_name(processes: Iterable[Forked]) -> dict[str, Forked]:
     return {process.name: process for process in worth_telling(processes)}
-
-
-def _has_news(fd: int) -> bool:
-    now = select.poll()
-    now.register(fd, select.POLLIN)
-    return bool(now.poll(0))
 
 
 def _log(line: str) -> None:

@@ -296,6 +296,13 @@ def call_in(folder: Path) -> Packets:
     return Packets(line, FROM_LAUNCHER)
 
 
+def has_news(fd: int) -> bool:
+    """To be read, or accepted."""
+    now = select.poll()
+    now.register(fd, select.POLLIN)
+    return bool(now.poll(0))
+
+
 # ---------------------------------------------------------------------------- processes
 
 
