@@ -14,16 +14,20 @@ if TYPE_CHECKING:
     from elastic_ft.data.dataset import DataBundle, Dataset
 
 
-def check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[str, ...]]:
-    """The open data; dtype and shape of every tensor that a checkpoint holds of the model; the
-    number of parameters; remarks."""
+def check_model_and_data(
+    job: Job,
+) -> tuple[DataBundle, str | None, TensorTable, int, tuple[str, ...]]:
+    """The open data; the digest of model.pretrained; dtype and shape of every tensor that a
+    checkpoint holds of the model; the number of parameters; remarks."""
     import torch
 
     from elastic_ft.data.dataset import preflight
     from elastic_ft.engines.laid_out import check_data, check_parallel
     from elastic_ft.engines.learning_rates import check_groups
+    from elastic_ft.engines.pretrained import with_model_read
     from elastic_ft.models.build import build_model
 
+    job, digest = with_model_read(job)
     bundle, parameters = preflight(job)
     count = sum(torch.Size(shape).numel() for _, shape in parameters.values())
     with torch.device("meta"):
@@ -44,14 +48,20 @@ def check_model_and_data(job: Job) -> tuple[DataBundle, TensorTable, int, tuple[
 
         check_parameters(model)
     persistent = model.state_dict().keys()
-    tensors: dict[str, Any] = dict(model.named_parameters())
+    by_reference = job.model.lora is not None
+    tensors: dict[str, Any] = {
+        n: p for n, p in model.named_parameters() if p.requires_grad or not by_reference
+    }
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     table = {
         f"model.{name}": (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
-    remarks = () if job.model.weights is None else check_weights(job.model.weights, model)
-    return bundle, table, count, remarks
+    remarks: tuple[str, ...] = ()
+    if job.model.weights is not None:
+        key = "model.weights" if digest is None else "model.pretrained"
+        remarks = check_weights(job.model.weights, model, key, job.model.lora is not None)
+    return bundle, digest, table, count, remarks
 
 
 def check_returns(job: Job, model: nn.Module, samples: Dataset) -> None:
@@ -74,8 +84,13 @@ def check_returns(job: Job, model: nn.Module, samples: Dataset) -> None:
         return
 
 
-def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
-    """Whether the folder has all of the model. Returns remarks. Raises ModelError, StorageError."""
+def check_weights(
+    url: str, model: nn.Module, key: str = "model.weights", frozen_only: bool = False
+) -> tuple[str, ...]:
+    """Whether the folder has all of the model, or what is frozen of it. Returns remarks.
+
+    Raises ModelError, StorageError.
+    """
     from elastic_ft.engines.initial_weights import differences, match
     from elastic_ft.storage.safetensors import open_folder
 
@@ -83,8 +98,11 @@ def check_weights(url: str, model: nn.Module) -> tuple[str, ...]:
         folder = open_folder(url)
         config = folder.config()
     except (StorageError, StoreFailed) as error:
-        raise StorageError(f"model.weights: {error}") from None
-    matched = match(model, {name: t.spec for name, t in folder.tensors.items()}, folder.url)
+        raise StorageError(f"{key}: {error}") from None
+    specs = {name: stored.spec for name, stored in folder.tensors.items()}
+    matched = match(model, specs, folder.url, key, frozen_only)
+    if key != "model.weights":  # config.json is the model's
+        return matched.remarks
     return (*differences(config, model, folder.url), *matched.remarks)
 
 

@@ -21,8 +21,10 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.observe.wording import human_size
 
 if TYPE_CHECKING:
+    from elastic_ft.config import Job
     from elastic_ft.storage.inspect import Checkpoint, Difference
     from elastic_ft.storage.prune import Pruning
+    from elastic_ft.storage.store import Store
 
 DIFFERENCES_SHOWN = 20
 EXPORT_DEADLINE_S = 600.0  # to write one file
@@ -36,6 +38,7 @@ class Format(StrEnum):
     TORCH = "torch"
     DCP = "dcp"
     HUGGINGFACE = "huggingface"
+    PEFT = "peft"
 
 
 Url = Annotated[
@@ -221,14 +224,17 @@ def export(
         Format,
         typer.Option(
             "--format",
-            help="safetensors: weights, as Hugging Face has them; huggingface: with config.json.",
+            help="safetensors: weights, as Hugging Face has them; huggingface: with config.json; "
+            "peft: an adapter (model.lora).",
         ),
     ],
     step: StepOption = None,
     job_file: Annotated[
         Path | None,
         typer.Option(
-            "--job", metavar="FILE", help="huggingface: the job's [job.yaml of the run folder]."
+            "--job",
+            metavar="FILE",
+            help="huggingface, peft: the job's [job.yaml of the run folder].",
         ),
     ] = None,
     weights_only: Annotated[
@@ -240,7 +246,9 @@ def export(
 
     reader = find_one(url, step)
     config = _configuration(reader, url, job_file) if format_ is Format.HUGGINGFACE else None
-    if format_ in (Format.SAFETENSORS, Format.HUGGINGFACE):
+    if format_ is Format.PEFT:
+        nbytes = _export_adapter(reader, dest, _job_of(url, job_file))
+    elif format_ in (Format.SAFETENSORS, Format.HUGGINGFACE):
         nbytes = _export_safetensors(reader, dest, config)
     else:
         path = _new_local_path(dest, format_)
@@ -258,6 +266,35 @@ def export(
 
 def _export_safetensors(reader: Any, dest: str, config: bytes | None) -> int:
     from elastic_ft.storage import safetensors
+
+    store = _new_store(dest)
+    nbytes = safetensors.export(reader, store)
+    if config is not None:
+        store.put("config.json", config)
+    return nbytes
+
+
+def _export_adapter(reader: Any, dest: str, job: Job) -> int:
+    """As peft loads it. Raises ConfigError, ModelError."""
+    from elastic_ft.models import lora
+    from elastic_ft.storage import safetensors
+
+    if job.model.lora is None or job.model.pretrained is None:
+        raise ConfigError("--format: peft is of a job with model.lora; this one has none")
+    prefix = "model."
+    names = [n.removeprefix(prefix) for n in reader.manifest.tensors if n.startswith(prefix)]
+    if not all(map(lora.is_adapter, names)):
+        raise ConfigError(f"--job: model.lora: {reader.url} has weights that are no adapter's")
+    config, called = lora.files_of(job.model.lora, job.model.pretrained, names)
+    store = _new_store(dest)
+    named = {prefix + name: other for name, other in called.items()}
+    nbytes = safetensors.export_file(reader, store, "adapter_model.safetensors", named)
+    store.put("adapter_config.json", config)
+    return nbytes
+
+
+def _new_store(dest: str) -> Store:
+    """Raises ConfigError where something is there already."""
     from elastic_ft.storage.store import open_store
 
     store = open_store(dest, deadline_s=EXPORT_DEADLINE_S)
@@ -265,24 +302,29 @@ def _export_safetensors(reader: Any, dest: str, config: bytes | None) -> int:
         raise ConfigError(f"DEST: {dest} exists already")
     if store.list():
         raise ConfigError(f"DEST: {dest} is not empty")
-    nbytes = safetensors.export(reader, store)
-    if config is not None:
-        store.put("config.json", config)
-    return nbytes
+    return store
 
 
-def _configuration(reader: Any, url: str, job_file: Path | None) -> bytes:
-    """Of the job's model, for weights of this checkpoint. Raises ConfigError, ModelError."""
+def _job_of(url: str, job_file: Path | None) -> Job:
+    """That a checkpoint is of. Raises ConfigError."""
     from elastic_ft.config import load_job
-    from elastic_ft.models.build import configuration
 
     path = job_file or Path(url.removeprefix("file://")).parent / "job.yaml"
     if not path.is_file():
         raise ConfigError(f"--job: {path} is no file: name the job that the checkpoint is of")
+    return load_job(path)
+
+
+def _configuration(reader: Any, url: str, job_file: Path | None) -> bytes:
+    """Of the job's model, for weights of this checkpoint. Raises ConfigError, ModelError."""
+    from elastic_ft.engines.pretrained import resolved
+    from elastic_ft.models.build import configuration
+
+    model = _job_of(url, job_file).model
     prefix = "model."
     tensors = reader.manifest.tensors.items()
     shapes = {n.removeprefix(prefix): tuple(s.shape) for n, s in tensors if n.startswith(prefix)}
-    return configuration(load_job(path).model, shapes)
+    return configuration(resolved(model)[0], shapes)
 
 
 def _new_local_path(dest: str, format_: Format) -> Path:

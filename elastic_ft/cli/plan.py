@@ -113,9 +113,10 @@ def parse_devices(text: str, flops: float, intra: float, inter: float) -> Device
 
 
 def _describe(job: Job) -> Work:
+    from elastic_ft.engines.pretrained import with_model_read
     from elastic_ft.models.describe import describe_job
 
-    return describe_job(job)
+    return describe_job(with_model_read(job)[0])
 
 
 def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:

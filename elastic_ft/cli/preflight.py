@@ -103,10 +103,10 @@ def check(
     if job.loop is not None:
         faults = None if scenario is None else _arm(scenario, chaos or job.faults.scenario)
         return Checked(url, 0, _check_script(job.loop, place), 0, faults, warnings)
-    bundle, tensors, parameters, remarks = check_model_and_data(job)
+    bundle, digest, tensors, parameters, remarks = check_model_and_data(job)
     warnings += remarks
     terms = terms_of(job.model_dump(mode="json"))
-    terms |= data_terms(len(bundle.train), bundle.fingerprint)
+    terms |= data_terms(len(bundle.train), bundle.fingerprint, digest)
     check_checkpoint(url, tensors, {} if accept_changes else terms)
     check_steps(job.steps, url)
     return Checked(

@@ -11,6 +11,7 @@ from elastic_ft.config.parallel import ParallelConfig
 from elastic_ft.config.trained import (
     DataConfig,
     LoopConfig,
+    LoraSection,
     ModelConfig,
     OptimizerConfig,
     ParameterGroup,
@@ -20,6 +21,7 @@ __all__ = [
     "DataConfig",
     "Job",
     "LoopConfig",
+    "LoraSection",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

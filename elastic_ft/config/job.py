@@ -109,6 +109,30 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def words_are_the_models(self) -> Job:
+        """A tokenizer that is trained on the data makes ids that mean nothing to such a model."""
+        text = self.data.format in ("auto", "text", "jsonl", "parquet")
+        if self.model.pretrained and self.data.url and text and self.data.tokenizer is None:
+            raise ValueError(
+                "data.tokenizer: required with model.pretrained: the tokenizer.json of that model"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def adapters_can_be_laid_out(self) -> Job:
+        parallel = self.parallel
+        if self.model.lora is None:
+            return self
+        if parallel.strategy == "auto":
+            raise ValueError("model.lora: strategy auto counts all weights as trained; name one")
+        if parallel.wish.ranks_per_sample > 1:
+            raise ValueError(f"model.lora: has no {', '.join(MODEL_DIMENSIONS)}; ddp, fsdp, hsdp")
+        if parallel.engine != "native" or parallel.compile:
+            what = "parallel.compile" if parallel.compile else f"engine {parallel.engine}"
+            raise ValueError(f"model.lora: not with {what}")
+        return self
+
+    @model_validator(mode="after")
     def matrices_are_known(self) -> Job:
         if self.optimizer.name == "muon" and self.parallel.engine != "native":
             raise ValueError(

@@ -19,22 +19,40 @@ class LoopConfig(Section):
     state_kb: int = Field(64, ge=1, le=1 << 20)
 
 
+class LoraSection(Section):
+    """Adapters are trained instead of the model's weights, which are frozen. By peft."""
+
+    rank: int = Field(8, ge=1, le=1 << 16)
+    alpha: float = Field(16.0, gt=0, le=1e6)  # what they add is alpha / rank of their product
+    # Linear layers by the ends of their names; none: what peft has for the architecture.
+    targets: tuple[str, ...] | Literal["all-linear"] = ()
+    dropout: float = Field(0.0, ge=0, lt=1)
+
+
 class ModelConfig(Section):
-    """Exactly one of ``preset``, ``path`` and ``transformers``."""
+    """Exactly one of ``preset``, ``path``, ``transformers`` and ``pretrained``."""
 
     preset: str | None = None  # a built-in decoder, see elastic_ft.models.decoder.PRESETS
     path: str | None = None  # "package.module:callable" returning an nn.Module
     transformers: dict[str, Any] | None = None  # a Hugging Face config, with its model_type
+    # A folder as Hugging Face has them, any fsspec URL: config.json and safetensors, to begin with.
+    pretrained: str | None = None
+    lora: LoraSection | None = None  # of pretrained
     own: bool = False  # the loop's, see Job.loop
     kwargs: dict[str, Any] = Field(default_factory=dict)  # for preset and path
     weights: str | None = None  # to begin with: a safetensors folder, any fsspec URL
 
     @model_validator(mode="after")
     def one_source(self) -> ModelConfig:
-        given = [k for k in ("preset", "path", "transformers") if getattr(self, k) is not None]
+        sources = ("preset", "path", "transformers", "pretrained")
+        given = [key for key in sources if getattr(self, key) is not None]
         if len(given) + self.own != 1:
             found = " and ".join(given) if given else "none"
-            raise ValueError(f"expected one of preset, path, transformers; found {found}")
+            raise ValueError(f"expected one of {', '.join(sources)}; found {found}")
+        if self.pretrained is not None and (self.weights or self.kwargs):
+            raise ValueError("weights, kwargs: pretrained has its own; leave them out")
+        if self.lora is not None and self.pretrained is None:
+            raise ValueError("lora: needs pretrained: what is frozen is read from there")
         return self
 
 

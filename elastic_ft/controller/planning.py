@@ -15,6 +15,7 @@ from elastic_ft.core.layouts.layout import LayoutWish
 from elastic_ft.core.layouts.planner import Planning, allowed
 from elastic_ft.core.layouts.work import Devices
 from elastic_ft.core.typed import fields_of
+from elastic_ft.engines.pretrained import with_model_read
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
@@ -29,6 +30,7 @@ def planning_of(job: Job) -> Planning:
     """
     if job.parallel.engine != "native":
         raise ConfigError("parallel.strategy: auto is for engine native only")
+    job, _ = with_model_read(job)
     work, device = describe_job(job), job.parallel.devices
     with torch.device("meta"):
         model = build_model(

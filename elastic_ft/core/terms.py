@@ -13,18 +13,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Terms = Mapping[str, Any]  # key of the job file, or SAMPLES or FINGERPRINT -> JSON value
+from elastic_ft.errors import redacted
+
+Terms = Mapping[str, Any]  # key of the job file, or one of DATA_KEYS -> JSON value
 
 SAMPLES, FINGERPRINT = "data.samples", "data.fingerprint"  # of the opened data, not in job files
-DATA_KEYS = (SAMPLES, FINGERPRINT)
+PRETRAINED = "model.pretrained.digest"  # of the weights at model.pretrained
+DATA_KEYS = (SAMPLES, FINGERPRINT, PRETRAINED)  # what workers find when they read
 SEED, BATCH, LENGTH = "seed", "batch.global_batch_size", "data.sequence_length"
 OPTIMIZER_KEYS = tuple(
     f"optimizer.{key}" for key in ("name", "betas", "eps", "weight_decay", "groups", "kwargs")
 )
-JOB_KEYS = (SEED, BATCH, LENGTH, *OPTIMIZER_KEYS)
+LORA = "model.lora"
+JOB_KEYS = (SEED, BATCH, LENGTH, LORA, *OPTIMIZER_KEYS)
 # These may change, as each step has its own anyway, or none has any: the journal tells.
 NOTED_KEYS = (
     "steps",
+    "model.pretrained",
     "batch.micro_batch_size",
     "precision.dtype",
     "data.separate_documents",
@@ -66,19 +71,26 @@ def _taken(job: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[tuple[str,
         if key == LENGTH and values.get("url") is None:
             continue  # a dataset of the user's has its own
         value = values[name]
+        if isinstance(value, str):
+            value = redacted(value)
         yield key, list(value) if isinstance(value, tuple) else value
 
 
-def data_terms(samples: int, fingerprint: str | None) -> dict[str, Any]:
-    """The terms that opened data adds. ``fingerprint``: None if nothing is known."""
-    return {SAMPLES: samples} | ({FINGERPRINT: fingerprint} if fingerprint else {})
+def data_terms(
+    samples: int, fingerprint: str | None, pretrained: str | None = None
+) -> dict[str, Any]:
+    """The terms that opened data adds, and opened weights, whose digest is ``pretrained``.
+    ``fingerprint``: None if nothing is known."""
+    found = {FINGERPRINT: fingerprint, PRETRAINED: pretrained}
+    return {SAMPLES: samples} | {key: value for key, value in found.items() if value}
 
 
 def is_data_terms(data: Mapping[str, Any]) -> bool:
     """Whether it is what ``data_terms`` returns; {} is, of who has opened nothing."""
-    samples, fingerprint = data.get(SAMPLES, 0), data.get(FINGERPRINT, "")
-    known = data.keys() <= {SAMPLES, FINGERPRINT} and (not data or SAMPLES in data)
-    return known and type(samples) is int and samples >= 0 and isinstance(fingerprint, str)
+    samples, digests = data.get(SAMPLES, 0), [data.get(key, "") for key in DATA_KEYS[1:]]
+    known = data.keys() <= {*DATA_KEYS} and (not data or SAMPLES in data)
+    texts = all(isinstance(digest, str) for digest in digests)
+    return known and type(samples) is int and samples >= 0 and texts
 
 
 def terms_in(extra: Mapping[str, Any]) -> Terms:
@@ -112,6 +124,10 @@ def consequence(change: Change, step: int) -> str:
         return f"samples {starts} to {was - 1} of the data order would be repeated"
     if change.key == SEED:
         return "the data order is another: samples would be repeated and others skipped"
+    if change.key == LORA:
+        return "the adapter was trained as the other"
+    if change.key == PRETRAINED:
+        return "the weights at model.pretrained are others than it began with"
     if change.key in (*DATA_KEYS, LENGTH):
         return "the samples are others: some would be repeated and some skipped"
     return "the optimizer's state was made under the other"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.engines.by_reference import Reference
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.named import NamedSums
@@ -57,11 +58,13 @@ class StateEngine(Protocol):
     device: that it is on.
     intact: the live state is that of one step: False while an optimizer step is under way.
     can_be_left: ``detach`` can do without the thread that is in a collective for good.
+    reference: the frozen weights that are no state; None if there are none.
     """
 
     device: torch.device
     intact: bool
     can_be_left: bool
+    reference: Reference | None
 
     def prepare(self) -> None:
         """Whatever can be done before there is a group: imports, the model on meta."""
@@ -73,7 +76,7 @@ class StateEngine(Protocol):
         """Lays the model out over ``groups``.
 
         Returns True when the state of before is still in place, False when it must be filled in
-        (``state()`` then lists uninitialised tensors).
+        (``state()`` then lists uninitialised tensors, and ``reference`` has targets).
         """
 
     def detach(self, in_use: list[object] | None = None) -> LocalState:

@@ -67,6 +67,7 @@ class DeepSpeedEngine:
     """
 
     can_be_left = False
+    reference = None
 
     def __init__(
         self,

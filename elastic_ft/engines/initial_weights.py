@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from elastic_ft.core.manifest import TensorSpec
 from elastic_ft.errors import ModelError
+from elastic_ft.models.lora import name_in_base
 from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.storage.safetensors import CONFIG, Rows, SafetensorsFolder
 
@@ -28,34 +29,39 @@ class Matched:
     remarks: tuple[str, ...] = ()
 
 
-def match(model: nn.Module, found: Mapping[str, TensorSpec], url: str) -> Matched:
+def match(
+    model: nn.Module,
+    found: Mapping[str, TensorSpec],
+    url: str,
+    key: str = "model.weights",
+    frozen_only: bool = False,
+) -> Matched:
     """Finds each parameter and persistent buffer of ``model`` (on meta will do) in a folder.
 
     A tied tensor may have any of its names. A transformers model's may lack the prefix of the base
-    model, as files of a base model do. Raises ModelError, one line with the first NAMED_MAX that
-    are missing, of another shape, or of a dtype that is not converted.
+    model, as files of a base model do. ``frozen_only``: of a model with adapters, what they are
+    put into, by the names that it has without them.
+
+    Raises ModelError, one line with the first NAMED_MAX that are missing, of another shape, or of
+    a dtype that is not converted.
     """
-    names: dict[int, list[str]] = defaultdict(list)
-    tensors: dict[int, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if isinstance(tensor, Tensor):
-            names[id(tensor)].append(name)
-            tensors[id(tensor)] = tensor
+    names, tensors = _by_identity(model, frozen_only)
     base = f"{getattr(model, 'base_model_prefix', '')}."
     sources: dict[str, str] = {}
     taken: set[str] = set()
     problems: list[str] = []
     conversions: Counter[tuple[str, str]] = Counter()
-    for key, tied in names.items():
-        candidates = [*tied, *(name.removeprefix(base) for name in tied)]
+    for identity, tied in names.items():
+        known = [name_in_base(name) for name in tied] if frozen_only else tied
+        candidates = [*known, *(name.removeprefix(base) for name in known)]
         source = next((n for n in candidates if n in found and n not in taken), None)
         if source is None:
-            problems.append(f"{tied[0]} is missing")
+            problems.append(f"{known[0]} is missing")
             continue
         taken.add(source)
-        spec, dtype = found[source], str(tensors[key].dtype).removeprefix("torch.")
-        if spec.shape != tuple(tensors[key].shape):
-            expected = list(tensors[key].shape)
+        spec, dtype = found[source], str(tensors[identity].dtype).removeprefix("torch.")
+        if spec.shape != tuple(tensors[identity].shape):
+            expected = list(tensors[identity].shape)
             problems.append(f"{source} is {list(spec.shape)}, the model has {expected}")
         elif spec.dtype != dtype and not {spec.dtype, dtype} <= set(CONVERTED):
             problems.append(f"{source} is {spec.dtype}, the model has {dtype}")
@@ -63,12 +69,25 @@ def match(model: nn.Module, found: Mapping[str, TensorSpec], url: str) -> Matche
             conversions[spec.dtype, dtype] += 1
         sources |= dict.fromkeys(tied, source)  # the state has one of the names
     if problems:
-        raise ModelError(f"model.weights: {url}: {_some(problems, '; ')}")
+        raise ModelError(f"{key}: {url}: {_some(problems, '; ')}")
     remarks = [f"{n} of the tensors converted from {a} to {b}" for (a, b), n in conversions.items()]
     used = {*sources, *sources.values()}
     if unused := sorted(found.keys() - used):
         remarks.append(f"not used, for the model has no such tensors: {_some(unused, ', ')}")
-    return Matched(sources, tuple(f"model.weights: {url}: {remark}" for remark in remarks))
+    return Matched(sources, tuple(f"{key}: {url}: {remark}" for remark in remarks))
+
+
+def _by_identity(
+    model: nn.Module, frozen_only: bool
+) -> tuple[dict[int, list[str]], dict[int, Tensor]]:
+    """All names of each tensor, and the tensor."""
+    names: dict[int, list[str]] = defaultdict(list)
+    tensors: dict[int, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and not (frozen_only and tensor.requires_grad):
+            names[id(tensor)].append(name)
+            tensors[id(tensor)] = tensor
+    return names, tensors
 
 
 # What changes the result and no tensor's shape: names of Hugging Face's configurations, and ours.
@@ -124,6 +143,12 @@ def load(
     """
     specs = {name: stored.spec for name, stored in folder.tensors.items()}
     matched = match(model, specs, folder.url)
+    return fill(folder, matched, state), matched.remarks
+
+
+def fill(folder: SafetensorsFolder, matched: Matched, state: LocalState) -> int:
+    """As ``load``, of a folder whose tensors are known. Returns bytes read. Raises StoreFailed."""
+    specs = {name: stored.spec for name, stored in folder.tensors.items()}
     targets: dict[str, StateTensor] = {}
     wants: list[Rows] = []
     for name, target in state.items():
@@ -135,8 +160,7 @@ def load(
         targets[source] = target
         wants.append(Rows(source, first, first + count))
     with torch.no_grad():
-        nbytes = folder.read(wants, lambda rows, data: _fill(targets, specs, rows, data))
-    return nbytes, matched.remarks
+        return folder.read(wants, lambda rows, data: _fill(targets, specs, rows, data))
 
 
 def _fill(

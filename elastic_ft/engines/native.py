@@ -25,6 +25,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
 from elastic_ft.engines.base import MicroBatch, Update
+from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler
 from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.laid_out import LaidOut
@@ -94,6 +95,7 @@ class NativeEngine:
         self._listed: tuple[dict[str, torch.Tensor], LocalState] | None = None
         self._settled = False  # FSDP2's first forward may move its parameters
         self._compiler: Compiler | None = None  # as the job wishes; prepared
+        self.reference: Reference | None = None  # prepared
         self.intact = True
         self.named = NamedSums()
 
@@ -104,6 +106,8 @@ class NativeEngine:
         with torch.device("meta"):
             laid_out.check_parallel(self.job, self._factory(), self._sequence_length)
             laid_out.check_kernels(self.job, self.device)
+            if self.job.model.lora is not None:
+                self.reference = Reference(str(self.job.model.weights), self._factory())
         self._computed = computed_buffers(self._factory)
         warm_optimizer(self.job.optimizer)
         if self.job.parallel.compile:
@@ -139,14 +143,15 @@ class NativeEngine:
             self._lay_out(groups)
             self._runner = self._model.parts[0]
         self._replicated = replicated
+        if self.reference is not None and not kept:
+            named, names = self._model.parameters, self.reference.names
+            self.reference.targets = {f"model.{n}": state_tensor(named[n]) for n in names}
         self._listed, self._settled, self._told_last = None, False, None
         return kept
 
     def _lay_out(self, groups: Groups | None) -> None:
-        self._laid_out = None
-        self._laid_out = laid_out.lay_out(
-            self.job, self._factory, self._computed, self.device, groups
-        )
+        self._laid_out, of = None, (self.job, self._factory, self._computed, self.device)
+        self._laid_out = laid_out.lay_out(*of, groups)
 
     @property
     def _model(self) -> LaidOut:
@@ -157,7 +162,8 @@ class NativeEngine:
         # What a step that broke off has left can't be listed: all is made anew.
         whole = self._laid_out is not None and self._laid_out.kept.whole
         state = self.state() if whole else {}
-        self._replicated = self._replicated and whole and in_use is None
+        unread = self.reference is not None and bool(self.reference.targets)
+        self._replicated = self._replicated and whole and in_use is None and not unread
         runner, self._runner, self._groups = self._runner, None, None
         if in_use is not None:
             in_use += [runner, self._laid_out]
@@ -170,6 +176,8 @@ class NativeEngine:
             runner.logger = None
         if not self._replicated:
             self._laid_out = None
+        if self.reference is not None:
+            self.reference.targets = {}
         self._listed = None
         return state
 
@@ -188,8 +196,10 @@ class NativeEngine:
         return self._listed[1]
 
     def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
-        model = self._model
+        model, frozen = self._model, self.reference.names if self.reference else ()
         for name, parameter in model.parameters.items():
+            if name in frozen:
+                continue
             yield f"model.{name}", parameter
             for key, value in model.kept.of(name):
                 yield f"optim.{name}.{key}", value
@@ -202,7 +212,7 @@ class NativeEngine:
     def initialise(self) -> None:
         state = self.state()
         with torch.no_grad():
-            if self.job.model.weights is not None:
+            if self.job.model.weights is not None and self.reference is None:
                 self._load_weights(self.job.model.weights, state)
             else:
                 self._initialise_from_seed(state)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from elastic_ft.config import ModelConfig
+from elastic_ft.config import LoraSection, ModelConfig
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ModelError
 from elastic_ft.models.decoder import PRESETS, Decoder, DecoderConfig
 from elastic_ft.models.imports import call_object, one_line
 from elastic_ft.models.initial import Recipe, recorded
+from elastic_ft.models.lora import add_adapters
 
 ModelFactory = Callable[[], nn.Module]
 WHOLE_ELEMENTS = 1 << 26  # of a model that each rank builds whole to begin from the seed
@@ -49,8 +50,9 @@ def build_model(
         return _build_preset(config.preset, config.kwargs, vocab_size, sequence_length)
     if config.path is not None:
         return _build_custom(config.path, config.kwargs)
-    assert config.transformers is not None  # ModelConfig has exactly one of the three
-    return _build_transformers(config.transformers, vocab_size, sequence_length)
+    if config.transformers is None:
+        raise ModelError("model.pretrained: its config.json was not read")
+    return _build_transformers(config.transformers, vocab_size, sequence_length, config.lora)
 
 
 def _check_trained_in_full(key: str, model: nn.Module) -> None:
@@ -98,21 +100,17 @@ def _build_custom(path: str, kwargs: dict[str, Any]) -> nn.Module:
 
 
 def _build_transformers(
-    given: dict[str, Any], vocab_size: int | None, sequence_length: int | None
+    given: dict[str, Any],
+    vocab_size: int | None,
+    sequence_length: int | None,
+    lora: LoraSection | None = None,
 ) -> nn.Module:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    except ImportError as error:
-        raise ModelError(
-            "model.transformers: needs the transformers extra: pip install "
-            f"'elastic-ft[transformers]' ({one_line(error)})"
-        ) from error
+    (AutoConfig, AutoModelForCausalLM), mapping = _transformers("model.transformers")
     values = dict(given)
     model_type = values.pop("model_type", None)
     if model_type is None:
         raise ModelError("model.transformers.model_type: required key is missing, e.g. llama")
-    if model_type not in CONFIG_MAPPING:
+    if model_type not in mapping:
         raise ModelError(
             f"model.transformers.model_type: transformers knows no {model_type!r}; "
             "expected a name such as llama, qwen3 or gpt2"
@@ -128,11 +126,37 @@ def _build_transformers(
         _check_fits("model.transformers.max_position_embeddings", length_max, sequence_length)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _check_trained_in_full("model.transformers", model)
-        return model
+        return model if lora is None else add_adapters(model, lora)
     except ModelError:
         raise
     except Exception as error:  # transformers raises errors of many packages
         raise ModelError(f"model.transformers: {one_line(error)}") from error
+
+
+def _transformers(key: str) -> tuple[tuple[Any, Any], Mapping[str, Any]]:
+    """The package's factories of configurations and models; configurations by type of model."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        raise ModelError(
+            f"{key}: needs the transformers extra: pip install "
+            f"'elastic-ft[transformers]' ({one_line(error)})"
+        ) from error
+    return (AutoConfig, AutoModelForCausalLM), CONFIG_MAPPING
+
+
+def known_settings(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Of a config.json, what transformers' configuration of its ``model_type`` knows, for
+    ``model.transformers``: the rest means nothing to the model. Raises ModelError."""
+    _, mapping = _transformers(key)
+    if (kind := values.get("model_type")) not in mapping:
+        raise ModelError(f"{key}: config.json: transformers knows no model_type {kind!r}")
+    if values.get("quantization_config") is not None:
+        raise ModelError(f"{key}: config.json: quantization_config: the weights are quantised")
+    defaults = mapping[kind]()
+    kept = {"model_type", *CONVERTED}
+    return {name: v for name, v in values.items() if name in kept or hasattr(defaults, name)}
 
 
 def configuration(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> bytes:
@@ -140,6 +164,8 @@ def configuration(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) ->
     these ``shapes``, by their names. Raises ModelError."""
     if config.transformers is None:
         raise ModelError("model.transformers: this job has another model: no config.json tells it")
+    if config.lora is not None:
+        raise ModelError("model.lora: the checkpoint has its adapter alone: --format peft")
     with torch.device("meta"):
         made = build_model(config, vocab_size=None, sequence_length=None)
         words = made.get_input_embeddings().weight  # type: ignore[operator]

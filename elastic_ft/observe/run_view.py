@@ -390,6 +390,8 @@ def summary_of(job: Job) -> list[list[str]]:
         job.model, job.data, job.batch, job.parallel, job.elastic
     )  # fmt: skip
     of_transformers = f"transformers: {(model.transformers or {}).get('model_type', '?')}"
+    if model.pretrained is not None:
+        of_transformers = f"pretrained: {model.pretrained.rstrip('/').rpartition('/')[2]}"
     source = data.path or (data.url or "its own").rstrip("/:").rpartition("/")[2]
     layout = parallel.strategy + "".join(
         f", {key} {value}" for key in MODEL_DIMENSIONS if (value := getattr(parallel, key)) > 1

@@ -76,18 +76,33 @@ def export(
         key = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         # Wide types first: then each tensor is aligned for its type.
         names.sort(key=lambda name: -DTYPES[specs[name].dtype][1])
-        chosen = {name: specs[name] for name in names}
-        held = {name: bytearray(_nbytes(spec)) for name, spec in chosen.items()}
-        reader.read(
-            Want(prefix + name, Box.whole(spec.shape), memoryview(held[name]))
-            for name, spec in chosen.items()
-        )
-        store.put(key, [_header(chosen), *held.values()])
+        _write(reader, store, key, {name: (prefix + name, specs[name]) for name in names})
         weight_map |= dict.fromkeys(names, key)
     total = sum(map(_nbytes, specs.values()))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     store.put(INDEX, json.dumps(index, indent=2).encode())
     return total
+
+
+def export_file(reader: Reader, store: Store, key: str, names: Mapping[str, str]) -> int:
+    """Writes the tensors ``names`` of a checkpoint as one file, where each has the name that is
+    given for it. Returns their bytes. Raises StateDamaged, StoreFailed."""
+    chosen = {called: (name, reader.manifest.tensors[name]) for name, called in names.items()}
+    _write(reader, store, key, chosen)
+    return sum(_nbytes(spec) for _, spec in chosen.values())
+
+
+def _write(
+    reader: Reader, store: Store, key: str, chosen: Mapping[str, tuple[str, TensorSpec]]
+) -> None:
+    """One file. ``chosen``: by the name in it, the name in the checkpoint and what it is."""
+    held = {called: bytearray(_nbytes(spec)) for called, (_, spec) in chosen.items()}
+    reader.read(
+        Want(name, Box.whole(spec.shape), memoryview(held[called]))
+        for called, (name, spec) in chosen.items()
+    )
+    header = _header({called: spec for called, (_, spec) in chosen.items()})
+    store.put(key, [header, *held.values()])
 
 
 def _nbytes(spec: TensorSpec) -> int:

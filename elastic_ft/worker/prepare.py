@@ -16,6 +16,7 @@ from elastic_ft.data.draws import Draws
 from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.engines.base import Engine, StateEngine
 from elastic_ft.engines.native import NativeEngine
+from elastic_ft.engines.pretrained import with_model_read
 from elastic_ft.faults import Points
 from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer
@@ -45,10 +46,11 @@ def prepare(
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
     began_s = time.monotonic()
     data = open_dataset(job.data, job.seed) if own is None else own.data
-    check_data_of_run(welcome.data, data)
     opened_s = time.monotonic()
+    read, digest = with_model_read(job)
+    check_data_of_run(welcome.data, data, digest)
 
-    engine: StateEngine = _engine(job, data) if own is None else own.engine
+    engine: StateEngine = _engine(read, data) if own is None else own.engine
     engine.prepare()
     model_s = time.monotonic() - opened_s
     on_gpu = engine.device.type == "cuda"
@@ -70,6 +72,7 @@ def prepare(
         checkpointer=checkpointer,
         points=points,
         send=send,
+        pretrained=digest,
     )
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
 

@@ -11,6 +11,7 @@ import torch
 from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.box_owners import find_owners
 from elastic_ft.engines.base import StateEngine
+from elastic_ft.engines.by_reference import Reference
 from elastic_ft.errors import (
     CheckpointMismatch,
     GroupBroken,
@@ -27,6 +28,7 @@ from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
 from elastic_ft.storage import checkpoints
+from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.transport.tls import JobKey
 
 
@@ -87,6 +89,8 @@ def restore(
     kept = engine.attach(groups) if groups.rank is not None else False
     needs = engine.state() if groups.rank is not None else {}
     reach("resharding")
+    if engine.reference is not None:
+        _read_reference(engine.reference, groups, silent_s)
     offers = _offers(groups, source, snapshots, live, needs if kept else None)
     in_place = kept and Tier.LIVE in groups.assignment.has.values()
     if groups.rank is not None and not in_place:
@@ -110,6 +114,25 @@ def restore(
     if groups.rank is not None and not groups.assignment.holds:  # a donor's may be the only one
         snapshots.drop_moved_out()
     return Restored(placed, _peer_schemas(groups, placed), received)
+
+
+def _read_reference(reference: Reference, groups: Groups, silent_s: float) -> None:
+    """Who has laid the model out anew reads its part of the frozen weights; all call it.
+
+    Where somebody can't, all raise StateUnreadable of the generation's source: they try again, as
+    with a store that can't be read.
+    """
+    source = groups.assignment.source.url
+
+    def read() -> tuple[None, tuple[str, ...]]:
+        if not reference.targets:
+            return None, ()
+        store = CancellableStore(reference.url, silent_s, groups.received)
+        with reading(groups, store, source):
+            reference.read(store)
+        return None, (source,)
+
+    together(groups, "reference", read)
 
 
 def left_shards(groups: Groups, key: JobKey, silent_s: float) -> list[LeftShard | StoredState]:

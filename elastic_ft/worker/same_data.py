@@ -1,4 +1,4 @@
-"""All workers of a run read the same data: no ledger would show if they did not (I2)."""
+"""All workers of a run read the same data and weights: no ledger would show it otherwise (I2)."""
 
 from __future__ import annotations
 
@@ -7,24 +7,29 @@ from collections import Counter
 from typing import Any
 
 from elastic_ft.core.batches import samples_in_words
-from elastic_ft.core.terms import changes, data_terms
+from elastic_ft.core.terms import PRETRAINED, changes, data_terms
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.errors import DataDiffers, DataError, GroupBroken
 from elastic_ft.groups.groups import Groups
 
 
-def check_data_of_run(run: dict[str, Any], data: DataBundle) -> None:
-    """Raises DataError if this worker reads other data than the run has so far (I2)."""
-    if other := changes(run, data_terms(len(data.train), data.fingerprint)):
+def check_data_of_run(run: dict[str, Any], data: DataBundle, pretrained: str | None) -> None:
+    """Raises DataError if this worker reads other data than the run has so far (I2), or other
+    weights at model.pretrained, whose digest is ``pretrained``."""
+    if other := changes(run, data_terms(len(data.train), data.fingerprint, pretrained)):
         found = "; ".join(map(str, other))
-        raise DataError(f"{found}: going on would repeat samples and skip others")
+        what = "train other weights"
+        if any(change.key != PRETRAINED for change in other):
+            what = "repeat samples and skip others"
+        raise DataError(f"{found}: going on would {what}")
 
 
-def data_in_words(data: DataBundle) -> str:
+def data_in_words(data: DataBundle, pretrained: str | None) -> str:
     """What tells it from other data. A user's own dataset has no fingerprint: then its size does,
     on which the whole order depends."""
     fingerprint = f", fingerprint {data.fingerprint}" if data.fingerprint else ""
-    return f"{samples_in_words(len(data.train))}{fingerprint}"
+    weights = f", pretrained weights {pretrained}" if pretrained else ""
+    return f"{samples_in_words(len(data.train))}{fingerprint}{weights}"
 
 
 def check_same_data(groups: Groups, read: str, has_trained: bool) -> None:

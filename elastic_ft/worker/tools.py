@@ -49,4 +49,5 @@ class Tools:
     checkpointer: Checkpointer
     points: Points
     send: Callable[[Any], object]
+    pretrained: str | None = None  # digest of the weights at model.pretrained
     checkpointed_step: int = 0  # the newest step with a checkpoint, committed or begun here

@@ -183,7 +183,8 @@ class Worker:
         self._links.wait()  # no survivor is to wait for our DNS
         memory_bytes = device_memory_bytes(device, self.job.elastic.workers_per_node)
         member = replace(self.member, memory_bytes=memory_bytes)
-        data = data_terms(len(tools.data.train), tools.data.fingerprint)
+        samples, fingerprint = len(tools.data.train), tools.data.fingerprint
+        data = data_terms(samples, fingerprint, tools.pretrained)
         started_at_s = round(psutil.Process().create_time(), 3)
         spent = birth.spent() | spent
         send(WorkerReady(time.time(), member, started_at_s, data, spent))
@@ -222,7 +223,7 @@ class Worker:
         )
         self._links.prepare()  # for the generation after this one
         has_trained = self._live is not None or bool(tools.snapshots.holdings())
-        check_same_data(groups, data_in_words(tools.data), has_trained)
+        check_same_data(groups, data_in_words(tools.data, tools.pretrained), has_trained)
         began_restoring = time.perf_counter()
         restored = self._restore(tools, groups)
         resumed = Resumed(time.time(), self.member.worker, groups.generation, step)

@@ -1,0 +1,147 @@
+"""A model that begins as a folder of Hugging Face's: as from_pretrained has it, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ft.cli.check_model import check_weights
+from elastic_ft.config import ModelConfig, parse_job
+from elastic_ft.engines.initial_weights import load
+from elastic_ft.engines.native import state_tensor
+from elastic_ft.engines.pretrained import open_pretrained, resolved
+from elastic_ft.errors import ConfigError, ModelError
+from elastic_ft.models import build_model
+from elastic_ft.models.build import computed_buffers
+from elastic_ft.storage.safetensors import INDEX, SINGLE
+from elastic_ft.storage.store import open_store
+
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.disable_progress_bar()  # it has a thread
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+ROTATION = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}
+MODELS = {
+    "llama": {"tie_word_embeddings": True, "rope_parameters": ROTATION, "rms_norm_eps": 1e-3},
+    "qwen3": {"head_dim": 8},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 61},
+}
+
+
+def save(folder: Path, kind: str = "llama", seed: int = 7, **how: Any) -> Any:
+    torch.manual_seed(seed)
+    values = MODELS[kind] if kind == "gpt2" else SIZES | MODELS[kind]
+    config = transformers.AutoConfig.for_model(kind, **values)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder, **how)
+    return model
+
+
+def ours(url: str) -> nn.Module:
+    config, _ = resolved(ModelConfig(pretrained=url))
+
+    def make() -> nn.Module:
+        return build_model(config, vocab_size=None, sequence_length=None)
+
+    with torch.device("meta"):
+        model = make()
+    assert check_weights(url, model, "model.pretrained") is not None
+    model.to_empty(device="cpu")
+    model.tie_weights()  # type: ignore[operator]
+    for name, value in computed_buffers(make).items():
+        model.get_buffer(name).copy_(value)
+    state = {f"model.{n}": state_tensor(p) for n, p in model.named_parameters()}
+    load(open_pretrained(url).folder, model, state)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_answers_as_from_pretrained_does(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, kind, max_shard_size="5KB")
+    assert (tmp_path / INDEX).is_file()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        expected, found = theirs(tokens).logits, ours(str(tmp_path))(tokens).logits
+    assert torch.equal(found, expected)
+
+
+def test_the_digest_is_the_weights_own(tmp_path: Path, url: str) -> None:
+    """Wherever they are and however divided; another bit of them, or of config.json, is others."""
+    folders = [tmp_path / name for name in ("one", "many", "other")]
+    save(folders[0])
+    save(folders[1], max_shard_size="5KB")
+    save(folders[2], seed=8)
+    store = open_store(url)
+    for path in folders[1].iterdir():
+        store.put(path.name, path.read_bytes())
+    whole, many, other = (open_pretrained(str(folder)).digest for folder in folders)
+    assert whole == many == open_pretrained(url).digest != other
+    config = json.loads((folders[0] / "config.json").read_text())
+    (folders[0] / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    assert open_pretrained(str(folders[0])).digest != whole
+
+
+def test_only_pieces_of_large_tensors_are_digested(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    large = torch.zeros(1 << 18)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    digests = []
+    for at in (None, 0, len(large) - 1):
+        if at is not None:
+            large[at] = 1.0
+        save_file({"x": large}, tmp_path / SINGLE)
+        digests.append(open_pretrained(str(tmp_path)).digest)
+    assert len({*digests}) == 3
+
+
+def test_what_is_no_such_folder_is_refused_in_a_line(tmp_path: Path) -> None:
+    def refusal() -> str:
+        with pytest.raises(ModelError, match=r"^model\.pretrained: ") as caught:
+            ours(str(tmp_path))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "neither model.safetensors.index.json nor model.safetensors is there" in refusal()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    assert "has pytorch_model.bin: pickles run code as they are read" in refusal()
+    save(tmp_path, max_shard_size="5KB")
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.rename(tmp_path / "elsewhere")
+    assert f"no {shard.name} there" in refusal()
+    (tmp_path / "elsewhere").rename(shard)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for changes, said in (
+        ({"intermediate_size": 32}, "gate_proj.weight is [24, 16], the model has [32, 16]"),
+        ({"num_hidden_layers": 3}, "model.layers.2.self_attn.q_proj.weight is missing"),
+        ({"model_type": "house"}, "transformers knows no model_type 'house'"),
+        ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
+    ):
+        path.write_text(json.dumps(config | changes))
+        assert said in refusal()
+    path.write_text("no JSON")
+    assert "no config.json with a model_type is there" in refusal()
+
+
+def test_what_contradicts_it_in_the_job_is_refused() -> None:
+    job = {"name": "tuned", "steps": 1, "model": {"pretrained": "folder"}}
+    job |= {"data": {"url": "stdlib:"}, "batch": {"global_batch_size": 64}}
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: required with model\.pretrained"):
+        parse_job(job)
+    for other in ({"preset": "decoder-1m"}, {"weights": "folder"}, {"kwargs": {"dim": 8}}):
+        with pytest.raises(ConfigError, match="pretrained"):
+            parse_job(job | {"model": {"pretrained": "folder"} | other})
