@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,10 @@ console = Console(highlight=False, soft_wrap=True)
 
 On = Annotated[
     str | None, typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} [highest].")
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="TIER", help="Those alone whose tier this is; may be repeated."),
 ]
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run folders are put.")]
 Patience = Annotated[
@@ -51,6 +56,7 @@ def run(
         typer.Argument(metavar="SCENARIO...", help="Files, or names; none: all that come with it."),
     ] = None,
     on: On = None,
+    only: Only = None,
     patience: Patience = 1,
     out: OutFolder = OUT,
 ) -> int:
@@ -60,21 +66,28 @@ def run(
     """
     names = names or [path.stem for path in sorted(SCENARIOS.glob("*.yaml"))]
     scenarios = [(Path(name).stem, load_scenario(name)) for name in names]
-    return run_all(scenarios, tier_of(on), out, patience)
+    tiers = {tier_of(tier, "--only") for tier in only or ()}
+    return run_all(scenarios, tier_of(on), out, patience, tiers)
 
 
-def tier_of(name: str | None) -> TestTier | None:
+def tier_of(name: str | None, option: str = "--on") -> TestTier | None:
     if name is None:
         return None
     for tier in TIERS:
         if tier == name:
             return tier
-    raise ConfigError(f"--on: expected one of {', '.join(TIERS)}, found {name!r}")
+    raise ConfigError(f"{option}: expected one of {', '.join(TIERS)}, found {name!r}")
 
 
 def run_all(
-    scenarios: list[tuple[str, Scenario]], on: TestTier | None, out: Path, patience: float
+    scenarios: list[tuple[str, Scenario]],
+    on: TestTier | None,
+    out: Path,
+    patience: float,
+    only: Set[TestTier | None] = frozenset(),
 ) -> int:
+    """``only``: the tiers of which scenarios are run; none: all. What can't run here is named
+    whatever the tier."""
     from chaos.trial import Stage, highest_tier, lacks, run_trial
 
     outcomes: list[ScenarioOutcome] = []
@@ -82,6 +95,8 @@ def run_all(
     with Stage(out, patience) as stage:
         for name, scenario in scenarios:
             tier, why = highest_tier(scenario) if on is None else (on, lacks(scenario, on))
+            if only and tier is not None and tier not in only:
+                continue
             if why or tier is None:
                 outcomes.append(ScenarioOutcome(name, tier or "none", skipped=why))
             else:

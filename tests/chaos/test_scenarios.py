@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
-from chaos.outcome import ScenarioOutcome
+from chaos.cli import run_all
+from chaos.outcome import FAILED, PASSED, ScenarioOutcome
 from chaos.scenario import SCENARIOS, Scenario, load_scenario
 from chaos.soak import make_round
 from chaos.trial import Stage, job_of, lacks, run_trial
@@ -67,3 +69,9 @@ def test_one_trial_leaves_nothing_in_the_job_of_the_next() -> None:
     first = job_of("first", ALL["store-faults"])
     first["checkpoint"]["url"] = "s3://bucket/first"
     assert "url" not in job_of("second", ALL["store-faults"])["checkpoint"]
+
+
+def test_only_the_scenarios_of_a_tier_are_run(tmp_path: Path) -> None:
+    scenario = ALL["worker-killed"].model_copy(update={"tiers": ("sim",)})
+    assert run_all([("one", scenario)], None, tmp_path, 1.0, {"ray"}) == FAILED
+    assert run_all([("one", scenario)], None, tmp_path, 1.0, {"ray", "sim"}) == PASSED
