@@ -58,6 +58,7 @@ class DataBundle:
     description: str  # one line, for people
     fingerprint: str | None = None  # of the tokens: differs if two workers read different data
     order: EpochOrder | None = None  # of the samples, if that is not the job's own
+    stream: SampleStream | None = None  # behind ``train``
 
 
 def positions_in_documents(tokens: Tensor, end_id: int) -> Tensor:

@@ -21,6 +21,7 @@ from elastic_ft.data.draws import Draws
 from elastic_ft.errors import GroupBroken
 
 JOIN_TIMEOUT_S = 5.0
+PASSED_OVER_S = 1.0  # how often it is looked at what a stream passes over
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,17 @@ class Prefetcher:
         *,
         depth_steps: int = 2,
         draws: Draws | None = None,
+        reads: Callable[[], int] = lambda: 0,
     ) -> None:
         """``draws``: of a dataset that may draw from the global generators. One that does is read
-        while ``get`` waits for it, and at no other time."""
+        while ``get`` waits for it, and at no other time. ``reads``: grows while a stream passes
+        over samples."""
         self._dataset = dataset
         self._collate = collate or dataset.collate
         self._depth_steps, self._draws, self._waiting = depth_steps, draws, False
         if draws is not None and hasattr(dataset, "seeded_by"):  # a stream: it reads others, too
             dataset.seeded_by(draws.begin)
+        self._reads = reads
         self._changed = threading.Condition()
         self._wanted: dict[int, list[SampleIds]] = {}
         self._loaded: dict[tuple[int, SampleIds], Loaded] = {}
@@ -79,12 +83,15 @@ class Prefetcher:
             self._start_thread()
             self._changed.notify_all()
 
-    def get(self, step: int, timeout_s: float = 300.0) -> list[Loaded]:
+    def get(
+        self, step: int, timeout_s: float = 300.0, progress: Callable[[], None] | None = None
+    ) -> list[Loaded]:
         """Returns the micro-batches of ``step``, in the order of its request, and forgets it.
 
         Raises whatever the dataset raised; TimeoutError where not one more was loaded for
         ``timeout_s``, however long all of them take; GroupBroken if ``cancel`` came meanwhile;
-        ValueError for a step that is not wanted.
+        ValueError for a step that is not wanted. A stream's samples count that are passed over;
+        ``progress`` is called after some of them, and may raise.
         """
         with self._changed:
             if step not in self._wanted:
@@ -92,25 +99,34 @@ class Prefetcher:
             self._waiting = True
             self._changed.notify_all()
             try:
-                self._await(step, timeout_s)
+                self._await(step, timeout_s, progress)
             finally:
                 self._waiting = False
             micro_batches = self._wanted.pop(step)
             self._forget_outside(step)
             return [self._loaded[step, ids] for ids in micro_batches]
 
-    def _await(self, step: int, timeout_s: float) -> None:
-        before, fewest = self._cancellations, 0
+    def _await(self, step: int, timeout_s: float, progress: Callable[[], None] | None) -> None:
+        before, done = self._cancellations, (0, 0)
         deadline_s = 0.0
         while missing := self._missing(step):
             self._raise_failure(step)
-            if not deadline_s or len(missing) < fewest:
-                fewest, deadline_s = len(missing), time.monotonic() + timeout_s
-            if not self._changed.wait(max(0.0, deadline_s - time.monotonic())):
+            now_s, reads = time.monotonic(), self._reads()
+            passed_over = bool(deadline_s) and reads > done[1]
+            if not deadline_s or (-len(missing), reads) > done:
+                done, deadline_s = (-len(missing), reads), now_s + timeout_s
+            if now_s >= deadline_s:
                 raise TimeoutError(
                     f"step {step}: {len(missing)} micro-batches not loaded, and no other for "
                     f"{timeout_s:g} s, the first of them {missing[0]}"
                 )
+            self._changed.wait(min(PASSED_OVER_S, deadline_s - now_s))
+            if passed_over and progress is not None:
+                self._changed.release()  # ``cancel`` may come meanwhile, and samples
+                try:
+                    progress()
+                finally:
+                    self._changed.acquire()
             if self._cancellations != before or self._closed:
                 raise GroupBroken(f"step {step}: its data was cancelled by a new generation")
 

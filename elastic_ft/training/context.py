@@ -125,6 +125,8 @@ class Context(Between):
         engine.seed = self.job.seed if seed == "job's" else seed
         for name, thing in given.kept.items():
             engine.own.register(name, thing)
+        if loader.bundle.stream is not None:
+            engine.own.register("the stream", loader.bundle.stream)
         keep_gradients(engine.optimizers, lambda: bool(self._turn and self._turn.keeps_gradients))
         self._own, self._loader = Steering(engine, loader.bundle), loader
         self.worker.own = self._own
@@ -146,13 +148,16 @@ class Context(Between):
         dataset: Any,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         order: EpochOrder | None = None,
+        shuffle_buffer: int = 0,
     ) -> Loader:
         """A dataset, dealt in micro-batches of ``batch.micro_batch_size``. Raises ConfigError.
 
-        ``order``: of a map-style one's samples, the same on all ranks; else they are shuffled by
-        ``seed``. One that is iterated over has its own (``elastic_ft.data.stream``).
+        Args:
+            order: of a map-style one's samples, the same on all ranks; else they are shuffled by
+                ``seed``. One that is iterated over has its own (``elastic_ft.data.stream``).
+            shuffle_buffer: of such a stream: samples of a virtual shard that are shuffled together.
         """
-        bundle = bundle_of(dataset, collate_fn, self.job.batch)
+        bundle = bundle_of(dataset, collate_fn, self.job.batch, self.job.seed, shuffle_buffer)
         return Loader(self, replace(bundle, order=order))
 
     def epochs(self, count: int) -> Iterator[int]:

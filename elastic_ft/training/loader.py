@@ -103,18 +103,28 @@ def check_sampler(loader: DataLoader[Any]) -> None:
 
 
 def bundle_of(
-    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, batch: BatchConfig
+    dataset: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    batch: BatchConfig,
+    seed: int = 0,
+    shuffle_buffer: int = 0,
 ) -> DataBundle:
     """Raises ConfigError."""
-    fingerprint = getattr(dataset, "_fingerprint", None)
+    fingerprint, stream = getattr(dataset, "_fingerprint", None), None
     if is_stream(dataset):
-        dataset = SampleStream(dataset, batch.global_batch_size, batch.micro_batch_size)
+        sizes = (batch.global_batch_size, batch.micro_batch_size)
+        dataset = stream = SampleStream(dataset, *sizes, seed, shuffle_buffer)
+        fingerprint = f"{fingerprint or 'unknown'}, {stream.described}"
+    elif shuffle_buffer:
+        raise ConfigError(
+            "ctx.loader: shuffle_buffer: is of streams; others are shuffled whole, by `seed`"
+        )
     elif not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         kind = type(dataset).__name__
         raise ConfigError(f"expected a map-style dataset, or one to iterate over, found {kind}")
     samples = collated(dataset, collate_fn)
     words = samples_in_words(len(samples))
-    return DataBundle(samples, None, None, None, words, fingerprint)
+    return DataBundle(samples, None, None, None, words, fingerprint, stream=stream)
 
 
 def collated(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Dataset:

@@ -261,7 +261,8 @@ class Loop:
             self.tools.prefetcher.request(number, self._planned(number))
 
     def _load(self, number: int) -> list[MicroBatch]:
-        loaded = self.tools.prefetcher.get(number, self.job.elastic.hang_timeout_s)
+        hang_s = self.job.elastic.hang_timeout_s
+        loaded = self.tools.prefetcher.get(number, hang_s, self.progress)
         self._request(number + 1)
         dealt = self.dealt[self.data_rank]
         return [
@@ -285,7 +286,8 @@ class Loop:
         asked, self.flags.checkpoint = self.flags.checkpoint, False
         wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
         values = [loss, float(tokens), squares, *wishes, snapshots.take_cost_s(), self._step_s]
-        values += [*more, *self._consumed(micro_batches)]
+        positions = self._positions(micro_batches)
+        values += [*more, *positions, *self._consumed(micro_batches)]
         world, holding = self.groups.world_size, self.groups.assignment.holding
         summed = sum_over_members(values, world)
         total, count, squares, pause, stop, checkpoint, cost, step, *others = summed
@@ -296,7 +298,10 @@ class Loop:
         self.pausing, self.stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
         snapshots.drop_before(snapshots.newest())
-        ids = [int(sample) - 1 for sample in others[len(more) :]]
+        read = len(more) + len(positions)
+        if positions and self.tools.data.stream is not None:
+            self.tools.data.stream.take(others[len(more) : read])
+        ids = [int(sample) - 1 for sample in others[read:]]
         mean = total / max(count, 1.0)
         return Agreed(mean, int(count), squares, ids, others[: len(more)])
 
@@ -309,6 +314,15 @@ class Loop:
         counts = self.groups.assignment.layout.counts_samples(self.groups.rank)
         consumed = micro_batches if counts else []
         return places(consumed, batch.global_batch_size, batch.micro_batch_size)
+
+    def _positions(self, micro_batches: list[MicroBatch]) -> list[float]:
+        """How far a stream was read: as many numbers on each member, see ``SampleStream.tell``."""
+        if (stream := self.tools.data.stream) is None:
+            return []
+        assert self.groups.rank is not None
+        counts = self.groups.assignment.layout.counts_samples(self.groups.rank)
+        numbers = (micro.number for micro in micro_batches if micro.weight and counts)
+        return stream.tell(self.step + 1, numbers)
 
     # ---------------------------------------------------------- keeping the state
 

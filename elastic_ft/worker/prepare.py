@@ -67,7 +67,7 @@ def prepare(
         worker=worker,
         engine=engine,
         data=data,
-        prefetcher=Prefetcher(data.train, draws=_draws(own)),
+        prefetcher=_prefetcher(data, own),
         snapshots=snapshots,
         checkpointer=checkpointer,
         points=points,
@@ -77,8 +77,13 @@ def prepare(
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
 
 
-def _draws(own: Steering | None) -> Draws | None:
-    return None if own is None else Draws(lambda: own.engine.seed)
+def _prefetcher(data: DataBundle, own: Steering | None) -> Prefetcher:
+    stream = data.stream
+    return Prefetcher(
+        data.train,
+        draws=None if own is None else Draws(lambda: own.engine.seed),
+        reads=lambda: 0 if stream is None else stream.reads,
+    )
 
 
 def _engine(job: Job, data: DataBundle) -> Engine:

@@ -91,11 +91,11 @@ def test_a_part_is_read_by_those_it_is_dealt_to() -> None:
 def test_it_begins_anew_where_it_ends() -> None:
     counted = Counted(11)
     stream = SampleStream(counted, 8, 2)
-    assert [stream[i] for i in range(30)] == [i % 11 for i in range(30)]
-    assert counted.epochs == [0, 1, 2]
-    assert [stream[i] for i in range(25, 30)] == [i % 11 for i in range(25, 30)]  # still there
-    assert counted.read == 30
-    assert stream[0] == 0 and counted.read == 31  # from the beginning again
+    assert [stream[i] for i in range(50)] == [i % 11 for i in range(50)]
+    assert counted.epochs == [0, 1, 2, 3, 4]
+    assert [stream[i] for i in range(25, 50)] == [i % 11 for i in range(25, 50)]  # still there
+    assert counted.read == 50
+    assert stream[0] == 0 and counted.read == 51  # from the beginning again
     with pytest.raises(DataError, match="no samples"):
         SampleStream(Counted(0), 8, 2)[0]
 
