@@ -20,6 +20,7 @@ from elastic_ft.config import DataConfig, Job
 from elastic_ft.data.corpus import Corpus, open_corpus
 from elastic_ft.data.epoch_order import EpochOrder
 from elastic_ft.data.prefetch import Prefetcher
+from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.data.token_shards import TokenShards, find_shards
 from elastic_ft.errors import DataError, redacted
@@ -59,6 +60,7 @@ class DataBundle:
     fingerprint: str | None = None  # of the tokens: differs if two workers read different data
     order: EpochOrder | None = None  # of the samples, if that is not the job's own
     stream: SampleStream | None = None  # behind ``train``
+    processes: ReadingProcesses | None = None  # which read ``train``
 
 
 def positions_in_documents(tokens: Tensor, end_id: int) -> Tensor:

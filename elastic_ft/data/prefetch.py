@@ -8,32 +8,32 @@ of a step: the reading, not the plan of it (I2).
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_ft.core.batches import SampleIds
 from elastic_ft.data.draws import Draws
+from elastic_ft.data.reading import Loaded, read_micro_batch
 from elastic_ft.errors import GroupBroken
 
 JOIN_TIMEOUT_S = 5.0
 PASSED_OVER_S = 1.0  # how often it is looked at what a stream passes over
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A micro-batch, and the ids of the samples that were read for it."""
+class Readers(Protocol):
+    """Who else reads, beside this process: see ``data.reading_processes``."""
 
-    ids: SampleIds
-    data: Any
+    @property
+    def readers(self) -> Sequence[Callable[[SampleIds], Loaded]]: ...
+
+    def close(self) -> None: ...
 
 
 class Prefetcher:
-    """Micro-batches by step. One background thread; at most ``depth_steps`` steps are wanted.
+    """Micro-batches by step; at most ``depth_steps`` are wanted. A thread for each who reads.
 
     Use from the training thread: ``request`` a step or two ahead, then ``get`` each step once.
     ``cancel`` may come from any thread. ``dataset[i]`` runs in the background thread and must
@@ -49,23 +49,27 @@ class Prefetcher:
         depth_steps: int = 2,
         draws: Draws | None = None,
         reads: Callable[[], int] = lambda: 0,
+        others: Readers | None = None,
     ) -> None:
         """``draws``: of a dataset that may draw from the global generators. One that does is read
         while ``get`` waits for it, and at no other time. ``reads``: grows while a stream passes
-        over samples."""
+        over samples. ``others``: read instead of this process, whatever draws; they end with it.
+        """
         self._dataset = dataset
         self._collate = collate or dataset.collate
         self._depth_steps, self._draws, self._waiting = depth_steps, draws, False
         if draws is not None and hasattr(dataset, "seeded_by"):  # a stream: it reads others, too
             dataset.seeded_by(draws.begin)
-        self._reads = reads
+        self._reads, self._others = reads, others
+        self._readers = others.readers if others is not None else [self._read]
+        self._reading: set[tuple[int, SampleIds]] = set()
         self._changed = threading.Condition()
         self._wanted: dict[int, list[SampleIds]] = {}
         self._loaded: dict[tuple[int, SampleIds], Loaded] = {}
         self._failed: dict[tuple[int, SampleIds], Exception] = {}
         self._cancellations = 0
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def request(self, step: int, micro_batches: Sequence[Sequence[int]]) -> None:
         """Asks for the micro-batches of ``step``; returns at once. Replaces an earlier request.
@@ -80,7 +84,7 @@ class Prefetcher:
                 )
             self._wanted[step] = [tuple(ids) for ids in micro_batches]
             self._failed.clear()
-            self._start_thread()
+            self._start_threads()
             self._changed.notify_all()
 
     def get(
@@ -139,12 +143,14 @@ class Prefetcher:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread; waits for at most 5 s for the sample that it is loading."""
+        """Ends the threads; waits for at most 5 s for the samples that they are loading."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join(JOIN_TIMEOUT_S)
+        if self._others is not None:
+            self._others.close()
+        for thread in self._threads:
+            thread.join(JOIN_TIMEOUT_S)
 
     def __enter__(self) -> Prefetcher:
         return self
@@ -171,56 +177,51 @@ class Prefetcher:
         for key in [k for k in self._loaded if not step <= k[0] <= step + self._depth_steps]:
             del self._loaded[key]
 
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
-            self._thread.start()
+    def _start_threads(self) -> None:
+        if not self._threads:
+            for read in self._readers:
+                thread = threading.Thread(
+                    target=self._work, args=(read,), name="prefetch", daemon=True
+                )
+                self._threads.append(thread)
+                thread.start()
 
-    def _work(self) -> None:
+    def _work(self, read: Callable[[SampleIds], Loaded]) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._may_read())
                 if self._closed:
                     return
                 key = self._next()
-            assert key is not None
-            self._load(key)
+                assert key is not None
+                self._reading.add(key)
+            self._load(key, read)
 
     def _may_read(self) -> bool:
         draws = self._draws is not None and self._draws.known is not False
+        draws = draws and self._others is None  # their generators are nobody else's
         return (self._waiting or not draws) and self._next() is not None
 
     def _next(self) -> tuple[int, SampleIds] | None:
         for step in sorted(self._wanted):
             for ids in self._missing(step):
-                if (step, ids) not in self._failed:
+                if (step, ids) not in self._failed and (step, ids) not in self._reading:
                     return step, ids
         return None
 
-    def _load(self, key: tuple[int, SampleIds]) -> None:
+    def _load(self, key: tuple[int, SampleIds], read: Callable[[SampleIds], Loaded]) -> None:
         try:
-            loaded = self._read(key[1])
+            loaded = read(key[1])
         except Exception as error:  # the user's dataset may raise anything; get() raises it
             with self._changed:
+                self._reading.discard(key)
                 self._failed[key] = error
                 self._changed.notify_all()
             return
         with self._changed:
+            self._reading.discard(key)
             self._loaded[key] = loaded
             self._changed.notify_all()
 
     def _read(self, wanted: SampleIds) -> Loaded:
-        ids, samples, count = [], [], len(self._dataset)
-        draws = self._draws
-        together = getattr(self._dataset, "__getitems__", None)
-        if together is not None and (draws is None or draws.known is False):
-            return Loaded(wanted, self._collate(together([i % count for i in wanted])))
-        with draws.apart() if draws is not None else contextlib.nullcontext():
-            for sample_id in wanted:
-                if draws is not None:
-                    draws.begin(sample_id)
-                samples.append(self._dataset[sample_id % count])
-                ids.append(sample_id)
-            if draws is not None:
-                draws.begin(wanted[0], collating=True)
-            return Loaded(tuple(ids), self._collate(samples))
+        return read_micro_batch(self._dataset, self._collate, self._draws, wanted)

@@ -20,7 +20,7 @@ from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, NextMicroBatch, arguments_of, keep_gradients
 from elastic_ft.training.given import sort_out
-from elastic_ft.training.loader import Loader, bundle_of, check_options
+from elastic_ft.training.loader import Loader, bundle_of, check_options, read_in_processes
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.prepare import ready_device
 from elastic_ft.worker.steering import Dealt, Ended, MakeHere, Steering
@@ -128,6 +128,8 @@ class Context(Between):
         if loader.bundle.stream is not None:
             engine.own.register("the stream", loader.bundle.stream)
         keep_gradients(engine.optimizers, lambda: bool(self._turn and self._turn.keeps_gradients))
+        if isinstance(given.loader, DataLoader):
+            read_in_processes(loader, given.loader, engine.seed)
         self._own, self._loader = Steering(engine, loader.bundle), loader
         self.worker.own = self._own
         prepared = [loader if thing is given.loader else thing for thing in things]

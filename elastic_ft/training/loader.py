@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from elastic_ft.config.trained import BatchConfig
 from elastic_ft.core.batches import ENDLESS, samples_in_words
 from elastic_ft.data.dataset import Collated, DataBundle, Dataset
+from elastic_ft.data.reading_processes import ReadingProcesses
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
@@ -48,15 +50,11 @@ class Loader:
 REFUSED = {  # options of a DataLoader, and what else
     "drop_last": "all batches are whole, the last goes on into the next pass: leave it out",
     "timeout": "elastic.hang_timeout_s of the job is the deadline of a sample",
-    "worker_init_fn": "samples are read in a thread of this process: do it in the dataset",
+    "worker_init_fn": "do it in the dataset, when it is first read",
     "generator": "the order is a function of the job's seed: say `seed`",
 }
-WITHOUT_EFFECT = (
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "multiprocessing_context",
-)
+OF_PROCESSES = ("num_workers", "persistent_workers", "multiprocessing_context")
+WITHOUT_EFFECT = ("pin_memory",)
 
 
 def check_options(loader: DataLoader[Any], size: int) -> None:
@@ -75,12 +73,25 @@ def check_options(loader: DataLoader[Any], size: int) -> None:
             f"{loader.batch_size}: they are the same thing"
         )
     idle = [name for name in WITHOUT_EFFECT if getattr(loader, name, None)]
+    if is_stream(loader.dataset):
+        idle += [name for name in OF_PROCESSES if getattr(loader, name, None)]
     if idle:
         warnings.warn(
             f"DataLoader.{', '.join(idle)}: without effect: samples are read a step ahead, in a "
-            "thread",
+            "thread or in processes",
             stacklevel=4,
         )
+
+
+def read_in_processes(loader: Loader, given: DataLoader[Any], seed: int | None) -> None:
+    """Starts ``num_workers`` processes that read for it, to the end of this one.
+
+    ``seed``: of what samples draw; None: those draw as they come, which only this process can.
+    """
+    if given.num_workers and loader.bundle.stream is None and seed is not None:
+        context: Any = given.multiprocessing_context
+        processes = ReadingProcesses(loader.bundle.train, given.num_workers, seed, context)
+        loader.bundle = replace(loader.bundle, processes=processes)
 
 
 def is_stream(dataset: Any) -> bool:

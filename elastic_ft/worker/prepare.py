@@ -83,6 +83,7 @@ def _prefetcher(data: DataBundle, own: Steering | None) -> Prefetcher:
         data.train,
         draws=None if own is None else Draws(lambda: own.engine.seed),
         reads=lambda: 0 if stream is None else stream.reads,
+        others=data.processes,
     )
 
 

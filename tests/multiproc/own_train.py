@@ -1,6 +1,7 @@
 """A training loop of one's own, as a user would write it, that tells what it saw.
 
-Arguments: a folder for what it tells, where a file "gate" holds it back; steps; a seed; "stream".
+Arguments: a folder for what it tells, where a file "gate" holds it back; steps; a seed; "stream",
+or "processes".
 """
 
 import json
@@ -8,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +18,7 @@ import elastic_ft
 from tests.multiproc import tiny
 
 OUT, STEPS, SEED = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-IS_STREAM = sys.argv[4:] == ["stream"]
+IS_STREAM, READERS = sys.argv[4:] == ["stream"], 2 * (sys.argv[4:] == ["processes"])
 DIM, VOCABULARY = 16, 50
 
 
@@ -113,7 +115,9 @@ optimizer = torch.optim.AdamW(
 )
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
 samples = tiny.Gated(Samples(), OUT / "gate")
-loader = torch.utils.data.DataLoader(Stream(samples) if IS_STREAM else samples, batch_size=2)
+loader = torch.utils.data.DataLoader(
+    Stream(samples) if IS_STREAM else samples, batch_size=2, num_workers=READERS
+)
 model, optimizer, scheduler, loader = ctx.prepare(model, optimizer, scheduler, loader)
 ema, history = Average(model), History()
 ctx.register(ema=ema, history=history)
@@ -122,6 +126,14 @@ if ctx.job.parallel.strategy == "ddp":  # who joins evaluates by itself
     ctx.evaluate(lambda micro: (float(micro.sum()), len(micro)), [Samples()[n] for n in range(5)])
 
 told = (OUT / f"{os.getpid()}.jsonl").open("a")
+
+
+def tell_readers() -> None:
+    with (OUT / f"{os.getpid()}.readers").open("a") as file:
+        print(*(process.pid for process in psutil.Process().children()), file=file)
+
+
+tell_readers()
 bodies = 0
 
 
@@ -165,5 +177,6 @@ for batch in loader:
     ctx.log(own=result.number * 2)
     if result.number == STEPS:
         break
+tell_readers()
 told.write(json.dumps({"bodies": bodies, "after": True}) + "\n")
 told.flush()

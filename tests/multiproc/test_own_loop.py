@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elastic_ft.config import Job, parse_job
@@ -16,6 +20,7 @@ from tests.multiproc.harness import PATIENT, ROOT, Gate, Run, run_job
 
 STEPS = 12
 CLOSE = 1e-7  # relative
+GONE_S = 10.0  # for what a process has started to end after it
 
 
 def make_job(out: Path, *, workers: int = 3, strategy: str = "ddp", **sections: Any) -> Job:
@@ -118,16 +123,46 @@ def test_a_killed_worker_costs_no_step(
     assert len(joined) == 1, found.story()
 
 
+def test_processes_that_read_outlive_new_deals(
+    tmp_path: Path, undisturbed: dict[int, dict[str, Any]]
+) -> None:
+    """Those of survivors are the same to the end; a killed worker's end with it."""
+    job = told_more(make_job(tmp_path), "processes")
+    found = run(tmp_path, job, (PointFault("backward", rank=1, step=5),))
+    check_steps(tmp_path, found, undisturbed)
+    assert found.worlds()[0] == 3 and found.worlds()[-1] == 3, found.story()
+    lines = {f.stem: f.read_text().split("\n")[:-1] for f in (tmp_path / "told").glob("*.readers")}
+    whole = [line for line in lines.values() if len(line) == 2]
+    assert len(lines) >= 4 and len(whole) == 3, "of all but the killed one"
+    for first, last in whole:
+        assert first == last and len(first.split()) == 2
+    left = {int(pid) for line in lines.values() for pid in line[0].split()}
+    deadline_s, pause = time.monotonic() + GONE_S, threading.Event()
+    while left := {pid for pid in left if is_there(pid)}:
+        assert time.monotonic() < deadline_s, left
+        pause.wait(0.05)
+
+
+def is_there(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def told_more(job: Job, argument: str) -> Job:
+    """Its script is told it, too."""
+    assert job.loop is not None
+    loop = job.loop.model_copy(update={"arguments": (*job.loop.arguments, argument)})
+    return job.model_copy(update={"loop": loop})
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=SOAK)])
 def test_a_stream_goes_on_where_it_was(tmp_path: Path, strategy: str) -> None:
     """For the survivors, and for who joins: as in a world of one, also past its end."""
     alone, out = tmp_path / "alone", tmp_path / "lost"
     found = {}
     for folder, workers in ((alone, 1), (out, 3)):
-        job = make_job(folder, workers=workers, strategy=strategy)
-        assert job.loop is not None
-        arguments = (*job.loop.arguments, "stream")
-        job = job.model_copy(update={"loop": job.loop.model_copy(update={"arguments": arguments})})
+        job = told_more(make_job(folder, workers=workers, strategy=strategy), "stream")
         faults = (PointFault("backward", rank=1, step=5),) if workers > 1 else ()
         found[folder] = run(folder, job, faults)
     (lines,) = told(alone).values()
