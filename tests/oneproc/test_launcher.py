@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -520,6 +522,20 @@ def test_workers_have_the_environment_of_their_start(
     os.close(reads)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert json.loads(told.read_text()) == [{"OF_THE_JOB": "2"}, [*children.INTERRUPTS]]
+
+
+def test_processes_that_are_forked_draw_apart(tmp_path: Path) -> None:
+    """All workers of all jobs drew the same from numpy's global generator."""
+
+    def draw(name: str) -> None:
+        (tmp_path / name).write_text(str(np.random.random()))
+
+    pids = [
+        children.fork(children.Prepared(dict(os.environ), (), []), partial(draw, name))
+        for name in ("first", "second")
+    ]
+    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
+    assert (tmp_path / "first").read_text() != (tmp_path / "second").read_text()
 
 
 def test_an_interrupt_that_comes_right_after_the_fork_is_heard(tmp_path: Path) -> None:

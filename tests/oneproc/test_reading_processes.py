@@ -91,9 +91,7 @@ def test_what_a_sample_raises_is_raised_here(processes: ReadingProcesses) -> Non
 def test_a_process_that_dies_is_one_line(processes: ReadingProcesses) -> None:
     with prefetcher(processes) as reading:
         reading.request(1, [(77,)])
-        died = (
-            r"^the data's process \d+ has died by signal 9 \(SIGKILL\), and so did the one"
-        )
+        died = r"^the data's process \d+ has died by signal 9 \(SIGKILL\), and so did the one"
         with pytest.raises(DataError, match=died + " before it, reading samples 77$"):
             reading.get(1)
         reading.cancel()

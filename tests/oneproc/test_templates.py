@@ -17,9 +17,10 @@ import psutil
 import pytest
 from ray.exceptions import RayError
 
-from elastic_ft.hosts.ray import fork_client, fork_server, warm_nodes
+from elastic_ft.hosts.ray import fork_client, fork_server, local_templates, warm_nodes
 from elastic_ft.hosts.ray.cluster import wait_for
 from elastic_ft.hosts.ray.fork_server import Request
+from elastic_ft.hosts.ray.local_templates import LocalTemplates
 from elastic_ft.hosts.ray.warm_nodes import Template, WarmNodes
 
 ASKED = ["worker.py", "--node-id=n"]
@@ -120,6 +121,22 @@ def test_a_folder_that_others_can_look_into_is_not_used(
     with pytest.raises(PermissionError, match="nobody else"):
         fork_client.ask(ASKED)
     assert served.empty()
+
+
+def test_a_local_node_starts_cold_where_the_folder_is_not_ours_alone(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever had made it kept every local cluster from starting, and its first raylet was left."""
+    monkeypatch.setattr(local_templates, "TERM_S", 0.0)
+    folder.chmod(0o755)
+    templates = LocalTemplates({}, tmp_path / "log")
+    try:
+        templates.add("n", 1)
+        assert templates.processes("n") == []
+    finally:
+        templates.close()
+    (record,) = caplog.records
+    assert "start cold on node n" in record.message and "nobody else can look" in record.message
 
 
 def test_nobody_waits_for_a_template_that_can_not_load(

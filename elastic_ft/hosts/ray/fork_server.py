@@ -26,6 +26,7 @@ from typing import Any
 
 from elastic_ft.hosts.ray.fork_client import GO
 from elastic_ft.transport.title import set_title
+from elastic_ft.worker.forked import draw_apart
 
 REQUEST_MAX = 8 << 20
 NODE_MAX, NODE_SHOWN = 256, 8  # of a node's id
@@ -199,6 +200,7 @@ def become(request: Request) -> None:
     script, *_ = sys.argv = request.argv
     sys.path[0] = str(Path(script).parent)
     birth.begin_again()
+    draw_apart()
     runpy.run_path(script, run_name="__main__")
 
 

@@ -8,6 +8,7 @@ asks here for them. Processes of another driver than the cluster's own start col
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from elastic_ft.core.assignment import NodeId
 from elastic_ft.hosts.ray import fork_client, fork_server
 from elastic_ft.hosts.ray.warm_nodes import executable_here, listener_for
 
+log = logging.getLogger(__name__)
 LABEL = "elastic-ft/template"  # of a node that has one, from its start to its end
 ANSWER_MAX = 32
 TERM_S = 5.0
@@ -64,15 +66,16 @@ class LocalTemplates:
             )
 
     def add(self, node: NodeId, raylet: int) -> None:
-        """``raylet``: its pid. Returns at once; nothing comes of it where the imports have failed.
-
-        Raises OSError.
-        """
-        with self._lock, listener_for(node) as listener:
-            self._paths[node] = Path(fork_client.name_of(node))
+        """``raylet``: its pid. Returns at once; nothing comes of it where the imports have failed,
+        or somebody else has made the folder of sockets."""
+        with self._lock:
             try:
-                socket.send_fds(self._tell, [f"{node} {raylet}".encode()], [listener.fileno()])
-            except (BrokenPipeError, ConnectionResetError):
+                with listener_for(node) as listener:
+                    self._paths[node] = Path(fork_client.name_of(node))
+                    said = f"{node} {raylet}".encode()
+                    socket.send_fds(self._tell, [said], [listener.fileno()])
+            except OSError as error:
+                log.warning("processes start cold on node %.12s: %s", node, error)
                 return
             self._waiting.append(node)
 
