@@ -13,7 +13,7 @@ from elastic_ft.errors import DataDiffers, DataError, GroupBroken
 from elastic_ft.groups.groups import Groups
 
 
-def check_data_of_run(run: dict[str, Any], data: DataBundle, pretrained: str | None) -> None:
+def check_data_of_run(run: dict[str, Any], data: DataBundle, pretrained: str | None = None) -> None:
     """Raises DataError if this worker reads other data than the run has so far (I2), or other
     weights at model.pretrained, whose digest is ``pretrained``."""
     if other := changes(run, data_terms(len(data.train), data.fingerprint, pretrained)):
@@ -24,7 +24,7 @@ def check_data_of_run(run: dict[str, Any], data: DataBundle, pretrained: str | N
         raise DataError(f"{found}: going on would {what}")
 
 
-def data_in_words(data: DataBundle, pretrained: str | None) -> str:
+def data_in_words(data: DataBundle, pretrained: str | None = None) -> str:
     """What tells it from other data. A user's own dataset has no fingerprint: then its size does,
     on which the whole order depends."""
     fingerprint = f", fingerprint {data.fingerprint}" if data.fingerprint else ""

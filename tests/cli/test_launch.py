@@ -252,7 +252,7 @@ def test_mistakes_are_a_line_each(folder: Path) -> None:
         "ctx.prepare",
         "ctx.log",
         "elastic_ft.init",
-        "DataLoader.num_workers, pin_memory, persistent_workers",
+        "DataLoader.pin_memory",
         "steps of a pass",
         "optimizer.step",
         "a batch",

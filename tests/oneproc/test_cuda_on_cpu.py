@@ -22,6 +22,7 @@ from elastic_ft.core.events import ITS_DEVICE
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
+from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines import laid_out
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
@@ -122,7 +123,8 @@ def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.
 
         def prepare(self) -> None: ...
 
-    data = SimpleNamespace(vocab_size=512, sequence_length=8, train=[], fingerprint="")
+    nothing: Any = []
+    data = DataBundle(nothing, None, 512, 8, "")
     tried: list[torch.device] = []
     monkeypatch.setattr(prepare, "burn_in", tried.append)
     monkeypatch.setattr(prepare, "open_dataset", lambda *_: data)
