@@ -167,6 +167,11 @@ def undo_fully_shard(part: Any) -> None:
     part.__class__ = type(part).__mro__[2]  # fully_shard made a class of FSDPModule and this
 
 
+def in_backward() -> bool:
+    """This thread is in a backward: what is computed forward now was computed before."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def set_group_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Sets the timeout of later collectives (forming has a shorter one of its own)."""
     c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)

@@ -64,12 +64,7 @@ def plan(
     measured = None if run is None else measure(job, work, there, run)
     if measured is not None and measured.flops_per_s is not None:
         there = replace(there, flops_per_s=measured.flops_per_s)
-    limits = Limits(
-        schedules=(job.parallel.schedule,),
-        tp_max=max_tp,
-        pp_max=max_pp,
-        cp_sizes=tuple(divisors(job.parallel.cp)),
-    )
+    limits = _limits(job, work, max_tp, max_pp)
     try:
         ranked = plans(work, there, limits, top=top)
     except NoLayout as error:
@@ -83,6 +78,16 @@ def plan(
         _show(work, there, ranked)
         _show_losses(ranked[0], after)
     return 0
+
+
+def _limits(job: Job, work: Work, max_tp: int | None, max_pp: int | None) -> Limits:
+    return Limits(
+        schedules=(job.parallel.schedule,),
+        tp_max=max_tp,
+        pp_max=1 if work.model.whole_layers else max_pp,
+        tp_sizes=(1,) if work.model.whole_layers else (),
+        cp_sizes=tuple(divisors(job.parallel.cp)),
+    )
 
 
 def _refuse(why: str, as_json: bool) -> int:

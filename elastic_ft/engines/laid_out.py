@@ -22,6 +22,7 @@ from elastic_ft import torch_private
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_memory
+from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.compiling import check_compiled, compile_blocks
 from elastic_ft.engines.modules import DTYPES, mixed_precision, plain_name, to_empty
 from elastic_ft.engines.optimizer_state import OptimizerState
@@ -34,6 +35,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules
 from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import Attention, Decoder, DecoderStage
+from elastic_ft.models.experts import MixtureDecoder
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +46,7 @@ class LaidOut:
     parameters: by the name that the whole model has for each.
     buffers: those that are part of the state, by such names.
     kept: by the optimizer.
+    balancing: of experts, which go with the optimizer's step.
     pipeline, tied: where the model is cut into stages; ``tied`` where two have one weight.
     """
 
@@ -52,6 +55,7 @@ class LaidOut:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     kept: OptimizerState
+    balancing: Balancing
     pipeline: Pipeline | None = None
     tied: TiedWeight | None = None
 
@@ -84,7 +88,7 @@ def lay_out(
     make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
     kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
-    laid_out = LaidOut(parts, blocks, parameters, buffers, kept)
+    laid_out = LaidOut(parts, blocks, parameters, buffers, kept, Balancing(parts))
     if groups is not None and staged:
         assert groups.mesh is not None
         group, schedule = groups.mesh.get_group("pp"), job.parallel.schedule
@@ -128,6 +132,8 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
             f"{type(model).__name__}"
         )
     check_compiled(job, model)
+    if isinstance(model, MixtureDecoder) and parallel.engine != "native":
+        raise ConfigError("parallel.engine: a mixture of experts (model.preset) is of native alone")
     if parallel.cp > 1 and not isinstance(model, Decoder):
         raise ConfigError(
             "parallel.cp: ranks share positions of the built-in decoder (model.preset), found "

@@ -96,8 +96,7 @@ class NativeEngine:
         self._settled = False  # FSDP2's first forward may move its parameters
         self._compiler: Compiler | None = None  # as the job wishes; prepared
         self.reference: Reference | None = None  # prepared
-        self.intact = True
-        self.named = NamedSums()
+        self.intact, self.named = True, NamedSums()
 
     # ------------------------------------------------------------------ layout
 
@@ -152,6 +151,7 @@ class NativeEngine:
     def _lay_out(self, groups: Groups | None) -> None:
         self._laid_out, of = None, (self.job, self._factory, self._computed, self.device)
         self._laid_out = laid_out.lay_out(*of, groups)
+        self.named.tally = self._laid_out.balancing
 
     @property
     def _model(self) -> LaidOut:
@@ -274,6 +274,7 @@ class NativeEngine:
             last = index == len(micro_batches) - 1
             seed_for(self.job.seed, step, micro_batch.number)
             reach("forward", None if index == 0 else step)
+            self._model.balancing.counts(micro_batch.weight)
             kept = {} if micro_batch.weight else {b: b.clone() for b in model.buffers.values()}
             with self._accumulating(last), self._autocast():
                 loss, count, found = loss_and_named(
@@ -380,6 +381,7 @@ class NativeEngine:
                 self._listed = None
             with model.kept.stepping(), inside(reach):
                 optimizer.step()
+                model.balancing.apply()
                 if model.tied is not None:
                     model.tied.refresh()
             if not self._replicated and self.job.optimizer.name not in LOCAL_OPTIMIZERS:

@@ -21,6 +21,7 @@ from elastic_ft.config import LoraSection, ModelConfig
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ModelError
 from elastic_ft.models.decoder import PRESETS, Decoder, DecoderConfig
+from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder
 from elastic_ft.models.imports import call_object, one_line
 from elastic_ft.models.initial import Recipe, recorded
 from elastic_ft.models.lora import add_adapters
@@ -66,22 +67,29 @@ def _check_trained_in_full(key: str, model: nn.Module) -> None:
 
 def _build_preset(
     preset: str, kwargs: dict[str, Any], vocab_size: int | None, sequence_length: int | None
-) -> Decoder:
-    if preset not in PRESETS:
-        raise ModelError(f"model.preset: expected one of {', '.join(PRESETS)}; found {preset!r}")
-    known = [field.name for field in dataclasses.fields(DecoderConfig)]
+) -> nn.Module:
+    named = preset_of(preset)
+    known = [field.name for field in dataclasses.fields(named)]
     for key in kwargs:
         if key not in known:
             raise ModelError(f"model.kwargs.{key}: unknown key; expected {', '.join(known)}")
     from_data = {"vocab_size": vocab_size, "max_sequence_length": sequence_length}
     given = {key: value for key, value in from_data.items() if value is not None}
     try:
-        sizes = dataclasses.replace(PRESETS[preset], **(given | kwargs))
+        sizes = dataclasses.replace(named, **(given | kwargs))
     except ValueError as error:
         raise ModelError(f"model.kwargs: {error}") from None
     _check_fits("model.kwargs.vocab_size", sizes.vocab_size, vocab_size)
     _check_fits("model.kwargs.max_sequence_length", sizes.max_sequence_length, sequence_length)
-    return Decoder(sizes)
+    return MixtureDecoder(sizes) if isinstance(sizes, MixtureConfig) else Decoder(sizes)
+
+
+def preset_of(name: str) -> DecoderConfig:
+    """Raises ModelError."""
+    known = PRESETS | MIXTURES
+    if name not in known:
+        raise ModelError(f"model.preset: expected one of {', '.join(known)}; found {name!r}")
+    return known[name]
 
 
 def _check_fits(key: str, models: object, datas: int | None) -> None:

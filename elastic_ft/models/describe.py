@@ -11,8 +11,9 @@ from torch import nn
 from elastic_ft.config import Job, ModelConfig
 from elastic_ft.core.layouts.work import ModelShape, Work
 from elastic_ft.errors import ConfigError, ModelError
-from elastic_ft.models.build import block_modules, build_model
-from elastic_ft.models.decoder import PRESETS, DecoderConfig
+from elastic_ft.models.build import block_modules, build_model, preset_of
+from elastic_ft.models.decoder import DecoderConfig
+from elastic_ft.models.experts import MixtureConfig
 
 # That must be given: transformers has defaults for each, which nobody means.
 SIZES = (
@@ -26,17 +27,24 @@ SIZES = (
 
 def describe_decoder(config: DecoderConfig, sequence_length: int) -> ModelShape:
     """Returns the sizes of a built-in decoder, trained on ``sequence_length`` tokens."""
-    kv_dim = config.n_kv_heads * config.head_dim
+    kv_dim, inner, idle = config.n_kv_heads * config.head_dim, config.ffn_dim, 0
     block = 2 * config.dim * (config.dim + kv_dim) + 3 * config.dim * config.ffn_dim
+    if isinstance(config, MixtureConfig):
+        expert = 3 * config.dim * config.expert_ffn_dim
+        block += config.n_experts * (expert + config.dim)
+        inner += config.experts_per_token * config.expert_ffn_dim
+        idle = (config.n_experts - config.experts_per_token) * expert
     whole = config.vocab_size * config.dim
     return ModelShape(
         layers=config.n_layers,
         dim=config.dim,
         heads=config.n_heads,
         kv_heads=config.n_kv_heads,
-        ffn_dim=config.ffn_dim,
+        ffn_dim=inner,
         vocabulary=config.vocab_size,
         sequence_length=sequence_length,
+        idle_parameters=idle,
+        whole_layers=isinstance(config, MixtureConfig),
         block_parameters=block + 2 * config.dim,
         embedding_parameters=whole,
         output_parameters=config.dim + (0 if config.tie_embeddings else whole),
@@ -72,12 +80,9 @@ def _shape(job: Job) -> ModelShape:
     model, data = job.model, job.data
     trained = data.vocab_size if data.tokenizer is None and data.format != "tokens" else None
     if model.preset is not None:
-        if model.preset not in PRESETS:
-            known = ", ".join(PRESETS)
-            raise ModelError(f"model.preset: expected one of {known}; found {model.preset!r}")
         given: dict[str, Any] = {} if trained is None else {"vocab_size": trained}
-        sizes = {**dataclasses.asdict(PRESETS[model.preset]), **given, **model.kwargs}
-        return describe_decoder(_checked("model.kwargs", sizes), data.sequence_length)
+        sizes = _checked("model.kwargs", preset_of(model.preset), given | model.kwargs)
+        return describe_decoder(sizes, data.sequence_length)
     if model.transformers is not None:
         return _of_transformers(model.transformers, trained, data.sequence_length)
     raise ModelError(
@@ -133,8 +138,8 @@ def _of_experts(block: nn.Module) -> int:
     return sum(parameter.numel() for name, parameter in named if ".experts." in name)
 
 
-def _checked(key: str, sizes: dict[str, Any]) -> DecoderConfig:
+def _checked(key: str, preset: DecoderConfig, sizes: dict[str, Any]) -> DecoderConfig:
     try:
-        return DecoderConfig(**sizes)
+        return dataclasses.replace(preset, **sizes)
     except (TypeError, ValueError) as error:
         raise ModelError(f"{key}: {error}") from None

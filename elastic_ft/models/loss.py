@@ -88,6 +88,8 @@ def _next_token_loss(
         )
     total = cross_entropy_sum(logits, targets)
     router = router_loss(model, output)
+    if (routers := getattr(output, "router_sum", None)) is not None:  # models.experts
+        total = total + routers
     return (total, count) if router is None else (total + router * count, count)
 
 

@@ -7,7 +7,7 @@ same names: the sums of a step travel in one collective, without them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -29,27 +29,42 @@ def checked(found: Any) -> dict[str, Pair]:
     return {name: (pair[0], pair[1]) for name, pair in found.items()}
 
 
+class Tally(Protocol):
+    """What is counted beside metrics, and summed with them: as many numbers on each rank."""
+
+    def begin(self) -> None: ...
+
+    def sums(self) -> list[float]: ...
+
+    def agreed(self, sums: Sequence[float]) -> None:
+        """Over all ranks."""
+
+
 class NamedSums:
     """Over the micro-batches of a step, or of an evaluation.
 
     Attributes:
         names: in the order of all sums; of the first micro-batch that was added.
+        tally: in a step, if there is one.
     """
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] | None = None
+        self.tally: Tally | None = None
         self._sums: list[Tensor | float] = []
 
     def begin(self) -> None:
         """A new step: from zero."""
         self._sums = [0.0] * (2 * len(self.names or ()))
+        if self.tally is not None:
+            self.tally.begin()
 
     def add(self, found: Mapping[str, Pair], weight: float = 1.0) -> None:
         """Of one micro-batch; of padding (0) the names count alone. Raises ModelError."""
         names = tuple(sorted(found))
         if self.names is None:
             self.names = names
-            self.begin()
+            self._sums = [0.0] * (2 * len(names))
         if names != self.names:
             before, now = (", ".join(each) or "none" for each in (self.names, names))
             raise ModelError(f"named metrics of micro-batches differ: {before}, and then {now}")
@@ -62,12 +77,16 @@ class NamedSums:
         self.begin()
 
     def sums(self) -> list[float]:
-        """Sum and count of each name."""
-        return [float(value) for value in self._sums]
+        """Sum and count of each name, and the tally."""
+        tallied = [] if self.tally is None else self.tally.sums()
+        return [*map(float, self._sums), *tallied]
 
     def means(self, sums: Sequence[float]) -> dict[str, float]:
         """``sums``: as of ``sums``, added up over ranks. A mean over nothing is left out."""
-        pairs = zip(self.names or (), sums[::2], sums[1::2], strict=True)
+        named, rest = sums[: 2 * len(self.names or ())], sums[2 * len(self.names or ()) :]
+        if self.tally is not None:
+            self.tally.agreed(rest)
+        pairs = zip(self.names or (), named[::2], named[1::2], strict=True)
         return {name: total / count for name, total, count in pairs if count}
 
 

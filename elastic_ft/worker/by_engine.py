@@ -29,8 +29,9 @@ class ByEngine:
         engine, points, number = self._engine, loop.tools.points, attempt.number
         loss, tokens = engine.run_batch(number, attempt.micro_batches, points)
         agreed = attempt.agree(loss, tokens, engine.square_norm(), engine.named.sums())
+        metrics = engine.named.means(agreed.more)
         update = engine.apply(number, agreed.tokens, agreed.squares, points)
-        return replace(update, metrics=engine.named.means(agreed.more))
+        return replace(update, metrics=metrics)
         yield  # never: the user has no part in it
 
     def rate(self, step: int) -> float:

@@ -32,6 +32,7 @@ class ModelShape:
     output_parameters: int  # final norm, and the projection unless it is tied
     gated: bool = True  # three matrices in the feed-forward, not two
     idle_parameters: int = 0  # of one layer: experts that a token does not go through
+    whole_layers: bool = False  # ranks share no sample's work: no tp, no pp
 
     @property
     def block_active_parameters(self) -> int:

@@ -1,0 +1,243 @@
+"""A decoder whose feed-forwards are mixtures of experts: a router sends each token to some of them.
+
+As in DeepSeek-V3 (2024, section 2.1.2): scores are sigmoids, computed in float32; the experts with
+the highest scores plus bias are taken, and what they return is weighed by their scores without it.
+After each step the bias of an expert that had more tokens than the mean goes down by a constant, of
+one that had fewer up. Every token is computed, however many an expert is sent.
+
+What balances must not depend on who computes which samples. So the loss of a router is that of each
+sequence by itself, and tokens are counted over the global batch: whole numbers, whose sum is the
+same in every world, decide on a step's bias. The bias is a buffer, and state like any other.
+
+Shape suffixes: as in ``models.decoder``; N tokens of a micro-batch, X experts, S of them a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from elastic_ft.core.sharding import Box
+from elastic_ft.models.decoder import (
+    INITIAL_STD,
+    Attention,
+    DecoderConfig,
+    FeedForward,
+    rotations,
+    who_attends,
+)
+from elastic_ft.models.initial import draw
+from elastic_ft.torch_private import in_backward
+
+
+@dataclass(frozen=True)
+class MixtureConfig(DecoderConfig):
+    """``ffn_dim`` is that of the expert that all tokens go to.
+
+    Attributes:
+        router_loss: its coefficient, beside the mean loss of a token.
+        bias_rate: by how much a step changes a bias.
+    """
+
+    n_experts: int = 8
+    experts_per_token: int = 2
+    expert_ffn_dim: int = 128
+    router_loss: float = 1e-4
+    bias_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts_per_token > self.n_experts:
+            raise ValueError(
+                f"experts_per_token {self.experts_per_token} is more than n_experts "
+                f"{self.n_experts}"
+            )
+
+
+MIXTURES: dict[str, MixtureConfig] = {
+    # vocab_size, n_layers, dim, n_heads, n_kv_heads, ffn_dim, max_sequence_length, rope_theta,
+    # norm_eps, tie_embeddings, n_experts, experts_per_token, expert_ffn_dim
+    "decoder-moe-4m": MixtureConfig(
+        4096, 6, 128, 4, 2, 256, 1024, 10_000.0, 1e-5, False, 8, 2, 128
+    ),
+    # DeepSeekMoE 16B (Dai et al., 2024), whose first layer alone is dense.
+    "decoder-moe-16b": MixtureConfig(
+        102_400, 28, 2048, 16, 16, 2816, 4096, 10_000.0, 1e-6, False, 64, 6, 1408
+    ),
+}
+
+
+class MixtureOutput(NamedTuple):
+    """Attributes:
+    logits: [B, T, V].
+    router_sum: what the routers add to the sum of a token's losses; a scalar.
+    """
+
+    logits: Tensor
+    router_sum: Tensor
+
+
+class Experts(nn.Module):
+    """SwiGLUs side by side: weights [X, in, out]."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        inner = (config.n_experts, config.dim, config.expert_ffn_dim)
+        self.gate = nn.Parameter(torch.empty(inner))
+        self.up = nn.Parameter(torch.empty(inner))
+        self.down = nn.Parameter(torch.empty(config.n_experts, config.expert_ffn_dim, config.dim))
+
+    def forward(self, x_ND: Tensor, counts_X: Tensor) -> Tensor:
+        """``x``: of each token one row for each expert that it goes to, in the experts' order."""
+        if x_ND.is_cuda and x_ND.dtype == self.gate.dtype == torch.bfloat16:  # its kernel's only
+            ends_X = counts_X.cumsum(0).to(torch.int32)
+            inner = F.silu(F.grouped_mm(x_ND, self.gate, offs=ends_X))
+            inner = inner * F.grouped_mm(x_ND, self.up, offs=ends_X)
+            return F.grouped_mm(inner, self.down, offs=ends_X)
+        rows = zip(x_ND.split(counts_X.tolist()), self.gate, self.up, self.down, strict=True)
+        return torch.cat([(F.silu(x @ gate) * (x @ up)) @ down for x, gate, up, down in rows])
+
+
+class MixtureOfExperts(nn.Module):
+    """In the place of a feed-forward.
+
+    Attributes:
+        counts: whether tokens of the next forward are counted: not those of padding.
+        load: int64 [X], tokens that each expert was sent since ``forget``; None: none yet.
+    """
+
+    bias: Tensor
+    load: Tensor | None
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(config.dim, config.n_experts, bias=False)
+        self.experts = Experts(config)
+        self.shared = FeedForward(config)
+        self.register_buffer("bias", torch.zeros(config.n_experts))
+        self.counts, self.load = True, None
+
+    def forget(self) -> None:
+        self.load = None
+
+    def forward(self, x_BTD: Tensor, valid_BT: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the same shape, and the router's loss summed over tokens: a scalar."""
+        experts, per_token = self.config.n_experts, self.config.experts_per_token
+        flat_ND = x_BTD.flatten(0, 1)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            scores_NX = F.linear(flat_ND.float(), self.router.weight.float()).sigmoid()
+        chosen_NS = (scores_NX.detach() + self.bias.float()).topk(per_token, dim=-1).indices
+        weights_NS = scores_NX.gather(1, chosen_NS)
+        weights_NS = weights_NS / weights_NS.sum(dim=-1, keepdim=True)
+        order = chosen_NS.flatten().argsort(stable=True)
+        counts_X = chosen_NS.flatten().bincount(minlength=experts)
+        sorted_ND = self.experts(flat_ND[order // per_token], counts_X)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        out_NSD = sorted_ND[places].unflatten(0, (-1, per_token))
+        mixed_ND = (out_NSD * weights_NS[..., None].to(out_NSD.dtype)).sum(dim=1)
+        out_BTD = mixed_ND.view_as(x_BTD) + self.shared(x_BTD)
+        taken_BTX = F.one_hot(chosen_NS, experts).sum(dim=1).unflatten(0, x_BTD.shape[:2])
+        if valid_BT is None:
+            valid_BT = torch.ones(x_BTD.shape[:2], dtype=torch.int64, device=x_BTD.device)
+        taken_BTX = taken_BTX * valid_BT[..., None].long()
+        if self.training and self.counts and not in_backward():  # not what is computed again
+            counted_X = taken_BTX.sum(dim=(0, 1))
+            self.load = counted_X if self.load is None else self.load + counted_X
+        return out_BTD, self._loss_sum(scores_NX.view(taken_BTX.shape), taken_BTX, valid_BT)
+
+    def _loss_sum(self, scores_BTX: Tensor, taken_BTX: Tensor, valid_BT: Tensor) -> Tensor:
+        """Sequence-wise (equations 17 to 20), times the tokens of each sequence."""
+        tokens_B = valid_BT.sum(dim=1).clamp(min=1).float()
+        shares = scores_BTX / scores_BTX.sum(dim=-1, keepdim=True)
+        share_BX = (shares * valid_BT[..., None]).sum(dim=1) / tokens_B[:, None]
+        even = self.config.n_experts / self.config.experts_per_token
+        often_BX = taken_BTX.sum(dim=1).float() * even / tokens_B[:, None]
+        return self.config.router_loss * ((often_BX * share_BX).sum(dim=1) * tokens_B).sum()
+
+    @torch.no_grad()
+    def balance(self, load_X: Sequence[float]) -> None:
+        """``load``: of the global batch."""
+        load = torch.tensor(load_X, dtype=torch.float64, device=self.bias.device)
+        self.bias += self.config.bias_rate * (load.mean() - load).sign().to(self.bias.dtype)
+
+
+class MixtureBlock(nn.Module):
+    """One pre-norm layer."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = MixtureOfExperts(config)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        turns: Tensor,
+        attends: Tensor | None = None,
+        valid_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), turns, attends=attends)
+        mixed_BTD, router_sum = self.ffn(self.ffn_norm(x_BTD), valid_BT)
+        return x_BTD + mixed_BTD, router_sum
+
+
+class MixtureDecoder(nn.Module):
+    """As ``Decoder``, of ``MixtureBlock``s. Returns ``MixtureOutput`` in training, else logits."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(MixtureBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.embedding.weight
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor | MixtureOutput:
+        """Raises ValueError if T exceeds ``config.max_sequence_length``."""
+        config, length = self.config, tokens_BT.shape[1]
+        if length > config.max_sequence_length:
+            longest = config.max_sequence_length
+            raise ValueError(f"{length} tokens exceed max_sequence_length {longest}")
+        head_dim, theta = config.head_dim, config.rope_theta
+        turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
+        attends = who_attends(attention_mask, position_ids)
+        x_BTD, sums = self.embedding(tokens_BT), []
+        for layer in self.layers:
+            x_BTD, router_sum = layer(x_BTD, turns, attends=attends, valid_BT=attention_mask)
+            sums.append(router_sum)
+        logits_BTV = self.output(self.norm(x_BTD))
+        if not self.training:
+            return logits_BTV
+        return MixtureOutput(logits_BTV, torch.stack(sums).sum())
+
+    def initial_part(self, name: str, shape: Sequence[int], seed: int, box: Box) -> Tensor:
+        """As ``Decoder.initial_part``; an expert's projections as a feed-forward's; biases 0."""
+        if name.endswith(".bias"):
+            return torch.zeros(*box.sizes, device="cpu")
+        if name.endswith("norm.weight"):
+            return torch.ones(*box.sizes, device="cpu")
+        std = INITIAL_STD
+        if name.endswith((".attention.output.weight", ".down.weight", ".experts.down")):
+            std /= math.sqrt(2 * self.config.n_layers)
+
+        def fill(values: Tensor, generator: torch.Generator) -> None:
+            values.normal_(generator=generator).mul_(std)
+
+        return draw(seed, name, shape, box, fill, torch.float32)

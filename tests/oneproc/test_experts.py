@@ -1,0 +1,180 @@
+"""A mixture of experts: each token by the experts that its router chose, none left out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from elastic_ft.config import parse_job
+from elastic_ft.engines.balancing import Balancing
+from elastic_ft.engines.laid_out import check_parallel
+from elastic_ft.errors import ConfigError
+from elastic_ft.models import build_model
+from elastic_ft.models.build import initial_state
+from elastic_ft.models.describe import describe_decoder
+from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder, MixtureOfExperts
+from elastic_ft.models.loss import loss_sum
+
+TINY = MixtureConfig(
+    vocab_size=61,
+    n_layers=2,
+    dim=16,
+    n_heads=2,
+    n_kv_heads=1,
+    ffn_dim=24,
+    max_sequence_length=12,
+    n_experts=5,
+    experts_per_token=2,
+    expert_ffn_dim=8,
+    router_loss=0.01,
+)
+
+
+def filled(config: MixtureConfig = TINY, seed: int = 3) -> MixtureDecoder:
+    model = MixtureDecoder(config)
+    for name, value in initial_state(lambda: MixtureDecoder(config), seed):
+        model.get_parameter(name).data.copy_(value) if ".bias" not in name else None
+    return model
+
+
+def by_token(mixture: MixtureOfExperts, x_D: Tensor) -> Tensor:
+    scores = mixture.router(x_D).sigmoid()
+    chosen = (scores + mixture.bias).topk(mixture.config.experts_per_token).indices
+    found, experts = mixture.shared(x_D), mixture.experts
+    for expert in chosen:
+        inner = F.silu(x_D @ experts.gate[expert]) * (x_D @ experts.up[expert])
+        found = found + scores[expert] / scores[chosen].sum() * (inner @ experts.down[expert])
+    return found
+
+
+def test_each_token_is_computed_by_those_it_was_sent_to() -> None:
+    torch.manual_seed(0)
+    mixture = filled().layers[0].ffn
+    mixture.bias += torch.tensor([0.3, -0.2, 0.0, 0.1, -5.0])  # nobody goes to the last one
+    x_BTD = torch.randn(3, 7, TINY.dim)
+    found_BTD, _ = mixture(x_BTD)
+    expected = torch.stack([by_token(mixture, x_D) for x_D in x_BTD.flatten(0, 1)])
+    torch.testing.assert_close(found_BTD.flatten(0, 1), expected)
+    assert mixture.load is not None
+    assert int(mixture.load.sum()) == 3 * 7 * TINY.experts_per_token
+    assert int(mixture.load[-1]) == 0
+
+
+def test_an_expert_without_tokens_has_a_gradient() -> None:
+    """FSDP2 and DDP wait for those of all ranks."""
+    mixture = filled().layers[0].ffn
+    with torch.no_grad():
+        mixture.bias[2] = -5.0
+    mixture(torch.randn(1, 3, TINY.dim))[0].sum().backward()
+    assert mixture.experts.gate.grad is not None
+    assert not mixture.experts.gate.grad[2].any()
+
+
+def test_what_routers_add_is_each_sequences_own() -> None:
+    """However the sequences of a batch are divided into micro-batches."""
+    torch.manual_seed(0)
+    model = filled()
+    batch = {"tokens": torch.randint(61, (4, 11))}
+    with torch.no_grad():
+        whole, count = loss_sum(model, batch)
+        parts = [loss_sum(model, {"tokens": row[None]})[0] for row in batch["tokens"]]
+        assert float(whole) == pytest.approx(float(sum(parts)), rel=1e-6)
+        model.eval()
+        alone, same = loss_sum(model, batch)
+    assert int(count) == int(same)
+    assert 0.5 < (float(whole) - float(alone)) / (int(count) * TINY.router_loss * 2) < 3
+
+
+def test_padding_goes_to_no_expert() -> None:
+    torch.manual_seed(0)
+    model, tokens = filled(), torch.randint(61, (1, 9))
+    balancing = Balancing([model])
+    found = []
+    for length in (10, 13):
+        mask = (torch.arange(length) < 9).long()[None]
+        batch = {"tokens": F.pad(tokens, (0, length - 9)), "attention_mask": mask}
+        balancing.begin()
+        loss, _ = loss_sum(model, batch)
+        found.append((float(loss), balancing.sums()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert found[0][1] == found[1][1]
+
+
+def test_tokens_are_counted_once() -> None:
+    """Not again where a layer is computed again for its gradients, nor those of padding."""
+    mixture, x_BTD = filled().layers[0].ffn, torch.randn(2, 5, TINY.dim, requires_grad=True)
+    balancing = Balancing([mixture])
+    balancing.begin()
+    checkpoint(mixture, x_BTD, use_reentrant=False)[0].sum().backward()
+    balancing.counts(0.0)
+    mixture(x_BTD)
+    assert sum(balancing.sums()) == 2 * 5 * TINY.experts_per_token
+
+
+def test_a_bias_follows_the_load_of_the_global_batch() -> None:
+    model = filled()
+    balancing = Balancing([model])
+    balancing.begin()
+    assert balancing.sums() == [0.0] * 10, "a rank without a micro-batch"
+    balancing.agreed([4, 1, 3, 2, 0, 2, 2, 2, 2, 2])
+    balancing.apply()
+    first, second = (layer.ffn.bias for layer in model.layers)
+    rate = TINY.bias_rate
+    torch.testing.assert_close(first, rate * torch.tensor([-1.0, 1.0, -1.0, 0.0, 1.0]))
+    assert not second.any()
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_planner_counts_all_experts_and_computes_some(name: str) -> None:
+    config = MIXTURES[name]
+    with torch.device("meta"):
+        model = MixtureDecoder(config)
+    shape = describe_decoder(config, 128)
+    block = sum(p.numel() for p in model.layers[0].parameters())
+    assert shape.block_parameters == block
+    total = sum(p.numel() for p in model.parameters())
+    ends = shape.embedding_parameters + shape.output_parameters
+    assert config.n_layers * block + ends == total
+    millions = float(name.rpartition("-")[2][:-1]) * {"m": 1e6, "b": 1e9}[name[-1]]
+    assert abs(total / millions - 1) < 0.1
+    experts = 3 * config.dim * config.expert_ffn_dim
+    assert shape.idle_parameters == (config.n_experts - config.experts_per_token) * experts
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"tp": 2}, "parallel.tp"),
+        ({"pp": 2}, "parallel.pp"),
+        ({"cp": 2}, "parallel.cp"),
+        ({"compile": True}, "parallel.compile"),
+        ({"loss_chunk_tokens": 8}, "parallel.loss_chunk_tokens"),
+        ({"engine": "deepspeed", "zero_stage": 1, "strategy": "fsdp"}, "parallel.engine"),
+    ],
+)
+def test_what_it_can_not_be_laid_out_by_is_refused(parallel: dict[str, Any], said: str) -> None:
+    job = parse_job(
+        {
+            "name": "experts",
+            "steps": 1,
+            "model": {"preset": "decoder-moe-4m"},
+            "data": {"url": "stdlib:"},
+            "batch": {"global_batch_size": 8},
+            "parallel": {"strategy": "fsdp"} | parallel,
+        }
+    )
+    with torch.device("meta"):
+        model = build_model(job.model, vocab_size=None, sequence_length=None)
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        check_parallel(job, model, 16)
+
+
+def test_sizes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="experts_per_token 6 is more than n_experts 5"):
+        dataclasses.replace(TINY, experts_per_token=6)
