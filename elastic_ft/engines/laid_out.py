@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -55,7 +55,7 @@ class LaidOut:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     kept: OptimizerState
-    balancing: Balancing
+    balancing: Balancing = field(default_factory=lambda: Balancing(()))
     pipeline: Pipeline | None = None
     tied: TiedWeight | None = None
 

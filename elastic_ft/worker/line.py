@@ -33,6 +33,7 @@ from elastic_ft.worker.tools import Flags
 
 log = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 8
+FRAMES_SHOWN = 6
 CUT_OFF = 75  # exit code of a worker that can't reach its controller (EX_TEMPFAIL)
 BYTES_TOLD_PER_FORMING = 4
 LOOP_SILENT_S = 30.0  # a train loop that takes longer to iterate over train() is named
@@ -203,7 +204,9 @@ class ControllerLine:
         self._hear(fo.LineEnded())
         self._hooks.on_pause()
         if self.cut_off and not self._closed.wait(self._pause_timeout_s):
-            os._exit(CUT_OFF)  # the training thread waits for what can't be reached either
+            # The training thread waits for what can't be reached either.
+            log.error("cut off, and this ends; at %s", " <- ".join(self._frames()[:FRAMES_SHOWN]))
+            os._exit(CUT_OFF)
 
     def _frames(self) -> tuple[str, ...]:
         return stack_of(self._hooks.standing())
