@@ -183,13 +183,17 @@ def test_a_claim_that_waits_for_the_store_for_too_long_adopts_nobody(
     line = Line(tmp_path, job_with(controller_timeout_s=2.0))
     line.reign()
     second = line.controller()
-    store, until_s = second._publisher._store, time.time() + 2.5
+    store = second._publisher._store
     assert "://" not in store.url
     backend: Any = Returning(store.backend, 10**6)
     store.backend, store.attempts = backend, 1
 
     def come_back() -> None:
-        threading.Event().wait(until_s - time.time())
+        """2.5 s after it was first asked, however late that is."""
+        pause, deadline_s = threading.Event(), time.monotonic() + 60.0
+        while backend.refusals == 10**6 and time.monotonic() < deadline_s:
+            pause.wait(0.01)
+        pause.wait(2.5)
         backend.refusals = 0
 
     threading.Thread(target=come_back, daemon=True).start()
