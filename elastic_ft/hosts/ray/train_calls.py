@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.train import Checkpoint
 
 from elastic_ft.hosts.ray.ray_private import (
@@ -23,6 +23,7 @@ from elastic_ft.hosts.ray.ray_private import (
 log = logging.getLogger(__name__)
 SEQUENCES = 1_000_000_000  # collective calls per generation: the sequence number tells which it is
 REPORT = "ray.train.report"  # what Ray Train calls itself at the barrier
+LOOK_S = 1.0  # who waits for others looks so often whether this worker is cut off
 AWAY_S, AWAY_AGAIN_S = 60.0, 0.2  # a collective of ray.train waits so long for a controller
 
 T = TypeVar("T")
@@ -120,6 +121,14 @@ def current_step() -> int:
     return this_process.current_step()
 
 
+def is_cut_off() -> bool:
+    """Whether this worker can reach no controller."""
+    from elastic_ft.worker import this_process
+
+    worker = this_process.current_worker()
+    return worker is not None and worker.cut_off
+
+
 @dataclass(frozen=True, slots=True)
 class Passed:
     """The last collective that a worker has passed: its number, and what it returned.
@@ -150,7 +159,7 @@ class Meeting:
         while True:
             answer = self._actor.broadcast_from_rank_zero.remote(**call)
             try:
-                data, is_round = ray.get(answer), call["caller_method_name"] == REPORT
+                data, is_round = _got(answer), call["caller_method_name"] == REPORT
                 index = get_train_context().report_call_index if is_round else self.passed.rounds
                 self.passed = Passed(call["collective_seq"], data, index)
                 return answer
@@ -160,3 +169,14 @@ class Meeting:
                     raise RayTaskError("broadcast_from_rank_zero", str(error), why) from error
                 log.info("a collective of ray.train waits for the controller: %s", error)
                 time.sleep(AWAY_AGAIN_S)
+
+
+def _got(answer: ray.ObjectRef) -> Any:
+    """As ``ray.get``, but for a worker that is cut off, whose answer never comes: RayTaskError."""
+    while True:
+        try:
+            return ray.get(answer, timeout=LOOK_S)
+        except GetTimeoutError as error:
+            if is_cut_off():
+                why = SynchronizationBarrierResetError("this worker is cut off")
+                raise RayTaskError("broadcast_from_rank_zero", str(why), why) from error
