@@ -204,6 +204,7 @@ class Trial:
         self._arguments = [*where, "--chaos", "scenario.yaml"]
         self._watch = RunReader(self._run_folder).follow()
         self._settled_from = 0  # the step from which nothing has happened
+        self._fired = 0
 
     def run(self) -> str:
         """Returns what went wrong with the processes, empty if nothing did."""
@@ -265,9 +266,10 @@ class Trial:
 
     def _has_settled(self) -> bool:
         """Whether all faults are over, and the world they left has trained for a while."""
+        fired = len(fired_in(self._run_folder / LOG))  # before the step is read: it may take long
         events, _ = self._watch.poll()
-        if events:
-            self._settled_from = max(0, self._watch.step)
+        if events or fired > self._fired:
+            self._settled_from, self._fired = max(0, self._watch.step), fired
         watch, scenario = self._watch, self._scenario
         if watch.step < self._settled_from + scenario.settle_steps:
             return False
@@ -291,8 +293,6 @@ class Trial:
             return False  # the one that stood still has to end by itself
         if ended:  # who was cut off has ended: no need to heal
             lines = [line for line in lines if not is_cut(external[line["index"]])]
-        if lines and self._watch.step < lines[-1]["at_step"] + self._scenario.settle_steps:
-            return False
         return all(self._is_over(external[line["index"]], line["at_s"]) for line in lines)
 
     def _is_over(self, fault: Any, fired_at_s: float) -> bool:
