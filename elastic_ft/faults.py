@@ -98,6 +98,10 @@ class PointFault:
             raise ValueError(f"unknown point {self.point!r}, expected one of {', '.join(POINTS)}")
 
 
+def unknown() -> int:
+    return -1
+
+
 class Points:
     """Announces points: keeps the progress mark, and fires what is armed."""
 
@@ -107,6 +111,7 @@ class Points:
         self.corrupt: Callable[[bool], None] = lambda own: None  # what the actions so named do
         self.place = 0  # points the training thread reached since the step began
         self.count, self.last = 0, "starting"
+        self.layers_left: Callable[[], int] = unknown  # of the step, for the device: see Mark
         # Monotonic: since when the script's own code runs between two steps; 0: it does not.
         self.outside_since_s = 0.0
         self._faults, self._fired, self._spent = faults, fired, set[int]()

@@ -46,6 +46,7 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
             "max_workers": options.workers,
             "gather_s": 60,
             "pause_timeout_s": 30,
+            "hang_timeout_s": 20,
             "start_timeout_s": 120,
         },
     }

@@ -54,6 +54,7 @@ STEPS = (
     Step("kill_tp", 120, "job.py --workers 4 --tp 2 --kill", "completed; pids kept"),
     Step("sick_assert", 90, "job.py --workers 3 --fault gpu_assert", "device_lost, completed"),
     Step("sick_oom", 90, "job.py --workers 3 --fault gpu_oom", "once more, then completed"),
+    Step("sick_hang", 100, "job.py --workers 3 --fault gpu_hang", "its worker is hung, completed"),
     Step("speed_bare", 90, "speed.py bare", "25-35 % MFU of bf16 on an H100 or H200", True),
     Step("speed_ours", 110, "speed.py ours", "at least 0.97 of bare", True),
     Step("snapshot", 180, "../gpu_snapshot.py --preset decoder-410m --rounds 4", "stall < 1 %"),

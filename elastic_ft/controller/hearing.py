@@ -147,6 +147,8 @@ class Hearing:
         if said.number and said.number <= self.heard.get(said.sender, 0):
             return  # told again, and journalled before
         message = said.message
+        if type(message) not in OF_STEPS:  # these tell of progress as well
+            self._sign_of_life(said.member)
         try:
             if type(message) in EVENTS:
                 self.step(message, said)
@@ -158,6 +160,12 @@ class Hearing:
             self.refuse(said.member, f"{type(message).__name__}: {type(error).__name__}: {error}")
         if said.number:  # after it is in the journal: a snapshot of it says so
             self.heard[said.sender] = said.number
+
+    def _sign_of_life(self, member: Member) -> None:
+        if member.worker.startswith(KEEPER):
+            self.progress.keeper_beat(member.node, time.monotonic())
+        else:
+            self.progress.heard(member.worker, time.monotonic())
 
     def _refused(self, message: RefusedMessage) -> None:
         self.refuse(message.member, message.reason)
@@ -190,7 +198,8 @@ class Hearing:
     def _heartbeat(self, beat: Heartbeat, said: Said) -> None:
         self.inquiries.reached(beat.worker, beat.point)
         now = time.monotonic()
-        self.progress.beat(beat.worker, beat.step, beat.place, beat.points, now)
+        mark = (beat.step, beat.place, beat.points, beat.layers_left)
+        self.progress.beat(beat.worker, *mark, now_s=now)
 
     def _node_health(self, message: NodeHealth, said: Said) -> None:
         self.progress.keeper_beat(message.node, time.monotonic())

@@ -31,6 +31,7 @@ class Mark:
     points: int  # named points reached in all
     moved_at_s: float  # when any of these last changed
     heard_at_s: float  # when anything at all was heard
+    layers_left: int = -1  # that its GPU has still to compute in that step; -1: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +70,27 @@ class Progress:
         """A new generation, or all is to be seen anew: of workers. Keepers know no generations."""
         self.marks = {}
 
-    def beat(self, worker: WorkerId, step: int, place: int, points: int, now_s: float) -> None:
-        old = self.marks.get(worker)
-        still = old and (old.step, old.place, old.points) == (step, place, points)
-        moved_at_s = old.moved_at_s if old and still else now_s
-        self.marks[worker] = Mark(step, place, points, moved_at_s, now_s)
+    def beat(
+        self,
+        worker: WorkerId,
+        step: int,
+        place: int,
+        points: int,
+        layers_left: int = -1,
+        *,
+        now_s: float,
+    ) -> None:
+        """Says what ``Mark`` has of ``worker``."""
+        mark = Mark(step, place, points, now_s, now_s, layers_left)
+        old = self.marks.get(worker, mark)
+        if replace(old, moved_at_s=now_s, heard_at_s=now_s) == mark:
+            mark = replace(mark, moved_at_s=old.moved_at_s)
+        self.marks[worker] = mark
+
+    def heard(self, worker: WorkerId, now_s: float) -> None:
+        """It has said anything at all: it is not silent."""
+        if (old := self.marks.get(worker)) is not None:
+            self.marks[worker] = replace(old, heard_at_s=now_s)
 
     def keeper_beat(self, node: NodeId, now_s: float) -> None:
         self._keepers_heard_at_s[node] = now_s
@@ -170,19 +187,27 @@ def _silent(heard_at_s: float, now_s: float) -> Hung:
 
 def find_behind(marks: Marks, now_s: float) -> dict[WorkerId, Hung]:
     """Of members of whom none moves: a worker that stands still drags all others with it into
-    their collectives, so those furthest behind are to blame. None if all are at one place."""
+    their collectives, so those furthest behind are to blame. None if all are at one place.
+
+    Where their threads are at one place, as they wait for their GPUs, it is by what these have
+    still to compute, if that is known of all.
+    """
     places = {worker: (mark.step, mark.place) for worker, mark in marks.items()}
-    behind = min(places.values())
-    if behind == max(places.values()):
+    behind, ahead = min(places.values()), max(places.values())
+    if behind != ahead:
+        found = (worker for worker, place in places.items() if place == behind)
+        return {worker: _still(marks[worker], now_s, "furthest behind") for worker in sorted(found)}
+    left = {worker: mark.layers_left for worker, mark in marks.items()}
+    most, least = max(left.values()), min(left.values())
+    if least < 0 or most == least:
         return {}
-    return {
-        worker: Hung(
-            f"no progress for {now_s - marks[worker].moved_at_s:.1f} s, furthest behind",
-            marks[worker].moved_at_s,
-        )
-        for worker, place in sorted(places.items())
-        if place == behind
-    }
+    why = f"its GPU has {most} layers' work left, another's {least}"
+    found = (worker for worker, layers in left.items() if layers == most)
+    return {worker: _still(marks[worker], now_s, why) for worker in sorted(found)}
+
+
+def _still(mark: Mark, now_s: float, why: str) -> Hung:
+    return Hung(f"no progress for {now_s - mark.moved_at_s:.1f} s, {why}", mark.moved_at_s)
 
 
 def stand_still(marks: Marks, now_s: float, still_max_s: float) -> bool:

@@ -57,6 +57,11 @@ def schema_bytes(schema: Schema) -> int:
     return schema[-1].offset + -(-schema[-1].nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def shard_bytes(schema: Schema) -> int:
+    """Size of a shard in its buffer, which may be larger."""
+    return schema_bytes(schema) + DIGEST_BYTES
+
+
 def label(run: str, held: Holding, schema: Schema) -> bytes:
     """What is sealed with a shard: of which state it is, of which run, and how it lies there.
 

@@ -36,7 +36,15 @@ from elastic_ft.core.events import KeeperHolds, KeeperReady
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.keeper import emergency, protocol
-from elastic_ft.keeper.buffer import ByteArray, Schema, Slot, cut, is_whole, label
+from elastic_ft.keeper.buffer import (
+    ByteArray,
+    Schema,
+    Slot,
+    cut,
+    is_whole,
+    label,
+    shard_bytes,
+)
 from elastic_ft.keeper.processes import inspect
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
@@ -59,7 +67,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """One buffer.
+    """One buffer, of which a shard fills the beginning.
 
     Attributes:
         holding: what is sealed in it, or None.
@@ -71,6 +79,11 @@ class Segment:
     holding: Holding | None = None
     schema: Schema = ()
     verified: bool = False
+
+    @property
+    def content(self) -> ByteArray:
+        """Of the shard that is sealed in it."""
+        return self.buffer[: shard_bytes(self.schema)]
 
 
 @dataclass(slots=True)
@@ -189,7 +202,7 @@ class NodeKeeper:
         with self._lock:
             owners = [*self._owners.values(), *self._left.values()]
             held = [
-                emergency.SavedShard(holding, segment.schema, segment.buffer, owner.record)
+                emergency.SavedShard(holding, segment.schema, segment.content, owner.record)
                 for owner in owners
                 for segment, holding in owner.sealed()
             ]
@@ -340,7 +353,7 @@ class NodeKeeper:
 
     def _upload(self, wanted: protocol.Upload) -> Any:
         """From the buffer to the store. The worker keeps the buffer as it is meanwhile."""
-        buffer = self._mapped(wanted.path)
+        buffer = self._mapped(wanted.path)[: shard_bytes(wanted.schema)]
         sealed_as = label(self._welcome.run, wanted.holding, wanted.schema)
         if not is_whole(
             buffer, sealed_as
@@ -356,7 +369,7 @@ class NodeKeeper:
         return checkpoints.write_shards(store, wanted.prefix, wanted.rank, pieces, pace=pace)
 
     def _is_whole(self, segment: Segment, of: Holding) -> bool:
-        return is_whole(segment.buffer, label(self._welcome.run, of, segment.schema))
+        return is_whole(segment.content, label(self._welcome.run, of, segment.schema))
 
     def _store(self, url: str) -> Store:
         with self._lock:

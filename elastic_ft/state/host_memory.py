@@ -1,7 +1,8 @@
 """Buffers of host memory for shards: the node keeper's, whose content outlives this process.
 
 Where there is no keeper, or it has no room, they are this process's own. On a machine with a GPU
-they are page-locked, which takes longer than any copy: what fits is used again.
+they are page-locked, which takes longer than any copy: what fits is used again, and so is what is
+larger than a shard, as that of a smaller world was.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from elastic_ft.state.host_shards import Buffer
 from elastic_ft.torch_private import pin, unpin
 
 FREE_BUFFERS_MAX = 4
+LARGER_MAX = 2  # times a shard's size is the page-locked buffer that it may have
 
 
 class HostMemory:
@@ -53,15 +55,21 @@ class HostMemory:
         ``extra``: a keeper without room for this one may have room for the next.
         """
         with self._lock:
-            for index, buffer in enumerate(self._free):
-                if buffer.memory.numel() == size:
-                    return self._free.pop(index)
+            fitting = [b for b in self._free if self._fits(b, size)]
+            if fitting:
+                found = min(fitting, key=lambda buffer: buffer.capacity.numel())
+                self._free.remove(found)
+                return found.first(size)
             useless, self._free = self._free, []  # another layout's sizes
         self.let_go(useless)
         buffer = self._kept(size, extra) or self._own(size)
         with self._lock:
             self.bytes_allocated += size
         return buffer
+
+    def _fits(self, buffer: Buffer, size: int) -> bool:
+        there = buffer.capacity.numel()
+        return there == size or (self.pinned and size < there <= LARGER_MAX * size)
 
     def _kept(self, size: int, extra: bool) -> Buffer | None:
         """One that the node's keeper owns, or None if there is no keeper, or it has no room."""
@@ -88,7 +96,7 @@ class HostMemory:
         with self._lock:
             free, self._free = [*self._free, *buffers], []
             for buffer in free:
-                fits = not sizes or buffer.memory.numel() in sizes
+                fits = not sizes or any(self._fits(buffer, size) for size in sizes)
                 if fits and buffer.keeper is self._keeper and len(self._free) < FREE_BUFFERS_MAX:
                     self._free.append(buffer)
             useless = [b for b in free if b not in self._free]
@@ -98,10 +106,10 @@ class HostMemory:
         """They are freed once nothing reads or writes them."""
         for buffer in buffers:
             with self._lock:
-                self.bytes_allocated -= buffer.memory.numel()
+                self.bytes_allocated -= buffer.capacity.numel()
             if buffer.keeper is not None:
                 if self.pinned:
-                    unpin(buffer.memory)
+                    unpin(buffer.capacity)
                 self.tell(buffer, Free(buffer.path))
 
     def tell(self, buffer: Buffer, message: Unseal | Sealed | Free) -> bool:

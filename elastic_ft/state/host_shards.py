@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,11 +23,28 @@ def make_schema(state: LocalState) -> Schema:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Buffer:
-    """Host memory for one shard, its digest included."""
+    """Host memory for one shard, its digest included.
 
-    memory: torch.Tensor  # uint8 [schema_bytes + DIGEST_BYTES]
-    keeper: KeeperClient | None = None  # whose memory it is; None: this process's own
-    path: str = ""  # under which the keeper knows it
+    Attributes:
+        memory: uint8 [schema_bytes + DIGEST_BYTES].
+        keeper: whose memory it is; None: this process's own.
+        path: under which the keeper knows it.
+        whole: all of the buffer, if ``memory`` is but its beginning.
+    """
+
+    memory: torch.Tensor
+    keeper: KeeperClient | None = None
+    path: str = ""
+    whole: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> torch.Tensor:
+        return self.memory if self.whole is None else self.whole
+
+    def first(self, size: int) -> Buffer:
+        """The same, for a shard of ``size`` bytes."""
+        whole = self.capacity
+        return replace(self, memory=whole[:size], whole=whole)
 
     @property
     def bytes(self) -> ByteArray:

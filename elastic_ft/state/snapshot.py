@@ -26,7 +26,7 @@ from elastic_ft.core.commands import RecordStep
 from elastic_ft.errors import GroupBroken
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
-from elastic_ft.keeper.buffer import DIGEST_BYTES, Schema, schema_bytes
+from elastic_ft.keeper.buffer import Schema, shard_bytes
 from elastic_ft.keeper.client import KeeperClient
 from elastic_ft.keeper.keeper import RECORD_STEPS
 from elastic_ft.keeper.protocol import Sealed, Unseal
@@ -324,7 +324,7 @@ class Snapshots:
         return self._memory.bytes_allocated
 
     def _buffer(self, schema: Schema, *, extra: bool = False) -> Buffer:
-        return self._memory.take(schema_bytes(schema) + DIGEST_BYTES, extra=extra)
+        return self._memory.take(shard_bytes(schema), extra=extra)
 
     def _recycle(self, shards: Iterable[HostShard | KeptShard], *, again: bool = True) -> None:
         """They are no source any more; what no upload reads is used ``again``, or freed."""

@@ -34,7 +34,6 @@ WELCOME_TIMEOUT_S = 300.0  # the controller needs its TCPStore for it, and impor
 
 PULSES_PER_TIMEOUT = 4  # of elastic.heartbeat_timeout_s
 SEND_TIMEOUT_S = 3.0  # for the other end to take what was sent to it
-
 # ---------------------------------------------------------------- messages beside core's own
 
 
@@ -131,6 +130,7 @@ class Heartbeat:
     place: int  # points that the training thread has reached in this step
     points: int  # points reached in all, background work included
     point: str
+    layers_left: int = -1  # that its GPU has still to compute in this step; -1: not known
 
 
 @dataclass(frozen=True, slots=True)

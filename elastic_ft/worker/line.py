@@ -229,7 +229,8 @@ class ControllerLine:
         told, points = False, self._points
         while not self._closed.wait(every_s):
             outside.look()
-            self.send(Heartbeat(self._worker, points.step, points.place, points.count, points.last))
+            place, left = points.place, points.layers_left()
+            self.send(Heartbeat(self._worker, points.step, place, points.count, points.last, left))
             self._tell_bytes()
             if not self.iterated and not told and time.monotonic() > tell_at_s:
                 told = True

@@ -70,6 +70,10 @@ class Trouble:
             )
         self._send(self._raised(self._points.generation, error))
 
+    def device_failed(self, what: str) -> None:
+        """The driver says so of the device, from a thread that waits for it. Ends this process."""
+        self._leave_device(errors.DeviceSick(what))
+
     def _is_devices(self, generation: int, error: BaseException) -> bool:
         """Whether ``error`` is that the device's memory was out, for the first time at this step.
 

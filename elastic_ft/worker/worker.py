@@ -38,6 +38,7 @@ from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker import birth, restore
 from elastic_ft.worker.by_engine import ByEngine
 from elastic_ft.worker.by_user import ByUser
+from elastic_ft.worker.device_events import watch_device
 from elastic_ft.worker.devices import device_memory_bytes
 from elastic_ft.worker.line import ControllerLine, ControllerLost, Hooks
 from elastic_ft.worker.loop import Loop, Maker
@@ -179,6 +180,8 @@ class Worker:
         name, send = self.member.worker, self._line.send
         tools, spent = prepare(name, self._welcome, self._points, send, self._unkept, self.own)
         device = self._trouble.device = tools.engine.device
+        if device.type == "cuda":
+            watch_device(device, self._trouble.device_failed)
         self._tools = tools
         self._links.wait()  # no survivor is to wait for our DNS
         memory_bytes = device_memory_bytes(device, self.job.elastic.workers_per_node)

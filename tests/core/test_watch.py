@@ -22,7 +22,7 @@ def beaten(until_s: float, **places: tuple[int, int]) -> Progress:
     progress.measured(1.0, world=3)
     for second in range(int(until_s) + 1):
         for worker, (step, place) in places.items():
-            progress.beat(worker, step, place, place, float(second))
+            progress.beat(worker, step, place, place, now_s=float(second))
     return progress
 
 
@@ -42,7 +42,7 @@ def test_who_is_furthest_behind_when_nobody_moves_is_to_blame() -> None:
 
 def test_while_one_moves_nobody_hangs() -> None:
     progress = beaten(21, a=(5, 3), b=(5, 1), c=(5, 3))
-    progress.beat("c", 5, 4, 4, 21.0)
+    progress.beat("c", 5, 4, 4, now_s=21.0)
     assert judged(progress, trained(), 22.0) == ([], False)
 
 
@@ -53,13 +53,24 @@ def test_all_at_one_place_are_stuck_and_nobody_is_named() -> None:
 def test_silence_is_proof_enough() -> None:
     script, progress = trained(), beaten(5, a=(5, 3), b=(5, 3), c=(5, 3))
     for second in range(6, 17):
-        progress.beat("a", 5, 3, 3, float(second))
-        progress.beat("c", 5, 3, 3, float(second))
+        progress.beat("a", 5, 3, 3, now_s=float(second))
+        progress.beat("c", 5, 3, 3, now_s=float(second))
     assert judged(progress, script, 16.0) == (["b"], False)
     assert progress.judge(script.state, 16.0).hung["b"].since_s == 5.0
     script.ready("d", "n4")  # it has no rank, and is never heard of
     assert judged(progress, script, 16.0) == (["b"], False)
     assert judged(progress, script, 27.0)[0] == ["a", "b", "c", "d"]
+
+
+def test_whatever_a_worker_says_is_a_sign_of_life() -> None:
+    """One that imports, and so beats late, has just said that it is ready."""
+    progress = beaten(5, a=(5, 3), b=(5, 3), c=(5, 3))
+    for worker in ("a", "b", "c"):
+        progress.heard(worker, 15.5)
+    progress.heard("d", 15.5)  # it is not known yet
+    assert judged(progress, trained(), 16.0) == ([], False)
+    assert judged(progress, trained(), 25.4) == ([], True)  # not silent, but nobody moves
+    assert judged(progress, trained(), 25.6) == (["a", "b", "c"], False)
 
 
 def test_a_hang_on_the_way_to_a_boundary_shows_among_those_who_are_not_there_yet() -> None:
@@ -124,7 +135,7 @@ def test_the_first_step_has_longer() -> None:
     script, progress = trained(), Progress(HANG_S, SILENT_S)
     for second in range(82):
         for worker in ("a", "b", "c"):
-            progress.beat(worker, 1, 3, 3, float(second))
+            progress.beat(worker, 1, 3, 3, now_s=float(second))
     assert judged(progress, script, 79.0) == ([], False)
     assert judged(progress, script, 81.0) == ([], True)
     progress.measured(0.0, world=3)
@@ -156,3 +167,31 @@ def test_a_keeper_that_starts_again_is_heard_of_anew() -> None:
     assert progress.silent_keepers(script.state, 50.0) == {}
     script.keeper("n1")
     assert progress.silent_keepers(script.state, 60.0) == {}
+
+
+def on_gpus(until_s: float, **left: int) -> Progress:
+    """All threads have stood at one place since second 0, where they wait for their GPUs."""
+    progress = Progress(HANG_S, SILENT_S)
+    progress.measured(1.0, world=3)
+    for second in range(int(until_s) + 1):
+        for worker, layers in left.items():
+            progress.beat(worker, 5, 3, 3, layers, now_s=float(second))
+    return progress
+
+
+def test_the_gpu_with_most_left_to_do_is_to_blame_where_all_threads_wait_for_theirs() -> None:
+    progress, script = on_gpus(21, a=4, b=13, c=3), trained()
+    assert judged(progress, script, 21.0) == (["b"], False)
+    (hung,) = progress.judge(script.state, 21.0).hung.values()
+    assert hung.since_s == 0.0 and "its GPU has 13 layers' work left, another's 3" in hung.reason
+
+
+def test_gpus_of_which_nothing_tells_them_apart_name_nobody() -> None:
+    assert judged(on_gpus(21, a=4, b=4, c=4), trained(), 21.0) == ([], True)
+    assert judged(on_gpus(21, a=4, b=-1, c=3), trained(), 21.0) == ([], True)  # of b: not known
+
+
+def test_a_gpu_that_still_computes_is_no_hang() -> None:
+    progress = on_gpus(21, a=4, b=13, c=3)
+    progress.beat("b", 5, 3, 3, 12, now_s=21.0)
+    assert judged(progress, trained(), 22.0) == ([], False)

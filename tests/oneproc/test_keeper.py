@@ -25,7 +25,15 @@ from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import StateDamaged, StateUnreadable
-from elastic_ft.keeper.buffer import DIGEST_BYTES, is_whole, label, lay_out, schema_bytes, seal
+from elastic_ft.keeper.buffer import (
+    DIGEST_BYTES,
+    is_whole,
+    label,
+    lay_out,
+    schema_bytes,
+    seal,
+    shard_bytes,
+)
 from elastic_ft.keeper.client import (
     KeeperClient,
     KeeperDeadlines,
@@ -36,6 +44,8 @@ from elastic_ft.keeper.client import (
 from elastic_ft.keeper.keeper import HEALTH_EVERY_S, NodeKeeper
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal, Upload
 from elastic_ft.sim.script import member
+from elastic_ft.state import host_memory
+from elastic_ft.state.host_memory import HostMemory
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage.store import open_store
@@ -417,3 +427,37 @@ def test_what_a_keeper_can_not_do_is_its_lines_end(
     serving.join(10)
     assert not serving.is_alive()
     assert list(tmp_path.iterdir()), "it says that it has saved"
+
+
+def test_page_locked_memory_is_used_again_by_smaller_shards(
+    desk: Desk, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A world of four, three, four, three: memory is locked for each size that is larger than
+    those before. The keeper serves a shard that fills its buffer in part as any other."""
+    locked: list[int] = []
+    monkeypatch.setattr(host_memory, "pin", lambda memory: locked.append(memory.numel()))
+    monkeypatch.setattr(host_memory, "unpin", lambda memory: locked.remove(memory.numel()))
+    memory = HostMemory(True, lambda why: pytest.fail(why))
+    client = KeeperClient(keeper, desk.server.key, "w0")
+    memory.use(client)
+    of_four, of_three = 64 * 3, 64 * 4 + 16
+    taken: list[int] = []
+    for size in (of_four, of_three, of_four, of_three):
+        buffer = memory.take(size)
+        assert buffer.memory.numel() == size
+        taken.append(buffer.capacity.numel())
+        memory.give_back([buffer], {size})
+    assert taken == [of_four, of_three, of_three, of_three] and locked == [of_three]
+    assert memory.bytes_allocated == of_three
+
+    buffer = memory.take(shard_bytes(SCHEMA))
+    assert buffer.capacity.numel() == of_three > buffer.memory.numel()
+    buffer.bytes[:48] = VALUES.view(np.uint8)
+    seal(buffer.bytes, label(RUN, held(6), SCHEMA))
+    memory.tell(buffer, Sealed(buffer.path, held(6), SCHEMA))
+    memory.close()
+    told = desk.next(KeeperHolds)
+    assert told.holdings == (held(6),)
+    left = LeftShard(keeper, desk.server.key, "w0", of(6), SHARD)
+    data = left.read([("a", Box((1, 1), (2, 2)))])
+    assert np.frombuffer(data[:16], np.float32).tolist() == [4, 5, 7, 8]
