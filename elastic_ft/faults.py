@@ -99,6 +99,7 @@ class PointFault:
 
 
 def unknown() -> int:
+    """What is said of layers left where nobody counts them."""
     return -1
 
 

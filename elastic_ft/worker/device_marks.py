@@ -15,22 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-UNKNOWN = -1
+from elastic_ft.faults import Points, unknown
 
 
 class DeviceMarks:
     """Marks the end of each of some modules' forwards and backwards in the device's queue.
 
-    How many a step has is what the step before had: the first one of a generation is not known.
-    Thread-safe.
+    How many a step has is what the step before had: the first one of a generation is not known, nor
+    is any where there are no modules. ``points`` tells of them. Thread-safe.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], points: Points) -> None:
         self._lock = threading.Lock()
         self._queued: deque[Any] = deque()  # events that the device has not passed yet, in order
-        self._measured = self._expected = UNKNOWN  # of the last whole step; of the running one
+        self._measured = self._expected = unknown()  # of the last whole step; of the running one
         self._marked = self._passed = 0  # in the running step
         self._handles = [block.register_forward_hook(self._forward) for block in blocks]
+        self._points = points
+        if blocks:
+            points.layers_left = self.left
 
     def _forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._mark()
@@ -60,18 +63,21 @@ class DeviceMarks:
     def end(self) -> None:
         """It was made: what comes until the next one begins is no part of it."""
         with self._lock:
-            self._measured, self._expected = self._marked, UNKNOWN
+            self._measured, self._expected = self._marked, unknown()
 
     def left(self) -> int:
-        """Marks of this step that the device has still to pass; UNKNOWN."""
+        """Marks of this step that the device has still to pass, or ``unknown()``."""
         with self._lock:
             while self._queued and _is_over(self._queued[0]):
                 self._queued.popleft()
                 self._passed += 1
-            return UNKNOWN if self._expected == UNKNOWN else max(0, self._expected - self._passed)
+            if self._expected == unknown():
+                return unknown()
+            return max(0, self._expected - self._passed)
 
     def close(self) -> None:
         """The modules may outlive the generation (DDP): nothing of this stays on them."""
+        self._points.layers_left = unknown
         while self._handles:
             self._handles.pop().remove()
 

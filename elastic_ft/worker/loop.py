@@ -24,7 +24,6 @@ from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
 from elastic_ft.engines.base import Compiled, MicroBatch, Update
 from elastic_ft.errors import GroupBroken
-from elastic_ft.faults import unknown
 from elastic_ft.state.digest import state_digest
 from elastic_ft.transport.control import Note
 from elastic_ft.worker.agreement import Agreed, places, sum_over_members
@@ -126,10 +125,8 @@ class Loop:
         self._pace: LayerTimer | None = None
         if not layout.waits_within_layers:
             self._pace = LayerTimer(self.engine.blocks, self.engine.device)
-        self._marks: DeviceMarks | None = None
-        if self.engine.device.type == "cuda" and not layout.has_stages:  # stages have other layers
-            self._marks = DeviceMarks(self.engine.blocks)
-            tools.points.layers_left = self._marks.left
+        counted = self.engine.device.type == "cuda" and not layout.has_stages  # their layers differ
+        self._marks = DeviceMarks(self.engine.blocks if counted else [], tools.points)
         self.pausing = self.stopping = self._checkpointing = False
         self.party = Party(self.groups)
 
@@ -140,9 +137,7 @@ class Loop:
         finally:
             if self._pace is not None:
                 self._pace.close()
-            if self._marks is not None:
-                self._marks.close()
-                self.tools.points.layers_left = unknown
+            self._marks.close()
 
     def _steps(self) -> Iterator[Any]:
         self._resume()
@@ -169,8 +164,7 @@ class Loop:
         if update is None:
             return
         assert attempt.agreed is not None
-        if self._marks is not None:
-            self._marks.end()
+        self._marks.end()
         self.step = number  # from here on the live state is that of this step
         self.tools.points("after_optimizer")
         shown = yield from self._maker.settle(self, self._made(attempt.agreed, update, began))
@@ -183,8 +177,7 @@ class Loop:
         self.tools.points.begin(number)
         if self._pace is not None:
             self._pace.begin()
-        if self._marks is not None:
-            self._marks.begin()
+        self._marks.begin()
         self.tools.points("data")
         with self._spent.on("data_s"):
             return self._load(number)
