@@ -375,6 +375,23 @@ def test_a_job_that_waits_is_read_once_by_the_next_service(
         assert time.monotonic() < until_s, step
 
 
+def test_jobs_that_wait_are_looked_at_once(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of them kept the service busy, five times a second."""
+    served, until_s = serve(), time.monotonic() + WAIT_S
+    made = served.service
+    jobs = {served.client().submit(JOB)["id"] for _ in range(3)}
+    while made._hands.keys() != jobs or not all(busy.done() for busy in made._busy.values()):
+        assert time.monotonic() < until_s
+        served.superseded.wait(0.05)
+    stepped: list[str] = []
+    monkeypatch.setattr(made, "_step", stepped.append)
+    made._round()
+    made._pool.submit(int).result(WAIT_S)
+    assert stepped == []
+
+
 def test_a_client_that_never_reads_is_let_go(
     serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
