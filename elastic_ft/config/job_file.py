@@ -16,6 +16,7 @@ from elastic_ft.errors import ConfigError
 
 FILE_BYTES_MAX = 4 << 20  # of a job file
 VALUES_MAX = 100_000  # in a job file, aliases resolved
+DEPTH_MAX = 100  # of values in values; what writes them goes no deeper than 255
 # What PyYAML's constructors let through, as for the date 2024-13-45.
 ESCAPES = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
 MERGED_MAX = 100  # of merge keys in one mapping
@@ -29,8 +30,7 @@ def parse_job(values: Any, where: str = "job") -> Job:
     """
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: expected a mapping of sections, found {type(values).__name__}")
-    if _count(values) > VALUES_MAX:
-        raise ConfigError(f"{where}: more than {VALUES_MAX} values, which no job has")
+    _check_size(values, where)
     try:
         return Job.model_validate(values)
     except ValidationError as error:
@@ -51,18 +51,21 @@ def parse_job(values: Any, where: str = "job") -> Job:
         raise ConfigError(f"{where}: not a job: {_line(error)}") from None
 
 
-def _count(values: Any) -> int:
-    """How many values there are, aliases counted wherever they are used: one more than VALUES_MAX
-    if there are more, or if they go round in a circle."""
-    count, left = 0, [values]
-    while left and count <= VALUES_MAX:
+def _check_size(values: Any, where: str) -> None:
+    """Raises ConfigError. Aliases are counted wherever they are used, so what goes round in a
+    circle is too deep."""
+    count, left = 0, [(values, 1)]
+    while left:
+        one, depth = left.pop()
         count += 1
-        one = left.pop()
+        if count > VALUES_MAX:
+            raise ConfigError(f"{where}: more than {VALUES_MAX} values, which no job has")
+        if depth > DEPTH_MAX:
+            raise ConfigError(f"{where}: more than {DEPTH_MAX} levels, which no job has")
         if isinstance(one, dict):
-            left.extend(one.values())
+            left.extend((value, depth + 1) for value in one.values())
         elif isinstance(one, list | tuple | set):
-            left.extend(one)
-    return count
+            left.extend((value, depth + 1) for value in one)
 
 
 def _shown(value: Any) -> str:

@@ -52,12 +52,20 @@ def _deal_out(desk: Desk) -> Admission:
         jobs, told = dict(desk.jobs), len(desk.commands)
         desk.wakes.clear()
         found = deal(desk)
-        if desk.jobs == jobs and len(desk.commands) == told:
+        if len(desk.commands) == told and _is_settled(jobs, desk.jobs):
             if looked_again or not desk.barred:
                 break
             desk.barred.clear()
             looked_again = True
     return found
+
+
+def _is_settled(before: dict[str, SharedJob], after: dict[str, SharedJob]) -> bool:
+    """Nothing has changed but words, which decide nothing."""
+    if before.keys() != after.keys():
+        return False
+    changed = (name for name, job in after.items() if job is not before[name])
+    return all(after[name] == replace(before[name], why=after[name].why) for name in changed)
 
 
 # ------------------------------------------------------------------------------------ who comes

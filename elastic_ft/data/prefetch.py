@@ -20,7 +20,7 @@ from elastic_ft.data.reading import Loaded, read_micro_batch
 from elastic_ft.errors import GroupBroken
 
 JOIN_TIMEOUT_S = 5.0
-PASSED_OVER_S = 1.0  # how often it is looked at what a stream passes over
+PASSED_OVER_S = 1.0  # how often it is looked at what a stream passes over, and who reads
 
 
 class Readers(Protocol):
@@ -28,6 +28,9 @@ class Readers(Protocol):
 
     @property
     def readers(self) -> Sequence[Callable[[SampleIds], Loaded]]: ...
+
+    def end_stopped(self) -> None:
+        """Those that would never answer."""
 
     def close(self) -> None: ...
 
@@ -124,7 +127,9 @@ class Prefetcher:
                     f"step {step}: {len(missing)} micro-batches not loaded, and no other for "
                     f"{timeout_s:g} s, the first of them {missing[0]}"
                 )
-            self._changed.wait(min(PASSED_OVER_S, deadline_s - now_s))
+            heard = self._changed.wait(min(PASSED_OVER_S, deadline_s - now_s))
+            if not heard and self._others is not None:
+                self._others.end_stopped()
             if passed_over and progress is not None:
                 self._changed.release()  # ``cancel`` may come meanwhile, and samples
                 try:

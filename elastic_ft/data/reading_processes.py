@@ -9,6 +9,8 @@ they inherit of sockets and pipes, for a connection of a dead process must be se
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import logging
 import multiprocessing
 import os
@@ -18,8 +20,10 @@ import stat
 import threading
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
-from typing import Any, NoReturn, cast
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.multiprocessing  # tensors are sent by shared memory from here on
 
@@ -33,6 +37,7 @@ log = logging.getLogger(__name__)
 IDS_SHOWN = 4
 WATCH_S = 0.5  # how often a process looks for its parent, where no pipe tells of its end
 END_S = 1.0
+SHARED_BYTES_MIN = 1 << 20  # of a tensor: a smaller one is copied, which costs no descriptor
 
 
 class ReadingProcesses:
@@ -54,6 +59,11 @@ class ReadingProcesses:
     @property
     def pids(self) -> list[int]:
         return [reader.pid for reader in self.readers]
+
+    def end_stopped(self) -> None:
+        """Whoever was stopped (SIGSTOP) answers nobody: it dies, and is replaced as such."""
+        for reader in self.readers:
+            reader.end_stopped()
 
     def close(self) -> None:
         """Ends the processes, whatever they read."""
@@ -90,9 +100,16 @@ class ReadingProcess:
         return process, own
 
     def __call__(self, wanted: SampleIds) -> Loaded:
+        answer = self._answer(wanted)
+        if isinstance(answer, Exception):  # of any kind: outside of what takes one for its death
+            raise answer
+        return answer
+
+    def _answer(self, wanted: SampleIds) -> Loaded | Exception:
         try:
             return self._ask(wanted)
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
+            check_descriptors(error)
             log.warning("%s; another one reads on", self._end_in_words())
         with self._lock:
             if self._closed:
@@ -107,16 +124,19 @@ class ReadingProcess:
                 f"{', '.join(map(str, wanted[:IDS_SHOWN]))}"
             ) from error
 
-    def _ask(self, wanted: SampleIds) -> Loaded:
+    def _ask(self, wanted: SampleIds) -> Loaded | Exception:
         self._end.send(wanted)
-        answer = self._end.recv()
-        if isinstance(answer, Loaded):
-            return answer
-        raise cast("Exception", answer)
+        answer: Loaded | Exception = self._end.recv()
+        return answer
 
     def _end_in_words(self) -> str:
         self._process.join(END_S)
         return f"the data's process {self.pid} has died {_by(self._process.exitcode)}"
+
+    def end_stopped(self) -> None:
+        with self._lock, contextlib.suppress(psutil.NoSuchProcess):
+            if not self._closed and psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+                self._process.kill()
 
     def close(self) -> None:
         with self._lock:
@@ -124,6 +144,14 @@ class ReadingProcess:
             self._process.kill()
         self._process.join(END_S)
         self._end.close()
+
+
+def check_descriptors(error: BaseException) -> None:
+    """Raises DataError where it is this process that could not take what it was sent."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        raise DataError(
+            f"what the data's processes send can't be taken: {error.strerror}"
+        ) from error
 
 
 def _by(code: int | None) -> str:
@@ -179,11 +207,40 @@ def _answer(end: Connection, dataset: Any, seed: int) -> None:
     while True:
         wanted = end.recv()
         try:
-            end.send(read_micro_batch(dataset, dataset.collate, draws, wanted))
+            end.send_bytes(_packed(read_micro_batch(dataset, dataset.collate, draws, wanted)))
         except (BrokenPipeError, ConnectionError):
             return
         except Exception as error:  # the user's dataset may raise anything; the parent raises it
             end.send(_carried(error))
+
+
+class _Packing(ForkingPickler):
+    """Shares large tensors with the parent, a descriptor for each, and copies all others."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if type(thing) is not torch.Tensor or not _is_small(thing):
+            return NotImplemented
+        raw = thing.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _tensor, (raw, thing.dtype, tuple(thing.shape))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    is_plain = is_plain and not (tensor.is_complex() or tensor.is_quantized or tensor.requires_grad)
+    return is_plain and tensor.numel() * tensor.element_size() < SHARED_BYTES_MIN
+
+
+def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    made = torch.empty(shape, dtype=dtype)
+    if raw:
+        made.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
+    return made
+
+
+def _packed(loaded: Loaded) -> memoryview:
+    file = io.BytesIO()
+    _Packing(file, pickle.HIGHEST_PROTOCOL).dump(loaded)
+    return file.getbuffer()
 
 
 def _carried(error: Exception) -> Exception:

@@ -271,6 +271,7 @@ class _VirtualShard:
 
     def _open(self, mark: StreamMark) -> None:
         self._kept.clear()
+        self._samples = None  # ended first: what it does at its end must not move the next one
         self._samples, self._state = self._begin(mark.number, mark.state)
         self._at, self._low = mark, mark.position
         # With itself: a dataset may not know its state before it has given a sample.

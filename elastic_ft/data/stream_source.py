@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from elastic_ft.errors import ConfigError
@@ -41,6 +44,7 @@ class StreamSource:
         )
         if _has_inexact_state(dataset):
             self._has_state = False
+        self._tells = self._has_state  # and its state is where it is
         self._initial: Any = None
         if self._has_state and not self._may_be_cut:
             self._initial = copy.deepcopy(dataset.state_dict())
@@ -61,7 +65,36 @@ class StreamSource:
             return iter(dataset), lambda: None
         if state is not None or not self._may_be_cut:
             dataset.load_state_dict(copy.deepcopy(self._initial if state is None else state))
-        return iter(dataset), lambda: copy.deepcopy(dataset.state_dict())
+        state_now = partial(self._state_of, dataset)
+        return self._watched(iter(dataset), state_now, _bytes(state_now())), state_now
+
+    def _state_of(self, dataset: Any) -> Any:
+        return copy.deepcopy(dataset.state_dict()) if self._tells else None
+
+    def _watched(
+        self, samples: Iterator[Any], state: Callable[[], Any], before: bytes | None
+    ) -> Iterator[Any]:
+        """The samples. A state that the first of them does not change is not that after it: gone on
+        from there, some would come again."""
+        for sample in samples:
+            if before is not None and _bytes(state()) == before and self._tells:
+                self._tells = False
+                warnings.warn(
+                    "stream: state_dict() is the same before and after a sample: it is not gone on "
+                    "from there, but from the beginning of a pass; change it before `yield`",
+                    stacklevel=2,
+                )
+            yield sample
+            break
+        yield from samples
+
+
+def _bytes(state: Any) -> bytes | None:
+    """To be compared; None where there is none, or it can't be."""
+    try:
+        return None if state is None else pickle.dumps(state)
+    except Exception:  # of a user's objects, any
+        return None
 
 
 def _has_inexact_state(dataset: Any) -> bool:

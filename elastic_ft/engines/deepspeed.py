@@ -285,7 +285,7 @@ class DeepSpeedEngine:
             reach("forward", None if index == 0 else step)
             with self._autocast():
                 loss, count, found = loss_and_named(
-                    engine, to_device(micro_batch.data, self.device)
+                    engine, to_device(micro_batch.data, self.device, copied=True)
                 )
                 if index == 0:
                     reach("backward")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -122,14 +124,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def to_device(data: Any, device: torch.device) -> Any:
+def to_device(data: Any, device: torch.device, copied: bool = False) -> Any:
+    """``data`` with its tensors there, whatever they are in. ``copied``: also those that are."""
+    there = partial(to_device, device=device, copied=copied)
     if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
+        return data.to(device, non_blocking=True, copy=copied)
     if isinstance(data, dict):
-        return {key: to_device(value, device) for key, value in data.items()}
+        return {key: there(value) for key, value in data.items()}
+    if isinstance(data, MutableMapping):  # a tokenizer's batch, say, with names as attributes
+        made = copy.copy(data)
+        for key, value in data.items():
+            made[key] = there(value)
+        return made
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*map(there, data))
     if isinstance(data, (tuple, list)):
-        return type(data)(to_device(value, device) for value in data)
-    return data
+        return type(data)(map(there, data))
+    move = getattr(data, "to", None)
+    return move(device) if callable(move) else data
 
 
 @contextlib.contextmanager

@@ -278,7 +278,7 @@ class NativeEngine:
             kept = {} if micro_batch.weight else {b: b.clone() for b in model.buffers.values()}
             with self._accumulating(last), self._autocast():
                 loss, count, found = loss_and_named(
-                    self._runner, to_device(micro_batch.data, self.device)
+                    self._runner, to_device(micro_batch.data, self.device, copied=True)
                 )
                 if index == 0:
                     reach("backward")

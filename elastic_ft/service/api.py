@@ -36,6 +36,8 @@ STOP_TIMEOUT_S = 540.0  # of all jobs; a client waits for longer
 STREAM_EVERY_S = 0.2
 LOGS_EVERY_S = 1.0
 PING_EVERY_S = 15.0
+ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
+TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -118,12 +120,17 @@ class Api:
         return response
 
     async def about(self, request: web.Request) -> web.Response:
-        return _json(self._service.about(request[CALLER].may_read))
+        return await _json_of(partial(self._service.about, request[CALLER].may_read))
 
     async def jobs(self, request: web.Request) -> web.Response:
-        found = self._service.jobs(request.query.get("all", "") not in ("", "0"))
+        wants_all = request.query.get("all", "") not in ("", "0")
         caller = request[CALLER]
-        return _json({"jobs": [job for job in found if caller.may_read(job["queue"])]})
+
+        def found() -> dict[str, Any]:
+            jobs = self._service.jobs(wants_all)
+            return {"jobs": [job for job in jobs if caller.may_read(job["queue"])]}
+
+        return await _json_of(found)
 
     async def submit(self, request: web.Request) -> web.Response:
         if self._closing:
@@ -200,7 +207,7 @@ class Api:
         job = request.match_info["id"]
         reader = await _in_thread(self._service.logs, job)
         if request.query.get("follow") == "0":
-            return _json({"logs": await _in_thread(reader)})
+            return await _json_of(lambda: {"logs": reader()})
         if _last_id(request) is not None:
             await _in_thread(reader)
         response = await _event_stream(request)
@@ -209,10 +216,10 @@ class Api:
             live = job in self._service.office.standing.sharing.jobs
             for line in await _in_thread(reader):
                 number += 1
-                await response.write(_sent(Item(number, line)))
+                await _send(request, response, _sent(Item(number, line)))
             if not live:
-                return await self._ended(job, response)
-            await response.write(b": still here\n\n")
+                return await self._ended(request, response)
+            await _send(request, response, b": still here\n\n")
             await asyncio.sleep(LOGS_EVERY_S)
 
     async def _stream(
@@ -221,26 +228,28 @@ class Api:
         position = _position(request, stream)
         if request.query.get("follow") == "0":
             found, _ = stream.since(position)
-            return _json({name: [item.data for item in found if not item.kind]})
+            return await _json_of(lambda: {name: [i.data for i in found if not i.kind]})
         response = await _event_stream(request)
         job, quiet_since_s = request.match_info["id"], time.monotonic()
         while True:
             live = job in self._service.office.standing.sharing.jobs
-            found, position = stream.since(position)
+            found, position = stream.since(position, ITEMS_AT_ONCE)
             if found:
-                await response.write(b"".join(map(_sent, found)))
+                await _send(request, response, b"".join(map(_sent, found)))
                 quiet_since_s = time.monotonic()
             elif not live:
                 break
             elif time.monotonic() - quiet_since_s > PING_EVERY_S:
-                await response.write(b": still here\n\n")
+                await _send(request, response, b": still here\n\n")
                 quiet_since_s = time.monotonic()
-            await asyncio.sleep(STREAM_EVERY_S)
-        return await self._ended(job, response)
+            await asyncio.sleep(STREAM_EVERY_S if len(found) < ITEMS_AT_ONCE else 0)
+        return await self._ended(request, response)
 
-    async def _ended(self, job: str, response: web.StreamResponse) -> web.StreamResponse:
-        last = await _in_thread(self._service.job, job)
-        await response.write(f"event: end\ndata: {json.dumps(last)}\n\n".encode())
+    async def _ended(
+        self, request: web.Request, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        last = await _in_thread(self._service.job, request.match_info["id"])
+        await _send(request, response, f"event: end\ndata: {json.dumps(last)}\n\n".encode())
         await response.write_eof()
         return response
 
@@ -250,6 +259,17 @@ async def _event_stream(request: web.Request) -> web.StreamResponse:
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     return response
+
+
+async def _send(request: web.Request, response: web.StreamResponse, content: bytes) -> None:
+    """Raises ConnectionResetError where nobody takes it: then the connection is ended."""
+    try:
+        async with asyncio.timeout(TAKEN_WITHIN_S):
+            await response.write(content)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()  # closing it would wait for what is not taken
+        raise ConnectionResetError(f"nothing was taken for {TAKEN_WITHIN_S:g} s") from None
 
 
 def _position(request: web.Request, stream: LineStream) -> int:
@@ -307,6 +327,12 @@ async def _answered(answer: Future[str]) -> str:
         raise web.HTTPServiceUnavailable(
             text="the service's journal can't be written now; it may be done later"
         ) from None
+
+
+async def _json_of(made: Callable[[], Any]) -> web.Response:
+    """Of what may be large: made, and put in words, in a thread."""
+    text = await _in_thread(lambda: json.dumps(made()))
+    return web.Response(text=text, content_type="application/json")
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -98,7 +98,7 @@ class JobHand:
         return not lives and job.phase in ("starting", "stopping") and troubled_s > START_WITHIN_S
 
     def _step(self, job: SharedJob, sight: Sight) -> None:
-        if job.has_room or job.releasing or job.phase == "stopping":
+        if is_at_work(job):
             self.story.look()
             if self._has_begun(job):
                 self._follow(job, sight)
@@ -294,6 +294,11 @@ class JobHand:
     def _tell(self, event: asks.SharingEvent, note: str = "") -> None:
         """Returns once it is journalled: nothing is told twice."""
         self._office.tell(event, note, self.story.committed).result(TELL_TIMEOUT_S)
+
+
+def is_at_work(job: SharedJob) -> bool:
+    """Something is to be done for it, or seen of it."""
+    return job.has_room or job.releasing or job.phase == "stopping"
 
 
 def _start_timeout_s(order: JobOrder) -> float:

@@ -17,13 +17,14 @@ from typing import Any
 
 from elastic_ft.config import Job, parse_job, parse_text
 from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.ledger import SharedJob
 from elastic_ft.errors import ConfigError, Superseded
 from elastic_ft.hosts.ray.names import abandoned, clear_away
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service import views
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import ClusterWatch, Sight
-from elastic_ft.service.hands import JobHand, Submit
+from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
 from elastic_ft.service.office import NotKnown, Office, ShareStanding, entry_of
@@ -106,7 +107,9 @@ class Service:
     def _round(self) -> None:
         self.office.tick()
         live = self.office.standing.sharing.jobs
-        for job in list(live):
+        for job, shared in live.items():
+            if self._rests(job, shared):
+                continue
             if (busy := self._busy.get(job)) is None or busy.done():
                 self._busy[job] = self._pool.submit(self._step, job)
         for job in [job for job, busy in self._busy.items() if job not in live and busy.done()]:
@@ -114,6 +117,11 @@ class Service:
                 self._keep(job, hand.story)
             self._hands.pop(job, None)
             del self._busy[job]
+
+    def _rests(self, job: str, shared: SharedJob) -> bool:
+        """It waits, and is known: thousands may, and are not looked at in every round."""
+        hand = self._hands.get(job)
+        return hand is not None and not hand.trouble and not is_at_work(shared)
 
     def _step(self, job: str) -> None:
         try:

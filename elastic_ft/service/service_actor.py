@@ -35,6 +35,7 @@ PORT_FILE = "service.json"
 BIND_TIMEOUT_S, BIND_AGAIN_S = 15.0, 0.2  # of a port that the service before this one had
 OPEN_TIMEOUT_S = 90.0  # a store that is away included
 CALLS = 16
+SILENT_S = 75.0  # of a connection without a request, or with half of one's head: it is ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class ServiceActor:
     async def _open(self) -> None:
         tls = tls_of(self._options)
         api = Api(self._service, self._options.users, self._leave)
-        runner = web.AppRunner(api.application(), access_log=None)
+        runner = web.AppRunner(api.application(), access_log=None, keepalive_timeout=SILENT_S)
         await runner.setup()
         port, until_s = (
             self._options.port or self._earlier_port(),

@@ -40,11 +40,11 @@ class LineStream:
             half = len(items) // 2
             self._kept = items[half:], first + half
 
-    def since(self, position: int) -> tuple[list[Item], int]:
-        """Those from ``position`` on, and where to go on."""
+    def since(self, position: int, most: int = KEPT_MAX) -> tuple[list[Item], int]:
+        """Those from ``position`` on, ``most`` of them, and where to go on."""
         items, first = self._kept
         start = max(position, first)
-        found = items[start - first :]
+        found = items[start - first : start - first + most]
         return found, start + len(found)
 
     def after(self, last_id: int) -> int:

@@ -62,8 +62,9 @@ class Batch:
 
 
 def weighed(micro_batch: MicroBatch, engine: OwnEngine) -> Any:
-    """Its data on the engine's device, with ``weight`` wherever that can be."""
-    data = to_device(micro_batch.data, engine.device)
+    """Its data on the engine's device, with ``weight`` wherever that can be. Copied: what the
+    user's code does to it in place is not there where the step is made again."""
+    data = to_device(micro_batch.data, engine.device, copied=True)
     if type(data) is dict:
         data = WeighedDict(data)
     elif type(data) is list:

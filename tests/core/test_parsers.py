@@ -130,6 +130,7 @@ MERGES = "a: &a {k: 1, l: 2}\n" + "".join(
         pytest.param(JOB.replace("tiny", "2024-13-45"), "job.yaml: not YAML: ", id="no-such-date"),
         pytest.param("[" * 3000, "job.yaml: not YAML: ", id="deep"),
         pytest.param("a: &a [*a]\n", "job.yaml: more than", id="circle"),
+        pytest.param(f"a: {'[' * 150}{']' * 150}\n", "job.yaml: more than 100 levels", id="levels"),
         pytest.param(BOMB, "job.yaml: more than", id="aliases"),
         pytest.param(MERGES, "job.yaml: not YAML: too many keys", id="merges"),
         pytest.param(JOB + "sed: 1\n", "sed: unknown key, did you mean seed? (in job.yaml)"),

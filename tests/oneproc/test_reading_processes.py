@@ -34,6 +34,8 @@ class Told:
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 66:
             raise ValueError("sample 66 is bad")
+        if index == 67:
+            raise FileNotFoundError(2, "No such file or directory", "/data/67.jpg")
         if index == 77:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.tensor([float(index), float(os.getpid())])
@@ -86,6 +88,53 @@ def test_what_a_sample_raises_is_raised_here(processes: ReadingProcesses) -> Non
         reading.cancel()
         reading.request(1, [(65,)])
         assert reading.get(1)[0].ids == (65,), "the process goes on"
+
+
+def test_a_file_that_is_missing_is_no_death(processes: ReadingProcesses) -> None:
+    """The commonest error of all is an OSError, as is the end of a process's pipe."""
+    before = processes.pids
+    with prefetcher(processes) as reading:
+        reading.request(1, [(67,)])
+        with pytest.raises(FileNotFoundError, match=r"No such file or directory: '/data/67.jpg'"):
+            reading.get(1)
+    assert processes.pids == before
+
+
+def test_one_that_is_stopped_is_replaced(processes: ReadingProcesses) -> None:
+    """It is no end that anybody sees: the step waited for it until the job failed."""
+    before = processes.pids
+    os.kill(before[0], signal.SIGSTOP)
+    with prefetcher(processes) as reading:
+        reading.request(1, [(n,) for n in range(8)])
+        assert [loaded.ids for loaded in reading.get(1, 20)] == [(n,) for n in range(8)]
+    assert processes.pids[1] == before[1] and processes.pids[0] != before[0]
+
+
+def test_many_micro_batches_cost_no_descriptors(processes: ReadingProcesses) -> None:
+    """One survivor of many has all of a step's micro-batches, with a few tensors in each."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with prefetcher(processes) as reading:
+        reading.request(1, [(n % 50,) for n in range(200)])
+        reading.request(2, [(n % 50,) for n in range(200)])
+        found = reading.get(1), reading.get(2)
+        now = len(list(Path("/proc/self/fd").iterdir()))
+    assert all(len(each) == 200 for each in found)
+    assert now - before < 50
+
+
+@pytest.mark.parametrize("count", [0, 3, 1 << 19])
+def test_tensors_come_as_they_were(count: int) -> None:
+    """Small ones by value, large ones shared."""
+    torch.manual_seed(1)
+    samples = [torch.randn(2, count).to(kind) for kind in (torch.bfloat16, torch.bool, torch.int64)]
+    samples += [torch.tensor(1.5), torch.randn(4, count).T, torch.randn(count, dtype=torch.cfloat)]
+    made = ReadingProcesses(collated(samples, lambda found: {"all": found}), 1, seed=7)
+    try:
+        (found,) = made.readers[0](tuple(range(len(samples)))).data.values()
+    finally:
+        made.close()
+    for tensor, came in zip(samples, found, strict=True):
+        assert torch.equal(tensor, came) and tensor.dtype == came.dtype
 
 
 def test_a_process_that_dies_is_one_line(processes: ReadingProcesses) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import subprocess
 import threading
 import time
@@ -69,6 +70,10 @@ class Served:
 
     def _leave(self, why: Superseded) -> None:
         self.superseded.set()
+
+    def connections(self) -> int:
+        assert self._runner.server is not None
+        return len(self._runner.server.connections)
 
     def client(self, token_file: Path | None = None) -> Client:
         return Client(self.url, token_file=token_file, away_s=0.0)
@@ -368,6 +373,45 @@ def test_a_job_that_waits_is_read_once_by_the_next_service(
     client, until_s = serve().client(), time.monotonic() + WAIT_S
     while (step := client.jobs()[0]["step"]) != 7:
         assert time.monotonic() < until_s, step
+
+
+def test_jobs_that_wait_are_looked_at_once(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of them kept the service busy, five times a second."""
+    served, until_s = serve(), time.monotonic() + WAIT_S
+    made = served.service
+    jobs = {served.client().submit(JOB)["id"] for _ in range(3)}
+    while made._hands.keys() != jobs or not all(busy.done() for busy in made._busy.values()):
+        assert time.monotonic() < until_s
+        served.superseded.wait(0.05)
+    stepped: list[str] = []
+    monkeypatch.setattr(made, "_step", stepped.append)
+    made._round()
+    made._pool.submit(int).result(WAIT_S)
+    assert stepped == []
+
+
+def test_a_client_that_never_reads_is_let_go(
+    serve: Callable[..., Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held a connection and what was written to it, for as long as it liked."""
+    monkeypatch.setattr(api, "TAKEN_WITHIN_S", 1.0)
+    monkeypatch.setattr(api, "ITEMS_AT_ONCE", 7)
+    job = serve().client().submit(JOB)["id"]
+    told(tmp_path / "F/jobs" / job, 60_000)  # more than sockets hold
+    served = serve()
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), WAIT_S) as silent:
+        silent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        silent.sendall(f"GET /api/v1/jobs/{job}/steps HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        for wanted in (1, 0):
+            until_s = time.monotonic() + WAIT_S
+            while served.connections() != wanted:
+                assert time.monotonic() < until_s, "it is kept"
+                served.superseded.wait(0.05)
+    with urllib.request.urlopen(f"{served.url}/api/v1/jobs/{job}/steps?follow=0") as answer:
+        assert len(json.loads(answer.read())["steps"]) >= 25_000
 
 
 def test_the_interface_is_documented(serve: Callable[..., Served]) -> None:

@@ -167,6 +167,47 @@ def test_marks_told_in_sums_bring_a_joiner_near(kind: str) -> None:
         assert joiner.reads <= 3 * GLOBAL, joiner.reads
 
 
+class Late(Placed):
+    """As it is easily written: what it was left at is known only once it is asked for more."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < (self.count or 0):
+            yield self.at
+            self.at += 1
+        self.at = 0
+
+
+class Tidy(Placed):
+    """Puts itself back, however it ends."""
+
+    def __iter__(self) -> Iterator[int]:
+        try:
+            while self.at < (self.count or 0):
+                self.at += 1
+                yield self.at - 1
+        finally:
+            self.at = 0
+
+
+@pytest.mark.filterwarnings("ignore:stream. state_dict")
+@pytest.mark.parametrize("kind", [Late, Tidy])
+def test_what_a_dataset_says_of_its_place_may_be_wrong(kind: type[Placed]) -> None:
+    """Gone on with at a step, and with one that is read again from far behind."""
+    whole = [list(range(50))[n % 50] for n in range(40 * GLOBAL)]
+    stream = make(kind(50))
+    for step in range(40):
+        if step % 7 == 3:
+            state, stream = json.loads(json.dumps(stream.state_dict())), make(kind(50))
+            stream.load_state_dict(state)
+        (found,) = steps(stream, 1)
+        stream.commit()
+        read = [number for micro in found for number in micro]
+        assert read == whole[step * GLOBAL : (step + 1) * GLOBAL], step
+    positions = SampleStream(kind(50), GLOBAL, MICRO)
+    for first in (400, 350, 100, 300, 0):
+        assert [positions[p] for p in range(first, first + 60)] == whole[first : first + 60]
+
+
 def test_what_was_read_lately_is_not_read_again() -> None:
     """A re-deal of this step and the next: another rank's micro-batches, a little before."""
     dataset = Plain(None)
