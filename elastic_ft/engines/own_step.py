@@ -23,6 +23,7 @@ from elastic_ft.engines.left_behind import stays_inside
 from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_all_for
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running, check_alike
+from elastic_ft.engines.own_buffers import Buffers
 from elastic_ft.engines.own_forward import Routed
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.own_state import OwnState
@@ -47,6 +48,7 @@ class OwnStep:
     seed: int | None
     running: Running | None
     _alike: int | None
+    _buffers: Buffers
     _first_gradients: FirstGradients
     _frozen: Frozen | None
     _groups: Groups | None
@@ -87,6 +89,7 @@ class OwnStep:
             self._accumulate(last)
             if index == 0:
                 running.before = own_watch.versions(self._listed)
+                self._buffers.begin()
             running.current, running.begun = micro_batch, index + 1
             kept = {} if micro_batch.weight else {b: b.clone() for _, b in self._persistent()}
             yield micro_batch
@@ -211,6 +214,8 @@ class OwnStep:
             self._check_named(running)
         if self._frozen is not None:
             self._frozen.check_unchanged(running.number)
+        assert self._groups is not None and self._groups.rank is not None
+        self._buffers.share(self._groups.rank, self._groups.world_size, self.device)
         squares = self._square_norm(running)
         told = float(running.loss), running.terms.total()
         terms, squares = running.agree(*told, squares, self.own.sums(running.number))

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from elastic_ft.data.epoch_order import EpochOrder
+from elastic_ft.engines.modules import seed_all_for
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
@@ -46,7 +47,8 @@ def init(job: Any = None, **sections: Any) -> Context:
 
     Started as any script, it is a world of one, with its run folder in runs/.
     Under ``elastic-ft launch``, ``elastic-ft run`` with ``loop.script``, and ElasticTrainer the job
-    is theirs, and what is given here must agree with it.
+    is theirs, and what is given here must agree with it. The generators of torch, numpy and
+    ``random`` are seeded by the job's ``seed``: what a script draws next is the same everywhere.
 
     Args:
         job: a job file, or a mapping like one.
@@ -61,13 +63,14 @@ def init(job: Any = None, **sections: Any) -> Context:
 
         alone = Alone(job_alone(job, sections))
         _context = Context(alone.worker, alone.failed)
-        return _context
-    if worker.job.loop is None:
+    elif worker.job.loop is None:
         raise ConfigError(
             "elastic_ft.init: this job has a model and data of its own; say `loop` instead of them"
         )
-    check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
-    _context = Context(worker)
+    else:
+        check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
+        _context = Context(worker)
+    seed_all_for(_context.job.seed, 0, 0)
     return _context
 
 
