@@ -8,6 +8,7 @@ ElasticError
 │   ├── DeviceSick        this worker's GPU computes wrong: another machine must train
 │   ├── StorageError      a URL that can't be reached, read or written (found before the start)
 │   ├── ModelError        a model that can't be imported or built
+│   │   └── BaseAway      the store of its weights does not answer now
 │   └── CheckpointMismatch  a checkpoint of another model
 ├── JobFailed             the job ended; exit code 1; the message names the last good checkpoint
 │   └── Superseded        another controller has the job now: this one ends, and deletes nothing
@@ -62,6 +63,10 @@ class StorageError(UsageError):
 
 class ModelError(UsageError):
     """A model that cannot be imported or built."""
+
+
+class BaseAway(ModelError):
+    """Weights that a model begins with can't be read just now: nothing is said of them."""
 
 
 class CheckpointMismatch(UsageError):

@@ -14,7 +14,7 @@ from torch import nn
 
 from elastic_ft.engines.initial_weights import Matched, fill, match
 from elastic_ft.engines.pretrained import KEY
-from elastic_ft.errors import ModelError, StorageError, StoreFailed
+from elastic_ft.errors import BaseAway, ModelError, StorageError, StoreFailed
 from elastic_ft.state.tensors import LocalState
 from elastic_ft.storage.safetensors import SafetensorsFolder, Stored, open_folder
 from elastic_ft.storage.store import Store
@@ -31,7 +31,9 @@ class Reference:
         """Reads headers. ``model``: the whole one, on meta will do. Raises ModelError."""
         try:
             folder = open_folder(url)
-        except (StorageError, StoreFailed) as error:
+        except StoreFailed as error:
+            raise BaseAway(f"{KEY}: {error}") from None
+        except StorageError as error:
             raise ModelError(f"{KEY}: {error}") from None
         specs = {name: stored.spec for name, stored in folder.tensors.items()}
         self.url = folder.url

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -56,6 +58,14 @@ def seed_for(seed: int, step: int, micro_batch: int) -> None:
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(value)
+
+
+def seed_all_for(seed: int, step: int, micro_batch: int) -> None:
+    """Also the generators of numpy and ``random``, from which a user's code may draw."""
+    seed_for(seed, step, micro_batch)
+    value = torch.default_generator.initial_seed()
+    random.seed(value)
+    np.random.seed([value & 0xFFFFFFFF, value >> 32])
 
 
 class FirstGradients:

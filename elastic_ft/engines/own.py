@@ -30,9 +30,10 @@ from elastic_ft.engines.modules import FirstGradients
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running
+from elastic_ft.engines.own_buffers import Buffers, check_batch_norms
 from elastic_ft.engines.own_forward import Routed, Whole
 from elastic_ft.engines.own_frozen import Frozen
-from elastic_ft.engines.own_state import Buffers, Hyper, OwnState
+from elastic_ft.engines.own_state import Hyper, OwnState
 from elastic_ft.engines.own_step import OwnStep
 from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
@@ -68,7 +69,7 @@ class OwnEngine(OwnStep):
         self.running: Running | None = None
         self._listed: list[nn.Parameter] = []  # attached; listing a module's takes a while
         self._persistent_names: list[frozenset[str]] = []  # of buffers, by number of the model
-        self._buffers = Buffers(self._persistent)
+        self._buffers = Buffers(self.models, self._persistent)
         self._groups: Groups | None = None
         self._runners: dict[int, DistributedDataParallel] = {}  # by number of the model
         self._trainable: set[nn.Parameter] = set()  # as prepared
@@ -93,6 +94,7 @@ class OwnEngine(OwnStep):
     def prepare(self) -> None:
         """Raises ConfigError, one line, for what can't be carried."""
         torch_private.forget_meshes()
+        check_batch_norms(self.models)
         for model in self.models:
             model.to(self.device)
             buffers = {name for name, _ in model.named_buffers()}
@@ -195,7 +197,7 @@ class OwnEngine(OwnStep):
                     Whole(model),
                     init_sync=False,
                     gradient_as_bucket_view=True,
-                    **torch_private.buffer_sync(bool(self._buffers.kept)),
+                    **torch_private.buffer_sync(False),
                 )
 
     def _cut(self, groups: Groups) -> None:

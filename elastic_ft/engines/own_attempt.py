@@ -37,6 +37,8 @@ class Running:
         self.told = 0  # losses, since the last agreement
         self.named = 0  # micro-batches with named metrics
         self.divided = False  # losses came as parts of the mean
+        self.divisor = 1  # of the others, before it is known how many terms there are
+        self.meant = (0, 0)  # the pass and micro-batch of which a mean came last
         self.agreed = False
         self.ratio = 1.0  # by which gradients are multiplied to be means over all terms
         self.scaled = False

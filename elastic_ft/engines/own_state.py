@@ -13,7 +13,7 @@ has changed between its batch and the step: it will not do that again.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -302,23 +302,3 @@ class Hyper:
                     own.copy_(value)
                 else:
                     group[key] = value
-
-
-class Buffers:
-    """A model's persistent buffers: a step begun in vain has changed them."""
-
-    def __init__(self, find: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> None:
-        self._find = find
-        self.kept: dict[str, torch.Tensor] = {}
-
-    def capture(self) -> None:
-        for name, buffer in self._find():
-            if name in self.kept:
-                self.kept[name].copy_(buffer)
-            else:
-                self.kept[name] = buffer.detach().clone()
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for name, buffer in self._find():
-                buffer.copy_(self.kept[name])

@@ -20,9 +20,10 @@ from elastic_ft.engines import gradients, own_watch
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.left_behind import stays_inside
-from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_for
+from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_all_for
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running, check_alike
+from elastic_ft.engines.own_buffers import Buffers
 from elastic_ft.engines.own_forward import Routed
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.own_state import OwnState
@@ -47,6 +48,7 @@ class OwnStep:
     seed: int | None
     running: Running | None
     _alike: int | None
+    _buffers: Buffers
     _first_gradients: FirstGradients
     _frozen: Frozen | None
     _groups: Groups | None
@@ -82,11 +84,12 @@ class OwnStep:
                 raise ConfigError("a batch is of the step that it was given to, and of no other")
             last = index == len(running.micro_batches) - 1
             if self.seed is not None:
-                seed_for(self.seed, running.number, micro_batch.number + other)
+                seed_all_for(self.seed, running.number, micro_batch.number + other)
             running.reach("forward", None if index == 0 else running.number)
             self._accumulate(last)
             if index == 0:
                 running.before = own_watch.versions(self._listed)
+                self._buffers.begin()
             running.current, running.begun = micro_batch, index + 1
             kept = {} if micro_batch.weight else {b: b.clone() for _, b in self._persistent()}
             yield micro_batch
@@ -136,19 +139,34 @@ class OwnStep:
             self._alike = check_alike(micro_batch.data, self._alike)
         if running.begun == 1:
             running.reach("backward")
-        running.told += 1
         running.divided = of is not None
+        terms = self._terms(running, count)
+        running.told += 1
         if metrics:
             self._note_named(running, metrics, weight)
         if weight:
             running.loss = running.loss + loss.detach().double() * (of or 1)
-            running.terms.add(1 if count is None else count)
-        divisor = 1 if running.divided else self.job.batch.global_batch_size
+            running.terms.add(terms)
+        divisor = 1 if running.divided else running.divisor
         share = loss * (weight * self._groups.assignment.layout.data_parallel_size / divisor)
         (share if scaler is None else scaler.scale(share)).backward()
         if scaler is None and running.begun == len(running.micro_batches):
             running.made = own_watch.versions(self._listed)
             running.probe = own_watch.probe(self._listed) if self._is_cut else None
+
+    def _terms(self, running: Running, count: torch.Tensor | int | None) -> torch.Tensor | int:
+        """How many a loss counts for. Means of one micro-batch add up to one loss, as those of
+        several ``loss.backward()`` do. Raises ConfigError."""
+        batch, told = self.job.batch, count
+        divisor = batch.global_batch_size
+        if count is None:
+            place, divisor = (running.passes, running.begun), batch.micro_batches
+            told, running.meant = int(running.meant != place), place
+        if running.told and divisor != running.divisor:
+            raise ConfigError("ctx.backward: give the count of a loss's terms always, or never")
+        running.divisor = divisor
+        assert told is not None
+        return told
 
     def _note_named(self, running: Running, metrics: Any, weight: float) -> None:
         if running.agreed:
@@ -194,15 +212,18 @@ class OwnStep:
             )
         if not running.agreed:
             self._check_named(running)
-        own_watch.check_untouched(running.made)
-        own_watch.check_probe(self._listed, running.probe)
         if self._frozen is not None:
             self._frozen.check_unchanged(running.number)
-        running.made, squares = {}, self._square_norm(running)
+        assert self._groups is not None and self._groups.rank is not None
+        self._buffers.share(self._groups.rank, self._groups.world_size, self.device)
+        squares = self._square_norm(running)
         told = float(running.loss), running.terms.total()
         terms, squares = running.agree(*told, squares, self.own.sums(running.number))
-        ratio = self.job.batch.global_batch_size / max(terms, 1)
-        running.ratio = 1.0 if running.divided else ratio
+        running.ratio = 1.0 if running.divided else running.divisor / max(terms, 1)
+        if running.ratio != 1.0:  # what was done to gradients was done to something else
+            own_watch.check_untouched(running.made)
+            own_watch.check_probe(self._listed, running.probe)
+        running.made = {}
         running.norm = math.sqrt(squares) * running.ratio
         running.agreed, running.scaled = True, False
         running.loss, running.terms, running.told = 0.0, TermCounts(), 0

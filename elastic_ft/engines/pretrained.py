@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import xxhash
 
 from elastic_ft.config import Job, ModelConfig
-from elastic_ft.errors import ModelError, StorageError, StoreFailed
+from elastic_ft.errors import BaseAway, ModelError, StorageError, StoreFailed
 from elastic_ft.models.build import known_settings
 from elastic_ft.storage.safetensors import (
     CONFIG,
@@ -40,14 +40,17 @@ class Pretrained:
 
 
 def open_pretrained(url: str) -> Pretrained:
-    """Reads config.json, headers, and PIECES of each tensor. Raises ModelError, one line."""
+    """Reads config.json, headers, and PIECES of each tensor. Raises ModelError, one line: BaseAway
+    if the store does not answer."""
     try:
         folder = _open(url)
         config = folder.config()
         if "model_type" not in config:
             raise ModelError(f"{KEY}: {folder.url}: no {CONFIG} with a model_type is there")
         return Pretrained(folder, known_settings(config, KEY), _digest(folder, config))
-    except (StorageError, StoreFailed) as error:
+    except StoreFailed as error:
+        raise BaseAway(f"{KEY}: {error}") from None
+    except StorageError as error:
         raise ModelError(f"{KEY}: {error}") from None
 
 

@@ -279,6 +279,8 @@ _WORKERS = (
            "worker node", "{worker} is left out: {reason}"),
     _event("thread_left", "A worker leaves a thread behind in a collective that never ends.",
            "worker"),
+    _event("base_away", "A worker that begins waits for the store of the model's weights.",
+           "worker", "{worker}: {reason}"),
     _event("stepped_aside", "A worker ends that came in where it can't take part.", "worker"),
     _event("device_lost", "A worker's GPU has failed.",
            "worker node times step", "{worker} lost its GPU: {reason}",

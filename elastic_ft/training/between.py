@@ -28,8 +28,7 @@ class Between:
     """That part of a ``Context``, which says what its attributes are."""
 
     job: Job
-    rank: int
-    world_size: int
+    _place: tuple[int, int] | None  # rank and size of the world, once there is one
     _inside: bool
     _party: Party | None  # that runs an errand
 
@@ -38,6 +37,24 @@ class Between:
 
     def _next(self) -> Any:
         raise NotImplementedError
+
+    @property
+    def rank(self) -> int:
+        """Raises UsageError before there is a world."""
+        return self._placed("rank")[0]
+
+    @property
+    def world_size(self) -> int:
+        """Raises UsageError before there is a world."""
+        return self._placed("world_size")[1]
+
+    def _placed(self, what: str) -> tuple[int, int]:
+        if self._place is None:
+            raise UsageError(
+                f"ctx.{what}: there is none before the first batch, and others later, as workers "
+                "come and go: ask for it inside the loop, each time, or in ctx.on_generation"
+            )
+        return self._place
 
     def evaluate(
         self,
@@ -127,12 +144,12 @@ class Between:
         if self._is_cut:
             needed = self.job.elastic.min_workers
             loop.party.need_whole(needed, functools.partial(step_aside, loop))
-        before, self._party = (self.rank, self.world_size), loop.party
-        self.rank, self.world_size = loop.party.rank, loop.party.world_size
+        before, self._party = self._place, loop.party
+        self._place = loop.party.rank, loop.party.world_size
         try:
             return run(loop)
         finally:
-            self._party, (self.rank, self.world_size) = None, before
+            self._party, self._place = None, before
 
     @property
     def _is_cut(self) -> bool:

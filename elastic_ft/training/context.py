@@ -5,22 +5,31 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from elastic_ft.data.epoch_order import EpochOrder
+from elastic_ft.engines.modules import seed_all_for
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
-from elastic_ft.training.each import MicroTurns, NextMicroBatch, arguments_of, keep_gradients
+from elastic_ft.training.each import MicroTurns, NextMicroBatch, ZeroGrad, arguments_of
 from elastic_ft.training.given import sort_out
-from elastic_ft.training.loader import Loader, bundle_of, check_options, read_in_processes
+from elastic_ft.training.loader import (
+    Loader,
+    bundle_of,
+    check_options,
+    drawn_bundle,
+    read_in_processes,
+)
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.prepare import ready_device
 from elastic_ft.worker.steering import Dealt, Ended, MakeHere, Steering
@@ -38,7 +47,8 @@ def init(job: Any = None, **sections: Any) -> Context:
 
     Started as any script, it is a world of one, with its run folder in runs/.
     Under ``elastic-ft launch``, ``elastic-ft run`` with ``loop.script``, and ElasticTrainer the job
-    is theirs, and what is given here must agree with it.
+    is theirs, and what is given here must agree with it. The generators of torch, numpy and
+    ``random`` are seeded by the job's ``seed``: what a script draws next is the same everywhere.
 
     Args:
         job: a job file, or a mapping like one.
@@ -53,13 +63,14 @@ def init(job: Any = None, **sections: Any) -> Context:
 
         alone = Alone(job_alone(job, sections))
         _context = Context(alone.worker, alone.failed)
-        return _context
-    if worker.job.loop is None:
+    elif worker.job.loop is None:
         raise ConfigError(
             "elastic_ft.init: this job has a model and data of its own; say `loop` instead of them"
         )
-    check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
-    _context = Context(worker)
+    else:
+        check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
+        _context = Context(worker)
+    seed_all_for(_context.job.seed, 0, 0)
     return _context
 
 
@@ -88,7 +99,7 @@ class Context(Between):
         self._callbacks: list[Callable[[Context], None]] = []
         self._party: Party | None = None  # that runs an errand
         self._told = 0  # the generation of which callbacks were told
-        self.rank, self.world_size, self.generation = 0, 1, 0
+        self._place, self.generation = (0, 1) if worker.job.elastic.max_workers == 1 else None, 0
         self.latest: Step | None = None
         self._ended, self._inside = False, False  # ``_inside``: the step's function runs
         self._turn: MicroTurns | None = None  # where a function of ``each`` runs
@@ -106,7 +117,8 @@ class Context(Between):
         """Takes models, optimizers, schedulers and a DataLoader, in any order, once.
 
         Returns them in that order: the same objects, but for the loader, of which each item is a
-        ``Batch``. Models are moved to ``device``. Raises ConfigError.
+        ``Batch``. Models are moved to ``device``. Raises ConfigError. Without a DataLoader the
+        script draws each micro-batch itself, from the generators of torch, numpy or ``random``.
 
         by_reference: what needs no gradient and is in no optimizer is no state: every process has
         it of its script, or else of another; it must not be changed.
@@ -116,10 +128,11 @@ class Context(Between):
         if self._own is not None:
             raise ConfigError("ctx.prepare: was called before; give it everything at once")
         given = sort_out(things)
-        loader = given.loader
-        if isinstance(loader, DataLoader):
-            check_options(loader, self.job.batch.micro_batch_size)
-            loader = self.loader(loader.dataset, loader.collate_fn)
+        if isinstance(given.loader, DataLoader):
+            check_options(given.loader, self.job.batch.micro_batch_size)
+            loader = self.loader(given.loader.dataset, given.loader.collate_fn)
+        else:
+            loader = given.loader or Loader(self, drawn_bundle())
         engine = OwnEngine(self.job, given.models, given.optimizers, self.device)
         engine.by_reference = by_reference
         engine.seed = self.job.seed if seed == "job's" else seed
@@ -127,7 +140,10 @@ class Context(Between):
             engine.own.register(name, thing)
         if loader.bundle.stream is not None:
             engine.own.register("the stream", loader.bundle.stream)
-        keep_gradients(engine.optimizers, lambda: bool(self._turn and self._turn.keeps_gradients))
+        for owner in (*engine.optimizers, *engine.models):
+            owner.zero_grad = ZeroGrad(  # type: ignore[method-assign]
+                owner, lambda: bool(self._turn and self._turn.keeps_gradients)
+            )
         if isinstance(given.loader, DataLoader):
             read_in_processes(loader, given.loader, engine.seed)
         self._own, self._loader = Steering(engine, loader.bundle), loader
@@ -162,9 +178,9 @@ class Context(Between):
         bundle = bundle_of(dataset, collate_fn, self.job.batch, self.job.seed, shuffle_buffer)
         return Loader(self, replace(bundle, order=order))
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """In the place of ``range(count)``, around a loop over the loader: that gives an epoch's
-        batches then, ``len(loader)`` of them.
+    def epochs(self, *span: int) -> Iterator[int]:
+        """In the place of ``range``, with its arguments, around a loop over the loader: that gives
+        an epoch's batches then, ``len(loader)`` of them.
 
         What is yielded first is the epoch in which the job is, and the loader gives its rest: for
         who joins, and after a restart.
@@ -173,19 +189,21 @@ class Context(Between):
         assert self._loader is not None
         if self._loader.is_stream:
             raise ConfigError(
-                "ctx.epochs: nobody knows how long a stream is: leave out the loop over epochs, "
-                "and say `steps`"
+                "ctx.epochs: nobody knows how long a stream is, or what a script draws itself: "
+                "leave out the loop over epochs, and say `steps`"
             )
-        self._epoch_steps = steps = len(self._loader)
+        epochs, self._epoch_steps = range(*span), len(self._loader)
         try:
             while self._is_dealt():
                 dealt = self._awaited()
-                epoch = (dealt.running.number - 1) // steps
-                if epoch >= count:
+                epoch = (dealt.running.number - 1) // self._epoch_steps
+                if epoch >= len(epochs):
                     return
-                yield epoch
+                yield epochs[epoch]
                 if self._dealt is dealt:
-                    raise ConfigError(f"ctx.epochs: nothing asked the loader for epoch {epoch}")
+                    raise ConfigError(
+                        f"ctx.epochs: nothing asked the loader for epoch {epochs[epoch]}"
+                    )
         finally:
             self._epoch_steps = None
 
@@ -223,7 +241,7 @@ class Context(Between):
         return made
 
     def each(
-        self, loader: Loader, *, whole: bool = False
+        self, loader: Loader | None = None, *, whole: bool = False, enumerated: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """In the place of ``for x, y in loader:``, whose body becomes a function of ``x, y``:
 
@@ -237,24 +255,31 @@ class Context(Between):
 
         whole: the function gets the batch, as with ``step``, where a script goes over micro-batches
             itself.
+        enumerated: as ``enumerate(loader)``: the batch's number comes first, from 0 in each epoch.
         """
         own = self._steering("each")
-        if loader is not self._loader:
+        if loader not in (None, self._loader):
             raise ConfigError("@ctx.each: expected the loader that ctx.prepare has returned")
+        assert self._loader is not None
+        prepared = self._loader
 
         def run(function: Callable[..., Any]) -> Callable[..., Any]:
-            arguments = arguments_of(function)
+            arguments = arguments_of(function, enumerated, prepared.is_drawn and not whole)
 
-            def in_turn(batch: Batch) -> None:
+            def make(batch: Batch) -> None:
+                place = (batch.number - 1) % (self._epoch_steps or batch.number)
+                if whole:
+                    function(*arguments(place, batch))
+                    return
                 self._turn = turn = MicroTurns(batch, own.engine.gradients_seen)
                 for micro in turn.given():
                     try:
-                        function(*arguments(micro))
+                        function(*arguments(place, micro))
                     except NextMicroBatch:
                         turn.was_left = True
 
-            made = self.step(function if whole else in_turn)
-            for batch in loader:
+            made = self.step(make)
+            for batch in prepared:
                 made(batch)
             return function
 
@@ -332,9 +357,15 @@ class Context(Between):
         if turn is not None:
             turn.after_backward()
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Clips the gradient of the global batch by its norm, which is returned."""
-        return self._steering("clip_grad_norm_").engine.clip_grad_norm_(max_norm)
+    def clip_grad_norm_(self, *norm: Any) -> float:
+        """``(max_norm)`` clips the gradient of the global batch by its norm, which is returned;
+        ``(parameters, max_norm)`` that of these alone, as torch's function and Accelerate's."""
+        engine = self._steering("clip_grad_norm_").engine
+        if len(norm) == 1:
+            return engine.clip_grad_norm_(*norm)
+        engine.clip_grad_norm_(math.inf)
+        total = torch.nn.utils.clip_grad_norm_(*norm)
+        return float(total.full_tensor() if isinstance(total, DTensor) else total)
 
     def log(self, *results: Any, **values: Any) -> None:
         """Values for the line of the step made last, which is written when it is committed."""
@@ -373,11 +404,7 @@ class Context(Between):
             raise self._released()
         if isinstance(item, Dealt):
             self._dealt = item
-            self.rank, self.world_size, self.generation = (
-                item.rank,
-                item.world_size,
-                item.generation,
-            )
+            self._place, self.generation = (item.rank, item.world_size), item.generation
             if item.generation != self._told:
                 self._told = item.generation
                 for callback in self._callbacks:

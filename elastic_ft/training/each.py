@@ -7,10 +7,9 @@ what comes after it (clipping, the optimizer, the scheduler) is there once for e
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import torch
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
@@ -73,38 +72,46 @@ class MicroTurns:
         next(self._micros, None)  # padding leaves no trace in buffers that the body looks at next
 
 
-def arguments_of(function: Callable[..., Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """How it takes a micro-batch: in one argument, or in as many as there are parts."""
+def arguments_of(
+    function: Callable[..., Any], enumerated: bool, may_take_none: bool
+) -> Callable[[int, Any], tuple[Any, ...]]:
+    """How it takes a micro-batch, and the place of its batch before it: in one argument, or in as
+    many as the micro-batch has parts. Raises ConfigError."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
-    taken = [p for p in parameters if p.kind in kinds and p.default is p.empty]
-    if not taken:
-        raise ConfigError("ctx.each: the function takes the micro-batch: def step(x, y) or (batch)")
+    taken = len([p for p in parameters if p.kind in kinds and p.default is p.empty]) - enumerated
+    if taken < 0 or not (taken or may_take_none):
+        raise ConfigError(
+            "ctx.each: the function takes the micro-batch: def step(x, y) or (batch); with "
+            "enumerated=True the batch's number before it: def step(i, batch)"
+        )
 
-    def arguments(micro: Any) -> tuple[Any, ...]:
-        if len(taken) == 1:
-            return (micro,)
-        if not isinstance(micro, (tuple, list)) or len(micro) != len(taken):
+    def arguments(place: int, micro: Any) -> tuple[Any, ...]:
+        first = (place,) * enumerated
+        if taken < 2:
+            return (*first, micro)[: len(first) + taken]
+        if not isinstance(micro, (tuple, list)) or len(micro) != taken:
             kind = type(micro).__name__.removeprefix("Weighed").lower()
             parts = f" of {len(micro)}" if isinstance(micro, (tuple, list)) else ""
             raise ConfigError(
-                f"ctx.each: the function takes {len(taken)} arguments, a micro-batch is a "
+                f"ctx.each: the function takes {taken} arguments, a micro-batch is a "
                 f"{kind}{parts}: one argument takes it whole"
             )
-        return tuple(micro)
+        return (*first, *micro)
 
     return arguments
 
 
-def keep_gradients(optimizers: list[torch.optim.Optimizer], keep: Callable[[], bool]) -> None:
-    """While ``keep()``, their ``zero_grad`` has no effect. A copy of one has its plain method."""
+class ZeroGrad:
+    """In the place of ``owner.zero_grad``, of a module or an optimizer: while ``keep()`` it has no
+    effect. A copy of the owner has its plain method."""
 
-    def guarded(plain: Callable[..., None]) -> Callable[..., None]:
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            if not keep():
-                plain(*args, **kwargs)
+    def __init__(self, owner: Any, keep: Callable[[], bool]) -> None:
+        self._owner, self._plain, self._keep = owner, owner.zero_grad, keep
 
-        return zero_grad
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if not self._keep():
+            self._plain(*args, **kwargs)
 
-    for optimizer in optimizers:
-        optimizer.zero_grad = guarded(optimizer.zero_grad)  # type: ignore[method-assign]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return types.MethodType(type(self._owner).zero_grad, memo[id(self._owner)])

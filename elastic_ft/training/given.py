@@ -17,12 +17,13 @@ from elastic_ft.training.loader import Loader
 @dataclass(frozen=True)
 class Given:
     """Attributes:
+    loader: None: the script draws its micro-batches itself.
     kept: schedulers and the like, by the names that their state has.
     """
 
     models: list[nn.Module]
     optimizers: list[Optimizer]
-    loader: DataLoader[Any] | Loader
+    loader: DataLoader[Any] | Loader | None
     kept: dict[str, Any]
 
 
@@ -43,6 +44,9 @@ def sort_out(things: tuple[Any, ...]) -> Given:
     for kind, found in (("nn.Module", models), ("optimizer", optimizers)):
         if not found:
             raise ConfigError(f"ctx.prepare: expected at least one {kind}, found none")
-    if len(loaders) != 1:
-        raise ConfigError(f"ctx.prepare: expected one DataLoader, found {len(loaders)}")
-    return Given(models, optimizers, loaders[0], kept)
+    if len(loaders) > 1:
+        raise ConfigError(
+            f"ctx.prepare: expected one DataLoader, found {len(loaders)}: give the one that is "
+            "trained on, and leave others as they are, for ctx.evaluate(function, loader)"
+        )
+    return Given(models, optimizers, *(loaders or [None]), kept)

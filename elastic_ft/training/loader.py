@@ -18,6 +18,19 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.training.batch import Batch
 
 
+class Drawn:
+    """In the place of a dataset, where a script draws its micro-batches itself."""
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> None:
+        """There is nothing to be read."""
+
+    def collate(self, samples: list[Any]) -> None:
+        """There is nothing to be read."""
+
+
 class NoSampler:
     """In the place of a DataLoader's sampler."""
 
@@ -38,6 +51,23 @@ class Loader:
     @property
     def is_stream(self) -> bool:
         return len(self.bundle.train) == ENDLESS
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there is no data: the script draws it."""
+        return isinstance(self.bundle.train, Drawn)
+
+    @property
+    def dataset(self) -> Any:
+        """That of the DataLoader."""
+        train = self.bundle.train
+        return train.dataset if isinstance(train, Collated) else train
+
+    @property
+    def batch_size(self) -> int:
+        """Of a micro-batch."""
+        size: int = self._context.job.batch.micro_batch_size
+        return size
 
     def __len__(self) -> int:
         """Whole steps in one pass over the data, at least one: not micro-batches. Raises TypeError
@@ -136,6 +166,11 @@ def bundle_of(
     samples = collated(dataset, collate_fn)
     words = samples_in_words(len(samples))
     return DataBundle(samples, None, None, None, words, fingerprint, stream=stream)
+
+
+def drawn_bundle() -> DataBundle:
+    """Of no data."""
+    return DataBundle(Drawn(), None, None, None, "drawn by the script", "drawn by the script")
 
 
 def collated(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Dataset:

@@ -27,7 +27,7 @@ from elastic_ft.transformers.accelerator import ElasticAccelerator, adopt
 from elastic_ft.transformers.evaluation import DealtBatches, Watched
 from elastic_ft.transformers.kept import Kept, Values, from_all, in_order, packed
 from elastic_ft.transformers.memory import Generators, History, TrainerMemory
-from elastic_ft.transformers.samples import Samples, collated, epoch_order
+from elastic_ft.transformers.samples import Samples, collated, draws_kept, epoch_order
 
 
 class ElasticMixin:
@@ -372,7 +372,8 @@ def _context(total: int, micro: int) -> Context:
     batch = {"global_batch_size": total, "micro_batch_size": micro}
     context = current()
     if context is None:
-        return training.init(batch=batch)
+        with draws_kept():  # the script, or the trainer, has seeded them
+            return training.init(batch=batch)
     found = context.job.batch
     if (found.global_batch_size, found.micro_batch_size) != (total, micro):
         raise ConfigError(

@@ -39,11 +39,18 @@ def collated(
 
 @contextlib.contextmanager
 def _drawing(seed: int, step: int, number: int) -> Iterator[None]:
+    with draws_kept():
+        seed_for(seed, step, number)
+        drawn = int(torch.randint(1 << 31, ()))
+        np.random.seed(drawn)
+        random.seed(drawn)
+        yield
+
+
+@contextlib.contextmanager
+def draws_kept() -> Iterator[None]:
+    """The generators are afterwards as they were."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed_for(seed, step, number)
-    drawn = int(torch.randint(1 << 31, ()))
-    np.random.seed(drawn)
-    random.seed(drawn)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import gc
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,16 +17,20 @@ from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.engines.base import Engine, StateEngine
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.engines.pretrained import with_model_read
+from elastic_ft.errors import BaseAway
 from elastic_ft.faults import Points
 from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer
 from elastic_ft.state.snapshot import Snapshots
-from elastic_ft.transport.control import Welcome
+from elastic_ft.transport.control import Note, Welcome
 from elastic_ft.worker.burn_in import burn_in
 from elastic_ft.worker.devices import device_of, set_up
 from elastic_ft.worker.same_data import check_data_of_run
 from elastic_ft.worker.steering import Steering
 from elastic_ft.worker.tools import Tools
+
+AWAY_MIN_S, AWAY_MAX_S = 1.0, 20.0  # between two tries
+T = TypeVar("T")
 
 
 def prepare(
@@ -47,11 +51,15 @@ def prepare(
     began_s = time.monotonic()
     data = open_dataset(job.data, job.seed) if own is None else own.data
     opened_s = time.monotonic()
-    read, digest = with_model_read(job)
+
+    def away(why: str) -> None:
+        send(Note(worker, 0, "base_away", why, {"worker": worker}))
+
+    read, digest = _awaited(lambda: with_model_read(job), job, away)
     check_data_of_run(welcome.data, data, digest)
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
-    engine.prepare()
+    _awaited(engine.prepare, job, away)
     model_s = time.monotonic() - opened_s
     on_gpu = engine.device.type == "cuda"
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
@@ -75,6 +83,24 @@ def prepare(
         pretrained=digest,
     )
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
+
+
+def _awaited(read: Callable[[], T], job: Job, tell: Callable[[str], None]) -> T:
+    """What ``read`` returns, called again while the store of a model's weights is away.
+
+    No survivor waits for a worker that begins. Raises BaseAway after elastic.suspend_timeout_s.
+    """
+    until_s, pause_s = time.monotonic() + job.elastic.suspend_timeout_s, AWAY_MIN_S
+    while True:
+        try:
+            return read()
+        except BaseAway as error:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            tell(f"{error}; it is tried again for {left_s:.0f} s")
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, AWAY_MAX_S)
 
 
 def _prefetcher(data: DataBundle, own: Steering | None) -> Prefetcher:

@@ -51,7 +51,7 @@ def main(epochs=4):
         def train_step(batch):
             loss, _ = model(**batch)
             accelerator.backward(loss)
-            accelerator.clip_grad_norm_(1.0)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()

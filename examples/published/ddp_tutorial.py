@@ -56,7 +56,11 @@ def main(epochs, batch_size):
     torch.manual_seed(0)
     dataset, model = Points(320), Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = DataLoader(dataset, batch_size=batch_size, sampler=DistributedSampler(dataset))
+    loader = DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=DistributedSampler(dataset),
+    )
     Trainer(model, loader, optimizer).train(epochs)
     dist.destroy_process_group()
 

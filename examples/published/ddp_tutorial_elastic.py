@@ -54,7 +54,10 @@ def main(epochs, batch_size):
     torch.manual_seed(0)
     dataset, model = Points(320), Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader = DataLoader(dataset, batch_size=batch_size)
+    loader = DataLoader(
+        dataset,
+        batch_size=batch_size,
+    )
     Trainer(model, loader, optimizer).train(epochs)
 
 

@@ -1,6 +1,7 @@
 """In the style of nanoGPT's loop: gradients accumulated by hand, a rate for each iteration."""
 
 import math
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +9,9 @@ from torch import nn
 
 max_iters, batch_size, block_size, accumulation_steps, grad_clip = 40, 4, 16, 8, 1.0
 learning_rate, min_lr = 1e-2, 1e-3
+for argument in sys.argv[1:]:  # its configurator: --name=value
+    name, _, value = argument.removeprefix("--").partition("=")
+    globals()[name] = type(globals()[name])(value)
 torch.manual_seed(0)
 data = (torch.arange(20_000) ** 2 // 7) % 32
 

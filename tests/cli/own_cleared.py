@@ -1,4 +1,4 @@
-"""Clears gradients at the body's top by the model: those of earlier micro-batches would be lost."""
+"""Clears gradients at the body's top by hand: those of earlier micro-batches would be lost."""
 
 import sys
 
@@ -22,6 +22,7 @@ model, optimizer, loader = ctx.prepare(model, optimizer, loader)
 
 @ctx.each(loader)
 def train_step(x, y):
-    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.grad = None
     ctx.backward(F.cross_entropy(model(x), y))
     optimizer.step()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -231,6 +233,70 @@ def test_clipping_what_are_no_means_yet_is_refused(strategy: str) -> None:
             own.engine.end_attempt()
         with pytest.raises(UsageError, match=r"changed before they are means: use ctx.clip_grad_"):
             own.optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_means_are_clipped_as_in_a_plain_loop_and_those_of_one_micro_batch_add_up(
+    strategy: str,
+) -> None:
+    """As of a critic's, for what is real and what was made; then by torch's own clipping."""
+
+    def losses(model: nn.Module, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield F.cross_entropy(model(tokens), tokens.flip(0))
+        yield 0.5 * model(tokens).square().mean()
+
+    batch = [torch.arange(6), torch.arange(6) + 3]
+    torch.manual_seed(0)
+    plain = Tied()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        for tokens in batch:
+            for loss in losses(plain, tokens):
+                (loss / len(batch)).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.manual_seed(0)
+    model = Tied()
+    own = Own(strategy, [model], [torch.optim.SGD(model.parameters(), lr=0.1)])
+    with own.generation():
+        for number in (1, 2, 3):
+            running = own.running(number, batch)
+            for micro_batch in own.engine.micro_batches(running):
+                for loss in losses(model, micro_batch.data):
+                    own.engine.backward(loss, None)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            own.engine.optimizers[0].step()
+            own.engine.optimizers[0].zero_grad()
+            own.engine.end_attempt()
+        found = own.engine.state()["model.embedding.weight"].local
+        assert torch.allclose(found, plain.embedding.weight, rtol=1e-5)
+
+
+def test_sums_and_means_in_one_step_are_refused() -> None:
+    own = Own("ddp")
+    with own.generation():
+        running = own.running(1, [torch.arange(6), torch.arange(6)])
+        micro_batches = own.engine.micro_batches(running)
+        own.engine.backward(own.model(next(micro_batches).data).mean(), None)
+        with pytest.raises(ConfigError, match="count of a loss's terms always, or never"):
+            own.backward(next(micro_batches))
+
+
+def test_every_generator_is_seeded_by_the_place_of_a_micro_batch() -> None:
+    """Whatever the function draws is the same in every world."""
+
+    def drawn() -> tuple[float, float, float]:
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    own = Own("ddp")
+    with own.generation():
+        running = own.running(1, [torch.arange(6), torch.arange(6)])
+        both = [drawn() for _ in own.engine.micro_batches(running)]
+        running = Running(1, running.micro_batches[1:], running.agree, reach)
+        own.engine.attempt(running)
+        assert [drawn() for _ in own.engine.micro_batches(running)] == both[1:]
+        assert both[0] != both[1]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

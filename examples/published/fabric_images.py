@@ -1,0 +1,66 @@
+"""In the style of Lightning Fabric's image classifier: epochs, a held-out set between them."""
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric import Fabric
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+class Images(torch.utils.data.Dataset):
+    """Which half is brighter."""
+
+    def __init__(self, count, seed):
+        self.x = torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed))
+        self.y = (self.x[:, :, :4].mean((1, 2, 3)) > self.x[:, :, 4:].mean((1, 2, 3))).long()
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.dropout = nn.Conv2d(1, 8, 3), nn.Dropout(0.25)
+        self.first, self.last = nn.Linear(288, 32), nn.Linear(32, 2)
+
+    def forward(self, x):
+        x = self.dropout(F.relu(self.convolution(x))).flatten(1)
+        return F.log_softmax(self.last(F.relu(self.first(x))), 1)
+
+
+def main(epochs=4):
+    fabric = Fabric(accelerator="cpu")
+    fabric.launch()
+    torch.manual_seed(1)
+    train_loader = DataLoader(Images(320, 0), batch_size=4, shuffle=True)
+    test_loader = DataLoader(Images(64, 1), batch_size=4)
+    train_loader = fabric.setup_dataloaders(train_loader)
+    model = Net()
+    optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    model, optimizer = fabric.setup(model, optimizer)
+
+    for epoch in range(1, epochs + 1):
+        model.train()
+        for index, (data, target) in enumerate(train_loader):
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(data), target)
+            fabric.backward(loss)
+            optimizer.step()
+            if index % 5 == 0:
+                print(f"epoch {epoch}, batch {index} of {len(train_loader)}: {loss:.4f}")
+
+        scheduler.step()
+        model.eval()
+        losses = []
+        with torch.no_grad():
+            for data, target in test_loader:
+                losses.append(F.nll_loss(model(data), target))
+        print(f"epoch {epoch}: held-out loss {torch.stack(losses).mean():.4f}")
+
+
+main()
