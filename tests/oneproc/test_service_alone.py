@@ -27,6 +27,7 @@ from elastic_ft.service.access import Rights, check_host, new_token, read_token
 from elastic_ft.service.api import Api
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
+from elastic_ft.service.office import Refused
 from elastic_ft.service.service import Service
 from elastic_ft.service.service_actor import ServiceOptions, tls_of
 from elastic_ft.service.service_client import Client, ServiceAway
@@ -390,6 +391,32 @@ def test_jobs_that_wait_are_looked_at_once(
     made._round()
     made._pool.submit(int).result(WAIT_S)
     assert stepped == []
+
+
+def test_a_store_that_is_away_holds_up_nobody_else(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads waited for it, and no job was taken in."""
+    served, back, asked = serve(), threading.Event(), threading.Semaphore(0)
+    client = served.client()
+    job = client.submit(JOB)["id"]
+
+    def away(job: str) -> Any:
+        asked.release()
+        assert back.wait(WAIT_S)
+        raise Refused("it was away")
+
+    monkeypatch.setattr(served.service, "story", away)
+    with ThreadPoolExecutor(40) as pool:
+        waiting = [pool.submit(client.status, job) for _ in range(40)]
+        try:
+            assert asked.acquire(timeout=WAIT_S)
+            assert client.submit(JOB)["id"] == "tiny-2"
+            assert [each["id"] for each in client.jobs()] == ["tiny-1", "tiny-2"]
+            assert client.service()["folder"]
+            assert not any(answer.done() for answer in waiting)
+        finally:
+            back.set()
 
 
 def test_a_client_that_never_reads_is_let_go(
