@@ -29,7 +29,7 @@ from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.office import Refused
 from elastic_ft.service.service import Service
-from elastic_ft.service.service_actor import ServiceOptions, tls_of
+from elastic_ft.service.service_actor import ServiceOptions, runner_of, tls_of
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.service.service_config import load_config
 from elastic_ft.storage.store import open_store
@@ -59,7 +59,7 @@ class Served:
         self.service = Service(str(folder), terms, no_cluster, self._leave, look=Sight)
         self.service.start()
         self._loop = asyncio.new_event_loop()
-        self._runner = web.AppRunner(Api(self.service, users or {}, print).application())
+        self._runner = runner_of(Api(self.service, users or {}, print).application())
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(WAIT_S)
@@ -417,6 +417,19 @@ def test_a_store_that_is_away_holds_up_nobody_else(
             assert not any(answer.done() for answer in waiting)
         finally:
             back.set()
+
+
+def test_who_says_nothing_is_let_go(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's connections were kept for an hour, as many as there are descriptors."""
+    monkeypatch.setattr(service_actor, "SILENT_S", 1.0)
+    served = serve()
+    host, port = served.url.removeprefix("http://").split(":")
+    for said in (b"", b"GET /api/v1/jobs HTTP/1.1\r\nHost:"):
+        with socket.create_connection((host, int(port)), WAIT_S) as stranger:
+            stranger.sendall(said)
+            assert stranger.recv(1) == b""
 
 
 def test_a_client_that_never_reads_is_let_go(
