@@ -11,6 +11,7 @@ from rich.console import Console
 
 from elastic_ft.config import Job
 from elastic_ft.config.section import COUNT_MAX
+from elastic_ft.errors import StoreFailed
 from elastic_ft.observe.journal_text import brief
 from elastic_ft.observe.run_reader import RunReader, Watch
 
@@ -55,7 +56,11 @@ class ProgressDisplay:
         last = False
         while not last:
             last = self._over.wait(WATCH_EVERY_S)
-            news, steps = self._watch.poll()
+            try:
+                news, steps = self._watch.poll(whole=last)
+            except StoreFailed as error:
+                self._say(f"the last lines can't be read: {error}")
+                break
             for line in news:
                 if told := brief(line):
                     self._say(told)

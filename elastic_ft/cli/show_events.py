@@ -40,7 +40,7 @@ def events(
     tail, first_s, ended, dead = run.tail("events.jsonl"), 0.0, False, ""
     vigil = Vigil(run_folder)
     while True:
-        for line in tail.read():
+        for line in tail.read(whole=not follow):
             first_s, told = _told(line, first_s, raw, run_folder)
             for text in told:
                 print(text, flush=True)

@@ -102,9 +102,9 @@ def _write(
     log, tail = make(reader, folder), reader.tail("steps.jsonl")
     try:
         while True:
-            has_ended = bool(reader.result())  # before the last look at its steps
-            log.write(tail.read())
-            if has_ended or not follow:
+            is_last = not follow or bool(reader.result())  # before the look at its steps
+            log.write(tail.read(whole=is_last))
+            if is_last:
                 break
             time.sleep(LOOK_S)
     finally:

@@ -146,9 +146,11 @@ class Tail:
         self._store: Store | None = None
         self._read_segments: dict[str, int] = {}  # key -> bytes: they are not downloaded again
 
-    def read(self, bytes_max: int = -1) -> list[Line]:
-        """``bytes_max``: about so much of a local file, in whole lines; the next look goes on."""
-        content = self._local(bytes_max) if self._path is not None else self._remote()
+    def read(self, bytes_max: int = -1, whole: bool = False) -> list[Line]:
+        """``bytes_max``: about so much of a local file, in whole lines; the next look goes on.
+        ``whole``: there is no next look: all that is there now, of a remote file, too. Raises
+        StoreFailed where that can't be read."""
+        content = self._local(bytes_max) if self._path is not None else self._remote(whole)
         end = content.rfind(b"\n") + 1
         self._offset += end
         return parse_lines(content[:end], self._url)
@@ -165,12 +167,13 @@ class Tail:
         except FileNotFoundError:
             return b""
 
-    def _remote(self) -> bytes:
-        if time.monotonic() < self._next_look_s:
+    def _remote(self, whole: bool) -> bytes:
+        if time.monotonic() < self._next_look_s and not whole:
             return b""
         self._next_look_s = time.monotonic() + REMOTE_EVERY_S
         from elastic_ft.observe import segments
-        from elastic_ft.storage.store import open_store
+        from elastic_ft.storage.kinds import FailureKind
+        from elastic_ft.storage.store import StoreError, open_store
 
         if self._store is None:
             self._store = open_store(self._folder_url, deadline_s=REMOTE_WITHIN_S)
@@ -181,7 +184,9 @@ class Tail:
                 self._offset = 0
                 found = segments.read(self._store, self._name)
                 content = found.beyond(0)
-        except StoreFailed:  # not there yet, or the store is away: the next look sees more
+        except StoreError as error:  # not there yet, or the store is away: the next look sees more
+            if whole and error.kind is not FailureKind.MISSING:
+                raise
             return b""
         assert content is not None
         self._read_segments = found.sizes
@@ -210,9 +215,10 @@ class Watch:
             self.formed, self.step = formed[-1], formed[-1]["step"]
             self._first_generation = self.formed["generation"]
 
-    def poll(self) -> tuple[list[Line], list[Line]]:
-        """Returns the journal lines and the committed steps that are new."""
-        events = self._events.read()
+    def poll(self, whole: bool = False) -> tuple[list[Line], list[Line]]:
+        """Returns the journal lines and the committed steps that are new. ``whole``: as of
+        ``Tail.read``."""
+        events = self._events.read(whole=whole)
         for line in events:
             if line["event"] == "generation_formed":
                 self._first_generation = self._first_generation or line["generation"]
@@ -221,7 +227,7 @@ class Watch:
             elif line["event"] == "rolled_back":
                 self.step = min(self.step, line["step"])
         steps = []
-        for line in self._steps.read() if self._first_generation else []:
+        for line in self._steps.read(whole=whole) if self._first_generation else []:
             if line["generation"] >= self._first_generation and line["step"] > self.step:
                 self.step, self.last = line["step"], line
                 steps.append(line)

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from elastic_ft.config import Job
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, StoreFailed
 from elastic_ft.observe.alive import Vigil, seems_dead
 from elastic_ft.observe.lines import Line
 from elastic_ft.observe.run_reader import RunReader
@@ -44,18 +44,20 @@ class RunWatch:
         with self._turn:
             self._read(rest)
 
-    def _read(self, rest: float = 0.0) -> None:
+    def _read(self, rest: float = 0.0, whole: bool = False) -> None:
         if not self._view.knows_the_job:  # it is written when the run begins
             with contextlib.suppress(ConfigError):  # of another version: the lines are there
                 self._view.know(self._reader.job())
         waiting: list[Line] = []
         began_s = time.monotonic()
-        while steps := self._steps.read(PIECE_BYTES):
-            waiting += self._events.read()  # after the steps: what led to them is among it
+        while steps := self._steps.read(PIECE_BYTES, whole):
+            waiting += self._events.read(
+                whole=whole
+            )  # after the steps: what led to them is among it
             waiting = self._view.feed(waiting, steps, until_last_step=True)
             time.sleep(rest * (time.monotonic() - began_s))
             began_s = time.monotonic()
-        self._view.feed(waiting + self._events.read(), [])
+        self._view.feed(waiting + self._events.read(whole=whole), [])
 
     def look(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """What is to be seen of the run now. Raises ConfigError.
@@ -64,11 +66,14 @@ class RunWatch:
             result: what is in result.json, if the caller knows; else it is read.
         """
         with self._turn:
-            self._read()
-            return self._look(result)
+            found = self._reader.result() if result is None else result
+            try:
+                self._read(whole=bool(found))  # it has ended: who looks may not look again
+            except StoreFailed:  # the next look sees more
+                self._read()
+            return self._look(found)
 
-    def _look(self, result: dict[str, Any] | None) -> dict[str, Any]:
-        found = self._reader.result() if result is None else result
+    def _look(self, found: dict[str, Any]) -> dict[str, Any]:
         seen = self._view.as_json(time.time(), result=found)
         if seen["ended_at_s"] is not None:
             return seen

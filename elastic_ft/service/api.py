@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ LOGS_EVERY_S = 1.0
 PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
+_workers = ThreadPoolExecutor(2, "words")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -102,7 +103,7 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         office = self._service.office
         may_read = request[CALLER].may_read
-        content = await _in_thread(exposition, office.standing, office.terms, may_read)
+        content = await _worked_out(exposition, office.standing, office.terms, may_read)
         return web.Response(body=content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def login(self, request: web.Request) -> web.Response:
@@ -137,7 +138,7 @@ class Api:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
         asked = await _body(request)
         request[CALLER].check_write(str(asked.get("queue", "default")))
-        answer = await _in_thread(self._service.submit, asked, _by(request))
+        answer = await _worked_out(self._service.submit, asked, _by(request))
         job = await _answered(answer)
         return _json({"id": job, "page": f"{request.url.origin()}/jobs/{job}"}, status=201)
 
@@ -207,7 +208,7 @@ class Api:
         job = request.match_info["id"]
         reader = await _in_thread(self._service.logs, job)
         if request.query.get("follow") == "0":
-            return await _json_of(lambda: {"logs": reader()})
+            return _json({"logs": await _in_thread(reader)})
         if _last_id(request) is not None:
             await _in_thread(reader)
         response = await _event_stream(request)
@@ -307,7 +308,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
             text=f"Content-Type: expected application/json, found {request.content_type:.100}"
         )
     try:
-        found = await _in_thread(json.loads, content)
+        found = await _worked_out(json.loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -316,7 +317,13 @@ async def _body(request: web.Request) -> dict[str, Any]:
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Of what asks a store or the cluster: while that is away, it may take its time."""
     return await asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+
+async def _worked_out(function: Callable[..., Any], *args: Any) -> Any:
+    """Of what takes a processor alone: it waits for nobody who asks a store."""
+    return await asyncio.get_running_loop().run_in_executor(_workers, function, *args)
 
 
 async def _answered(answer: Future[str]) -> str:
@@ -331,7 +338,7 @@ async def _answered(answer: Future[str]) -> str:
 
 async def _json_of(made: Callable[[], Any]) -> web.Response:
     """Of what may be large: made, and put in words, in a thread."""
-    text = await _in_thread(lambda: json.dumps(made()))
+    text = await _worked_out(lambda: json.dumps(made()))
     return web.Response(text=text, content_type="application/json")
 
 

@@ -94,7 +94,7 @@ class ServiceActor:
     async def _open(self) -> None:
         tls = tls_of(self._options)
         api = Api(self._service, self._options.users, self._leave)
-        runner = web.AppRunner(api.application(), access_log=None, keepalive_timeout=SILENT_S)
+        runner = runner_of(api.application())
         await runner.setup()
         port, until_s = (
             self._options.port or self._earlier_port(),
@@ -137,6 +137,11 @@ class ServiceActor:
         self._warm.close()
         self._service.close()
         ray.kill(self._itself)
+
+
+def runner_of(application: web.Application) -> web.AppRunner:
+    """Has no patience with who connects and says nothing: descriptors are few."""
+    return web.AppRunner(application, access_log=None, keepalive_timeout=SILENT_S)
 
 
 def submit(job: Job, run_url: str, executable: str) -> None:

@@ -87,11 +87,12 @@ class JobStory:
         """What is new. Any thread; what can't be read now is read later."""
         with self._turn:
             try:
-                for line in self._tails[0].read():
+                result = self._reader.known_result()  # before the lines, which are all there then
+                for line in self._tails[0].read(whole=bool(result)):
                     self._hear(line)
-                for line in self._tails[1].read():
+                for line in self._tails[1].read(whole=bool(result)):
                     self._count(line)
-                self.result, self.trouble = self._reader.known_result(), ""
+                self.result, self.trouble = result, ""
             except (ElasticError, OSError) as error:
                 self.trouble = f"{type(error).__name__}: {' '.join(str(error).split())}"
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
+from elastic_ft.cli import to_loggers
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.core.invariants import Expected
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, StoreFailed
+from elastic_ft.observe import segments
+from elastic_ft.observe.lines import Line
 from elastic_ft.observe.run_reader import RunReader
+from elastic_ft.observe.step_cursor import Cursor
+from elastic_ft.service.story import JobStory
+from elastic_ft.storage.kinds import FailureKind
+from elastic_ft.storage.store import StoreError
 
 KEPT = Path(__file__).parent / "journals" / "kill_and_stop"
 
@@ -70,3 +80,69 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         file.write(b"{\n")
     with pytest.raises(ConfigError, match=r"events\.jsonl:\d+ is not a line"):
         RunReader(tmp_path).events()
+
+
+@pytest.fixture
+def ending(remote: str) -> Callable[[int, bool], None]:
+    """Has that run at a step, or at its end."""
+    fs = fsspec.filesystem("memory")
+
+    def at(step: int, has_ended: bool) -> None:
+        steps = [{"step": n, "loss": 1.0, "generation": 1} for n in range(1, step + 1)]
+        text = "".join(f"{json.dumps(line)}\n" for line in steps)
+        fs.pipe("/run_reader/steps.jsonl", text.encode())
+        if has_ended:
+            fs.pipe("/run_reader/result.json", b'{"status": "completed", "reason": "done"}')
+
+    return at
+
+
+class Steps:
+    """In the place of a logger. ``then``: what happens after it has written."""
+
+    def __init__(self, then: list[Callable[[], None]]) -> None:
+        self.cursor, self.seen, self._then = Cursor(), list[int](), then
+
+    def write(self, lines: Iterable[Line]) -> int:
+        self.seen += [line["step"] for line in lines]
+        if self._then:
+            self._then.pop(0)()
+        return 0
+
+    def close(self) -> None: ...
+
+
+def test_who_looks_last_sees_all_of_a_remote_run(
+    remote: str, ending: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A remote folder is looked at every 2 s: a run that ended in between lost its last steps, for
+    who followed it for TensorBoard, and for the service, which looks no more after its end."""
+    monkeypatch.setattr(to_loggers, "LOOK_S", 0.0)
+    ending(2, False)
+    log, story = Steps([lambda: ending(5, True)]), JobStory(remote)
+    story.look()
+    assert (story.committed, story.result) == (2, {})
+    assert to_loggers._write(remote, "test", str(tmp_path), True, lambda reader, to: log) == 0
+    assert log.seen == [1, 2, 3, 4, 5]
+    story.look()
+    assert story.result and story.committed == 5
+
+
+def test_what_can_not_be_read_at_last_is_no_success(
+    remote: str, ending: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = segments.read
+
+    def away(store: Any, name: str, *known: Any) -> Any:
+        if name == "steps.jsonl":
+            raise StoreError("it is away", FailureKind.UNREACHABLE)
+        return read(store, name, *known)
+
+    ending(5, False)
+    log, story = Steps([]), JobStory(remote)
+    monkeypatch.setattr(segments, "read", away)
+    with pytest.raises(StoreFailed, match="it is away"):
+        to_loggers._write(remote, "test", str(tmp_path), False, lambda reader, to: log)
+    ending(5, True)
+    story.look()
+    assert "it is away" in story.trouble and not story.result

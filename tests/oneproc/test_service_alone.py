@@ -27,8 +27,9 @@ from elastic_ft.service.access import Rights, check_host, new_token, read_token
 from elastic_ft.service.api import Api
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
+from elastic_ft.service.office import Refused
 from elastic_ft.service.service import Service
-from elastic_ft.service.service_actor import ServiceOptions, tls_of
+from elastic_ft.service.service_actor import ServiceOptions, runner_of, tls_of
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.service.service_config import load_config
 from elastic_ft.storage.store import open_store
@@ -58,7 +59,7 @@ class Served:
         self.service = Service(str(folder), terms, no_cluster, self._leave, look=Sight)
         self.service.start()
         self._loop = asyncio.new_event_loop()
-        self._runner = web.AppRunner(Api(self.service, users or {}, print).application())
+        self._runner = runner_of(Api(self.service, users or {}, print).application())
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(WAIT_S)
@@ -390,6 +391,45 @@ def test_jobs_that_wait_are_looked_at_once(
     made._round()
     made._pool.submit(int).result(WAIT_S)
     assert stepped == []
+
+
+def test_a_store_that_is_away_holds_up_nobody_else(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads waited for it, and no job was taken in."""
+    served, back, asked = serve(), threading.Event(), threading.Semaphore(0)
+    client = served.client()
+    job = client.submit(JOB)["id"]
+
+    def away(job: str) -> Any:
+        asked.release()
+        assert back.wait(WAIT_S)
+        raise Refused("it was away")
+
+    monkeypatch.setattr(served.service, "story", away)
+    with ThreadPoolExecutor(40) as pool:
+        waiting = [pool.submit(client.status, job) for _ in range(40)]
+        try:
+            assert asked.acquire(timeout=WAIT_S)
+            assert client.submit(JOB)["id"] == "tiny-2"
+            assert [each["id"] for each in client.jobs()] == ["tiny-1", "tiny-2"]
+            assert client.service()["folder"]
+            assert not any(answer.done() for answer in waiting)
+        finally:
+            back.set()
+
+
+def test_who_says_nothing_is_let_go(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's connections were kept for an hour, as many as there are descriptors."""
+    monkeypatch.setattr(service_actor, "SILENT_S", 1.0)
+    served = serve()
+    host, port = served.url.removeprefix("http://").split(":")
+    for said in (b"", b"GET /api/v1/jobs HTTP/1.1\r\nHost:"):
+        with socket.create_connection((host, int(port)), WAIT_S) as stranger:
+            stranger.sendall(said)
+            assert stranger.recv(1) == b""
 
 
 def test_a_client_that_never_reads_is_let_go(
