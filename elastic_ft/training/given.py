@@ -27,11 +27,32 @@ class Given:
     kept: dict[str, Any]
 
 
+PACKED_BY = ("bitsandbytes", "torchao", "hqq", "gptqmodel", "auto_gptq", "awq")  # modules
+
+
+def quantised_by(model: Any) -> str | None:
+    """What has packed a model's weights: they can't be cut, compared or carried then."""
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is not None or getattr(model, "is_quantized", False):
+        method = getattr(config, "quant_method", None) or "some method"
+        return str(getattr(method, "value", method))
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    kinds = {
+        type(tensor).__module__.partition(".")[0] for p in parameters for tensor in (p, p.data)
+    }
+    return next((kind for kind in PACKED_BY if kind in kinds), None)
+
+
 def sort_out(things: tuple[Any, ...]) -> Given:
     """Raises ConfigError."""
     models, optimizers, loaders, kept = [], [], [], {}
     for number, thing in enumerate(things):
         if isinstance(thing, nn.Module):
+            if (method := quantised_by(thing)) is not None:
+                raise ConfigError(
+                    f"ctx.prepare: {type(thing).__name__}: quantised by {method}, which is "
+                    "refused: its weights are packed: load the base in bfloat16"
+                )
             models.append(thing)
         elif isinstance(thing, Optimizer):
             optimizers.append(thing)

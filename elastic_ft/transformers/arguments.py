@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from elastic_ft.errors import ConfigError
+from elastic_ft.training.given import quantised_by
 
 HONOURED = frozenset(
     """
@@ -122,14 +123,12 @@ def check_arguments(arguments: TrainingArguments) -> None:
 
 def check_model(model: Any) -> None:
     """Raises ConfigError for weights that are no plain tensors: they can't be cut or compared."""
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is None and not getattr(model, "is_quantized", False):
-        return
-    method = getattr(config, "quant_method", None) or "some method"
-    raise ConfigError(
-        f"Trainer: model: quantised by {getattr(method, 'value', method)}, which is refused: its "
-        "weights are packed: load the base in bfloat16 and train a LoRA on it"
-    )
+    method = quantised_by(model)
+    if method is not None:
+        raise ConfigError(
+            f"Trainer: model: quantised by {method}, which is refused: its weights are packed: "
+            "load the base in bfloat16 and train a LoRA on it"
+        )
 
 
 def _said(value: Any) -> str:

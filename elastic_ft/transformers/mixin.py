@@ -49,6 +49,7 @@ class ElasticMixin:
         self._batches: Iterator[Batch] | None = None
         self._joined: Any = None  # (model, loader), once ``train`` has joined the world
         self._restored: dict[str, Any] | None = None
+        self._found: str | bool | None = None  # a checkpoint, by the script
         self._whole: dict[str, torch.Tensor] | None = None  # weights that are being exported
         self._dealt, self._kept = total, Kept(self)
         super().__init__(*args, **kwargs)
@@ -66,6 +67,14 @@ class ElasticMixin:
         self.state.is_world_process_zero = self.state.is_local_process_zero = context.rank == 0
 
     # ------------------------------------------------------------------------ the beginning
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the trainer's. A checkpoint that a script has found is not read: the job goes on from
+        its own. Raises ConfigError if it has none, and would begin anew."""
+        self._found = resume_from_checkpoint or None
+        return super().train(None, *args, **kwargs)  # type: ignore[misc]
 
     def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> Any:
         """As the trainer's; a step that lies in two epochs is one step."""
@@ -110,6 +119,12 @@ class ElasticMixin:
         self._step = self.context.step(self._one_step)
         self._batches = iter(prepared[3])
         self._next = next(self._batches, None)
+        if self._found is not None and self._next is not None and self._next.number == 1:
+            raise ConfigError(
+                f"Trainer.train: resume_from_checkpoint: {self._found}: this job has made no step, "
+                "and goes on from its own checkpoints alone: give another output_dir (and load the "
+                "weights into the model, if they are meant), or the name of the run that wrote it"
+            )
         self._restored = self._memory.state_dict()
         return self.state.global_step * self._dealt // len(loader.dataset), 0
 

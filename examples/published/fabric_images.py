@@ -24,11 +24,12 @@ class Images(torch.utils.data.Dataset):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.convolution, self.dropout = nn.Conv2d(1, 8, 3), nn.Dropout(0.25)
+        self.convolution, self.norm = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout(0.25)
         self.first, self.last = nn.Linear(288, 32), nn.Linear(32, 2)
 
     def forward(self, x):
-        x = self.dropout(F.relu(self.convolution(x))).flatten(1)
+        x = self.dropout(F.relu(self.norm(self.convolution(x)))).flatten(1)
         return F.log_softmax(self.last(F.relu(self.first(x))), 1)
 
 
@@ -36,9 +37,9 @@ def main(epochs=4):
     fabric = Fabric(accelerator="cpu")
     fabric.launch()
     torch.manual_seed(1)
-    train_loader = DataLoader(Images(320, 0), batch_size=4, shuffle=True)
+    loader = DataLoader(Images(320, 0), batch_size=4, shuffle=True)
     test_loader = DataLoader(Images(64, 1), batch_size=4)
-    train_loader = fabric.setup_dataloaders(train_loader)
+    loader = fabric.setup_dataloaders(loader)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
@@ -46,13 +47,13 @@ def main(epochs=4):
 
     for epoch in range(1, epochs + 1):
         model.train()
-        for index, (data, target) in enumerate(train_loader):
+        for index, (data, target) in enumerate(loader):
             optimizer.zero_grad()
             loss = F.nll_loss(model(data), target)
             fabric.backward(loss)
             optimizer.step()
             if index % 5 == 0:
-                print(f"epoch {epoch}, batch {index} of {len(train_loader)}: {loss:.4f}")
+                print(f"batch {index} of {len(loader)}: {loss:.4f}")
 
         scheduler.step()
         model.eval()

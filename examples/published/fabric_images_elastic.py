@@ -25,35 +25,36 @@ class Images(torch.utils.data.Dataset):
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.convolution, self.dropout = nn.Conv2d(1, 8, 3), nn.Dropout(0.25)
+        self.convolution, self.norm = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
+        self.dropout = nn.Dropout(0.25)
         self.first, self.last = nn.Linear(288, 32), nn.Linear(32, 2)
 
     def forward(self, x):
-        x = self.dropout(F.relu(self.convolution(x))).flatten(1)
+        x = self.dropout(F.relu(self.norm(self.convolution(x)))).flatten(1)
         return F.log_softmax(self.last(F.relu(self.first(x))), 1)
 
 
 def main(epochs=4):
     fabric = elastic_ft.init(batch={"global_batch_size": 32, "micro_batch_size": 4})
     torch.manual_seed(1)
-    train_loader = DataLoader(Images(320, 0), batch_size=4, shuffle=True)
+    loader = DataLoader(Images(320, 0), batch_size=4, shuffle=True)
     test_loader = DataLoader(Images(64, 1), batch_size=4)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-    model, optimizer, scheduler, train_loader = fabric.prepare(model, optimizer, scheduler, train_loader)
+    model, optimizer, scheduler, loader = fabric.prepare(model, optimizer, scheduler, loader)
 
     for epoch in fabric.epochs(1, epochs + 1):
         model.train()
 
-        @fabric.each(train_loader, enumerated=True)
+        @fabric.each(loader, enumerated=True)
         def train_step(index, data, target):
             optimizer.zero_grad()
             loss = F.nll_loss(model(data), target)
             fabric.backward(loss)
             optimizer.step()
             if index % 5 == 0:
-                print(f"epoch {epoch}, batch {index} of {len(train_loader)}: {loss:.4f}")
+                print(f"batch {index} of {len(loader)}: {loss:.4f}")
 
         scheduler.step()
         model.eval()

@@ -1,8 +1,11 @@
 """In the style of Hugging Face's examples of causal language models: arguments, Trainer, save."""
 
+from pathlib import Path
+
 import torch
 import transformers
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 
 class Counting(torch.utils.data.Dataset):
@@ -20,6 +23,9 @@ def main():
     (training_args,) = transformers.HfArgumentParser(
         TrainingArguments
     ).parse_args_into_dataclasses()
+    last_checkpoint = None
+    if Path(training_args.output_dir).is_dir():
+        last_checkpoint = get_last_checkpoint(training_args.output_dir)
     torch.manual_seed(training_args.seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=24, num_hidden_layers=2, **sizes)
@@ -28,8 +34,9 @@ def main():
         args=training_args,
         train_dataset=Counting(),
     )
-    trainer.train()
+    result = trainer.train(resume_from_checkpoint=last_checkpoint)
     trainer.save_model()
+    trainer.log_metrics("train", result.metrics)
 
 
 if __name__ == "__main__":

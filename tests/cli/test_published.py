@@ -37,7 +37,7 @@ def diff_of(name: str) -> list[str]:
     return ["@@" if line.startswith("@@") else line.rstrip() for line in lines]
 
 
-NAMES = ("ddp_tutorial", "accelerate_text", "run_clm", "nanogpt")
+NAMES = ("ddp_tutorial", "fabric_images", "accelerate_text", "run_clm", "nanogpt")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -56,18 +56,22 @@ def test_the_docs_count_the_lines(name: str) -> None:
     written = [line for line in diff_of(name) if line[:1] == "+" and line[1:].strip()]
     gone = [line for line in diff_of(name) if line[:1] == "-" and line[1:].strip()]
     assert (int(told[1]), int(told[2])) == (len(written), len(gone))
+    assert len(written) <= WRITTEN_MAX
 
 
+WRITTEN_MAX = 6  # lines, in each
 CLM = ("--output_dir=clm", "--max_steps=40", "--per_device_train_batch_size=4", "--report_to=none")
+CLM += ("--save_steps=10",)  # whoever joins finds the export of one, and does not begin with it
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("ddp_tutorial", ("4",)),
+        ("fabric_images", ()),
+        pytest.param("ddp_tutorial", ("4",), marks=pytest.mark.soak),
         pytest.param("accelerate_text", (), marks=pytest.mark.soak),
         pytest.param("run_clm", CLM, marks=pytest.mark.soak),
-        pytest.param("nanogpt", (), marks=pytest.mark.soak),
+        pytest.param("nanogpt", ("--accumulation_steps=1",), marks=pytest.mark.soak),
         pytest.param("own_fit", ("--epochs", "4"), marks=pytest.mark.soak),
     ],
 )
@@ -84,10 +88,13 @@ def test_a_changed_script_comes_to_the_same_without_a_worker(
     alone.mkdir()
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, script, *arguments]
-    subprocess.run(command, cwd=alone, env=environment, check=True, timeout=240)
+    by_itself = subprocess.run(
+        command, cwd=alone, env=environment, check=True, timeout=240, stdout=subprocess.PIPE
+    )
     code, out, err = launched.finish()
-    assert (code, err) == (COMPLETED, ""), out
-    found = RunReader(next((folder / "runs").iterdir()))
+    assert code == COMPLETED, out + err
+    run = next((folder / "runs").iterdir())
+    found = RunReader(run)
     assert "worker_lost" in [line["event"] for line in found.events()]
     seen, wanted = (
         [line["loss"] for line in reader.steps()]
@@ -95,6 +102,17 @@ def test_a_changed_script_comes_to_the_same_without_a_worker(
     )
     assert len(seen) == 40
     assert seen == pytest.approx(wanted, rel=1e-5)
+    said = (run / "processes.log").read_text()
+    assert held_out(said) == pytest.approx(held_out(by_itself.stdout.decode()), rel=1e-3)
+
+
+def held_out(said: str) -> dict[str, float]:
+    """What a script prints of held-out data, by epoch: BatchNorm's statistics are in it. All ranks
+    print the same."""
+    lines = re.findall(r"epoch (\d+): held-out loss ([\d.]+)", said)
+    found = {epoch: float(loss) for epoch, loss in lines}
+    assert all(float(loss) == pytest.approx(found[epoch], rel=1e-3) for epoch, loss in lines)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -107,25 +107,33 @@ def test_a_killed_worker_and_its_joiner_change_nothing(
 
 
 class BaseAway:
-    """Nobody can read the base from when a lost worker's replacement is ready, and about to join,
-    until that was tried TRIES times. Training waits for it, and so does the job's end."""
+    """Nobody can read the base while a lost worker's replacement begins, which waits for it; nor
+    from when that is ready, and about to join, until it was tried TRIES times. Training waits for
+    it, and so does the job's end."""
 
-    def __init__(self, proxy: ObjectStoreProxy, gate: Path) -> None:
-        self.proxy, self.gate, self.lost = proxy, gate, ""
-        self.began = self.healed = False
+    def __init__(self, proxy: ObjectStoreProxy, gate: Path, journal: Path) -> None:
+        self.proxy, self.gate, self.journal, self.lost = proxy, gate, journal, ""
+        self.fault = StoreFault("busy", methods=("GET",), path=r"base/.*safetensors$")
+        self.waited = self.began = self.healed = False
 
     def on_step(self, controller: Controller, line: dict[str, Any]) -> None:
         if line["step"] >= 6 and not self.lost:
             assert controller.state.assignment is not None
             self.gate.touch()
             self.lost = controller.state.assignment.members[1].worker
+            self.proxy.set(self.fault)
             controller.host.kill_worker(self.lost)
 
     def watch(self, controller: Controller) -> None:
         state = controller.state
-        if self.lost and not self.began and self.lost not in state.ready and len(state.ready) == 4:
-            self.began = True
-            self.proxy.set(StoreFault("busy", methods=("GET",), path=r"base/.*safetensors$"))
+        if self.lost and not self.waited:
+            self.waited = '"base_away"' in self.journal.read_text()
+            if self.waited:
+                self.proxy.set()
+        elif self.waited and not self.began and self.lost not in state.ready:
+            if len(state.ready) == 4:
+                self.began = True
+                self.proxy.set(self.fault)
         elif not self.healed and state.outage is not None and state.outage.tries >= TRIES:
             self.healed = True
             self.proxy.set()
@@ -145,12 +153,14 @@ def test_nobody_trains_on_a_base_that_was_not_read(
         store = open_store(s3.url("base"))
         for path in base.iterdir():
             store.put(path.name, path.read_bytes())
-        away = BaseAway(proxy, tmp_path / "gate")
+        away = BaseAway(proxy, tmp_path / "gate", tmp_path / "run/events.jsonl")
         data = COUNTED | {"kwargs": {"gate": str(away.gate)}}
         elastic = PATIENT | {"join_batch_s": 2.0}
         job = tuned(s3.url("base"), strategy, data=data, elastic=elastic)
         out = {"on_step": away.on_step, "watch": away.watch, "environment": environment}
         run = run_job(job, tmp_path / "run", deadline_s=DEADLINE_S, **out).check()
+    (refused, waits) = (run.all("worker_refused"), run.all("base_away"))
+    assert waits and not refused, run.story()
     assert away.healed and len(run.all("source_unreadable")) >= TRIES, run.story()
     assert run.worlds()[-1] == 4, run.story()
     assert [line["steps_lost"] for line in run.recoveries] == [0] * len(run.recoveries)

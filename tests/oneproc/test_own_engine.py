@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from elastic_ft.config import parse_job
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
@@ -27,6 +28,7 @@ from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
 from elastic_ft.state.tensors import LocalState
+from elastic_ft.training.given import sort_out
 from tests.oneproc.alone import CPU, TIMEOUT_S, reach
 
 VOCABULARY, DIM = 20, 8
@@ -365,3 +367,25 @@ def test_who_begins_anew_has_the_registered_state_of_the_beginning(strategy: str
             for number in (1, 2):
                 losses.append(own.step(number, scheduler))
     assert losses[2:] == losses[:2]
+
+
+def test_weights_that_are_packed_are_refused_by_name() -> None:
+    """A QLoRA's base, of which transformers says so or bitsandbytes' parameters do."""
+    packed = type("Params4bit", (nn.Parameter,), {"__module__": "bitsandbytes.nn.modules"})
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters())
+    sort_out((model, optimizer))
+    model[0].weight = packed(torch.zeros(2, 1, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(
+        ConfigError, match="Sequential: quantised by bitsandbytes, which is refused"
+    ):
+        sort_out((model, optimizer))
+
+
+def test_one_loader_is_trained_on_or_none() -> None:
+    model = nn.Linear(2, 2)
+    things = model, torch.optim.SGD(model.parameters())
+    loaders = [DataLoader([0]) for _ in range(2)]
+    assert sort_out(things).loader is None and sort_out((*things, loaders[0])).loader is loaders[0]
+    with pytest.raises(ConfigError, match="expected one DataLoader, found 2: give the one that is"):
+        sort_out((*things, *loaders))

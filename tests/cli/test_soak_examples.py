@@ -1,0 +1,117 @@
+"""Random kills over the examples: whoever dies where, each step is there once, with its loss.
+
+    ELASTIC_FT_SOAK_SEEDS=1,2,3 pytest -m soak tests/cli/test_soak_examples.py
+
+A run has KILLS_MAX kills: most at a named point of a step, some while the script's own code runs
+after one (a callback, a log, an evaluation, an export). Whoever is lost is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import Command, read_lines
+
+from elastic_ft.cli.app import COMPLETED
+from elastic_ft.observe.run_reader import RunReader
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = {"own_loop": 60, "own_gan": 40, "hf_trainer": 60, "sft_lora": 60}
+POINTS = ("data", "forward", "backward", "reduce", "before_optimizer", "inside_optimizer")
+POINTS += ("after_optimizer", "snapshot_copy", "forming")
+SEEDS = tuple(map(int, os.environ.get("ELASTIC_FT_SOAK_SEEDS", "1,2").split(",")))
+WORKERS, KILLS_MAX, FIRST = 3, 5, 3
+NEVER_FIRED = "faults that never fired"
+
+
+class Drawn:
+    """What is to be killed, by the seed. Attributes: between: steps after which rank 1 dies."""
+
+    def __init__(self, example: str, seed: int) -> None:
+        draws = random.Random(f"{example} {seed}")
+        steps = sorted(draws.sample(range(FIRST, STEPS[example] - 1), KILLS_MAX))
+        self.faults, self.between = [], set[int]()
+        for step in steps:
+            rank = draws.choice((0, 1, 1))
+            if draws.random() < 0.35:
+                # 20 and 40: there the examples evaluate, and two of them export
+                self.between.add(draws.choice((step, step, 20, 30, 40)))
+            else:
+                point = draws.choice(POINTS)
+                self.faults.append({"point": point, "rank": rank, "step": step, "action": "kill"})
+
+    def write(self, path: Path) -> None:
+        path.write_text(yaml.safe_dump({"description": "drawn", "faults": self.faults}))
+
+
+def kill_between(command: Command, run: Path, steps: set[int]) -> int:
+    """Until the command ends. Returns how many it killed, each once its step's line is there."""
+    left, killed = sorted(steps), 0
+    deadline_s = time.monotonic() + 600
+    while command.process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.002)
+        lines = read_lines(run / "steps.jsonl") if left and run.exists() else []
+        if not lines or lines[-1]["step"] < left[0]:
+            continue
+        del left[0]
+        formed = [e for e in read_lines(run / "events.jsonl") if e["event"] == "generation_formed"]
+        members = formed[-1]["members"]
+        if len(members) > 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(members[1]["pid"], signal.SIGKILL)
+                killed += 1
+    return killed
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses, by example: of as many workers, as a trainer draws otherwise alone."""
+    return {}
+
+
+def losses_of(run: RunReader) -> list[float]:
+    return [line["loss"] for line in run.steps()]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("example", list(STEPS))
+def test_whoever_dies_where(
+    start: Callable[..., Any],
+    folder: Path,
+    undisturbed: dict[str, list[float]],
+    example: str,
+    seed: int,
+) -> None:
+    launch = ("launch", "--processes", "--workers", str(WORKERS))
+    script = str(EXAMPLES / f"{example}.py")
+    if example not in undisturbed:
+        code, out, err = start(*launch, "--out", "quiet", script).finish()
+        assert code == COMPLETED, out + err
+        undisturbed[example] = losses_of(RunReader(folder / "quiet"))
+    drawn, run = Drawn(example, seed), folder / "disturbed"
+    drawn.write(folder / "kills.yaml")
+    command = start(*launch, "--out", str(run), "--chaos", "kills.yaml", script)
+    killed = kill_between(command, run, drawn.between)
+    code, out, err = command.finish()
+    found = RunReader(run)
+    told = (
+        f"{example}, seed {seed}: {drawn.faults}, after steps {sorted(drawn.between)}\n{out}{err}"
+    )
+    assert code == COMPLETED or NEVER_FIRED in err, told
+    result = found.result()
+    assert result is not None and result["status"] == "completed", told
+    lost = len([line for line in found.events() if line["event"] == "worker_lost"])
+    print(f"\n{example}, seed {seed}: {lost} lost, {killed} of them between two steps")
+    assert [line["step"] for line in found.steps()] == [*range(1, STEPS[example] + 1)], told
+    assert losses_of(found) == pytest.approx(undisturbed[example], rel=1e-5), told
