@@ -101,7 +101,9 @@ class Experts(nn.Module):
         Where ranks share experts out, of those that this one has; there may be none.
         """
         gate, up, down = map(_own, (self.gate, self.up, self.down))
-        if not len(x_ND):  # with gradients, of zero: other ranks may have some
+        if not len(gate):  # FSDP2 can't reduce gradients that are all empty: there are none
+            return x_ND.clone()
+        if not len(x_ND):  # with gradients, of zero: ranks with the same experts may have others
             return x_ND * (gate.sum() + up.sum() + down.sum())
         if x_ND.is_cuda and x_ND.dtype == gate.dtype == torch.bfloat16:  # its kernel's only
             ends_X = counts_X.cumsum(0).to(torch.int32)

@@ -103,7 +103,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "batch": {"global_batch_size": 6, "micro_batch_size": 2},
     },
 }
-VARIANTS["experts"] = {"model": MIXTURE}
+VARIANTS["experts"] = {
+    "model": MIXTURE,
+    "batch": {"global_batch_size": 14, "micro_batch_size": 2},
+}
 VARIANTS["wide"] = VARIANTS["shallow"] | {"batch": COMMON["batch"]}
 
 
