@@ -20,7 +20,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines.modules import local_part
 from elastic_ft.errors import ConfigError
-from elastic_ft.models.expert_parallel import ExpertShare
+from elastic_ft.models.expert_exchange import ExpertShare
 from elastic_ft.models.experts import MixtureDecoder, MixtureOfExperts
 
 

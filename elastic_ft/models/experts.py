@@ -33,7 +33,7 @@ from elastic_ft.models.decoder import (
     rotations,
     who_attends,
 )
-from elastic_ft.models.expert_parallel import ExpertShare
+from elastic_ft.models.expert_exchange import ExpertShare
 from elastic_ft.models.initial import draw
 from elastic_ft.torch_private import in_backward
 

@@ -125,8 +125,8 @@ def test_experts_are_cut_by_those_who_share_them_and_then_by_shards() -> None:
     of_them = [Cut(None, 0, 0).box(shape, layout, place) for place in places]
     assert [box.sizes[0] for box in of_them] == [2, 2, 1, 1, 1, 0]
     assert [box.offsets[0] for box in of_them] == [0, 3, 6, 2, 5, 7]
-    for box, place in zip(within, places, strict=True):
-        assert find_cut(shape, box, layout, place) == Cut(None, 1, 0)
+    for box, at in zip(within, places, strict=True):
+        assert find_cut(shape, box, layout, at) == Cut(None, 1, 0)
 
 
 def test_a_box_that_no_cut_explains_is_listed_itself() -> None:

@@ -99,10 +99,7 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     model, layout, devices = work.model, choice.layout, links.devices
     layers, count = stage_layers(model, layout.pp), choice.micro_batches(work)
     rate = devices.flops_per_s * layout.tp * layout.cp  # chunks are dealt so that all have as much
-    # Who has more experts than others is sent more tokens than others.
-    uneven = model.expert_share(layout.ep) * layout.ep - 1
-    flops = model.block_flops + 2.0 * model.sequence_length * model.routed_parameters * uneven
-    block_s = max(flops * choice.micro_batch / rate, devices.layer_s)
+    block_s = max(_block_flops(model, layout.ep) * choice.micro_batch / rate, devices.layer_s)
     output_s = model.output_flops * choice.micro_batch / rate
     stage = max(
         (0, layers.index(max(layers)), len(layers) - 1),
@@ -145,6 +142,12 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
         dp=dp_s,
         bubble=_bubble_s(choice, slot_s, forward_s),
     )
+
+
+def _block_flops(model: ModelShape, ep: int) -> float:
+    """Of the busiest of ``ep`` ranks that share experts out: who has more is sent more tokens."""
+    uneven = model.expert_share(ep) * ep - 1
+    return model.block_flops + 2.0 * model.sequence_length * model.routed_parameters * uneven
 
 
 def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> float:
