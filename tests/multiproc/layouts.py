@@ -86,7 +86,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fsdp3-ep3": ("fsdp", 3, {"ep": 3}),  # seven experts on three ranks: 3, 3, 1
     "fsdp4-ep2": ("fsdp", 4, {"ep": 2, "activation_checkpointing": "selective"}),
     "fsdp5-ep5": ("fsdp", 5, {"ep": 5}),  # 2, 2, 2, 1 and none
-    "fsdp6-ep2": ("fsdp", 6, {"ep": 2}),  # three shards divide no matrix: experts are cut
+    # Three shards divide no matrix: experts are cut.
+    "fsdp6-ep2": ("fsdp", 6, {"ep": 2, "reduce_gradients": "step"}),
     "hsdp2x2-ep2": ("hsdp", 4, {"ep": 2, "activation_checkpointing": True}),
     "ddp3 zero0": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 0}),
     "fsdp3 zero1": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 1}),
