@@ -87,6 +87,7 @@ def _limits(job: Job, work: Work, max_tp: int | None, max_pp: int | None) -> Lim
         pp_max=1 if work.model.whole_layers else max_pp,
         tp_sizes=(1,) if work.model.whole_layers else (),
         cp_sizes=tuple(divisors(job.parallel.cp)),
+        ep_max=1 if job.parallel.compile or job.optimizer.name == "muon" else work.model.experts,
     )
 
 
@@ -222,6 +223,7 @@ def _as_json(p: LayoutPlan) -> dict[str, Any]:
     return {
         "layout": str(layout),
         **dict(zip(DIMENSIONS, layout.sizes, strict=True)),
+        "ep": layout.ep,
         "micro_batch": choice.micro_batch,
         "recompute": choice.recompute,
         "schedule": choice.schedule if layout.has_stages else None,

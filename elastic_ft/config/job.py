@@ -23,7 +23,7 @@ from elastic_ft.config.trained import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
+from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, WISHES
 
 
 class Job(Section):
@@ -82,9 +82,9 @@ class Job(Section):
         if self.loop is not None and (
             parallel.strategy == "auto"
             or parallel.engine != "native"
-            or parallel.wish.ranks_per_sample > 1
+            or parallel.wish.ranks_per_sample * parallel.ep > 1
         ):
-            none = ", ".join(MODEL_DIMENSIONS)
+            none = ", ".join(WISHES)
             raise ValueError(f"loop: has engine native, strategy ddp, fsdp or hsdp, no {none}")
         return self
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from elastic_ft.config.section import SEQUENCE_MAX, Section
-from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, LayoutWish, Strategy
+from elastic_ft.core.layouts.layout import WISHES, LayoutWish, Strategy
 from elastic_ft.core.policy import same_names
 
 
@@ -33,6 +33,8 @@ class ParallelConfig(Section):
     tp_plan: str | None = None  # "package.module:name", how tp cuts a model of your own
     pp: int = Field(LayoutWish.pp, ge=1)  # ranks that share the layers out as pipeline stages
     cp: int = Field(LayoutWish.cp, ge=1)  # of a preset: ranks that share each sample's positions
+    # Of a mixture of experts, fsdp and hsdp: data ranks that share each layer's experts out.
+    ep: int = Field(LayoutWish.ep, ge=1)
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"
     engine: Literal["native", "deepspeed"] = "native"
     zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
@@ -81,10 +83,20 @@ class ParallelConfig(Section):
 
     @model_validator(mode="after")
     def auto_decides(self) -> ParallelConfig:
-        given = [k for k in ("shard_size", *MODEL_DIMENSIONS) if k in self.model_fields_set]
+        given = [k for k in ("shard_size", *WISHES) if k in self.model_fields_set]
         given = [k for k in given if getattr(self, k) not in (None, 1)]
         if self.strategy == "auto" and given:
             raise ValueError(f"strategy auto decides on {given[0]}: leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def shares_experts_alone(self) -> ParallelConfig:
+        others = [key for key in ("tp", "pp", "cp") if getattr(self, key) > 1]
+        others += ["compile"] * self.compile + ["engine deepspeed"] * (self.engine != "native")
+        if self.ep > 1 and others:
+            raise ValueError(f"ep: not with {others[0]}")
+        if self.ep > 1 and self.strategy == "ddp":
+            raise ValueError("ep: is of strategy fsdp and hsdp: with ddp no rank has less than all")
         return self
 
     @model_validator(mode="after")

@@ -20,16 +20,23 @@ from elastic_ft.core.sharding import Box, Holders, Replicas
 @dataclass(frozen=True, slots=True)
 class Cut:
     """Along which axis a tensor is cut in equal chunks, the last ones shorter: by tensor
-    parallelism, and what that leaves by shards. None: not at all."""
+    parallelism, and what that leaves by shards. None: not at all.
+
+    Experts, if they are shared out, are cut along ``ep`` by that, and what it leaves by shards.
+    """
 
     tp: int | None
     shard: int | None
+    ep: int | None = None
 
     def box(self, shape: tuple[int, ...], layout: Layout, place: ShardPlace) -> Box:
         offsets, sizes = [0] * len(shape), list(shape)
+        shard, expert = divmod(place.dp_shard, 1 if self.ep is None else layout.ep)
+        shards = layout.state_shards if self.ep is None else layout.expert_shards
         for axis, index, count in (
             (self.tp, place.tp, layout.tp),
-            (self.shard, place.dp_shard, layout.state_shards),
+            (self.ep, expert, layout.ep),
+            (self.shard, shard, shards),
         ):
             if axis is not None:
                 chunk = -(-sizes[axis] // count)
@@ -109,9 +116,11 @@ def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: ShardPlace
     axes = (None, *range(len(shape)))
     by_tp = axes if layout.cuts_layers else (None,)
     by_shard = axes if layout.state_shards > 1 else (None,)
-    for tp, shard in product(by_tp, by_shard):
-        if Cut(tp, shard).box(shape, layout, place) == box:
-            return Cut(tp, shard)
+    by_ep = (None, 0) if layout.shares_experts and shape else (None,)
+    for ep, tp, shard in product(by_ep, by_tp, by_shard):
+        cut = Cut(tp, shard, ep)
+        if cut.box(shape, layout, place) == box:
+            return cut
     return box
 
 

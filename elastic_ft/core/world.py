@@ -46,7 +46,7 @@ def choose_world(turn: Turn) -> World | str:
 
 def _by_rule(policy: Policy, usable: Sequence[Member], count: int) -> World:
     layout, why = plan_layout(policy, count)
-    ordered = _inside_nodes(usable, layout.ranks_per_layer)
+    ordered = _inside_nodes(usable, layout.ranks_together)
     why_idle = f"worlds are multiples of {policy.multiple_of}" * (count < len(usable))
     return World(ordered[:count], layout, why, ordered[count:], why_idle)
 

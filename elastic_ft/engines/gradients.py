@@ -23,6 +23,8 @@ def reduced(laid_out: LaidOut) -> list[torch.Tensor]:
     """This rank's; of a replicated weight, tensor-parallel peers have parts of the sum."""
     for parameter in laid_out.parameters.values():
         grad = parameter.grad
+        if grad is None and isinstance(parameter, DTensor) and not local_part(parameter).numel():
+            parameter.grad = torch.zeros_like(parameter)  # no expert here: it steps as everywhere
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
     if laid_out.tied is not None:

@@ -24,6 +24,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_memory
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.compiling import check_compiled, compile_blocks
+from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_experts
 from elastic_ft.engines.modules import DTYPES, mixed_precision, plain_name, to_empty
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
@@ -139,6 +140,7 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
             "parallel.cp: ranks share positions of the built-in decoder (model.preset), found "
             f"{type(model).__name__}"
         )
+    check_expert_parallel(job, model)
     check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
     check_pipeline(model, job.parallel.pp, job.parallel.schedule)
 
@@ -220,16 +222,16 @@ def shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Grou
     names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
     if layout.cuts_layers:  # logits are a view of a DTensor's; nothing here writes to them
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    policy = mixed_precision(DTYPES[job.precision.dtype])
     # A pipeline's micro-batches come in turns: gathering anew for each costs more.
     gathers_often = not layout.has_stages and job.parallel.reshard_after_backward
+    options: dict[str, Any] = {
+        "mp_policy": mixed_precision(DTYPES[job.precision.dtype]),
+        "reshard_after_forward": None if gathers_often else False,
+    }
+    if groups.experts is not None:
+        shard_experts(module, groups.experts, layout, options)
     for block in [*blocks, module]:
-        fully_shard(
-            block,
-            mesh=mesh[names],
-            mp_policy=policy,
-            reshard_after_forward=None if gathers_often else False,
-        )
+        fully_shard(block, mesh=mesh[names], **options)
 
 
 def _parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

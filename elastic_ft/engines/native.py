@@ -133,12 +133,8 @@ class NativeEngine:
             self._runner = laid_out.wrapped(self._model)
         else:
             assert groups.mesh is not None
-            for name in groups.mesh.mesh_dim_names or ():
-                torch_private.set_group_timeout(
-                    groups.mesh.get_group(name), groups.operation_timeout_s
-                )
-            if groups.context is not None:
-                torch_private.set_group_timeout(groups.context, groups.operation_timeout_s)
+            for group in groups.of_world():
+                torch_private.set_group_timeout(group, groups.operation_timeout_s)
             self._lay_out(groups)
             self._runner = self._model.parts[0]
         self._replicated = replicated

@@ -78,6 +78,8 @@ class Groups(Rendezvous):
         world_size: members of the world.
         mesh: over the non-trivial dimensions of the layout; None where all of them are one.
         context: the ranks that share positions; None where none do.
+        experts: ``mesh`` with its shards split into "efsdp" and "ep"; None where experts are not
+            shared out.
         host: a Gloo group over members and donors (in that order), for host memory.
         participant: this worker's rank in ``host``.
         peers: everyone in ``host``, this worker included, once the groups have formed.
@@ -99,6 +101,7 @@ class Groups(Rendezvous):
         self.peers: tuple[Peer, ...] = ()
         self.mesh: DeviceMesh | None = None
         self.context: dist.ProcessGroup | None = None
+        self.experts: DeviceMesh | None = None
         self.host: Any = None
         self._bare_store: dist.Store | None = None
         self._sealed_store: SealedStore | None = None  # torch keeps no hold on what is Python of it
@@ -163,6 +166,12 @@ class Groups(Rendezvous):
     def generation(self) -> int:
         return self.assignment.generation
 
+    def of_world(self) -> list[dist.ProcessGroup]:
+        """Those of this rank that its layout has."""
+        meshes = (mesh for mesh in (self.mesh, self.experts) if mesh is not None)
+        groups = [group for mesh in meshes for group in mesh.get_all_groups()]
+        return groups if self.context is None else [*groups, self.context]
+
     def _connect_store(self) -> None:
         link = self._links.take()
         with self._lock:
@@ -195,6 +204,7 @@ class Groups(Rendezvous):
             )
             self.mesh = _make_mesh(self.assignment.layout, device)
             self.context = _make_context(self.assignment.layout)
+            self.experts = _share_experts(self.assignment.layout, self.mesh)
 
     def _connected(self, connect: Callable[[], T]) -> T:
         """What ``connect`` returns. Raises GroupBroken once these groups are aborted.
@@ -333,8 +343,9 @@ class Groups(Rendezvous):
         for _, thread in self._aborting:  # what is not aborted is flushed when it is destroyed
             thread.join(self._operation_timeout_s)
         if in_use is not None:
-            in_use += [self.host, self.mesh, self.context, *torch_private.process_groups()]
-        self.mesh = self.context = None
+            in_use += [self.host, self.mesh, self.context, self.experts]
+            in_use += torch_private.process_groups()
+        self.mesh = self.context = self.experts = None
         self.host = None
         self.store = self._bare_store = None
         if dist.is_initialized():
@@ -348,6 +359,14 @@ class Groups(Rendezvous):
 def _make_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
     dims = layout.mesh_dims()
     return init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+def _share_experts(layout: Layout, mesh: DeviceMesh | None) -> DeviceMesh | None:
+    if not layout.shares_experts:
+        return None
+    assert mesh is not None
+    sizes = {"efsdp": layout.expert_shards, "ep": layout.ep}
+    return torch_private.split_dimension(mesh, "dp_shard", sizes)
 
 
 def _make_context(layout: Layout) -> dist.ProcessGroup | None:

@@ -27,11 +27,13 @@ SIZES = (
 
 def describe_decoder(config: DecoderConfig, sequence_length: int) -> ModelShape:
     """Returns the sizes of a built-in decoder, trained on ``sequence_length`` tokens."""
-    kv_dim, inner, idle = config.n_kv_heads * config.head_dim, config.ffn_dim, 0
+    kv_dim, inner = config.n_kv_heads * config.head_dim, config.ffn_dim
+    experts, expert, idle = 0, 0, 0
     block = 2 * config.dim * (config.dim + kv_dim) + 3 * config.dim * config.ffn_dim
     if isinstance(config, MixtureConfig):
         expert = 3 * config.dim * config.expert_ffn_dim
-        block += config.n_experts * (expert + config.dim)
+        experts = config.n_experts
+        block += experts * (expert + config.dim)
         inner += config.experts_per_token * config.expert_ffn_dim
         idle = (config.n_experts - config.experts_per_token) * expert
     whole = config.vocab_size * config.dim
@@ -45,6 +47,8 @@ def describe_decoder(config: DecoderConfig, sequence_length: int) -> ModelShape:
         sequence_length=sequence_length,
         idle_parameters=idle,
         whole_layers=isinstance(config, MixtureConfig),
+        experts=experts,
+        expert_parameters=experts * expert,
         block_parameters=block + 2 * config.dim,
         embedding_parameters=whole,
         output_parameters=config.dim + (0 if config.tie_embeddings else whole),

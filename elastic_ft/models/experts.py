@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from elastic_ft.core.sharding import Box
 from elastic_ft.models.decoder import (
@@ -32,6 +33,7 @@ from elastic_ft.models.decoder import (
     rotations,
     who_attends,
 )
+from elastic_ft.models.expert_exchange import ExpertShare
 from elastic_ft.models.initial import draw
 from elastic_ft.torch_private import in_backward
 
@@ -94,14 +96,27 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.n_experts, config.expert_ffn_dim, config.dim))
 
     def forward(self, x_ND: Tensor, counts_X: Tensor) -> Tensor:
-        """``x``: of each token one row for each expert that it goes to, in the experts' order."""
-        if x_ND.is_cuda and x_ND.dtype == self.gate.dtype == torch.bfloat16:  # its kernel's only
+        """``x``: of each token one row for each expert that it goes to, in the experts' order.
+
+        Where ranks share experts out, of those that this one has; there may be none.
+        """
+        gate, up, down = map(_own, (self.gate, self.up, self.down))
+        if not len(gate):  # FSDP2 can't reduce gradients that are all empty: there are none
+            return x_ND.clone()
+        if not len(x_ND):  # with gradients, of zero: ranks with the same experts may have others
+            return x_ND * (gate.sum() + up.sum() + down.sum())
+        if x_ND.is_cuda and x_ND.dtype == gate.dtype == torch.bfloat16:  # its kernel's only
             ends_X = counts_X.cumsum(0).to(torch.int32)
-            inner = F.silu(F.grouped_mm(x_ND, self.gate, offs=ends_X))
-            inner = inner * F.grouped_mm(x_ND, self.up, offs=ends_X)
-            return F.grouped_mm(inner, self.down, offs=ends_X)
-        rows = zip(x_ND.split(counts_X.tolist()), self.gate, self.up, self.down, strict=True)
-        return torch.cat([(F.silu(x @ gate) * (x @ up)) @ down for x, gate, up, down in rows])
+            inner = F.silu(F.grouped_mm(x_ND, gate, offs=ends_X))
+            inner = inner * F.grouped_mm(x_ND, up, offs=ends_X)
+            return F.grouped_mm(inner, down, offs=ends_X)
+        rows = zip(x_ND.split(counts_X.tolist()), gate, up, down, strict=True)
+        return torch.cat([(F.silu(x @ g) * (x @ u)) @ d for x, g, u, d in rows])
+
+
+def _own(weight: Tensor) -> Tensor:
+    """This rank's part."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class MixtureOfExperts(nn.Module):
@@ -110,10 +125,12 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         counts: whether tokens of the next forward are counted: not those of padding.
         load: int64 [X], tokens that each expert was sent since ``forget``; None: none yet.
+        share: where ranks share the experts out.
     """
 
     bias: Tensor
     load: Tensor | None
+    share: ExpertShare | None = None
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -138,7 +155,11 @@ class MixtureOfExperts(nn.Module):
         weights_NS = weights_NS / weights_NS.sum(dim=-1, keepdim=True)
         order = chosen_NS.flatten().argsort(stable=True)
         counts_X = chosen_NS.flatten().bincount(minlength=experts)
-        sorted_ND = self.experts(flat_ND[order // per_token], counts_X)
+        sorted_ND = flat_ND[order // per_token]
+        if self.share is None:
+            sorted_ND = self.experts(sorted_ND, counts_X)
+        else:
+            sorted_ND = self.share.compute(self.experts, sorted_ND, counts_X)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         out_NSD = sorted_ND[places].unflatten(0, (-1, per_token))

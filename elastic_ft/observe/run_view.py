@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ft.config import Job
 from elastic_ft.config.section import COUNT_MAX
-from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
+from elastic_ft.core.layouts.layout import WISHES
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import wording
 from elastic_ft.observe.journal import EVENTS
@@ -394,7 +394,7 @@ def summary_of(job: Job) -> list[list[str]]:
         of_transformers = f"pretrained: {model.pretrained.rstrip('/').rpartition('/')[2]}"
     source = data.path or (data.url or "its own").rstrip("/:").rpartition("/")[2]
     layout = parallel.strategy + "".join(
-        f", {key} {value}" for key in MODEL_DIMENSIONS if (value := getattr(parallel, key)) > 1
+        f", {key} {value}" for key in WISHES if (value := getattr(parallel, key)) > 1
     )
     held = f"{elastic.min_workers} to {elastic.max_workers}, {elastic.workers_per_node} a node"
     every = f"every {job.snapshot.every_steps} steps"

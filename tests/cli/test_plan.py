@@ -48,6 +48,19 @@ def test_json_has_every_number(
     assert all(loss["plan"]["bytes_moved"] >= 0 for loss in found["losses"])
 
 
+def test_experts_are_shared_out_where_it_pays(
+    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = {"preset": "decoder-moe-16b", "kwargs": {}}
+    batch = {"global_batch_size": 64, "micro_batch_size": 1}
+    job = write_job({"model": model, "batch": batch, "precision": {"dtype": "bf16"}})
+    assert run_command(["plan", job, "--devices", "2x8:80GB", "--json"]) == COMPLETED
+    first, *_ = json.loads(capfd.readouterr().out)["plans"]
+    assert first["ep"] > 1 and first["layout"].endswith(f"-ep{first['ep']}")
+    assert first["step_s"]["ep"] > 0
+    assert any(reason.startswith("expert parallelism: without it ") for reason in first["why"])
+
+
 def test_nothing_fits(write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
     job = write_job({"model.preset": "decoder-7b", "model.kwargs": {}})
     assert run_command(["plan", job, "--devices", "1x2:8GB"]) == FAILED

@@ -166,6 +166,22 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             "parallel: strategy auto decides on shard_size: leave it out",
             id="auto-shards",
         ),
+        pytest.param(own_loop(strategy="fsdp", ep=2), "no tp, pp, cp, ep", id="loop-ep"),
+        pytest.param(changed("parallel.ep", 2), "ep: is of strategy fsdp and hsdp", id="ep-ddp"),
+        *(
+            pytest.param(
+                changed("parallel", {"strategy": "fsdp", "ep": 2} | other),
+                f"ep: not with {named}",
+                id=f"ep-{named}",
+            )
+            for named, other in (
+                ("tp", {"tp": 2}),
+                ("pp", {"pp": 2}),
+                ("cp", {"cp": 2}),
+                ("compile", {"compile": True}),
+                ("engine deepspeed", {"engine": "deepspeed", "zero_stage": 1}),
+            )
+        ),
         pytest.param(own_loop(cp=2), "loop: has engine native, strategy ddp, ", id="loop-cp"),
         pytest.param(own_loop(compile=True), "parallel.compile: has no ", id="loop-compile"),
         pytest.param(

@@ -26,7 +26,13 @@ def wished(strategy: str, shard_size: int | None, tp: int = 1, pp: int = 1) -> L
     return LayoutWish(strategy=strategy, shard_size=shard_size, tp=tp, pp=pp)  # type: ignore[arg-type]
 
 
-layouts = st.builds(Layout, *[st.integers(1, 3) for _ in range(5)])
+sizes = st.integers(1, 3)
+plain = st.builds(Layout, *[sizes for _ in range(5)])
+sharing = st.builds(
+    lambda replicas, shards, ep: Layout(dp_replicate=replicas, dp_shard=shards * ep, ep=ep),
+    *[sizes for _ in range(3)],
+)
+layouts = st.one_of(plain, sharing)
 
 
 @given(layouts)
@@ -78,6 +84,8 @@ def test_tensor_parallel_peers_are_neighbours() -> None:
         (Layout(pp=2, dp_shard=2, tp=2), "pp2-fsdp2-tp2"),
         (Layout(dp_replicate=2, dp_shard=3, cp=2, tp=4), "hsdp2x3-cp2-tp4"),
         (Layout(cp=3), "ddp1-cp3"),
+        (Layout(dp_shard=4, ep=2), "fsdp4-ep2"),
+        (Layout(dp_replicate=2, dp_shard=3, ep=3), "hsdp2x3-ep3"),
     ],
 )
 def test_names(layout: Layout, name: str) -> None:
@@ -152,6 +160,41 @@ def test_no_worker_idles(strategy: str, world: int, tp: int, pp: int) -> None:
         assert (layout.tp, layout.pp) == (tp, pp)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "ep", "wanted"),
+    [
+        (4, 2, "fsdp4-ep2"),
+        (3, 2, "fsdp3-ep3"),  # as near as none at all, by ratio nearer
+        (3, 4, "fsdp3-ep3"),
+        (6, 4, "fsdp6-ep3"),
+        (7, 8, "fsdp7-ep7"),
+        (17, 8, "fsdp17"),  # more than twice as many would leave ranks without experts
+        (62, 8, "fsdp62-ep2"),
+        (1, 4, "ddp1"),
+    ],
+)
+def test_experts_are_shared_by_the_divisor_that_is_nearest(
+    world_size: int, ep: int, wanted: str
+) -> None:
+    layout, why = plan_layout(LayoutWish(strategy="fsdp", ep=ep), world_size)
+    assert str(layout) == wanted
+    assert ("experts not shared" in why) == (layout.ep == 1)
+    assert (f"as {ep} do not divide {world_size} shards" in why) == (layout.ep != ep)
+
+
+def test_experts_are_shared_within_a_replica() -> None:
+    layout, why = plan_layout(LayoutWish(strategy="hsdp", shard_size=4, ep=2), 8)
+    assert (str(layout), layout.expert_shards) == ("hsdp2x4-ep2", 2)
+    assert why == "hsdp: 2 replicas of 4 shards, as asked, experts shared by 2"
+
+
+def test_experts_that_are_shared_out_are_another_cut() -> None:
+    plain, sharing = Layout(dp_shard=4), Layout(dp_shard=4, ep=2)
+    assert plain.shards() == sharing.shards() and plain.mesh_dims() == sharing.mesh_dims()
+    assert (plain.shard_space, sharing.shard_space) == ("pp1.s4.tp1", "pp1.s4.tp1.ep2")
+    assert Layout.of_shard_space("pp1.s4.tp1.ep2") == sharing
+
+
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 7))
 def test_layers_are_split_as_evenly_as_can_be(costs: list[int], parts: int) -> None:
     parts = min(parts, len(costs))
@@ -181,8 +224,11 @@ def test_nonsense_is_refused() -> None:
         plan_layout(LayoutWish(), 0)
     with pytest.raises(ValueError, match="not a layout"):
         Layout.parse("fsdp2-pp2")
-    with pytest.raises(ValueError, match="not a shard space"):
-        Layout.of_shard_space("s3")
+    for space in ("s3", "pp1.s4.tp1.epx"):
+        with pytest.raises(ValueError, match="not a shard space"):
+            Layout.of_shard_space(space)
+    with pytest.raises(ValueError, match="ep 2 does not divide 3 shards"):
+        Layout(dp_shard=3, ep=2)
 
 
 @given(layouts)

@@ -21,7 +21,9 @@ from tests.core.whole_plans import whole_plan
 SHAPES = {"matrix": (7, 6), "vector": (5,), "scalar": (), "wide": (2, 9), "cube": (3, 4, 2)}
 ITEMSIZES = {"matrix": 4, "vector": 2, "scalar": 8, "wide": 4, "cube": 1}
 sizes = st.integers(1, 3)
-layouts = st.builds(Layout, dp_replicate=sizes, dp_shard=st.integers(1, 5), pp=sizes, tp=sizes)
+plain = st.builds(Layout, dp_replicate=sizes, dp_shard=st.integers(1, 5), pp=sizes, tp=sizes)
+sharing = st.builds(lambda shards, ep: Layout(dp_shard=shards * ep, ep=ep), sizes, sizes)
+layouts = st.one_of(plain, sharing)
 
 
 @st.composite
@@ -32,7 +34,9 @@ def cuts(draw: st.DrawFn) -> dict[str, Cut | None]:
         return draw(st.sampled_from([None, *range(len(shape))]))
 
     return {
-        name: None if shape and draw(st.integers(0, 5)) == 0 else Cut(axis(shape), axis(shape))
+        name: None
+        if shape and draw(st.integers(0, 5)) == 0
+        else Cut(axis(shape), axis(shape), draw(st.sampled_from([None, 0])) if shape else None)
         for name, shape in SHAPES.items()
     }
 
@@ -108,6 +112,21 @@ def test_ranks_that_are_cut_alike_list_the_same() -> None:
     layout = Layout(dp_replicate=2, dp_shard=4, tp=2)
     cut = {name: Cut(None, 0 if shape else None) for name, shape in SHAPES.items()}
     assert len({id(share.listing) for share in shares(cut, layout)[0]}) == 1
+
+
+def test_experts_are_cut_by_those_who_share_them_and_then_by_shards() -> None:
+    """Seven experts over three ranks, and what each has over two: within experts, or of them."""
+    layout, shape = Layout(dp_shard=6, ep=3), (7, 4)
+    places = [layout.place_of(rank) for rank in range(6)]
+    within = [Cut(None, 1, 0).box(shape, layout, place) for place in places]
+    rows = [(0, 3), (3, 3), (6, 1)] * 2
+    halves = [0, 0, 0, 2, 2, 2]
+    assert within == [Box((at, half), (n, 2)) for (at, n), half in zip(rows, halves, strict=True)]
+    of_them = [Cut(None, 0, 0).box(shape, layout, place) for place in places]
+    assert [box.sizes[0] for box in of_them] == [2, 2, 1, 1, 1, 0]
+    assert [box.offsets[0] for box in of_them] == [0, 3, 6, 2, 5, 7]
+    for box, at in zip(within, places, strict=True):
+        assert find_cut(shape, box, layout, at) == Cut(None, 1, 0)
 
 
 def test_a_box_that_no_cut_explains_is_listed_itself() -> None:

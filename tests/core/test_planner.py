@@ -54,6 +54,18 @@ SMALL = decoder(8, 1024, 16, 8, 4096, 32_000, 2048)
 SEVEN_B = decoder(32, 4096, 32, 8, 14_336, 32_000, 4096)
 
 
+def with_experts(model: ModelShape, experts: int, per_token: int) -> ModelShape:
+    """With as many in each layer, each as large as its feed-forward."""
+    each = 3 * model.dim * model.ffn_dim
+    return replace(
+        model,
+        block_parameters=model.block_parameters + experts * each,
+        idle_parameters=(experts - per_token) * each,
+        experts=experts,
+        expert_parameters=experts * each,
+    )
+
+
 def devices(*nodes: int, memory_gb: float = 80, **others: float) -> Devices:
     return replace(Devices(nodes, memory_gb * 1e9), **others)  # type: ignore[arg-type]
 
@@ -75,15 +87,16 @@ def everything(work: Work, there: Devices, limits: Limits) -> Iterator[tuple[Cho
             continue
         links = Interconnect.of(there, fill(seats, world))
         layout = Layout(dp_replicate=replicate, dp_shard=shard, pp=pp, tp=tp)
-        for size, schedule, recompute in itertools.product(
-            divisors(work.global_batch), limits.schedules, RECOMPUTES
+        shared = [ep for ep in divisors(shard) if ep == 1 or (ep <= limits.ep_max and pp * tp == 1)]
+        for ep, size, schedule, recompute in itertools.product(
+            shared, divisors(work.global_batch), limits.schedules, RECOMPUTES
         ):
             chunks = CHUNKS.get(schedule, 1) if pp > 1 else 1
             if size > 32 or work.global_batch // size < replicate * shard:
                 continue
             if pp * chunks > model.layers:
                 continue
-            choice = Choice(layout, size, recompute, schedule, chunks)
+            choice = Choice(replace(layout, ep=ep), size, recompute, schedule, chunks)
             if memory(work, choice, there.fused).total <= there.usable_bytes:
                 yield choice, step_time(work, choice, links).total
 
@@ -118,7 +131,12 @@ def random_case(seed: int, most: int) -> tuple[Work, Devices, Limits]:
         layer_s=rng.choice([0.0, 1e-4]),
         fused=rng.random() < 0.5,
     )
-    return work, there, Limits(schedules=(rng.choice(SCHEDULES),))
+    limits = Limits(schedules=(rng.choice(SCHEDULES),))
+    if rng.random() < 0.3:
+        experts = rng.choice([3, 8, 16])
+        work = replace(work, model=with_experts(model, experts, rng.randint(1, 2)))
+        limits = replace(limits, ep_max=experts)
+    return work, there, limits
 
 
 def check_against_brute_force(work: Work, there: Devices, limits: Limits) -> bool:
@@ -222,6 +240,45 @@ def test_the_planner_shares_positions_where_one_sample_does_not_fit() -> None:
     assert plan.layout.cp > 1
     assert any(reason.startswith("context parallelism: without it ") for reason in plan.why)
     assert allowed(SEVEN_B, 8, lambda wish: True).cp_sizes == (1,)
+
+
+def test_sharing_experts_out_gathers_fewer_and_sends_tokens() -> None:
+    """Of eight experts, and on five ranks, of which the fullest has two: a quarter more to do."""
+    work, there = Work(with_experts(SMALL, 8, 2), 40), devices(8)
+    links = Interconnect.of(there, (8,))
+
+    def costs(layout: Layout) -> tuple[float, float, float, float, float]:
+        choice = Choice(layout, 1)
+        need, time = memory(work, choice), step_time(work, choice, links)
+        return need.parameters, need.total, time.compute, time.ep, time.dp
+
+    plain, two, eight = (costs(Layout(dp_shard=8, ep=ep)) for ep in (1, 2, 8))
+    assert plain[0] == pytest.approx(two[0]) == pytest.approx(eight[0])  # divided as evenly
+    assert plain[1] > two[1] > eight[1]
+    assert plain[2] == two[2] == eight[2]
+    assert 0 == plain[3] < two[3] < eight[3]
+    assert plain[4] > two[4] > eight[4]
+    of_layer = work.model.expert_parameters * work.model.layers
+    uneven = costs(Layout(dp_shard=5, ep=5))
+    more = of_layer * (1 / 4 - 1 / 5) * work.parameter_bytes
+    assert uneven[0] == pytest.approx(costs(Layout(dp_shard=5))[0] + more)
+    routed = 2.0 * work.model.sequence_length * 2 * of_layer / 8
+    more_s = 3 * 8 * routed * (2 / 8 * 5 - 1) / there.flops_per_s  # of eight micro-batches
+    assert uneven[2] == pytest.approx(costs(Layout(dp_shard=5))[2] + more_s)
+
+
+def test_the_planner_shares_experts_out_where_gathering_them_is_dear() -> None:
+    model = with_experts(replace(SMALL, whole_layers=True), 64, 2)
+    work, there = Work(model, 64), devices(8, 8, inter_bytes_per_s=10e9)
+    limits = allowed(model, 16, lambda wish: wish.tp == wish.pp == 1)
+    assert limits.ep_max == 16
+    limits = replace(limits, micro_batches=(2,))
+    plan = best(work, there, limits)
+    assert str(plan.layout) == "fsdp8-ep8"
+    assert any(reason.startswith("expert parallelism: without it ") for reason in plan.why)
+    assert "each of 8 ranks computes 8 of 64 experts, and tokens travel inside a node" in plan.why
+    assert allowed(SMALL, 8, lambda wish: True).ep_max == 1
+    assert best(work, there, replace(limits, ep_max=1)).layout.ep == 1
 
 
 def test_a_loss_in_chunks_saves_the_logits() -> None:
@@ -371,6 +428,21 @@ def test_bytes_moved_of_known_moves() -> None:
     # 4 -> 3: each survivor's third, less what its quarter has of it
     gone = moved(Layout(dp_shard=4), Layout(dp_shard=3), (0, 1, 2, None))
     assert gone == pytest.approx(1 - (3 + 2 + 1) / 12)
+
+
+def test_bytes_moved_where_experts_are_shared_out() -> None:
+    model = with_experts(SMALL, 8, 2)
+    work, ranks = Work(model, 64), (0, 1, 2, 3)
+    experts = model.layers * model.expert_parameters / model.parameters
+
+    def moved(old: Layout, new: Layout) -> float:
+        return bytes_moved(work, new, ranks, Previous(old, ranks)) / work.state_bytes
+
+    plain, two, four = (Layout(dp_shard=4, ep=ep) for ep in (1, 2, 4))
+    assert moved(two, two) == 0
+    assert moved(plain, four) == pytest.approx(0)  # a quarter of the experts, as before
+    # Ranks 0 and 3 have half of what they need; the experts of 1 and 2 are others from now on.
+    assert moved(four, two) == pytest.approx(experts * 3 / 4)
 
 
 def test_nothing_fits_says_what_is_needed() -> None:

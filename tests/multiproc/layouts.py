@@ -31,6 +31,21 @@ MODEL: dict[str, Any] = {
         "vocab_size": 101,
     },
 }
+MIXTURE: dict[str, Any] = {
+    "preset": "decoder-moe-4m",
+    "kwargs": {
+        "dim": 20,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "ffn_dim": 20,
+        "n_experts": 7,
+        "expert_ffn_dim": 16,
+        "router_loss": 0.01,
+        "bias_rate": 0.01,
+        "vocab_size": 101,
+    },
+}
 COMMON: dict[str, Any] = {
     "steps": STEPS,
     "model": MODEL,
@@ -68,6 +83,12 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "hsdp2x2-cp2": ("hsdp", 8, {"cp": 2}),
     "ddp1-cp2-tp2": ("ddp", 4, {"cp": 2, "tp": 2}),
     "pp2-ddp1-cp2 1f1b": ("ddp", 4, {"pp": 2, "cp": 2}),
+    "fsdp3-ep3": ("fsdp", 3, {"ep": 3}),  # seven experts on three ranks: 3, 3, 1
+    "fsdp4-ep2": ("fsdp", 4, {"ep": 2, "activation_checkpointing": "selective"}),
+    "fsdp5-ep5": ("fsdp", 5, {"ep": 5}),  # 2, 2, 2, 1 and none
+    # Three shards divide no matrix: experts are cut.
+    "fsdp6-ep2": ("fsdp", 6, {"ep": 2, "reduce_gradients": "step"}),
+    "hsdp2x2-ep2": ("hsdp", 4, {"ep": 2, "activation_checkpointing": True}),
     "ddp3 zero0": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 0}),
     "fsdp3 zero1": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 1}),
     "fsdp3 zero2": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 2}),
@@ -83,11 +104,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "batch": {"global_batch_size": 6, "micro_batch_size": 2},
     },
 }
+VARIANTS["experts"] = {
+    "model": MIXTURE,
+    "batch": {"global_batch_size": 14, "micro_batch_size": 2},
+}
 VARIANTS["wide"] = VARIANTS["shallow"] | {"batch": COMMON["batch"]}
 
 
 def variant_of(name: str) -> str:
     parallel = LAYOUTS[name][2]
+    if "ep" in parallel:
+        return "experts"
     if "tp" not in parallel:
         return "deep"
     return "wide" if name == "hsdp2x2-tp2" else "shallow"

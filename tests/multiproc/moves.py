@@ -120,6 +120,7 @@ class Scripted(Controller):
             tp=has.get("tp", 1),
             pp=has.get("pp", 1),
             cp=has.get("cp", 1),
+            ep=has.get("ep", 1),
         )
 
     @policy.setter

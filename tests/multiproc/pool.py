@@ -186,9 +186,10 @@ def train(
         first = micro_batches[0]
         padding = [MicroBatch(first.number, first.data, 0.0)] * (wanted - len(micro_batches))
         loss, tokens = engine.run_batch(step, micro_batches + padding, reach)
-        values = [loss, float(tokens), engine.square_norm()]
+        values = [loss, float(tokens), engine.square_norm(), *engine.named.sums()]
         packed = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(packed)
+        engine.named.means(packed[3:].tolist())
         update = engine.apply(step, int(packed[1]), float(packed[2]), reach)
         found.append({"loss": float(packed[0] / packed[1]), "grad_norm": update.grad_norm})
     return found

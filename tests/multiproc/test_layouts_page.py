@@ -1,4 +1,4 @@
-"""docs/layouts.md: the lines of every job file on it train, on a small model."""
+"""docs/layouts.md, docs/experts.md: the layout of every job file there trains a small model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import yaml
 
 from elastic_ft.config import parse_job
 from tests.multiproc.harness import make_job
-from tests.multiproc.layouts import COMMON, train_from_the_start
+from tests.multiproc.layouts import COMMON, MIXTURE, train_from_the_start
 from tests.multiproc.pool import Pool
 
-PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS: list[dict[str, Any]] = [
-    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    yaml.safe_load(text)
+    for page in ("layouts.md", "experts.md")
+    for text in re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 ]
-SCALED = {"tp": 2, "pp": 2, "cp": 2, "shard_size": 2}  # at most: a small model, eight processes
+# At most: a small model, eight processes.
+SCALED = {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "shard_size": 2}
+OF_LAYOUTS = ("model", "parallel", "precision")
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -30,8 +34,8 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-def test_the_page_has_job_files() -> None:
-    assert len(SECTIONS) >= 9
+def test_the_pages_have_job_files() -> None:
+    assert len(SECTIONS) >= 13
 
 
 @pytest.mark.parametrize("sections", SECTIONS, ids=lambda s: str(s["parallel"]))
@@ -48,7 +52,10 @@ def test_it_trains(pool: Pool, sections: dict[str, Any]) -> None:
         parallel = {"strategy": "fsdp"}  # what the planner picks is tests/core's
     data_ranks = 2 * parallel.get("shard_size", 1)
     world = data_ranks * math.prod(parallel.get(name, 1) for name in ("tp", "pp", "cp"))
-    job = make_job(workers=1, **(COMMON | sections | {"parallel": parallel}))
+    given = {key: section for key, section in sections.items() if key in OF_LAYOUTS}
+    if str(given.get("model", {}).get("preset")).startswith("decoder-moe"):
+        given["model"] = MIXTURE
+    job = make_job(workers=1, **(COMMON | given | {"parallel": parallel}))
     results = pool(train_from_the_start, job, 2, world=world)
     assert all(losses == results[0][1] for _, losses in results)
     assert results[0][1][1]["loss"] < 1.02 * results[0][1][0]["loss"]

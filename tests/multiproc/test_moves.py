@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.layouts import train_from_the_start
+from tests.multiproc.layouts import MIXTURE, train_from_the_start
 from tests.multiproc.moves import (
     STEPS,
     Chain,
@@ -28,6 +28,7 @@ from tests.multiproc.moves import (
 from tests.multiproc.pool import Pool
 
 GOLDEN = Path(__file__).parent / "golden" / "moves.json"
+EXPERTS = GOLDEN.with_name("moves-experts.json")
 TOLERANCE = 1e-4  # relative, of losses
 BYTES_TOLERANCE = 1.1  # of what has to be moved
 pytestmark = pytest.mark.timeout(600)  # a chain's first test includes the run
@@ -100,6 +101,16 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
         ),
         {"parallel": {"loss_chunk_tokens": 7, "activation_checkpointing": "selective"}},
     ),
+    # Ranks share experts out: by two of four, by three (3, 3, 1), by all, by none, within replicas.
+    "experts": (
+        moves_through(
+            *("fsdp4-ep2", "fsdp3-ep3"),
+            *("fsdp4-ep4", "fsdp3"),
+            "hsdp2x2-ep2",
+            faults=[("backward", 1), ("inside_optimizer", 3)],
+        ),
+        {"model": MIXTURE},
+    ),
     # Half the world goes at once, keeper included: stages, replicas and tensor-parallel groups.
     "nodes": (
         moves_through(
@@ -156,8 +167,8 @@ def chain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chain]
 
 
 @functools.cache
-def golden() -> list[float]:
-    return json.loads(GOLDEN.read_text())
+def golden(path: Path) -> list[float]:
+    return json.loads(path.read_text())
 
 
 def title(pair: tuple[str, int]) -> str:
@@ -188,7 +199,8 @@ def test_moves_in_place_and_exactly(
         copied = "farthest tier keeper" not in after["reason"]
         most = BYTES_TOLERANCE * minimal_bytes(chain, number, copied)
         assert recovery["bytes_moved"] <= most, story
-    assert_losses(chain, {before["generation"], after["generation"]})
+    losses = golden(EXPERTS if name == "experts" else GOLDEN)
+    assert_losses(chain, {before["generation"], after["generation"]}, losses)
 
 
 def assert_it_was_lost(chain: Chain, moves: list[Move], number: int) -> None:
@@ -211,11 +223,11 @@ def assert_it_was_lost(chain: Chain, moves: list[Move], number: int) -> None:
         assert fired == [who for who in before if before[who]["rank"] in lost], chain.run.story()
 
 
-def assert_losses(chain: Chain, generations: set[int]) -> None:
+def assert_losses(chain: Chain, generations: set[int], losses: list[float]) -> None:
     lines = [line for line in chain.run.steps if line["generation"] in generations]
     assert lines
     for line in lines:
-        expected = golden()[line["step"] - 1]
+        expected = losses[line["step"] - 1]
         assert line["loss"] == pytest.approx(expected, rel=TOLERANCE, abs=0), line
 
 
@@ -229,8 +241,9 @@ def test_a_stage_without_a_replica_comes_from_its_buddy(chain_of: Callable[[str]
 
 def make_golden() -> None:
     with Pool(1) as pool:
-        ((_, steps),) = pool(train_from_the_start, job_of_moves(), STEPS, world=1)
-    GOLDEN.write_text(json.dumps([step["loss"] for step in steps], indent=1) + "\n")
+        for path, sections in ((GOLDEN, {}), (EXPERTS, {"model": MIXTURE})):
+            ((_, steps),) = pool(train_from_the_start, job_of_moves(**sections), STEPS, world=1)
+            path.write_text(json.dumps([step["loss"] for step in steps], indent=1) + "\n")
 
 
 if __name__ == "__main__":

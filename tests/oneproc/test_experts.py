@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from elastic_ft.config import parse_job
+from elastic_ft.config import Job, parse_job
+from elastic_ft.controller.planning import planning_of
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.laid_out import check_parallel
 from elastic_ft.errors import ConfigError
@@ -156,23 +157,48 @@ def test_the_planner_counts_all_experts_and_computes_some(name: str) -> None:
         ({"compile": True}, "parallel.compile"),
         ({"loss_chunk_tokens": 8}, "parallel.loss_chunk_tokens"),
         ({"engine": "deepspeed", "zero_stage": 1, "strategy": "fsdp"}, "parallel.engine"),
+        ({"ep": 9}, "parallel.ep: 9 ranks can't share 8 experts of each layer"),
     ],
 )
 def test_what_it_can_not_be_laid_out_by_is_refused(parallel: dict[str, Any], said: str) -> None:
-    job = parse_job(
-        {
-            "name": "experts",
-            "steps": 1,
-            "model": {"preset": "decoder-moe-4m"},
-            "data": {"url": "stdlib:"},
-            "batch": {"global_batch_size": 8},
-            "parallel": {"strategy": "fsdp"} | parallel,
-        }
-    )
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        check(job_of(parallel={"strategy": "fsdp"} | parallel))
+
+
+def job_of(**sections: Any) -> Job:
+    values: dict[str, Any] = {
+        "name": "experts",
+        "steps": 1,
+        "model": {"preset": "decoder-moe-4m"},
+        "data": {"url": "stdlib:"},
+        "batch": {"global_batch_size": 8},
+    }
+    return parse_job(values | sections)
+
+
+def check(job: Job) -> None:
     with torch.device("meta"):
         model = build_model(job.model, vocab_size=None, sequence_length=None)
-    with pytest.raises(ConfigError, match=f"^{said}"):
-        check_parallel(job, model, 16)
+    check_parallel(job, model, 16)
+
+
+def test_who_has_no_experts_to_share_out_is_refused() -> None:
+    shared = {"strategy": "fsdp", "ep": 2}
+    check(job_of(parallel=shared))
+    with pytest.raises(ConfigError, match=r"^parallel\.ep: .*, found Decoder$"):
+        check(job_of(parallel=shared, model={"preset": "decoder-1m"}))
+    with pytest.raises(ConfigError, match=r"^parallel\.ep: not with optimizer\.name muon"):
+        check(job_of(parallel=shared, optimizer={"name": "muon"}))
+
+
+def test_the_planner_may_share_experts_out_where_the_engine_can() -> None:
+    auto: dict[str, Any] = {"strategy": "auto"}
+    batch = {"global_batch_size": 40, "micro_batch_size": 1}
+    auto |= {"devices": {"memory_gb": 1}}
+    large = {"parallel": auto, "batch": batch, "elastic": {"max_workers": 10}}
+    assert planning_of(job_of(**large)).limits.ep_max == 8
+    for other in ({"optimizer": {"name": "muon"}}, {"model": {"preset": "decoder-1m"}}):
+        assert planning_of(job_of(**large | other)).limits.ep_max == 1
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

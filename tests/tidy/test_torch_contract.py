@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_ft import torch_private
 
@@ -32,6 +34,18 @@ CALLABLES = {
         "global_shape",
         "mesh",
         "placements",
+    ],
+    "torch.distributed._functional_collectives:all_to_all_single_autograd": [
+        "self",
+        "output_split_sizes",
+        "input_split_sizes",
+        "group",
+    ],
+    "torch.distributed.device_mesh:DeviceMesh._unflatten": [
+        "self",
+        "dim",
+        "mesh_sizes",
+        "mesh_dim_names",
     ],
     "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper": [
         "module",
@@ -137,6 +151,33 @@ def test_hsdp_tells_what_it_still_keeps() -> None:
     finally:
         dist.destroy_process_group()
         torch_private.forget_meshes()
+
+
+def test_what_is_cut_twice_along_an_axis_is_where_fsdp_has_it() -> None:
+    """Seven rows over two, and what each of them has over three: 2, 2, 0 and 1, 1, 1. torch's own
+    ``compute_local_shape_and_global_offset`` says that the third has one."""
+    rows: list[int] = []
+    for rank in range(6):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+        try:
+            mesh = init_device_mesh("cpu", (6,), mesh_dim_names=("all",))
+            mesh = torch_private.split_dimension(mesh, "all", {"outer": 3, "inner": 2})
+            module = torch.nn.Module()
+            weight = distribute_tensor(torch.empty(7, 2), mesh["inner"], [Shard(0)])
+            module.weight = torch.nn.Parameter(weight)
+            fully_shard(module, mesh=mesh["outer"])
+            cut = module.weight
+            assert isinstance(cut, DTensor)
+            sizes, offsets = torch_private.local_shape_and_offset(
+                cut.shape, cut.device_mesh, cut.placements
+            )
+            assert sizes == tuple(cut.to_local().shape)
+            rows += range(offsets[0], offsets[0] + sizes[0])
+            assert (rank % 2 == 0) == (offsets[0] < 4) or not sizes[0]
+        finally:
+            dist.destroy_process_group()
+            torch_private.forget_meshes()
+    assert sorted(rows) == [*range(7)]
 
 
 def test_a_world_that_failed_to_form_leaves_the_group_count_behind() -> None:

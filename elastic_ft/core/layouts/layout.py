@@ -17,10 +17,12 @@ from typing import Literal, NamedTuple
 Strategy = Literal["ddp", "fsdp", "hsdp"]
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a layout, the outermost first
 MODEL_DIMENSIONS = ("tp", "pp", "cp")  # those of them that share one sample's work; wished for
+WISHES = (*MODEL_DIMENSIONS, "ep")  # what a job file says the size of
 FEATURES = {  # of a layout, in words
     "pp": "pipeline stages",
     "tp": "tensor parallelism",
     "cp": "context parallelism",
+    "ep": "expert parallelism",
     "dp_shard": "sharding",
 }
 
@@ -34,6 +36,7 @@ class LayoutWish:
     tp: int = 1  # ranks that share each layer
     pp: int = 1  # ranks that share the layers out
     cp: int = 1  # ranks that share the positions of each sample
+    ep: int = 1  # data ranks that share the experts of each layer out
 
     @property
     def ranks_per_sample(self) -> int:
@@ -82,17 +85,24 @@ class ShardPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the parallel dimensions; their product is the world size."""
+    """Sizes of the parallel dimensions; their product is the world size.
+
+    ``ep`` is none of them: of the shards, so many neighbours share experts out, and hold these cut
+    otherwise than the rest of the state.
+    """
 
     dp_replicate: int = 1
     dp_shard: int = 1
     pp: int = 1
     tp: int = 1
     cp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        if min(self.sizes) < 1:
+        if min(*self.sizes, self.ep) < 1:
             raise ValueError(f"every dimension of a layout is at least 1, got {self}")
+        if self.state_shards % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide {self.state_shards} shards")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -117,6 +127,16 @@ class Layout:
     def state_shards(self) -> int:
         """Into how many shards the ranks of one replica and stage cut the state, beside ``tp``."""
         return self.dp_shard * self.cp
+
+    @property
+    def expert_shards(self) -> int:
+        """Into how many shards the experts that one rank computes are cut."""
+        return self.state_shards // self.ep
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether each rank computes some of the experts alone."""
+        return self.ep > 1
 
     def coordinates(self, rank: int) -> Coordinates:
         """Raises ValueError for a rank that the layout has not."""
@@ -206,13 +226,18 @@ class Layout:
 
     @property
     def ranks_per_layer(self) -> int:
-        """Ranks that talk within each layer: they should share a node."""
+        """Ranks that share each layer of one sample."""
         return self.tp * self.cp
+
+    @property
+    def ranks_together(self) -> int:
+        """Ranks that talk within each layer: they should share a node."""
+        return self.ranks_per_layer * self.ep
 
     @property
     def waits_within_layers(self) -> bool:
         """Whether ranks wait for each other inside each layer."""
-        return self.ranks_per_layer > 1
+        return self.ranks_together > 1
 
     @property
     def is_cut(self) -> bool:
@@ -231,23 +256,30 @@ class Layout:
     @property
     def shard_space(self) -> str:
         """Names the way the state is cut. Layouts with one shard space have the same shards."""
-        return str(self.cuts)
+        return str(self.cuts) + f".ep{self.ep}" * self.shares_experts
 
     @staticmethod
     def of_shard_space(space: str) -> Layout:
-        """The smallest layout whose ``shard_space`` is ``space``."""
-        return Layout(**ShardPlace.parse(space)._asdict())
+        """The smallest layout whose ``shard_space`` is ``space``. Raises ValueError."""
+        cuts, _, ep = space.partition(".ep")
+        if not re.fullmatch(r"\d*", ep):
+            raise ValueError(f"not a shard space: {space!r}")
+        return Layout(**ShardPlace.parse(cuts)._asdict(), ep=int(ep or 1))
 
     @staticmethod
     def parse(name: str) -> Layout:
         """What ``str`` makes of a layout. Raises ValueError."""
         match = re.fullmatch(
-            r"(?:pp(\d+)-)?(?:ddp(\d+)|fsdp(\d+)|hsdp(\d+)x(\d+))(?:-cp(\d+))?(?:-tp(\d+))?", name
+            r"(?:pp(\d+)-)?(?:ddp(\d+)|fsdp(\d+)|hsdp(\d+)x(\d+))(?:-cp(\d+))?(?:-ep(\d+))?"
+            r"(?:-tp(\d+))?",
+            name,
         )
         if match is None:
             raise ValueError(f"not a layout: {name!r}")
-        pp, ddp, fsdp, replicas, shards, cp, tp = (int(group or 1) for group in match.groups())
-        return Layout(dp_replicate=ddp * replicas, dp_shard=fsdp * shards, pp=pp, tp=tp, cp=cp)
+        pp, ddp, fsdp, replicas, shards, cp, ep, tp = (int(group or 1) for group in match.groups())
+        return Layout(
+            dp_replicate=ddp * replicas, dp_shard=fsdp * shards, pp=pp, tp=tp, cp=cp, ep=ep
+        )
 
     def __str__(self) -> str:
         if self.dp_shard == 1:
@@ -260,6 +292,7 @@ class Layout:
             [f"pp{self.pp}"] * (self.pp > 1)
             + [data]
             + [f"cp{self.cp}"] * (self.cp > 1)
+            + [f"ep{self.ep}"] * (self.ep > 1)
             + [f"tp{self.tp}"] * (self.tp > 1)
         )
 
@@ -287,9 +320,10 @@ def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
     ``tp``, ``pp`` and ``cp`` are as wished where their product divides the world. Else tensor
     parallelism is kept before pipeline stages, and these before context parallelism: the largest
     divisor of ``tp``, with it the most stages up to ``pp``, with these the most ranks up to ``cp``,
-    that do. What is left is data parallel by ``strategy``; ``shard_size`` is HSDP's.
+    that do. What is left is data parallel by ``strategy``; ``shard_size`` is HSDP's. Of shards, as
+    many share experts as ``_plan_experts`` says.
     """
-    if min(world_size, wish.tp, wish.pp, wish.cp) < 1:
+    if min(world_size, wish.tp, wish.pp, wish.cp, wish.ep) < 1:
         raise ValueError(
             f"a layout needs at least one rank, got {world_size} ({wish.sizes_in_words()})"
         )
@@ -302,6 +336,9 @@ def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
     )
     data, why = _plan_data(wish.strategy, world_size // (tp * pp * cp), wish.shard_size)
     layout = replace(data, tp=tp, pp=pp, cp=cp)
+    if wish.ep > 1:
+        ep, of_experts = _plan_experts(wish.ep, layout.state_shards)
+        layout, why = replace(layout, ep=ep), f"{why}, {of_experts}"
     if wish.ranks_per_sample == 1:
         return layout, why
     context = f" x cp {cp}" if wish.cp > 1 else ""
@@ -329,6 +366,20 @@ def _plan_data(strategy: Strategy, world_size: int, shard_size: int | None) -> t
     layout = Layout(dp_replicate=world_size // shards, dp_shard=shards)
     why = "as asked" if shards == wanted else f"{wanted} shards do not divide {world_size} ranks"
     return layout, f"hsdp: {layout.dp_replicate} replicas of {shards} shards, {why}"
+
+
+def _plan_experts(wanted: int, shards: int) -> tuple[int, str]:
+    """How many of ``shards`` neighbours share experts out, and why.
+
+    Where as many as wanted do not divide the shards: the divisor that is nearest by ratio, of two
+    the larger, and none over twice of what was wanted, as ranks would be left without experts.
+    """
+    fitting = [size for size in divisors(shards) if size <= 2 * wanted]
+    ep = min(fitting, key=lambda size: (max(size / wanted, wanted / size), -size))
+    shared = f"experts shared by {ep}" if ep > 1 else "experts not shared"
+    if ep == wanted:
+        return ep, shared
+    return ep, f"{shared}, as {wanted} do not divide {shards} shards"
 
 
 def split_layers(costs: Sequence[float], parts: int) -> tuple[range, ...]:

@@ -33,8 +33,8 @@ class LayoutPlan:
 
     @property
     def peers_inside(self) -> bool:
-        """Whether tensor- and context-parallel peers share a node."""
-        return all(count % self.layout.ranks_per_layer == 0 for count in self.used)
+        """Whether tensor-, context- and expert-parallel peers share a node."""
+        return all(count % self.layout.ranks_together == 0 for count in self.used)
 
     @property
     def idle(self) -> tuple[int, ...]:

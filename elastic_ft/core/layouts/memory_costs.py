@@ -99,14 +99,17 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
     root = (
         (stage == 0) * model.embedding_parameters + last * model.output_parameters
     ) / layout.tp  # FSDP's root unit: whatever is in no layer
-    block = model.block_parameters / layout.tp
+    experts = model.expert_parameters * model.expert_share(layout.ep) / layout.tp
+    dense = (model.block_parameters - model.expert_parameters) / layout.tp
+    block = dense + experts  # as a rank gathers it
+    local_block = dense / layout.state_shards + experts / layout.expert_shards
     own = root + layers * block
-    local = own / layout.state_shards
+    local = root / layout.state_shards + layers * local_block
     count = choice.micro_batches(work)
     base = Memory(
         parameters=local * work.parameter_bytes,
         optimizer=local * work.optimizer_bytes,
-        gradients=_gradients(work, choice, own, count),
+        gradients=_gradients(work, choice, own, local, count),
     )
     tokens = ceil(choice.micro_batch * model.sequence_length / layout.cp)
     full = tokens * block_activation_bytes(work, layout.tp, fused)
@@ -118,10 +121,10 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
     inputs = tokens * model.dim * work.compute_bytes / layout.tp
     again = full - (kept - inputs) if choice.recompute else 0.0
     again += tokens * 2 * model.ffn_dim * work.compute_bytes / layout.tp  # gradients inside a layer
-    again += _gathered_kv_bytes(work, choice)
+    again += _gathered_kv_bytes(work, choice) + tokens * _sent_bytes(work, layout.ep)
     first = (model.output_parameters / layout.tp) * last * work.gradient_bytes
     rooted = root * (work.gradient_bytes * 2) + root / layout.state_shards * work.gradient_bytes
-    biggest = max(block, root / 2) / layout.state_shards
+    biggest = max(local_block, root / 2 / layout.state_shards)
     scratch = (local if fused else 2 * biggest) * work.parameter_bytes
     sharded = layout.state_shards > 1
     return max(
@@ -143,6 +146,14 @@ def _gathered_kv_bytes(work: Work, choice: Choice) -> float:
     return kv * 2 * (work.compute_bytes + 4)
 
 
+def _sent_bytes(work: Work, ep: int) -> float:
+    """Where ranks share experts out, of a token: what is sent to them and comes from others, in
+    either order. Others send as much as goes there, on the mean."""
+    if ep == 1:
+        return 0.0
+    return 4 * work.model.experts_per_token * work.model.dim * work.compute_bytes
+
+
 def _loss_bytes(work: Work, tp: int, tokens: int) -> float:
     """Of a loss in chunks, the gradients of input and weight that are made with it count as well:
     the weight's in float32, and the input's, which each rank has whole."""
@@ -154,7 +165,7 @@ def _loss_bytes(work: Work, tp: int, tokens: int) -> float:
     return min(tokens, chunk) * model.vocabulary * CHUNK_LOSS_BYTES / tp + weight + dx
 
 
-def _gradients(work: Work, choice: Choice, own: float, micro_batches: int) -> float:
+def _gradients(work: Work, choice: Choice, own: float, local: float, micro_batches: int) -> float:
     """Sharded where FSDP reduces each micro-batch; whole where it reduces once a step.
 
     DDP has them in its buckets, and apart from those while micro-batches add up.
@@ -163,8 +174,8 @@ def _gradients(work: Work, choice: Choice, own: float, micro_batches: int) -> fl
     if layout.state_shards == 1:
         return own * each * (2 if micro_batches > 1 else 1)
     if layout.pp == 1 and not (work.reduces_once and micro_batches > 1):
-        return own / layout.state_shards * each
-    return own * each * (1 + 1 / layout.state_shards)
+        return local * each
+    return (own + local) * each
 
 
 def _gathered(

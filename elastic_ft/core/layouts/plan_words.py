@@ -40,6 +40,8 @@ def why(
         apart = "across nodes: no node has room for a group"
         where = "inside a node" if plan.peers_inside else apart
         yield f"tensor-parallel peers are {where}"
+    if plan.layout.shares_experts:
+        yield _experts(plan, work)
     if plan.choice != fastest.choice:
         slower = plan.time.total / fastest.time.total - 1
         yield (
@@ -56,6 +58,14 @@ def why(
     yield from _idle(plan)
 
 
+def _experts(plan: LayoutPlan, work: Work) -> str:
+    ep, experts = plan.layout.ep, work.model.experts
+    most = round(work.model.expert_share(ep) * experts)
+    of_each = f"{most} of {experts}" if experts % ep == 0 else f"up to {most} of {experts}"
+    where = "inside a node" if plan.peers_inside else "across nodes"
+    return f"each of {ep} ranks computes {of_each} experts, and tokens travel {where}"
+
+
 def _loss_without(feature: str, plan: LayoutPlan, without: Without) -> str:
     need, time_s = without.get(feature, (float("inf"), float("inf")))
     if time_s < float("inf"):
@@ -68,7 +78,9 @@ def _loss_without(feature: str, plan: LayoutPlan, without: Without) -> str:
 
 def _preferred(plan: LayoutPlan, fastest: LayoutPlan) -> str:
     if plan.peers_inside and not fastest.peers_inside:
-        return "and keeps tensor parallelism inside a node"
+        shares_experts = fastest.layout.shares_experts
+        what = "what experts are sent" if shares_experts else "tensor parallelism"
+        return f"and keeps {what} inside a node"
     if plan.bytes_moved != fastest.bytes_moved:
         return f"and moves {gb(plan.bytes_moved or 0)} instead of {gb(fastest.bytes_moved or 0)}"
     layout, other = plan.layout, fastest.layout

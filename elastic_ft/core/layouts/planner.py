@@ -47,6 +47,7 @@ class Limits:
     pp_max: int | None = None
     tp_sizes: tuple[int, ...] = ()  # that the engine can do; none: what divides the model
     cp_sizes: tuple[int, ...] = (1,)
+    ep_max: int = 1
     world_min: int = 1
     multiple_of: int = 1  # of the world
 
@@ -162,8 +163,12 @@ class _Search:
             shards = tuple(n for n in shards if n & (n - 1) == 0 or n == dp)
             if not self._may_fit(sharded, micro_batch):
                 return
-        for shard in shards:
-            layout = replace(sharded, dp_replicate=dp // shard, dp_shard=shard)
+        layouts = (
+            replace(sharded, dp_replicate=dp // shard, dp_shard=shard, ep=ep)
+            for shard in shards
+            for ep in self._sharing_experts(sharded, shard)
+        )
+        for layout in layouts:
             for schedule, chunks in self._schedules(pp):
                 for recompute in sorted(self.limits.recompute, key=RECOMPUTES.index):
                     slower = 1 + AGAIN[recompute] / 3
@@ -173,11 +178,19 @@ class _Search:
                     if self._try(choice, placed):
                         break  # recomputing what fits is never faster
 
+    def _sharing_experts(self, layout: Layout, shards: int) -> tuple[int, ...]:
+        """By how many of ``shards`` ranks the experts may be shared out."""
+        if layout.ranks_per_layer > 1 or layout.has_stages:
+            return (1,)
+        most = min(self.limits.ep_max, self.work.model.experts)
+        return tuple(ep for ep in divisors(shards) if ep == 1 or ep <= most)
+
     def _may_fit(self, layout: Layout, micro_batch: int) -> bool:
         """Whether the most frugal choice does: all sharded, all recomputed that may be."""
+        ep = self._sharing_experts(layout, layout.dp_shard)[-1]
         for schedule, chunks in self._schedules(layout.pp):
             frugal = max(self.limits.recompute, key=RECOMPUTES.index)
-            choice = Choice(layout, micro_batch, frugal, schedule, chunks)
+            choice = Choice(replace(layout, ep=ep), micro_batch, frugal, schedule, chunks)
             need = memory(self.work, choice, self.devices.fused).total
             if need <= self.devices.usable_bytes:
                 return True
@@ -270,10 +283,12 @@ def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> 
     """
     most_cp = min(most, max(1, model.sequence_length // CONTEXT_TOKENS_MIN))
     contexts = (cp for cp in range(1, most_cp + 1) if cp & (cp - 1) == 0)
+    most_ep = max(1, min(most, model.experts))
     return Limits(
         tp_sizes=tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
         pp_max=max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp))),
         cp_sizes=tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
+        ep_max=max(ep for ep in range(1, most_ep + 1) if ep == 1 or can(LayoutWish(ep=ep))),
     )
 
 

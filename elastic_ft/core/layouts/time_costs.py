@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import ceil, gcd
 from typing import NamedTuple
 
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import kept_activation_bytes
 from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute, Work, stage_layers
 
@@ -30,6 +31,7 @@ class StepTime(NamedTuple):
     offload: float
     tp: float
     cp: float
+    ep: float
     pp: float
     dp: float
     bubble: float
@@ -69,6 +71,18 @@ class Interconnect:
         between_s = nbytes * (nodes - 1) / nodes / (on_node * devices.inter_bytes_per_s)
         return max(inside_s, between_s) + latency_s
 
+    def swap(self, nbytes: float, size: int, stride: int) -> float:
+        """Seconds of an all-to-all in which each of ``size`` ranks, ``stride`` apart, has
+        ``nbytes`` for all of them, itself included."""
+        if size == 1:
+            return 0.0
+        devices, latency_s = self.devices, (size - 1) * self.devices.latency_s
+        inside_s = nbytes * (size - 1) / size / devices.intra_bytes_per_s
+        if self.is_inside(size, stride):
+            return inside_s + latency_s
+        nodes = ceil(size / max(1, min(size, self.on_node // stride)))
+        return max(inside_s, nbytes * (nodes - 1) / nodes / devices.inter_bytes_per_s) + latency_s
+
     def send(self, nbytes: float) -> float:
         """Seconds of one message to the next pipeline stage, on another node if there is one."""
         devices = self.devices
@@ -85,7 +99,7 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     model, layout, devices = work.model, choice.layout, links.devices
     layers, count = stage_layers(model, layout.pp), choice.micro_batches(work)
     rate = devices.flops_per_s * layout.tp * layout.cp  # chunks are dealt so that all have as much
-    block_s = max(model.block_flops * choice.micro_batch / rate, devices.layer_s)
+    block_s = max(_block_flops(model, layout.ep) * choice.micro_batch / rate, devices.layer_s)
     output_s = model.output_flops * choice.micro_batch / rate
     stage = max(
         (0, layers.index(max(layers)), len(layers) - 1),
@@ -105,24 +119,35 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
         for nbytes in (work.compute_bytes, 4)
     )
     cp_again_s = kv_s * (1 + bool(choice.recompute)) + dkv_s
+    # Tokens go to experts and back; gradients the same way.
+    rows = hidden / layout.tp * model.experts_per_token
+    ep_s = 2 * layers[stage] * links.swap(rows, layout.ep, layout.tp * layout.cp)
+    ep_again_s = ep_s * (2 if choice.recompute is True else 1)
     pp_s = 2 * links.send(hidden) * choice.chunks
     pp_s *= layout.pp > 1
     tp_again = SENT_AGAIN[choice.recompute]
-    backward_s = 2 * forward_s + again_s + (1 + tp_again) * tp_s + cp_again_s
+    backward_s = 2 * forward_s + again_s + (1 + tp_again) * tp_s + cp_again_s + ep_again_s
     offload_s = _offload_s(work, choice, layers[stage], devices)
-    slot_s = forward_s + tp_s + kv_s + backward_s + pp_s + offload_s
-    own = _widest_stage(model, layout.pp) / layout.tp
-    dp_s = _data_parallel_s(work, choice, links, own, forward_s + tp_s + kv_s, backward_s, count)
+    sent_s = tp_s + kv_s + ep_s
+    slot_s = forward_s + sent_s + backward_s + pp_s + offload_s
+    dp_s = _data_parallel_s(work, choice, links, forward_s + sent_s, backward_s, count)
     return StepTime(
         compute=3 * forward_s * count,
         recompute=again_s * count,
         offload=offload_s * count,
         tp=(2 + tp_again) * tp_s * count,
         cp=(kv_s + cp_again_s) * count,
+        ep=(ep_s + ep_again_s) * count,
         pp=pp_s * count,
         dp=dp_s,
         bubble=_bubble_s(choice, slot_s, forward_s),
     )
+
+
+def _block_flops(model: ModelShape, ep: int) -> float:
+    """Of the busiest of ``ep`` ranks that share experts out: who has more is sent more tokens."""
+    uneven = model.expert_share(ep) * ep - 1
+    return model.block_flops + 2.0 * model.sequence_length * model.routed_parameters * uneven
 
 
 def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> float:
@@ -134,12 +159,17 @@ def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> flo
     return 2 * layers * tokens * kept / devices.host_bytes_per_s
 
 
-def _widest_stage(model: ModelShape, pp: int) -> int:
-    """Parameters of the stage that has the most."""
-    layers = [n * model.block_parameters for n in stage_layers(model, pp)]
+def _widest_stage(model: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Parameters of the stage that has the most, as a rank gathers them: of experts that ranks
+    share out, and all others."""
+    counts = stage_layers(model, layout.pp)
+    layers = [n * model.block_parameters for n in counts]
     layers[0] += model.embedding_parameters
     layers[-1] += model.output_parameters
-    return max(layers)
+    most = max(range(len(layers)), key=layers.__getitem__)
+    shared = counts[most] * model.expert_parameters if layout.shares_experts else 0
+    share = model.expert_share(layout.ep)
+    return shared * share / layout.tp, (layers[most] - shared) / layout.tp
 
 
 def _bubble_s(choice: Choice, slot_s: float, forward_s: float) -> float:
@@ -153,7 +183,6 @@ def _data_parallel_s(
     work: Work,
     choice: Choice,
     links: Interconnect,
-    own: float,
     forward_s: float,
     backward_s: float,
     micro_batches: int,
@@ -166,12 +195,16 @@ def _data_parallel_s(
     """
     layout = choice.layout
     shards, stride = layout.state_shards, layout.tp
-    gradients = own * work.gradient_bytes
-    replicas_s = 2 * links.ring(gradients / shards, layout.dp_replicate, stride * shards)
+    experts, own = _widest_stage(work.model, layout)
+    held = own / shards + experts / layout.expert_shards
+    replicas_s = 2 * links.ring(held * work.gradient_bytes, layout.dp_replicate, stride * shards)
     if shards == 1:
         return _late(replicas_s, backward_s)
-    gather_s = links.ring(own * work.compute_bytes, shards, stride)
-    reduce_s = links.ring(gradients, shards, stride)
+    gather_s, reduce_s = (
+        links.ring(own * nbytes, shards, stride)
+        + links.ring(experts * nbytes, layout.expert_shards, stride * layout.ep)
+        for nbytes in (work.compute_bytes, work.gradient_bytes)
+    )
     if layout.pp > 1:
         return _late(gather_s, forward_s) + _late(reduce_s + replicas_s, backward_s)
     again_s = 0.0 if work.gathers_once else gather_s  # in backward

@@ -33,11 +33,27 @@ class ModelShape:
     gated: bool = True  # three matrices in the feed-forward, not two
     idle_parameters: int = 0  # of one layer: experts that a token does not go through
     whole_layers: bool = False  # ranks share no sample's work: no tp, no pp
+    experts: int = 0  # of one layer, if ranks can share them out
+    expert_parameters: int = 0  # of one layer, all experts'
 
     @property
     def block_active_parameters(self) -> int:
         """Of one layer, what a token goes through."""
         return self.block_parameters - self.idle_parameters
+
+    def expert_share(self, ep: int) -> float:
+        """Of the experts, the part that the fullest of ``ep`` ranks that share them out has."""
+        return ceil(self.experts / ep) / self.experts if self.experts else 1.0
+
+    @property
+    def routed_parameters(self) -> int:
+        """Of one layer's experts, what a token goes through."""
+        return self.expert_parameters - self.idle_parameters if self.experts else 0
+
+    @property
+    def experts_per_token(self) -> float:
+        """Of those that ranks can share out."""
+        return self.experts * self.routed_parameters / max(1, self.expert_parameters)
 
     @property
     def kv_dim(self) -> int:

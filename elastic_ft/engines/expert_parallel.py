@@ -1,0 +1,71 @@
+"""Expert parallelism: each rank keeps some experts of every mixture, and is sent what they compute.
+
+Of the ranks that share the state out, neighbours share the experts (``Layout.ep``); what one of
+them has is cut once more over the ranks that have the same experts, by FSDP2. Gradients are
+complete where the experts are: tokens of the neighbours have come there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from elastic_ft.config import Job
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.engines.modules import local_part
+from elastic_ft.errors import ConfigError
+from elastic_ft.models.expert_exchange import ExpertShare
+from elastic_ft.models.experts import MixtureDecoder, MixtureOfExperts
+
+
+def check_expert_parallel(job: Job, model: nn.Module) -> None:
+    """Raises ConfigError for a model whose experts can't be shared out as asked."""
+    ep = job.parallel.ep
+    if ep == 1:
+        return
+    if job.optimizer.name == "muon":
+        raise ConfigError("parallel.ep: not with optimizer.name muon, which needs whole matrices")
+    if not isinstance(model, MixtureDecoder):
+        raise ConfigError(
+            "parallel.ep: ranks share experts of the built-in mixtures (model.preset "
+            f"decoder-moe-*), found {type(model).__name__}"
+        )
+    if ep > model.config.n_experts:
+        raise ConfigError(
+            f"parallel.ep: {ep} ranks can't share {model.config.n_experts} experts of each layer"
+        )
+
+
+def shard_experts(
+    part: nn.Module, mesh: DeviceMesh, layout: Layout, options: Mapping[str, Any]
+) -> None:
+    """Shares the experts in ``part`` out, and cuts each rank's by FSDP2, which has ``options``.
+
+    ``mesh``: with dimensions "efsdp" and "ep".
+    """
+    names = ("dp_replicate", "efsdp") if layout.dp_replicate > 1 else ("efsdp",)
+    axis = partial(_axis_to_cut, layout.expert_shards)
+    for mixture in (m for m in part.modules() if isinstance(m, MixtureOfExperts)):
+        mixture.share = ExpertShare(mesh.get_group("ep"))
+        experts = mixture.experts
+        for name, weight in [*experts.named_parameters()]:
+            shared = distribute_tensor(weight, mesh["ep"], [Shard(0)], src_data_rank=None)
+            setattr(experts, name, nn.Parameter(shared))
+        fully_shard(experts, mesh=mesh[names], shard_placement_fn=axis, **options)
+        assert isinstance(experts, FSDPModule)
+        experts.set_gradient_divide_factor(float(layout.gradient_size))
+        if layout.expert_shards > 1:  # alone, FSDP2 would divide twice
+            experts.set_force_sum_reduction_for_comms(True)  # Gloo can't multiply as it sums
+
+
+def _axis_to_cut(shards: int, weight: nn.Parameter) -> Shard:
+    """Of [X, in, out], one within each expert that divides; else experts, some ranks having one
+    more than others: FSDP2 cuts no other axis unevenly, nor where this rank has no expert."""
+    divided = (axis for axis in (1, 2) if weight.shape[axis] % shards == 0)
+    return Shard(next(divided, 0) if local_part(weight).numel() else 0)

@@ -1,0 +1,58 @@
+"""Expert parallelism: of each mixture's experts every rank of a group has some, and tokens travel.
+
+A rank sends each token to those that have its experts, and gets back what they made of it
+(Lepikhin et al., 2021, section 3.2). None is left out: what ranks send each other is as uneven as
+the routers are. Who has no expert, or is sent no token, takes part all the same.
+
+Shape suffixes as in ``experts``; R ranks of the group, Y experts of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastic_ft.torch_private import exchange_rows
+
+
+def shared_out(experts: int, ranks: int) -> list[int]:
+    """How many experts each rank has, in order, as DTensor cuts them: the last may have fewer."""
+    most = -(-experts // ranks)
+    return [max(0, min(most, experts - most * rank)) for rank in range(ranks)]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """Attributes:
+    group: the ranks that share experts out.
+    """
+
+    group: dist.ProcessGroup
+
+    def compute(
+        self, experts: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, counts_X: Tensor
+    ) -> Tensor:
+        """What all ranks' experts make of ``x``: rows in the order of experts, ``counts`` of each.
+
+        ``experts``: this rank's, called with rows of everyone's and how many each of them gets.
+        """
+        ranks = dist.get_world_size(self.group)
+        shares_R = shared_out(len(counts_X), ranks)
+        own = shares_R[dist.get_rank(self.group)]
+        arriving = exchange_rows(counts_X, [own] * ranks, shares_R, self.group)
+        arriving_RY = arriving.view(ranks, own)
+        leaving_R = torch.stack([part.sum() for part in counts_X.split(shares_R)])
+        sent, received = torch.stack([leaving_R, arriving_RY.sum(dim=1)]).tolist()
+        got_ND = exchange_rows(x_ND, received, sent, self.group)
+        # Rows come rank by rank; experts want them expert by expert.
+        expert = torch.arange(own, device=x_ND.device).repeat(ranks)
+        expert_N = expert.repeat_interleave(arriving_RY.flatten(), output_size=sum(received))
+        order = expert_N.argsort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        made_ND = experts(got_ND[order], arriving_RY.sum(dim=0))
+        return exchange_rows(made_ND[places], sent, received, self.group)
