@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,11 +19,11 @@ from rich.table import Table
 
 from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
-from elastic_ft.core.layouts.layout import DIMENSIONS, Layout, divisors
+from elastic_ft.core.layouts.layout import DIMENSIONS, Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.plan_words import gb
-from elastic_ft.core.layouts.planner import Limits, best, plans
+from elastic_ft.core.layouts.planner import Limits, allowed, best, plans
 from elastic_ft.core.layouts.work import Devices, Work
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
@@ -60,11 +61,11 @@ def plan(
     """Rank the layouts that fit, and say what losing 1, 2 and 8 devices would lead to."""
     job = load_job(job_file)
     there = parse_devices(devices, flops, intra, inter)
-    work = _describe(job)
+    work, can = _describe(job)
     measured = None if run is None else measure(job, work, there, run)
     if measured is not None and measured.flops_per_s is not None:
         there = replace(there, flops_per_s=measured.flops_per_s)
-    limits = _limits(job, work, max_tp, max_pp)
+    limits = _limits(job, allowed(work.model, there.count, can), can, max_tp, max_pp)
     try:
         ranked = plans(work, there, limits, top=top)
     except NoLayout as error:
@@ -80,14 +81,21 @@ def plan(
     return 0
 
 
-def _limits(job: Job, work: Work, max_tp: int | None, max_pp: int | None) -> Limits:
-    return Limits(
+def _limits(
+    job: Job,
+    engines: Limits,
+    can: Callable[[LayoutWish], bool],
+    max_tp: int | None,
+    max_pp: int | None,
+) -> Limits:
+    """``engines``: what it can do; of that, what was asked for."""
+    asked = (cp for cp in divisors(job.parallel.cp) if can(LayoutWish(cp=cp)))
+    return replace(
+        engines,
         schedules=(job.parallel.schedule,),
         tp_max=max_tp,
-        pp_max=1 if work.model.whole_layers else max_pp,
-        tp_sizes=(1,) if work.model.whole_layers else (),
-        cp_sizes=tuple(divisors(job.parallel.cp)),
-        ep_max=1 if job.parallel.compile or job.optimizer.name == "muon" else work.model.experts,
+        pp_max=min(engines.pp_max or 1, max_pp or engines.pp_max or 1),
+        cp_sizes=engines.cp_sizes if job.parallel.strategy == "auto" else tuple(asked),
     )
 
 
@@ -118,11 +126,14 @@ def parse_devices(text: str, flops: float, intra: float, inter: float) -> Device
         raise ConfigError(f"--devices: {error}, found {text!r}") from None
 
 
-def _describe(job: Job) -> Work:
+def _describe(job: Job) -> tuple[Work, Callable[[LayoutWish], bool]]:
+    """And what the engine can do with the job's model: the question that ``auto`` asks."""
+    from elastic_ft.controller.planning import engine_of
     from elastic_ft.engines.pretrained import with_model_read
     from elastic_ft.models.describe import describe_job
 
-    return describe_job(with_model_read(job)[0])
+    job, _ = with_model_read(job)
+    return describe_job(job), engine_of(job)
 
 
 def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:

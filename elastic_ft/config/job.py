@@ -141,10 +141,9 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
-    def stages_take_tokens_alone(self) -> Job:
-        key = self.parallel.takes_tokens_alone
-        if self.data.separate_documents and key is not None:
-            raise ValueError(f"data.separate_documents: not with parallel.{key}")
+    def shared_positions_are_of_one_document(self) -> Job:
+        if self.data.separate_documents and self.parallel.cp > 1:
+            raise ValueError("data.separate_documents: not with parallel.cp")
         return self
 
     @model_validator(mode="after")

@@ -154,11 +154,6 @@ class ParallelConfig(Section):
         return self.tp > 1
 
     @property
-    def takes_tokens_alone(self) -> str | None:
-        """The key, if any, for whose sake a batch has tokens and labels and nothing else."""
-        return next((key for key in ("pp", "cp") if getattr(self, key) > 1), None)
-
-    @property
     def wish(self) -> LayoutWish:
         """What layouts are made of by rule."""
         return LayoutWish(**same_names(LayoutWish, self) | {"strategy": self.data_strategy})

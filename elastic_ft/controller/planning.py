@@ -5,10 +5,10 @@ It imports torch, for seconds: whoever plans nothing leaves it out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import LayoutWish
@@ -32,12 +32,8 @@ def planning_of(job: Job) -> Planning:
         raise ConfigError("parallel.strategy: auto is for engine native only")
     job, _ = with_model_read(job)
     work, device = describe_job(job), job.parallel.devices
-    with torch.device("meta"):
-        model = build_model(
-            job.model, vocab_size=job.data.vocab_size, sequence_length=job.data.sequence_length
-        )
     limits = replace(
-        allowed(work.model, job.elastic.max_workers, lambda wish: _can(job, model, wish)),
+        allowed(work.model, job.elastic.max_workers, engine_of(job)),
         micro_batches=(job.batch.micro_batch_size,),
         recompute=(job.parallel.activation_checkpointing,),
         schedules=(job.parallel.schedule,),
@@ -54,18 +50,35 @@ def planning_of(job: Job) -> Planning:
     return Planning(work, devices, limits, memory_bytes)
 
 
-def _can(job: Job, model: nn.Module, wish: LayoutWish) -> bool:
-    """Whether the engine lays this model out so."""
+def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
+    """Whether the engine lays the job's model out as wished. ``pretrained`` has been read.
+
+    Raises ConfigError for a job that it can't lay out at all.
+    """
     from elastic_ft.engines.laid_out import check_parallel  # imports for seconds
 
-    parallel = job.parallel.model_copy(update=fields_of(replace(wish, strategy="fsdp")))
-    try:
-        check_parallel(
-            job.model_copy(update={"parallel": parallel}), model, job.data.sequence_length
+    with torch.device("meta"):
+        model = build_model(
+            job.model, vocab_size=job.data.vocab_size, sequence_length=job.data.sequence_length
         )
-    except ConfigError:
-        return False
-    return True
+    given = job.parallel
+    whole = given.engine != "native" or given.compile or given.unused_parameters
+    whole = whole or job.model.lora is not None
+
+    def check(wish: LayoutWish) -> None:
+        parallel = given.model_copy(update=fields_of(replace(wish, strategy="fsdp")))
+        asked = job.model_copy(update={"parallel": parallel})
+        check_parallel(asked, model, job.data.sequence_length)
+
+    def can(wish: LayoutWish) -> bool:
+        try:
+            check(wish)
+        except ConfigError:
+            return False
+        return wish.ranks_per_sample * wish.ep == 1 or not whole
+
+    check(LayoutWish())
+    return can
 
 
 def _on_gpus(job: Job) -> bool:

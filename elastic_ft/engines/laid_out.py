@@ -28,8 +28,19 @@ from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_expe
 from elastic_ft.engines.modules import DTYPES, mixed_precision, plain_name, to_empty
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
-from elastic_ft.engines.pipeline import Pipeline, TiedWeight, check_batch, check_pipeline, cut
-from elastic_ft.engines.tensor_parallel import check_tensor_parallel, parallelize
+from elastic_ft.engines.pipeline import (
+    ModelStage,
+    Pipeline,
+    TiedWeight,
+    check_batch,
+    check_pipeline,
+    cut,
+)
+from elastic_ft.engines.tensor_parallel import (
+    check_stages_cut_alike,
+    check_tensor_parallel,
+    parallelize,
+)
 from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
 from elastic_ft.groups.groups import Groups
@@ -82,8 +93,9 @@ def lay_out(
     parts = list(stages.values())
     blocks = [block for part in parts for block in _prepare(job, part, groups, device)]
     named = dict(_chain(part.named_buffers() for part in parts))
-    for name, value in computed.items():
-        named[name].copy_(value)
+    for name, buffer in _chain(part.named_buffers() for part in parts):  # stages may share some
+        if name in computed:
+            buffer.copy_(computed[name])
     persistent = {plain_name(name) for part in parts for name in part.state_dict()}
     parameters, staged = _parameters(parts), groups is not None and _layout(groups).has_stages
     make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
@@ -93,10 +105,11 @@ def lay_out(
     if groups is not None and staged:
         assert groups.mesh is not None
         group, schedule = groups.mesh.get_group("pp"), job.parallel.schedule
-        if cast("Decoder", module).config.tie_embeddings:
-            laid_out.tied = TiedWeight(stages, group, schedule)
+        of_rank = cast("dict[int, ModelStage]", stages)
+        if any(stage.known_as for stage in of_rank.values()):
+            laid_out.tied = TiedWeight(of_rank, group, schedule)
         laid_out.pipeline = Pipeline(
-            cast("dict[int, DecoderStage]", stages),
+            of_rank,
             group,
             schedule,
             _layout(groups).tp,
@@ -142,7 +155,9 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
         )
     check_expert_parallel(job, model)
     check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
-    check_pipeline(model, job.parallel.pp, job.parallel.schedule)
+    check_pipeline(model, parallel.pp, parallel.schedule)
+    if parallel.pp > 1 and parallel.tp > 1:
+        check_stages_cut_alike(model, parallel.tp_plan)
 
 
 def check_kernels(job: Job, device: torch.device) -> None:
@@ -154,8 +169,10 @@ def check_kernels(job: Job, device: torch.device) -> None:
 
 def check_data(job: Job, samples: Any) -> None:
     """Raises ConfigError for samples that the layout can't run. Reads one if it depends on that."""
-    if key := job.parallel.takes_tokens_alone:
-        check_batch(samples.collate([samples[0]]), f"parallel.{key}")
+    key = next((key for key in ("cp", "pp") if getattr(job.parallel, key) > 1), None)
+    if key is not None:
+        of_transformers = job.model.preset is None
+        check_batch(samples.collate([samples[0]]), f"parallel.{key}", of_transformers)
 
 
 # ------------------------------------------------------------------------------- helpers
@@ -180,7 +197,7 @@ def _cut(job: Job, module: nn.Module, groups: Groups | None) -> Mapping[int, nn.
     assert groups.rank is not None
     layout = _layout(groups)
     at = layout.coordinates(groups.rank)
-    return cut(cast("Decoder", module), at.pp, layout.pp, job.parallel.schedule)
+    return cut(module, at.pp, layout.pp, job.parallel.schedule)
 
 
 def _prepare(
@@ -190,7 +207,7 @@ def _prepare(
     if groups is not None and _layout(groups).cuts_layers:
         assert groups.mesh is not None
         parallelize(part, groups.mesh["tp"], job.parallel.tp_plan)
-    blocks = [*part.layers.values()] if isinstance(part, DecoderStage) else block_modules(part)
+    blocks = list(part.blocks) if isinstance(part, ModelStage) else block_modules(part)
     if again := job.parallel.activation_checkpointing:
         blocks = checkpoint_activations(part, blocks, again)
     if job.parallel.compile:
@@ -239,9 +256,8 @@ def _parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for part in parts:
         for name, parameter in _chain([part.named_parameters()]):
-            tied = isinstance(part, DecoderStage) and part.config.tie_embeddings
-            name = "embedding.weight" if tied and name == "output.weight" else name
-            found.setdefault(name, parameter)
+            known_as = part.known_as if isinstance(part, ModelStage) else {}
+            found.setdefault(known_as.get(name, name), parameter)
     return found
 
 

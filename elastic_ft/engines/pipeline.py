@@ -1,27 +1,33 @@
-"""Pipeline parallelism for the built-in decoder: one rank's stages, and how a batch runs through.
+"""Pipeline parallelism: one rank's stages, and how a batch runs through.
 
 Data ranks have a pipeline each. A pipeline runs the micro-batches that its data rank was dealt,
-padded with ones that have no targets where the schedule or FSDP needs as many everywhere.
+padded with ones that have no targets where the schedule or FSDP needs as many everywhere. All its
+ranks have read them: masks and positions need not go from stage to stage.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ft.core.layouts.layout import count_stages, split_layers, stages_of
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.modules import local_part
+from elastic_ft.engines.tensor_parallel import check_no_dropout
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderStage
-from elastic_ft.models.loss import IGNORED_LABEL
+from elastic_ft.models.loss import IGNORED_LABEL, TOKEN_KEYS, shifted, with_tokens
+from elastic_ft.models.stages import KEY, PrunedStage, check_stages, parts_of, stage_costs
 
-KEY = "parallel.pp"  # of the job file, for messages
+ModelStage = DecoderStage | PrunedStage
+Shifted = tuple[Tensor, Tensor, dict[str, Tensor]]  # tokens, targets, masks and positions
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -39,24 +45,34 @@ def check_pipeline(model: nn.Module, ranks: int, schedule: str) -> None:
     """Raises ConfigError, one line, for a model that can't be cut into so many stages."""
     if ranks == 1:
         return
-    if not isinstance(model, Decoder):
-        raise ConfigError(
-            f"{KEY}: {ranks} ranks share out a built-in decoder (model.preset) only, "
-            f"found {type(model).__name__}"
+    if isinstance(model, Decoder):
+        layers = model.config.n_layers
+    else:
+        check_stages(model)
+        check_no_dropout(
+            model, KEY, "ranks of a pipeline would draw other numbers than one process"
         )
+        parts = parts_of(model)
+        assert parts is not None
+        layers = len(parts.layers)
     _pipelining()  # before anyone waits for it
     stages = count_stages(ranks, schedule)
-    if model.config.n_layers < stages:
+    if layers < stages:
         raise ConfigError(
             f"{KEY}: {ranks} ranks with schedule {schedule} need {stages} stages, "
-            f"the model has {model.config.n_layers} layers"
+            f"the model has {layers} layers"
         )
 
 
-def cut(model: Decoder, rank: int, ranks: int, schedule: str) -> dict[int, DecoderStage]:
+def cut(model: nn.Module, rank: int, ranks: int, schedule: str) -> dict[int, ModelStage]:
     """Returns this rank's stages by number; stages cost alike."""
-    parts = split_layers(model.stage_costs(), count_stages(ranks, schedule))
-    return {number: model.stage(parts[number]) for number in stages_of(rank, ranks, schedule)}
+    if isinstance(model, Decoder):
+        costs: list[int] = model.stage_costs()
+        make: Callable[[range], ModelStage] = model.stage
+    else:
+        costs, make = stage_costs(model), partial(PrunedStage, model)
+    parts = split_layers(costs, count_stages(ranks, schedule))
+    return {number: make(parts[number]) for number in stages_of(rank, ranks, schedule)}
 
 
 class TiedWeight:
@@ -67,13 +83,15 @@ class TiedWeight:
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], group: dist.ProcessGroup, schedule: str
+        self, stages: Mapping[int, ModelStage], group: dist.ProcessGroup, schedule: str
     ) -> None:
         ranks = dist.get_world_size(group)
         last = count_stages(ranks, schedule) - 1
         owners = {n: rank for rank in range(ranks) for n in stages_of(rank, ranks, schedule)}
-        first, final = (cast("DecoderStage | None", stages.get(n)) for n in (0, last))
-        ends = [end for end in (first and first.embedding, final and final.output) if end]
+        first, final = (stages.get(n) for n in (0, last))
+        ends: list[Any] = [
+            end for end in (first and first.embedding, final and final.output) if end
+        ]
         self._group = group
         self._weight: nn.Parameter | None = ends[0].weight if ends else None
         self._copy: nn.Parameter | None = ends[1].weight if len(ends) == 2 else None
@@ -128,13 +146,13 @@ class Pipeline:
 
     Args:
         stages: this rank's, by number.
-        sharing: how many ranks share the positions of what stages hand on.
+        sharing: how many tensor-parallel ranks may share the positions of what stages hand on.
         dtype: of what stages hand on.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, DecoderStage],
+        stages: Mapping[int, ModelStage],
         group: dist.ProcessGroup,
         schedule: str,
         sharing: int,
@@ -146,6 +164,7 @@ class Pipeline:
         self._ranks = dist.get_world_size(group)
         self._count = count_stages(self._ranks, schedule)
         self._runner: Any = None
+        self._shape: torch.Size | None = None  # of the micro-batches that it runs
         self._factor = 1.0
         self._total = torch.zeros((), dtype=torch.float64)
 
@@ -159,25 +178,29 @@ class Pipeline:
         Returns (loss sum, tokens), of the rank that has the last stage; (0, 0) of the others.
         """
         batches = [self._read(m) for m in micro_batches]
-        tokens, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
-        if self._runner is None:
-            self._runner = self._make_runner(len(batches), batches[0][0].shape)
+        tokens, targets, more = _joined(batches)
+        shape = torch.Size((len(batches[0][0]), tokens.shape[1]))
+        if shape != self._shape:
+            self._runner, self._shape = self._make_runner(len(batches), shape), shape
         self._factor = factor
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
         self._runner.step(
             *((tokens,) if 0 in self.stages else ()),
             target=targets if self.has_last else None,
             return_outputs=False,
+            **more,
         )
         if not self.has_last:
             return 0.0, 0
         return float(self._total), int((targets != IGNORED_LABEL).sum())
 
-    def _read(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _read(self, micro_batch: MicroBatch) -> Shifted:
         """This rank's positions, where ranks share them."""
-        tokens, targets = tokens_and_targets(micro_batch, self._device)
-        context = next(iter(self.stages.values())).context
-        return (tokens, targets) if context is None else context.cut(tokens, targets)
+        stage = next(iter(self.stages.values()))
+        tokens, targets, more = tokens_and_targets(micro_batch, self._device, stage)
+        if stage.context is not None:
+            tokens, targets = stage.context.cut(tokens, targets)
+        return tokens, targets, more
 
     def _make_runner(self, micro_batches: int, shape_BT: torch.Size) -> Any:
         pipelining, stages = _pipelining(), []
@@ -201,14 +224,14 @@ class Pipeline:
             stages if several else stages[0], micro_batches, loss_fn=self._loss, scale_grads=False
         )
 
-    def _shapes(self, part: DecoderStage, shape_BT: torch.Size) -> tuple[Any, Any]:
+    def _shapes(self, part: ModelStage, shape_BT: torch.Size) -> tuple[Any, Any]:
         """Of what a stage receives and of what it hands on."""
         batch, length = shape_BT
-        between = (batch, length // self._sharing, part.config.dim)
+        between = (batch, length // (self._sharing if part.shares_positions else 1), part.dim)
         received = shape_BT if part.embedding is not None else between
         if part.output is None:
             return received, between
-        width = part.config.dim if part.loss_chunk_tokens else part.config.vocab_size
+        width = part.dim if part.loss_chunk_tokens else part.vocabulary
         return received, (*shape_BT, width)
 
     def _like(self, shape: Any, activations: bool) -> Tensor:
@@ -224,14 +247,14 @@ class Pipeline:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
         total, count = 0.0, 0
         for micro_batch in micro_batches:
-            tokens, targets = self._read(micro_batch)
-            output = self._forward(tokens)
+            tokens, targets, more = self._read(micro_batch)
+            output = self._forward(tokens, more)
             if output is not None:
                 total += float(self.stages[self._count - 1].loss_sum(output, targets))
                 count += int((targets != IGNORED_LABEL).sum())
         return total, count
 
-    def _forward(self, tokens_BT: Tensor) -> Tensor | None:
+    def _forward(self, tokens_BT: Tensor, more: Mapping[str, Tensor]) -> Tensor | None:
         """One micro-batch through all stages, one after the other; what the last one returns."""
         owners = {
             stage: rank
@@ -250,29 +273,54 @@ class Pipeline:
                 x = torch.empty(shape, dtype=self._dtype, device=self._device)
                 dist.recv(x, group=self._group, group_src=owners[number - 1])
             part.length = tokens_BT.shape[1]
-            x = part(x)
+            x = part(x, **more)
             if number + 1 < self._count and number + 1 not in self.stages:
                 dist.send(x.contiguous(), group=self._group, group_dst=owners[number + 1])
         return x if self.has_last else None
 
 
-def check_batch(batch: Any, key: str = KEY) -> None:
-    """Raises ConfigError for a micro-batch that a job with ``key`` can't have: masks and positions
-    would have to go from stage to stage, or to all who share a sequence."""
+def check_batch(batch: Any, key: str = KEY, of_transformers: bool = False) -> None:
+    """Raises ConfigError for a micro-batch that a job with ``key`` can't have: ranks that share
+    positions would have to share masks, too."""
     who = "stages" if key == KEY else "ranks that share positions"
     is_named = isinstance(batch, Mapping)
+    if is_named and of_transformers:
+        batch = with_tokens(batch)
     if not is_named or "tokens" not in batch:
         found = f"{sorted(batch)}" if is_named else f"a {type(batch).__name__}"
         raise ConfigError(f"{key}: {who} take batches with tokens, found {found}")
-    if odd := batch.keys() - {"tokens", "labels"}:
-        raise ConfigError(f"{key}: {who} take tokens and labels, found {min(odd)} in a batch")
+    known = TOKEN_KEYS if key == KEY else {"tokens", "labels"}
+    if odd := batch.keys() - known:
+        names = ", ".join(sorted(known))
+        raise ConfigError(f"{key}: {who} take {names}, found {min(odd)} in a batch")
 
 
-def tokens_and_targets(micro_batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+def tokens_and_targets(micro_batch: MicroBatch, device: torch.device, stage: ModelStage) -> Shifted:
     """int64 [B, T] each; of padding, every target is one to ignore. Raises ConfigError."""
-    check_batch(micro_batch.data)
-    tokens = micro_batch.data["tokens"].to(device, non_blocking=True)
-    targets = micro_batch.data.get("labels", micro_batch.data["tokens"]).to(device)[:, 1:]
+    key = KEY if stage.context is None else "parallel.cp"
+    check_batch(micro_batch.data, key, isinstance(stage, PrunedStage))
+    named = with_tokens(micro_batch.data)
+    tokens, targets, more = shifted(
+        **{k: v.to(device, non_blocking=True) for k, v in named.items()}
+    )
     if not micro_batch.weight:
         targets = torch.full_like(targets, IGNORED_LABEL)
-    return tokens[:, :-1], targets
+    return tokens, targets, more
+
+
+def _joined(batches: Sequence[Shifted]) -> Shifted:
+    """One after the other, each as long as the longest: what is causal does not see what comes
+    after it. Raises ConfigError if some have what others have not."""
+    longest = max(tokens.shape[1] for tokens, _, _ in batches)
+    named = [{**more, "tokens": tokens} for tokens, _, more in batches]
+    keys = {tuple(sorted(of)) for of in named}
+    if len(keys) > 1:
+        found = " and ".join(", ".join(some) for some in sorted(keys)[:2])
+        raise ConfigError(f"{KEY}: a step's micro-batches differ, some have {found}")
+
+    def together(tensors: Iterable[Tensor], filler: int = 0) -> Tensor:
+        return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=filler) for t in tensors])
+
+    joined = {key: together(of[key] for of in named) for key in named[0]}
+    targets = together((targets for _, targets, _ in batches), IGNORED_LABEL)
+    return joined.pop("tokens"), targets, joined

@@ -29,10 +29,12 @@ from torch.distributed.tensor.parallel import (
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Block, Decoder, DecoderStage
 from elastic_ft.models.imports import import_object
+from elastic_ft.models.stages import PassThrough, is_tied, parts_of
 
 POSITIONS, VOCABULARY, WHOLE = Shard(1), Shard(-1), Replicate()
 
 
+KEY = "parallel.tp"  # of the job file, for messages
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 Plan = Mapping[str, str | ParallelStyle]  # by patterns of module names, ``*`` for any part
 CutFunction = Callable[[nn.Module, DeviceMesh], object]  # or a function that does it all, in place
@@ -81,25 +83,26 @@ def check_tensor_parallel(
     if tp == 1:
         return
     plan = plan_for(model, tp_plan)
-    _check_no_dropout(model)
+    # All ranks draw the same numbers: right where they have the same activations (I3).
+    why = "tensor-parallel ranks would drop the same of different heads and columns"
+    check_no_dropout(model, KEY, why)
     if plan is None:
         _check_decoder(model, tp, sequence_length)
     elif isinstance(plan, Mapping):
         _check_plan(plan, model, tp)
 
 
-def _check_no_dropout(model: nn.Module) -> None:
-    """All ranks draw the same numbers: right where they have the same activations, but where each
-    has heads or columns of its own it would drop the same of all (I3)."""
+def check_no_dropout(model: nn.Module, key: str, why: str) -> None:
+    """Raises ConfigError, of ``key`` of the job file, for a model that drops anything."""
     for name, module in model.named_modules():
         rates = {f"{name}.p": module.p} if isinstance(module, DROPOUTS) else {}
-        for key in ("attention_dropout", "dropout", "dropout_p"):
-            rates[f"{name}.{key}"] = getattr(module, key, 0.0)
-        for key, rate in rates.items():
+        for of in ("attention_dropout", "dropout", "dropout_p"):
+            rates[f"{name}.{of}"] = getattr(module, of, 0.0)
+        for of, rate in rates.items():
             if isinstance(rate, float) and rate > 0:
                 raise ConfigError(
-                    f"parallel.tp: {key.lstrip('.')} is {rate:g}, and tensor-parallel ranks would "
-                    "drop the same of different heads and columns; train without dropout, or tp: 1"
+                    f"{key}: {of.lstrip('.')} is {rate:g}, and {why}; train without dropout, or "
+                    f"{key.rpartition('.')[2]}: 1"
                 )
 
 
@@ -145,7 +148,8 @@ def _check_divides(tp: int, sizes: Mapping[str, int]) -> None:
 def _matching(plan: Plan, model: nn.Module) -> dict[str, Any]:
     """Style by module name; of several patterns the first that matches counts."""
     found: dict[str, Any] = {}
-    for name, _ in model.named_modules():
+    here = (name for name, module in model.named_modules() if not isinstance(module, PassThrough))
+    for name in here:
         for pattern, style in plan.items():
             if fnmatchcase(name, pattern):
                 found[name] = style
@@ -174,6 +178,31 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, tp_plan: str | None = None) 
         for module, name in others:
             _refuse_unlike(tensor, getattr(module, name), name)
             setattr(module, name, tensor)
+
+
+def check_stages_cut_alike(model: nn.Module, tp_plan: str | None) -> None:
+    """Raises ConfigError for a plan by which pipeline stages can't be cut each by itself."""
+    plan = plan_for(model, tp_plan)
+    if plan is None:
+        return
+    if not isinstance(plan, Mapping):
+        raise ConfigError(f"parallel.tp_plan: {tp_plan} cuts whole models; with pp give a mapping")
+    parts = parts_of(model)
+    if parts is None or not is_tied(model):
+        return
+    styles = _matching(plan, model)
+    ends = (parts.embedding, parts.head)
+    first, last = (_cut_along(model.get_submodule(n), styles.get(n)) for n in ends)
+    if first != last:
+        raise ConfigError(f"parallel.tp: the plan cuts the tied {' and '.join(ends)} differently")
+
+
+def _cut_along(module: nn.Module, style: str | ParallelStyle | None) -> int | None:
+    """The dimension of its weight that ranks share out, if any."""
+    style = STYLES[style]() if isinstance(style, str) else style
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return None
+    return int(isinstance(style, ColwiseParallel) == isinstance(module, nn.Embedding))
 
 
 def _ties(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:

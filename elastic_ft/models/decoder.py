@@ -316,10 +316,14 @@ class DecoderStage(nn.Module):
     Parameters have the names that they have in the whole model. ``length`` is that of the whole
     sequence: under sequence parallelism a stage sees a part of it. With ``loss_chunk_tokens`` the
     last one leaves the projection to the loss. With ``context`` a sequence is this rank's part.
+
+    Attributes:
+        known_as: of parameters, those that the whole model has by another name: a tied output.
     """
 
     loss_chunk_tokens: int | None = None
     context: ContextShare | None = None
+    shares_positions = True  # among tensor-parallel ranks
 
     def __init__(self, whole: Decoder, layers: range) -> None:
         super().__init__()
@@ -329,14 +333,28 @@ class DecoderStage(nn.Module):
         self.layers = nn.ModuleDict({str(i): whole.layers[i] for i in layers})
         self.norm = whole.norm if is_last else None
         self.output = whole.output if is_last else None
+        self.dim, self.vocabulary = self.config.dim, self.config.vocab_size
+        tied = {"output.weight": "embedding.weight"}
+        self.known_as = tied if self.config.tie_embeddings else {}
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Of tokens int64 [B, T] or what the stage before returned [B, T, D]."""
+    @property
+    def blocks(self) -> Sequence[nn.Module]:
+        return [*self.layers.values()]
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        """Of tokens int64 [B, T] or what the stage before returned [B, T, D]; masks and positions,
+        of all T, as for the whole model."""
         turns = turns_of(self.config, x, self.length, self.context)
+        if position_ids is not None:
+            head_dim, theta = self.config.head_dim, self.config.rope_theta
+            turns = rotations(self.length, head_dim, theta, x.device, position_ids)
+        attends = who_attends(attention_mask, position_ids)
         if self.embedding is not None:
             x = self.embedding(x)
         for layer in self.layers.values():
-            x = layer(x, turns)
+            x = layer(x, turns, attends=attends)
         if self.output is None:
             return x
         x = self.norm(x)

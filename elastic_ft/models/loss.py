@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ def loss_and_named(model: nn.Module, batch: Any) -> Loss:
     the one argument, and the model must return (sum of losses, count) itself, or these and
     {name: (sum, count)} of other metrics. Raises ModelError if it does not.
     """
-    if isinstance(batch, dict) and "input_ids" in batch and _is_of_transformers(model):
-        batch = {"tokens" if key == "input_ids" else key: value for key, value in batch.items()}
+    if isinstance(batch, dict) and _is_of_transformers(model):
+        batch = with_tokens(batch)
     if isinstance(batch, dict) and "tokens" in batch and batch.keys() <= TOKEN_KEYS:
         return (*_next_token_loss(model, **batch), {})
     if isinstance(batch, dict):
@@ -65,17 +66,27 @@ def _bare(model: nn.Module) -> nn.Module:
     return getattr(model, "module", model)
 
 
-def _next_token_loss(
-    model: nn.Module, tokens: Tensor, labels: Tensor | None = None, **more: Tensor
-) -> tuple[Tensor, Tensor | int]:
+def with_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch of a transformers model, its tokens by our name."""
+    return {"tokens" if key == "input_ids" else key: value for key, value in batch.items()}
+
+
+def shifted(
+    tokens: Tensor, labels: Tensor | None = None, **more: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Of a token batch: inputs and targets [B, T], and what else goes to the model."""
     inputs = {key: value[:, :-1] for key, value in more.items()}
     if labels is None and "attention_mask" in more:
         labels = tokens.masked_fill(more["attention_mask"] == 0, IGNORED_LABEL)
-    targets = (tokens if labels is None else labels)[:, 1:]
-    tokens, context = tokens[:, :-1], getattr(_bare(model), "context", None)
+    return tokens[:, :-1], (tokens if labels is None else labels)[:, 1:], inputs
+
+
+def _next_token_loss(model: nn.Module, **batch: Tensor) -> tuple[Tensor, Tensor | int]:
+    tokens, targets, inputs = shifted(**batch)
+    context = getattr(_bare(model), "context", None)
     if context is not None:  # after the shift: each rank has the targets of its own positions
         tokens, targets = context.cut(tokens, targets)
-    is_counted = labels is not None or context is not None
+    is_counted = bool(batch.keys() & {"labels", "attention_mask"}) or context is not None
     count = (targets != IGNORED_LABEL).sum() if is_counted else targets.numel()
     if getattr(_bare(model), "loss_chunk_tokens", None):
         return model(tokens, targets=targets, **inputs), count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,13 @@ from elastic_ft.cli.plan import lose, parse_devices
 from elastic_ft.core.layouts.layout import Layout
 
 RATES = (4e14, 3e11, 4e10)
+LLAMA: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_inner": 128}
 
 
 def test_the_table_says_what_to_take_and_what_a_loss_leads_to(
@@ -118,6 +126,38 @@ def test_a_transformers_model_by_its_sizes(
     job = write_job({"model": {"transformers": llama}})
     assert run_command(["plan", job, "--devices", "1x2:8GB"]) == BAD_USAGE
     assert "model.transformers.hidden_size: the planner needs it" in capfd.readouterr().err
+
+
+MODELS: dict[str, tuple[dict[str, Any], tuple[set[int], set[int]]]] = {
+    "llama": (
+        {"transformers": {"model_type": "llama", "num_key_value_heads": 2, **LLAMA}},
+        ({1, 2}, {1, 2}),
+    ),
+    "tied, by which both ends are cut": (
+        {"transformers": {"model_type": "qwen3", "tie_word_embeddings": True, **LLAMA}},
+        ({1, 2, 4}, {1, 2}),
+    ),
+    "no plan for stages": ({"transformers": {"model_type": "gpt2", **GPT2}}, ({1}, {1})),
+    "stages, no tensor parallelism": (
+        {"transformers": {"model_type": "mixtral", "num_local_experts": 2, **LLAMA}},
+        ({1}, {1, 2}),
+    ),
+    "mixture": ({"preset": "decoder-moe-4m"}, ({1}, {1})),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes"), MODELS.values(), ids=MODELS)
+def test_it_offers_what_the_engine_can_do(
+    write_job: Callable[..., str],
+    capfd: pytest.CaptureFixture[str],
+    model: dict[str, Any],
+    sizes: tuple[set[int], set[int]],
+) -> None:
+    job = write_job({"model": model, "batch.global_batch_size": 8})
+    asked = ["plan", job, "--devices", "1x4:80GB", "--json", "--top", "99"]
+    assert run_command(asked) == COMPLETED
+    found = json.loads(capfd.readouterr().out)["plans"]
+    assert tuple({plan[key] for plan in found} for key in ("tp", "pp")) == sizes
 
 
 def test_a_runs_steps_say_what_its_devices_reach(

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import plan_layout
+from elastic_ft.engines.base import MicroBatch
 from tests.multiproc import pool
 from tests.multiproc.harness import make_job
 
@@ -146,6 +149,17 @@ def collectives_of(
         with Traffic() as traffic:
             second = pool.train(job, engine, data, groups, [2])
         return dict(traffic.counts), first + second
+
+
+def held_out_loss(port: int, generation: int, rank: int, world: int, job: Job) -> float:
+    """For ``pool.Pool``. Of four samples in two batches, which every data rank has."""
+    with attached(port, generation, rank, world, job) as (engine, data, _):
+        samples = [data.train[index] for index in range(4)]
+        batches = [MicroBatch(n, data.train.collate(samples[n : n + 2])) for n in (0, 2)]
+        loss, tokens, _ = engine.evaluate(batches)
+        sums = torch.tensor([loss, float(tokens)], dtype=torch.float64)
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
 
 
 class Traffic(TorchDispatchMode):

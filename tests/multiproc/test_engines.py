@@ -10,14 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from elastic_ft.config import Job
+from elastic_ft.core.batches import DataOrder, deal, step_batch
+from elastic_ft.data.dataset import open_dataset
+from elastic_ft.engines.learning_rates import learning_rate
+from elastic_ft.models.build import build_model
 from tests.multiproc.harness import make_job
 from tests.multiproc.layouts import (
     COMMON,
     MODEL,
     VARIANTS,
     collectives_of,
+    held_out_loss,
     train_from_the_start,
 )
 from tests.multiproc.pool import Pool
@@ -36,9 +42,13 @@ LLAMA = {
     "intermediate_size": 36,
     "vocab_size": 102,
 }
+FOUR, EXPERTS = {"num_hidden_layers": 4}, {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model": {"transformers": LLAMA}},
     "llama tied": {"model": {"transformers": LLAMA | {"tie_word_embeddings": True}}},
+    "llama of 4": {"model": {"transformers": LLAMA | FOUR}},
+    "llama of 4, tied": {"model": {"transformers": LLAMA | FOUR | {"tie_word_embeddings": True}}},
+    "mixtral": {"model": {"transformers": LLAMA | {"model_type": "mixtral"} | EXPERTS}},
     "qwen3": {"model": {"transformers": LLAMA | {"model_type": "qwen3", "head_dim": 4}}},
     "own": {"model": {"path": "tests.multiproc.tiny:mixer", "kwargs": {}}},
     "routed": {"model": {"path": "tests.multiproc.tiny:routed", "kwargs": {}}},
@@ -101,6 +111,73 @@ def test_plans_of_tensor_parallelism(
 
 
 @pytest.mark.parametrize(
+    ("model", "strategy", "world", "parallel"),
+    [
+        ("llama", "ddp", 2, {"pp": 2, "schedule": "gpipe"}),
+        ("llama of 4", "ddp", 2, {"pp": 2, "schedule": "interleaved1f1b"}),
+        ("llama of 4, tied", "fsdp", 4, {"pp": 2, "schedule": "zero_bubble"}),
+        ("llama tied", "fsdp", 4, {"pp": 2, "activation_checkpointing": True}),
+        ("llama tied", "ddp", 4, {"pp": 2, "tp": 2}),
+        ("qwen3", "ddp", 4, {"pp": 2, "tp": 2}),
+        ("mixtral", "fsdp", 4, {"pp": 2}),
+    ],
+)
+def test_transformers_models_in_stages(
+    train: Train, model: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    alone = train(job_of(model), 1)
+    assert_close(train(job_of(model, strategy, parallel=parallel), world), alone, EXACT)
+
+
+def plain_losses(job: Job, steps: int) -> list[float]:
+    """Of a loop in plain PyTorch, with the model's own loss."""
+    data = open_dataset(job.data, job.seed)
+    torch.manual_seed(job.seed)
+    model = build_model(job.model, vocab_size=data.vocab_size, sequence_length=None)
+    config, batch, found = job.optimizer, job.batch, []
+    matrices, vectors = (
+        [p for p in model.parameters() if (p.dim() > 1) is m] for m in (True, False)
+    )
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+    order = DataOrder(job.seed, len(data.train))
+    (mine,) = deal(batch.micro_batches, 1)
+    for step in range(1, steps + 1):
+        ids = step_batch(order, step, batch.global_batch_size, batch.micro_batch_size, mine)
+        samples = [data.train[order.dataset_index(i)] for some in ids for i in some]
+        tokens = data.train.collate(samples)["tokens"]
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, job.steps, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy", "world", "parallel"),
+    [
+        ("llama", "ddp", 2, {"pp": 2}),
+        ("llama tied", "ddp", 2, {"pp": 2}),
+        ("llama", "ddp", 4, {"pp": 2, "tp": 2}),
+        ("llama", "fsdp", 4, {"pp": 2}),
+    ],
+)
+def test_stages_train_as_plain_transformers_does(
+    pool: Pool, model: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    job = job_of(model, strategy, parallel=parallel)
+    (_, steps), *_ = pool(train_from_the_start, job, COMMON["steps"], world=world)
+    plain = plain_losses(job, COMMON["steps"])
+    assert [step["loss"] for step in steps] == pytest.approx(plain, rel=EXACT, abs=0)
+
+
+@pytest.mark.parametrize(
     ("strategy", "world", "parallel"),
     [("fsdp", 2, {}), ("ddp", 2, {"pp": 2}), ("fsdp", 4, {"tp": 2})],
 )
@@ -150,7 +227,9 @@ def test_tied_embeddings_in_two_stages(
     [
         ("decoder", "ddp", 2, {}),
         ("decoder", "fsdp", 4, {"tp": 2, "activation_checkpointing": True}),
+        ("decoder", "ddp", 4, {"pp": 2, "tp": 2}),
         ("llama", "fsdp", 4, {"tp": 2}),
+        ("llama", "fsdp", 4, {"pp": 2}),
     ],
 )
 def test_packed_documents(
@@ -160,6 +239,27 @@ def test_packed_documents(
     alone = train(job_of(model, data=data), 1)
     found = train(job_of(model, strategy, parallel=parallel, data=data), world)
     assert_close(found, alone, EXACT)
+
+
+def test_stages_take_a_tokenizers_batches(train: Train) -> None:
+    """Of lengths that differ from one micro-batch to the next, padded within each."""
+    data = {"path": "tests.multiproc.tiny:ragged", "kwargs": {}}
+    alone = train(job_of("llama", data=data), 1)
+    found = train(job_of("llama", "fsdp", parallel={"pp": 2}, data=data), 4)
+    assert_close(found, alone, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "strategy", "world"),
+    [("decoder", "packed", "ddp", 2), ("llama tied", "ragged", "fsdp", 4)],
+)
+def test_held_out_losses_of_stages(
+    pool: Pool, model: str, data: str, strategy: str, world: int
+) -> None:
+    given = {"data": {"path": f"tests.multiproc.tiny:{data}", "kwargs": {}}}
+    (alone,) = pool(held_out_loss, job_of(model, **given), world=1)
+    found = pool(held_out_loss, job_of(model, strategy, parallel={"pp": 2}, **given), world=world)
+    assert found == pytest.approx([alone] * world, rel=EXACT)
 
 
 LONG = {"loss_chunk_tokens": 5, "activation_checkpointing": "selective"}
@@ -233,9 +333,20 @@ def test_low_precision(
     train: Train, dtype: str, strategy: str, world: int, parallel: dict[str, Any]
 ) -> None:
     """As one process in fp32, within what its rounding explains."""
-    alone = train(job_of("decoder"), 1)
+    check_low_precision(train, "decoder", dtype, strategy, world, parallel)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stages_in_low_precision(train: Train, dtype: str) -> None:
+    check_low_precision(train, "llama tied", dtype, "fsdp", 4, {"pp": 2})
+
+
+def check_low_precision(
+    train: Train, model: str, dtype: str, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    alone = train(job_of(model), 1)
     precision = {"dtype": dtype, "initial_loss_scale": 2.0**10}
-    found = train(job_of("decoder", strategy, parallel=parallel, precision=precision), world)
+    found = train(job_of(model, strategy, parallel=parallel, precision=precision), world)
     assert_close(found, alone, 0.03 if dtype == "bf16" else 0.005)
 
 

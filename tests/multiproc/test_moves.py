@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.layouts import MIXTURE, train_from_the_start
+from tests.multiproc.layouts import MIXTURE, MODEL, train_from_the_start
 from tests.multiproc.moves import (
     STEPS,
     Chain,
@@ -28,10 +28,21 @@ from tests.multiproc.moves import (
 from tests.multiproc.pool import Pool
 
 GOLDEN = Path(__file__).parent / "golden" / "moves.json"
-EXPERTS = GOLDEN.with_name("moves-experts.json")
 TOLERANCE = 1e-4  # relative, of losses
 BYTES_TOLERANCE = 1.1  # of what has to be moved
 pytestmark = pytest.mark.timeout(600)  # a chain's first test includes the run
+
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 36,
+    "vocab_size": 102,
+    "tie_word_embeddings": True,
+}
 
 
 def deepspeed(stage: int) -> dict[str, Any]:
@@ -111,6 +122,16 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
         ),
         {"model": MIXTURE},
     ),
+    # A transformers model, tied, in stages.
+    "llama": (
+        moves_through(
+            *("pp2-ddp2", "pp3-ddp1"),
+            *("pp2-ddp1-tp2", "fsdp3"),
+            "pp2-fsdp2",
+            faults=[("backward", 3), ("inside_optimizer", 1)],
+        ),
+        {"model": {"transformers": LLAMA}},
+    ),
     # Half the world goes at once, keeper included: stages, replicas and tensor-parallel groups.
     "nodes": (
         moves_through(
@@ -167,8 +188,9 @@ def chain_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chain]
 
 
 @functools.cache
-def golden(path: Path) -> list[float]:
-    return json.loads(path.read_text())
+def golden(model: str) -> list[float]:
+    found: dict[str, list[float]] = json.loads(GOLDEN.read_text())
+    return found[model]
 
 
 def title(pair: tuple[str, int]) -> str:
@@ -199,8 +221,7 @@ def test_moves_in_place_and_exactly(
         copied = "farthest tier keeper" not in after["reason"]
         most = BYTES_TOLERANCE * minimal_bytes(chain, number, copied)
         assert recovery["bytes_moved"] <= most, story
-    losses = golden(EXPERTS if name == "experts" else GOLDEN)
-    assert_losses(chain, {before["generation"], after["generation"]}, losses)
+    assert_losses(chain, {before["generation"], after["generation"]}, model_of(name))
 
 
 def assert_it_was_lost(chain: Chain, moves: list[Move], number: int) -> None:
@@ -223,11 +244,15 @@ def assert_it_was_lost(chain: Chain, moves: list[Move], number: int) -> None:
         assert fired == [who for who in before if before[who]["rank"] in lost], chain.run.story()
 
 
-def assert_losses(chain: Chain, generations: set[int], losses: list[float]) -> None:
+def model_of(name: str) -> str:
+    return name if "model" in CHAINS[name][1] else "decoder"
+
+
+def assert_losses(chain: Chain, generations: set[int], model: str) -> None:
     lines = [line for line in chain.run.steps if line["generation"] in generations]
     assert lines
     for line in lines:
-        expected = losses[line["step"] - 1]
+        expected = golden(model)[line["step"] - 1]
         assert line["loss"] == pytest.approx(expected, rel=TOLERANCE, abs=0), line
 
 
@@ -240,10 +265,13 @@ def test_a_stage_without_a_replica_comes_from_its_buddy(chain_of: Callable[[str]
 
 
 def make_golden() -> None:
+    given = {model_of(name): options.get("model", MODEL) for name, (_, options) in CHAINS.items()}
+    found = {}
     with Pool(1) as pool:
-        for path, sections in ((GOLDEN, {}), (EXPERTS, {"model": MIXTURE})):
-            ((_, steps),) = pool(train_from_the_start, job_of_moves(**sections), STEPS, world=1)
-            path.write_text(json.dumps([step["loss"] for step in steps], indent=1) + "\n")
+        for name, model in given.items():
+            ((_, steps),) = pool(train_from_the_start, job_of_moves(model=model), STEPS, world=1)
+            found[name] = [step["loss"] for step in steps]
+    GOLDEN.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

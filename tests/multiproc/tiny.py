@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.utils.rnn import pad_sequence
 
 from chaos.jobs import Paced
 from elastic_ft.config import DataConfig
@@ -108,6 +109,23 @@ class Packed(Counted):
 
 def packed() -> Any:
     return Packed()
+
+
+class Ragged(Counted):
+    """Each sample has a length of its own; a batch is padded to its longest, as tokenizers do."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = super().__getitem__(index)["tokens"]
+        return {"input_ids": tokens[: 4 + index * 5 % 9]}
+
+    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        ids = [sample["input_ids"] for sample in samples]
+        masks = pad_sequence([torch.ones_like(i) for i in ids], batch_first=True)
+        return {"input_ids": pad_sequence(ids, batch_first=True), "attention_mask": masks}
+
+
+def ragged() -> Any:
+    return Ragged()
 
 
 class Mixer(torch.nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from elastic_ft.config import ModelConfig, parse_job
 from elastic_ft.data.dataset import open_dataset, positions_in_documents
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.pipeline import tokens_and_targets
+from elastic_ft.engines.pipeline import cut, tokens_and_targets
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import build_model, loss_sum
 from elastic_ft.models.loss import IGNORED_LABEL
@@ -119,9 +119,16 @@ def test_a_model_of_ones_own_gets_its_keywords_as_before() -> None:
     assert (loss.item(), count) == ((ids * ids).sum().item(), 7)
 
 
-def test_pipelines_refuse_what_they_would_leave_out(packed: dict[str, Tensor]) -> None:
-    with pytest.raises(ConfigError, match="stages take tokens and labels, found position_ids"):
-        tokens_and_targets(MicroBatch(0, packed), torch.device("cpu"))
+@pytest.mark.parametrize("name", ["decoder", "llama", "qwen3"])
+def test_stages_take_what_the_whole_model_takes(packed: dict[str, Tensor], name: str) -> None:
+    model = make(name)
+    stages = [stage for rank in range(2) for stage in cut(model, rank, 2, "1f1b").values()]
+    x, targets, more = tokens_and_targets(MicroBatch(0, packed), torch.device("cpu"), stages[0])
+    assert more.keys() == {"position_ids"}
+    for stage in stages:
+        stage.length = LENGTH
+        x = stage(x, **more)
+    assert torch.equal(stages[1].loss_sum(x, targets), loss_sum(model, packed)[0])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +136,7 @@ def test_pipelines_refuse_what_they_would_leave_out(packed: dict[str, Tensor]) -
     [
         ({"data": {"url": "a", "format": "tokens"}}, "data: separate_documents: format tokens nee"),
         ({"data": {"path": "a:b"}}, "data: separate_documents: is of url"),
-        ({"data": {"url": "a"}, "parallel": {"pp": 2}}, "data.separate_documents: not with par"),
+        ({"data": {"url": "a"}, "parallel": {"cp": 2}}, "data.separate_documents: not with par"),
     ],
 )
 def test_what_can_not_be_separated_is_one_line(sections: dict[str, Any], problem: str) -> None:

@@ -118,18 +118,24 @@ def test_what_drops_nothing_is_no_dropout(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"),
+    ("key", "batch", "found"),
     [
-        ({"tokens": [], "attention_mask": []}, "found attention_mask in a batch"),
-        ({"tokens": [], "position_ids": []}, "found position_ids in a batch"),
-        ({"input_ids": []}, r"found \['input_ids'\]"),
-        (([], []), "found a tuple"),
+        ("cp", {"tokens": [], "attention_mask": []}, "found attention_mask in a batch"),
+        ("cp", {"tokens": [], "position_ids": []}, "found position_ids in a batch"),
+        ("pp", {"tokens": [], "token_type_ids": []}, "found token_type_ids in a batch"),
+        ("pp", {"input_ids": []}, r"found \['input_ids'\]"),
+        ("pp", ([], []), "found a tuple"),
     ],
 )
-def test_what_stages_do_not_hand_on_is_refused(batch: Any, found: str) -> None:
-    with pytest.raises(ConfigError, match=f"parallel.pp: .*{found}"):
-        check_batch(batch)
-    check_batch({"tokens": [], "labels": []})
+def test_batches_that_are_not_of_tokens_are_refused(key: str, batch: Any, found: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.{key}: .*{found}"):
+        check_batch(batch, f"parallel.{key}")
+    check_batch({"tokens": [], "labels": []}, f"parallel.{key}")
+
+
+def test_stages_take_masks_and_a_tokenizers_batch() -> None:
+    check_batch({"tokens": [], "attention_mask": [], "position_ids": []})
+    check_batch({"input_ids": [], "attention_mask": [], "labels": []}, of_transformers=True)
 
 
 def test_pipelines_refuse() -> None:
@@ -141,7 +147,7 @@ def test_pipelines_refuse() -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"parallel.tp: Linear has no plan"):
         check_tensor_parallel(nn.Linear(2, 2), 2, 8)
-    with pytest.raises(ConfigError, match=r"parallel.pp: .* found Linear"):
+    with pytest.raises(ConfigError, match=r"parallel.pp: .* which Linear has not"):
         check_pipeline(nn.Linear(2, 2), 2, "1f1b")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SPELLED = {"tp", "pp"}
-OTHERWISE = {"tp_plan"}  # a key of its own: how a model of the user's is cut
+OTHERWISE = {"tp_plan", "pp_plan"}  # of their own: how a model says that it is cut
 FILES_MAX = 9
 
 

@@ -284,9 +284,10 @@ def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> 
     most_cp = min(most, max(1, model.sequence_length // CONTEXT_TOKENS_MIN))
     contexts = (cp for cp in range(1, most_cp + 1) if cp & (cp - 1) == 0)
     most_ep = max(1, min(most, model.experts))
+    stages = range(min(most, model.layers), 0, -1)
     return Limits(
         tp_sizes=tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
-        pp_max=max(pp for pp in range(1, most + 1) if can(LayoutWish(pp=pp))),
+        pp_max=next(pp for pp in stages if can(LayoutWish(pp=pp))),
         cp_sizes=tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
         ep_max=max(ep for ep in range(1, most_ep + 1) if ep == 1 or can(LayoutWish(ep=ep))),
     )
