@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft.config import CommConfig
-from elastic_ft.engines.int8 import BLOCK, pack, unpack
+from elastic_ft.engines.int8 import BLOCK, all_gather, pack, unpack
 from elastic_ft.engines.modules import local_part
 from elastic_ft.engines.unused import check_all_used
 from elastic_ft.groups.groups import Groups
@@ -145,7 +145,7 @@ class ReplicaComm:
         part = unpack(received, each).sum(dim=0, keepdim=True)
         said = pack(part)
         everyones = torch.empty_like(codes)
-        dist.all_gather_into_tensor(everyones, said, group=self._group)
+        all_gather(everyones, said, group=self._group)
         left = rows - unpack(codes, each)
         left[own] += (part - unpack(said, each))[0]
         totals = unpack(everyones, each).flatten()[: flat.numel()]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from elastic_ft.engines.int8 import pack, unpack
+from elastic_ft.engines.int8 import all_gather, pack, unpack
 
 
 class _Buffers:
@@ -33,11 +33,11 @@ class Int8Gather(_Buffers):
         async_op: bool = False,
     ) -> None:
         if not input_tensor.is_floating_point():  # parameters of several dtypes, as bytes
-            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+            all_gather(output_tensor, input_tensor, group=group)
             return
         own = pack(input_tensor.view(1, -1))
         everyones = own.new_empty(group.size(), *own.shape[1:])
-        dist.all_gather_into_tensor(everyones, own, group=group)
+        all_gather(everyones, own, group=group)
         rows = output_tensor.view(group.size(), -1)
         rows.copy_(unpack(everyones, rows.shape[1]))
 

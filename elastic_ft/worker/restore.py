@@ -212,14 +212,14 @@ def _read_checkpoint(
         ref = CheckpointRef(source.step, source.url)
         store = store_of(groups, ref, silent_s)
         with reading(groups, store, source.url):
-            _read_boxes(checkpoints.open_checkpoint(ref, store), needs, mine, elsewhere)
+            read_boxes(checkpoints.open_checkpoint(ref, store), needs, mine, elsewhere)
         return None, (source.url,) * any(tensor.local.numel() for tensor in mine.values())
 
     together(groups, "read", read)
     return hand_on(groups, placed, owned, needs)
 
 
-def _read_boxes(
+def read_boxes(
     reader: checkpoints.Reader, state: LocalState, mine: LocalState, elsewhere: Set[str]
 ) -> None:
     """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged, StoreFailed.

@@ -1,4 +1,4 @@
-"""docs/layouts.md: the lines of every job file on it train, on a small model."""
+"""docs/layouts.md and compression.md: the lines of every job file there train, on a small model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tests.multiproc.harness import make_job
 from tests.multiproc.layouts import COMMON, train_from_the_start
 from tests.multiproc.pool import Pool
 
-PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = "".join((DOCS / name).read_text() for name in ("layouts.md", "compression.md"))
 SECTIONS: list[dict[str, Any]] = [
-    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", PAGES, re.DOTALL)
 ]
 SCALED = {"tp": 2, "pp": 2, "cp": 2, "shard_size": 2}  # at most: a small model, eight processes
 pytestmark = pytest.mark.timeout(300)

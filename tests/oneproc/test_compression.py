@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from elastic_ft.core.assignment import Tier
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines.int8 import BLOCK, pack, unpack
+from elastic_ft.errors import CheckpointMismatch
 from elastic_ft.state.residuals import PARTS, residual_of, settle, summed
 from elastic_ft.state.tensors import LocalState, StateTensor
+from elastic_ft.worker.restore import read_boxes
+from tests.oneproc.alone import attached, job_of, run_step
 from tests.oneproc.test_transfer import DEADLINE_S, Network, Participant
 
 SHAPE = (7, 5)
@@ -153,3 +157,72 @@ def test_a_copy_that_is_all_there_is_counts_once() -> None:
     assert settle(state) == "3 of 4 parts"
     assert int(state[PARTS].local) == 1
     assert settle(state) == ""
+
+
+# --------------------------------------------------------------------------- in a step
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.line(x).square().sum(), len(x)
+
+
+OWED = residual_of("line.weight")
+PLAIN = {"name": "sgd", "lr": 0.5, "grad_clip": None, "schedule": "constant", "weight_decay": 0.0}
+
+
+def line_job(**optimizer: Any) -> Any:
+    comm = {"compress_replicas": "int8"}
+    return job_of(
+        comm=comm, optimizer=PLAIN | optimizer, elastic={"max_workers": 1, "min_workers": 1}
+    )
+
+
+def test_who_has_no_replicas_pays_what_is_owed_at_once() -> None:
+    batch = [torch.ones(4, 3)]
+    after = []
+    for owed in (0.0, 0.25):
+        with attached(line_job(), Line) as engine:
+            engine.state()[OWED].local.fill_(owed)
+            run_step(engine, 1, batch)
+            after.append(engine.state()["model.line.weight"].local.clone())
+            assert not engine.state()[OWED].local.any()
+    assert torch.allclose(after[0] - after[1], torch.full((2, 3), 0.5 * 0.25), atol=1e-6)
+
+
+def test_a_step_that_is_skipped_owes_what_the_one_before_did() -> None:
+    with attached(line_job(skip_nonfinite=1), Line) as engine:
+        engine.state()[OWED].local.fill_(0.25)
+        _, _, update = run_step(engine, 1, [torch.full((4, 3), math.inf)])
+        assert update.skipped
+        assert (engine.state()[OWED].local == 0.25).all()
+
+
+def test_a_checkpoint_may_lack_residuals_and_have_them_for_nothing() -> None:
+    """``comm`` may change between two starts; whatever else differs is refused."""
+    with attached(line_job(), Line) as engine:
+        state = dict(engine.state())
+        state[OWED].local.fill_(1.0)
+        plain = {key: tensor for key, tensor in state.items() if not key.startswith("comm.")}
+        read_boxes(stored(plain), state, state, frozenset())
+        assert not state[OWED].local.any()
+        assert settle(state) == ""
+        read_boxes(stored(state), plain, plain, frozenset())
+        with pytest.raises(CheckpointMismatch, match=r"model\.line\.weight is absent"):
+            read_boxes(stored({OWED: state[OWED]}), plain, plain, frozenset())
+
+
+def stored(state: LocalState) -> Any:
+    """A checkpoint of ``state``, as one is read."""
+
+    def read(wanted: list[Any]) -> None:
+        for want in wanted:
+            raw = state[want.tensor].local.contiguous().view(-1).view(torch.uint8).numpy()
+            want.out[:] = memoryview(raw)
+
+    specs = {key: SimpleNamespace(dtype=t.dtype, shape=t.shape) for key, t in state.items()}
+    return SimpleNamespace(url="a", manifest=SimpleNamespace(tensors=specs), read=read)
