@@ -65,8 +65,8 @@ class StreamSource:
             return iter(dataset), lambda: None
         if state is not None or not self._may_be_cut:
             dataset.load_state_dict(copy.deepcopy(self._initial if state is None else state))
-        state_now = partial(self._state_of, dataset)
-        return self._watched(iter(dataset), state_now, _bytes(state_now())), state_now
+        samples, state_now = iter(dataset), partial(self._state_of, dataset)
+        return self._watched(samples, state_now, _bytes(state_now)), state_now
 
     def _state_of(self, dataset: Any) -> Any:
         return copy.deepcopy(dataset.state_dict()) if self._tells else None
@@ -77,7 +77,7 @@ class StreamSource:
         """The samples. A state that the first of them does not change is not that after it: gone on
         from there, some would come again."""
         for sample in samples:
-            if before is not None and _bytes(state()) == before and self._tells:
+            if before is not None and self._tells and _bytes(state) == before:
                 self._tells = False
                 warnings.warn(
                     "stream: state_dict() is the same before and after a sample: it is not gone on "
@@ -89,11 +89,12 @@ class StreamSource:
         yield from samples
 
 
-def _bytes(state: Any) -> bytes | None:
-    """To be compared; None where there is none, or it can't be."""
+def _bytes(state: Callable[[], Any]) -> bytes | None:
+    """To be compared; None where there is none, or none that can be: a dataset may not know its
+    state before it has given a sample."""
     try:
-        return None if state is None else pickle.dumps(state)
-    except Exception:  # of a user's objects, any
+        return None if (found := state()) is None else pickle.dumps(found)
+    except Exception:  # of a user's code, any
         return None
 
 

@@ -38,7 +38,8 @@ LOGS_EVERY_S = 1.0
 PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
-_workers = ThreadPoolExecutor(2, "words")
+_words = ThreadPoolExecutor(2, "words")
+_reading = ThreadPoolExecutor(2, "reading")  # what is sent: megabytes of YAML take minutes
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -103,7 +104,7 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         office = self._service.office
         may_read = request[CALLER].may_read
-        content = await _worked_out(exposition, office.standing, office.terms, may_read)
+        content = await _worked_out(_words, exposition, office.standing, office.terms, may_read)
         return web.Response(body=content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def login(self, request: web.Request) -> web.Response:
@@ -138,7 +139,7 @@ class Api:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
         asked = await _body(request)
         request[CALLER].check_write(str(asked.get("queue", "default")))
-        answer = await _worked_out(self._service.submit, asked, _by(request))
+        answer = await _worked_out(_reading, self._service.submit, asked, _by(request))
         job = await _answered(answer)
         return _json({"id": job, "page": f"{request.url.origin()}/jobs/{job}"}, status=201)
 
@@ -308,7 +309,7 @@ async def _body(request: web.Request) -> dict[str, Any]:
             text=f"Content-Type: expected application/json, found {request.content_type:.100}"
         )
     try:
-        found = await _worked_out(json.loads, content)
+        found = await _worked_out(_reading, json.loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -321,9 +322,9 @@ async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, function, *args)
 
 
-async def _worked_out(function: Callable[..., Any], *args: Any) -> Any:
+async def _worked_out(pool: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
     """Of what takes a processor alone: it waits for nobody who asks a store."""
-    return await asyncio.get_running_loop().run_in_executor(_workers, function, *args)
+    return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
 
 
 async def _answered(answer: Future[str]) -> str:
@@ -338,7 +339,7 @@ async def _answered(answer: Future[str]) -> str:
 
 async def _json_of(made: Callable[[], Any]) -> web.Response:
     """Of what may be large: made, and put in words, in a thread."""
-    text = await _worked_out(lambda: json.dumps(made()))
+    text = await _worked_out(_words, lambda: json.dumps(made()))
     return web.Response(text=text, content_type="application/json")
 
 

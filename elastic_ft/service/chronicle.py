@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from elastic_ft.storage.store import Store
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
+OURS = re.compile(r"\d{8,}\.jsonl")
 READ_THREADS = 16
 AGAIN_S = (0.2, 1.0, 5.0)
 Entry = dict[str, Any]
@@ -45,22 +47,29 @@ class Chronicle:
     def read(self) -> list[Entry]:
         """The lines that were not read yet. Raises StoreFailed; StorageError where one is none of
         ours."""
-        keys = self._store.list(FOLDER)
-        numbers = {int(key.rpartition("/")[2].partition(".")[0]): key for key in keys}
-        unread = sorted(number for number in numbers if number >= self._next)
-        contents = parallel(self._store.get, [numbers[each] for each in unread], READ_THREADS)
+        unread, where = self._unread(), f"{self._store.url}/{FOLDER}"
+        if gaps := _missing(unread, self._next):  # of a list that was made while others wrote?
+            unread = self._unread()
+            if gaps := _missing(unread, self._next):
+                raise StorageError(f"{where}: {_key(gaps[0])} is not there, and later ones are")
+        contents = parallel(self._store.get, [_key(each) for each in unread], READ_THREADS)
         try:
             lines = [json.loads(text) for found in contents for text in found.splitlines()]
         except ValueError as error:
-            where = f"{self._store.url}/{FOLDER}"
             raise StorageError(f"{where}: not a service's journal: {error}") from None
         self._next = 1 + max(unread, default=self._next - 1)
         return [line for line in lines if "nonce" not in line]
 
+    def _unread(self) -> list[int]:
+        """Numbers. What else lies there (a copy, a folder's mark) is none of ours."""
+        names = (key.rpartition("/")[2] for key in self._store.list(FOLDER))
+        numbers = (int(name.partition(".")[0]) for name in names if OURS.fullmatch(name))
+        return sorted(number for number in numbers if number >= self._next)
+
     def append(self, entries: list[Entry]) -> None:
         """Returns once they are there for good, however long that takes. Raises NumberTaken: there
         are lines that were not read; Superseded where the service ends meanwhile."""
-        key, nonce = f"{FOLDER}/{self._next:08d}.jsonl", secrets.token_hex(8)
+        key, nonce = _key(self._next), secrets.token_hex(8)
         lines = [{"nonce": nonce}, *entries]
         content = "".join(json.dumps(line) + "\n" for line in lines).encode()
 
@@ -89,3 +98,12 @@ class Chronicle:
     def close(self) -> None:
         """Nobody waits for the store any more."""
         self._ended.set()
+
+
+def _key(number: int) -> str:
+    return f"{FOLDER}/{number:08d}.jsonl"
+
+
+def _missing(numbers: list[int], first: int) -> list[int]:
+    """Between ``first`` and the last of them."""
+    return sorted(set(range(first, numbers[-1])) - set(numbers)) if numbers else []

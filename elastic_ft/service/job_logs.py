@@ -75,11 +75,14 @@ def _each_file(
         for path in sorted(folder.glob(f"worker-*-{pid}.*")):
             size = path.stat().st_size
             begin = known.get(path.name, max(0, size - READ_BYTES_MAX))
+            begin = begin if begin <= size else 0  # another file of that name: it was rotated
             with path.open("rb") as file:
                 file.seek(begin)
                 content = file.read(READ_BYTES_MAX)
-            whole, _, _ = content.rpartition(b"\n")
+            whole, end, _ = content.rpartition(b"\n")
+            if not end and len(content) == READ_BYTES_MAX:  # no line's end, as of a progress bar
+                whole = content
             texts = whole.decode(errors="replace").splitlines()
-            if whole:
+            if whole or end:
                 told = [text for text in texts if not text.startswith(MARKS)]
-                yield path.name, pid, begin + len(whole) + 1, told
+                yield path.name, pid, begin + len(whole) + len(end), told

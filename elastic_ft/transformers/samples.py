@@ -30,7 +30,8 @@ def collated(
     micro_batch: MicroBatch, collate: Callable[[list[Any]], Any], seed: int | None, step: int
 ) -> Any:
     """With the same draws wherever that is done; ``seed`` None: with those that come next."""
-    samples = micro_batch.data.samples
+    # Of a step that is made again they come again, and collators change what they are given.
+    samples = [s.copy() if isinstance(s, (dict, list)) else s for s in micro_batch.data.samples]
     if seed is None:
         return collate(samples)
     with _drawing(seed, step, micro_batch.number):

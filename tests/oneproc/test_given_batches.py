@@ -13,6 +13,7 @@ from transformers import BatchEncoding
 
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.training.batch import weighed
+from elastic_ft.transformers.samples import Samples, collated
 
 Pair = namedtuple("Pair", "x y")
 
@@ -68,3 +69,14 @@ def test_what_a_step_does_to_its_batch_is_not_there_when_it_is_made_again(kind: 
     for tensor in parts(given(data, "cpu")):
         tensor.mul_(0.5)
     assert all(map(torch.equal, parts(given(data, "cpu")), before))
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_a_collator_may_change_the_samples_of_a_step_that_is_made_again(seed: int | None) -> None:
+    def taking_labels_out(samples: list[dict[str, int]]) -> tuple[list[int], list[dict[str, int]]]:
+        return [sample.pop("label") for sample in samples], samples
+
+    micro_batch = MicroBatch(0, Samples([{"x": 1, "label": 2}, {"x": 3, "label": 4}]))
+    first = collated(micro_batch, taking_labels_out, seed, 1)
+    assert first == ([2, 4], [{"x": 1}, {"x": 3}])
+    assert collated(micro_batch, taking_labels_out, seed, 1) == first

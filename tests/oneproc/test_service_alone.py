@@ -21,7 +21,7 @@ import pytest
 from aiohttp import web
 
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
-from elastic_ft.errors import ConfigError, Superseded, UsageError
+from elastic_ft.errors import ConfigError, StorageError, Superseded, UsageError
 from elastic_ft.service import api, service, service_actor
 from elastic_ft.service.access import Rights, check_host, new_token, read_token
 from elastic_ft.service.api import Api
@@ -148,6 +148,22 @@ def test_the_later_of_two_reads_what_the_earlier_still_wrote(
     finally:
         first.close()
         second.close()
+
+
+def test_a_journal_is_what_the_service_has_written_and_all_of_it(tmp_path: Path) -> None:
+    """A copy beside an object was read in its place, anything else was no number; of one that was
+    deleted nobody was told, and jobs were lost."""
+    chronicle = Chronicle(open_store(str(tmp_path)))
+    for number in range(1, 5):
+        chronicle.append([{"n": number}])
+    folder = tmp_path / "journal"
+    (folder / "00000002.jsonl.bak").write_text('{"n": 7}\n')
+    (folder / "2.jsonl").write_text('{"n": 8}\n')
+    (folder / "notes").write_text("mine")
+    assert [line["n"] for line in Chronicle(open_store(str(tmp_path))).read()] == [1, 2, 3, 4]
+    (folder / "00000003.jsonl").unlink()
+    with pytest.raises(StorageError, match=r"journal: journal/00000003.jsonl is not there"):
+        Chronicle(open_store(str(tmp_path))).read()
 
 
 def test_the_same_request_is_one_job(serve: Callable[..., Served]) -> None:

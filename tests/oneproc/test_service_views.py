@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from elastic_ft.core.sharing.asks import SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import Sharing
 from elastic_ft.core.table import Table
+from elastic_ft.service import job_logs
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.office import ShareStanding
 from elastic_ft.service.views import service_view
@@ -48,3 +52,28 @@ def test_each_job_is_asked_where_it_is_a_few_times_however_many_nodes_there_are(
     }
     assert len(told) == NODES and found["slots"]["used"] == 12
     assert max(job.asked for job in jobs) < 5
+
+
+def test_logs_go_on_after_what_has_no_end_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A progress bar's megabyte was read again and again; so was what was rotated away."""
+    monkeypatch.setattr(job_logs, "READ_BYTES_MAX", 100)
+    path, known, told = tmp_path / "worker-1-7.err", dict[str, int](), list[str]()
+
+    def look() -> None:
+        for name, _, offset, lines in job_logs._each_file(tmp_path, [7], known):
+            known[name] = offset
+            told.extend(lines)
+
+    path.write_text("first\n")
+    look()
+    with path.open("a") as file:
+        file.write("".join(f"\r{n:3}%" for n in range(101)) + "\nlast\n")
+    for _ in range(8):
+        look()
+    assert told[0] == "first" and told[-1] == "last"
+    assert "".join(told[1:-1]).count("%") == 101
+    path.write_text("anew\n")
+    look()
+    assert told[-1] == "anew"
