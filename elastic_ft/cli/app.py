@@ -18,6 +18,7 @@ import typer
 from elastic_ft.cli import (
     attach,
     checkpoint,
+    drain,
     extensions,
     gc,
     launch,
@@ -56,6 +57,7 @@ app = typer.Typer(
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("gc")(gc.gc)
+app.command("drain")(drain.drain)
 app.command("plan")(plan.plan)
 app.command("events")(show_events.events)
 app.command("replay")(show_events.replay)

@@ -145,6 +145,7 @@ SIGNATURES: dict[str, tuple[Any, str]] = {
         ray._private.state.GlobalState.get_draining_nodes,
         "self",
     ),
+    "state.actors": (ray._private.state.actors, "actor_id, job_id, actor_state_name"),
     "print_to_stdstream": (ray._private.worker.print_to_stdstream, "data, ignore_prefix"),
     "Node.__init__": (
         ray_private.Node.__init__,

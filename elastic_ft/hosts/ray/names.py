@@ -33,12 +33,12 @@ from ray.util.placement_group import (
 )
 
 from elastic_ft.core.assignment import NodeId, WorkerId
-from elastic_ft.hosts.ray.ray_private import PlacementGroupID
+from elastic_ft.hosts.ray.ray_private import PlacementGroupID, actors_on
 
 NAMESPACE = "elastic_ft"
 ROOT = "elastic_ft/"
 RUN_DIGITS = 12
-KEEPER_MARK = "/keeper/"
+KEEPER_MARK, WORKER_MARK = "/keeper/", "/worker/"
 ASK_AGAIN_S = 0.2
 
 
@@ -60,7 +60,7 @@ class RunNames:
         return f"{self.prefix}controller"
 
     def worker(self, worker: WorkerId) -> str:
-        return f"{self.prefix}worker/{worker}"
+        return f"{self.prefix}{WORKER_MARK[1:]}{worker}"
 
     def keeper(self, node: NodeId) -> str:
         """New each time: the one before it may not be gone yet."""
@@ -72,6 +72,11 @@ def actors_of(prefix: str) -> list[str]:
     found = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
     return sorted(name for name in names if name.startswith(prefix))
+
+
+def workers_on(node: NodeId) -> int:
+    """How many workers of jobs are on a node. Blocks while the GCS is away."""
+    return sum(name.startswith(ROOT) and WORKER_MARK in name for name in actors_on(node))
 
 
 def groups_of(prefix: str) -> dict[str, str]:

@@ -163,6 +163,12 @@ def drain_node(gcs_address: str, node: str, reason: str, deadline_s: float) -> N
         raise RuntimeError(f"the drain of node {node} was refused: {why}")
 
 
+def actors_on(node: str) -> list[str]:
+    """Names of the live actors there."""
+    found = ray._private.state.actors(actor_state_name="ALIVE").values()
+    return [actor["Name"] for actor in found if actor["Address"]["NodeID"] == node]
+
+
 def shutdown_workers(workers: list[Worker], patience_s: float) -> None:
     """Lets Ray's shutdown hooks run in each worker, then kills it."""
     _shutdown_workers(workers, patience_s)
