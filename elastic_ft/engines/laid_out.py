@@ -101,7 +101,7 @@ def lay_out(
     make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
     kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
-    laid_out = LaidOut(parts, blocks, parameters, buffers, kept, Balancing(parts))
+    laid_out = LaidOut(parts, blocks, parameters, buffers, kept, Balancing(parts, module))
     if groups is not None and staged:
         assert groups.mesh is not None
         group, schedule = groups.mesh.get_group("pp"), job.parallel.schedule
@@ -156,6 +156,8 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
     check_expert_parallel(job, model)
     check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
     check_pipeline(model, parallel.pp, parallel.schedule)
+    if parallel.pp > 1 and (key := parallel.is_differentiated_once):
+        raise ConfigError(f"parallel.{key}: not with schedule zero_bubble")
     if parallel.pp > 1 and parallel.tp > 1:
         check_stages_cut_alike(model, parallel.tp_plan)
 

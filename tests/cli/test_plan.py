@@ -62,7 +62,9 @@ def test_experts_are_shared_out_where_it_pays(
     model = {"preset": "decoder-moe-16b", "kwargs": {}}
     batch = {"global_batch_size": 64, "micro_batch_size": 1}
     job = write_job({"model": model, "batch": batch, "precision": {"dtype": "bf16"}})
-    assert run_command(["plan", job, "--devices", "2x8:80GB", "--json"]) == COMPLETED
+    assert (
+        run_command(["plan", job, "--devices", "2x8:80GB", "--json", "--max-pp", "1"]) == COMPLETED
+    )
     first, *_ = json.loads(capfd.readouterr().out)["plans"]
     assert first["ep"] > 1 and first["layout"].endswith(f"-ep{first['ep']}")
     assert first["step_s"]["ep"] > 0
@@ -142,7 +144,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[set[int], set[int]]]] = {
         {"transformers": {"model_type": "mixtral", "num_local_experts": 2, **LLAMA}},
         ({1}, {1, 2}),
     ),
-    "mixture": ({"preset": "decoder-moe-4m"}, ({1}, {1})),
+    "mixture": ({"preset": "decoder-moe-4m"}, ({1}, {1, 2, 3, 4})),
 }
 
 
