@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
-from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
+from elastic_ft.core.layouts.layout import LayoutWish, Strategy, plan_layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.groups.groups import Groups
 
@@ -23,13 +23,17 @@ DEADLINE_S = 600.0
 OPERATION_S = 120.0
 
 
-def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """``work(groups, *arguments)`` on ``world`` FSDP ranks. Returns their results in rank order."""
+def on_ranks(
+    world: int, work: Callable[..., Any], *arguments: Any, strategy: Strategy = "fsdp"
+) -> list[Any]:
+    """``work(groups, *arguments)`` on ``world`` ranks. Returns their results in rank order."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(rank, world, store.port, results, work, arguments))
+        context.Process(
+            target=_rank, args=(rank, world, store.port, strategy, results, work, arguments)
+        )
         for rank in range(world)
     ]
     for process in ranks:
@@ -49,9 +53,11 @@ def on_ranks(world: int, work: Callable[..., Any], *arguments: Any) -> list[Any]
     return [found[rank] for rank in range(world)]
 
 
-def form(rank: int, world: int, port: int, device: torch.device) -> Groups:
-    """One FSDP generation of ``world`` ranks on this machine; each keeps a copy of the next."""
-    layout, _ = plan_layout(LayoutWish(strategy="fsdp"), world)
+def form(
+    rank: int, world: int, port: int, device: torch.device, strategy: Strategy = "fsdp"
+) -> Groups:
+    """One generation of ``world`` ranks on this machine; each keeps a copy of the next."""
+    layout, _ = plan_layout(LayoutWish(strategy=strategy), world)
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
@@ -62,12 +68,18 @@ def form(rank: int, world: int, port: int, device: torch.device) -> Groups:
 
 
 def _rank(
-    rank: int, world: int, port: int, results: Any, work: Callable[..., Any], arguments: Any
+    rank: int,
+    world: int,
+    port: int,
+    strategy: Strategy,
+    results: Any,
+    work: Callable[..., Any],
+    arguments: Any,
 ) -> None:
     torch.set_num_threads(1)
     faulthandler.dump_traceback_later(DEADLINE_S / 2)
     try:
-        groups = form(rank, world, port, torch.device("cpu"))
+        groups = form(rank, world, port, torch.device("cpu"), strategy)
         results.put((rank, work(groups, *arguments), True))
         groups.barrier("end")
     except BaseException:

@@ -4,6 +4,7 @@
 pydantic's findings into one line (``ConfigError``). The resolved job is saved with the run.
 """
 
+from elastic_ft.config.comm import CommConfig
 from elastic_ft.config.elastic import SnapshotConfig
 from elastic_ft.config.job import Job
 from elastic_ft.config.job_file import load_job, parse_job, parse_text, parse_yaml
@@ -18,6 +19,7 @@ from elastic_ft.config.trained import (
 )
 
 __all__ = [
+    "CommConfig",
     "DataConfig",
     "Job",
     "LoopConfig",

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from elastic_ft.config.comm import CommConfig
 from elastic_ft.config.elastic import (
     CheckpointConfig,
     ElasticConfig,
@@ -36,6 +37,7 @@ class Job(Section):
     batch: BatchConfig = BatchConfig()
     precision: PrecisionConfig = PrecisionConfig()
     parallel: ParallelConfig = ParallelConfig()
+    comm: CommConfig = CommConfig()
     elastic: ElasticConfig = ElasticConfig()
     snapshot: SnapshotConfig = SnapshotConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -153,6 +155,41 @@ class Job(Section):
                 "parallel.loss_chunk_tokens: not with precision.dtype fp16: its gradients are made "
                 "before the loss is scaled"
             )
+        return self
+
+    @model_validator(mode="after")
+    def bytes_can_be_saved(self) -> Job:
+        key, parallel = self.comm.compresses, self.parallel
+        if key is None:
+            return self
+        if self.loop is not None or parallel.engine != "native":
+            what = "a loop" if self.loop is not None else f"engine {parallel.engine}"
+            raise ValueError(f"comm.{key}: not with {what}")
+        if parallel.strategy == "auto" or parallel.wish.ranks_per_sample * parallel.ep > 1:
+            none = ", ".join(WISHES)
+            raise ValueError(f"comm.{key}: is of strategy ddp, fsdp and hsdp, without {none}")
+        if self.comm.compress_shards and parallel.strategy == "ddp":
+            raise ValueError("comm.compress_shards: strategy ddp has no shards; compress_replicas")
+        if self.comm.compress_replicas:
+            if parallel.strategy == "fsdp":
+                raise ValueError("comm.compress_replicas: strategy fsdp has none; compress_shards")
+            if self.model.lora is not None or self.precision.dtype == "fp16":
+                what = "model.lora" if self.model.lora is not None else "precision.dtype fp16"
+                raise ValueError(f"comm.compress_replicas: not with {what}")
+        return self
+
+    @model_validator(mode="after")
+    def eight_bits_are_enough(self) -> Job:
+        parallel, key = self.parallel, "precision.fp8"
+        if self.precision.fp8 is None:
+            return self
+        if self.precision.dtype != "bf16":
+            raise ValueError(f"{key}: needs precision.dtype bf16, found {self.precision.dtype}")
+        if self.loop is not None or parallel.engine != "native" or self.model.lora is not None:
+            raise ValueError(f"{key}: not with a loop, engine deepspeed or model.lora")
+        if parallel.strategy == "auto" or parallel.wish.ranks_per_sample > 1:
+            none = ", ".join(MODEL_DIMENSIONS)
+            raise ValueError(f"{key}: is of strategy ddp, fsdp and hsdp, without {none}")
         return self
 
     @model_validator(mode="after")

@@ -187,6 +187,8 @@ class BatchConfig(Section):
 
 class PrecisionConfig(Section):
     dtype: Literal["fp32", "bf16", "fp16"] = "fp32"  # of compute; parameters stay fp32
+    # With bf16: products of linear layers by float8, scaled by tensor or by row. Needs torchao.
+    fp8: Literal["tensorwise", "rowwise"] | None = None
     tf32: bool = True  # on GPUs: fp32 matrix products by tensor cores, inputs cut to 10 bits
     initial_loss_scale: float = Field(2.0**16, gt=0)  # fp16
     loss_scale_growth_steps: Count = 2000

@@ -32,6 +32,9 @@ NOTED_KEYS = (
     "model.pretrained",
     "batch.micro_batch_size",
     "precision.dtype",
+    "precision.fp8",
+    "comm.compress_shards",
+    "comm.compress_replicas",
     "data.separate_documents",
     *(
         f"optimizer.{key}"

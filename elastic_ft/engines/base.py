@@ -128,3 +128,7 @@ class Engine(StateEngine, Protocol):
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:
         """Returns this rank's (loss sum, tokens, named sums) without gradients."""
+
+    def share_residuals(self) -> None:
+        """Between two steps: what replicas have each a part of is summed, and all have the sum
+        (``engines.replica_comm``): the state of one then stands for all. A collective."""

@@ -110,6 +110,13 @@ class Compiler:
         return Compiled(inside, warmed, seconds)
 
 
+def eagerly(compiler: Compiler | None) -> contextlib.AbstractContextManager[Any]:
+    """An evaluation has graphs and shapes of its own, and is not worth compiling."""
+    if compiler is None:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
 def check_compiled(job: Job, model: nn.Module) -> None:
     """Raises ConfigError for a model whose layers are not compiled here."""
     if job.parallel.compile and not isinstance(model, Decoder):

@@ -25,6 +25,7 @@ from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.compiling import check_compiled, compile_blocks
 from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_experts
+from elastic_ft.engines.float8 import check_float8
 from elastic_ft.engines.modules import DTYPES, mixed_precision, plain_name, to_empty
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
@@ -36,6 +37,8 @@ from elastic_ft.engines.pipeline import (
     check_pipeline,
     cut,
 )
+from elastic_ft.engines.replica_comm import ReplicaComm
+from elastic_ft.engines.shard_comm import compress
 from elastic_ft.engines.tensor_parallel import (
     check_stages_cut_alike,
     check_tensor_parallel,
@@ -58,6 +61,7 @@ class LaidOut:
     parameters: by the name that the whole model has for each.
     buffers: those that are part of the state, by such names.
     kept: by the optimizer.
+    replicas: how they sum gradients, where that is not FSDP2's or DDP's matter.
     balancing: of experts, which go with the optimizer's step.
     pipeline, tied: where the model is cut into stages; ``tied`` where two have one weight.
     """
@@ -67,6 +71,7 @@ class LaidOut:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     kept: OptimizerState
+    replicas: ReplicaComm
     balancing: Balancing = field(default_factory=lambda: Balancing(()))
     pipeline: Pipeline | None = None
     tied: TiedWeight | None = None
@@ -101,7 +106,8 @@ def lay_out(
     make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
     kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
-    laid_out = LaidOut(parts, blocks, parameters, buffers, kept, Balancing(parts, module))
+    replicas, balancing = ReplicaComm(job.comm, parameters), Balancing(parts, module)
+    laid_out = LaidOut(parts, blocks, parameters, buffers, kept, replicas, balancing)
     if groups is not None and staged:
         assert groups.mesh is not None
         group, schedule = groups.mesh.get_group("pp"), job.parallel.schedule
@@ -122,12 +128,14 @@ def lay_out(
 def wrapped(laid_out: LaidOut) -> DistributedDataParallel:
     """DDP around a model that every rank has whole."""
     (module,) = laid_out.parts
-    return DistributedDataParallel(
+    runner = DistributedDataParallel(
         module,
         init_sync=False,  # the state comes through the transfer
         gradient_as_bucket_view=True,
         **torch_private.buffer_sync(bool(laid_out.buffers)),
     )
+    laid_out.replicas.keep_ddp_from_summing(runner)
+    return runner
 
 
 def is_cut_alone(job: Job, layout: Layout, device: torch.device) -> bool:
@@ -146,6 +154,7 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
             f"{type(model).__name__}"
         )
     check_compiled(job, model)
+    check_float8(job, model)
     if isinstance(model, MixtureDecoder) and parallel.engine != "native":
         raise ConfigError("parallel.engine: a mixture of experts (model.preset) is of native alone")
     if parallel.cp > 1 and not isinstance(model, Decoder):
@@ -238,7 +247,8 @@ def shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Grou
     """Cuts ``module`` by FSDP2, each of its ``blocks`` by itself."""
     layout, mesh = _layout(groups), groups.mesh
     assert mesh is not None
-    names = ("dp_replicate", "dp_shard") if layout.dp_replicate > 1 else ("dp_shard",)
+    by_fsdp = layout.dp_replicate > 1 and job.comm.compress_replicas is None
+    names = ("dp_replicate", "dp_shard") if by_fsdp else ("dp_shard",)
     if layout.cuts_layers:  # logits are a view of a DTensor's; nothing here writes to them
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     # A pipeline's micro-batches come in turns: gathering anew for each costs more.
@@ -250,7 +260,9 @@ def shard(job: Job, module: nn.Module, blocks: Sequence[nn.Module], groups: Grou
     if groups.experts is not None:
         shard_experts(module, groups.experts, layout, options)
     for block in [*blocks, module]:
-        fully_shard(block, mesh=mesh[names], **options)
+        unit = fully_shard(block, mesh=mesh[names], **options)
+        if job.comm.compress_shards and layout.state_shards > 1:
+            compress(unit)
 
 
 def _parameters(parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:

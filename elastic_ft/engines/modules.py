@@ -134,6 +134,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def same_objects(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
+
+
 def to_device(data: Any, device: torch.device, copied: bool = False) -> Any:
     """``data`` with its tensors there, whatever they are in. ``copied``: also those that are."""
     there = partial(to_device, device=device, copied=copied)

@@ -26,7 +26,8 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
-from elastic_ft.engines.compiling import Compiler
+from elastic_ft.engines.compiling import Compiler, eagerly
+from elastic_ft.engines.float8 import converting
 from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
@@ -36,6 +37,7 @@ from elastic_ft.engines.modules import (
     FirstGradients,
     TermCounts,
     inside,
+    same_objects,
     seed_for,
     to_device,
 )
@@ -80,7 +82,7 @@ class NativeEngine:
         tokens_per_sample: int,
     ) -> None:
         self.job, self.device = job, device
-        self._factory = model_factory
+        self._factory = converting(job, device, model_factory)
         self._sequence_length = tokens_per_sample
         self._nominal_tokens = tokens_per_sample * job.batch.global_batch_size
         self._compute_dtype = DTYPES[job.precision.dtype]
@@ -138,6 +140,7 @@ class NativeEngine:
             self._lay_out(groups)
             self._runner = self._model.parts[0]
         self._replicated = replicated
+        self._model.replicas.attach(groups)
         if self.reference is not None and not kept:
             named, names = self._model.parameters, self.reference.names
             self.reference.targets = {f"model.{n}": state_tensor(named[n]) for n in names}
@@ -182,7 +185,7 @@ class NativeEngine:
     def state(self) -> LocalState:
         """Listed anew when a tensor has been replaced, as some optimizers do with theirs."""
         sources = dict(self._sources())
-        if self._listed is None or not _same_objects(sources, self._listed[0]):
+        if self._listed is None or not same_objects(sources, self._listed[0]):
             volatile = {f"model.{name}" for name in self._model.buffers}
             listed = {
                 name: replace(state_tensor(tensor), volatile=name in volatile)
@@ -203,6 +206,7 @@ class NativeEngine:
             yield f"engine.{name}", value
         for name, buffer in model.buffers.items():
             yield f"model.{name}", buffer
+        yield from model.replicas.sources()
         yield from self._loss_scale.state.items()
 
     def initialise(self) -> None:
@@ -213,6 +217,7 @@ class NativeEngine:
             else:
                 self._initialise_from_seed(state)
             self._model.kept.clear()
+        self._model.replicas.clear()
         self._loss_scale.reset()
 
     def _load_weights(self, url: str, state: LocalState) -> None:
@@ -350,6 +355,7 @@ class NativeEngine:
         model, layout = self._model, self._groups.assignment.layout
         found = gradients.reduced(model)
         gradients.check_reduced(model, self._runner, layout.dp_replicate)
+        model.replicas.reduce()
         if self._replicated:  # all have the same: one of them counts it
             norm = float(torch.nn.utils.get_total_norm(found))
             squares = norm * norm if self._groups.rank == 0 else 0.0
@@ -378,6 +384,7 @@ class NativeEngine:
             with model.kept.stepping(), inside(reach):
                 optimizer.step()
                 model.balancing.apply()
+                model.replicas.commit()
                 if model.tied is not None:
                     model.tied.refresh()
             if not self._replicated and self.job.optimizer.name not in LOCAL_OPTIMIZERS:
@@ -390,6 +397,9 @@ class NativeEngine:
             update = replace(update, compiled=self._compiler.take())
         optimizer.zero_grad(set_to_none=True)
         return update
+
+    def share_residuals(self) -> None:
+        self._model.replicas.share(self._check_said)
 
     def _check_said(self) -> None:
         """Of an optimizer with collectives, as norms of DTensors are: an abort would have left
@@ -405,7 +415,7 @@ class NativeEngine:
         for part in parts:
             part.eval()
         try:
-            with torch.no_grad(), self._autocast(), _eagerly(self._compiler):
+            with torch.no_grad(), self._autocast(), eagerly(self._compiler):
                 if pipeline is not None:
                     return (*self._counted(*pipeline.evaluate(micro_batches), sums), sums)
                 for micro_batch in micro_batches:
@@ -423,17 +433,6 @@ class NativeEngine:
 
 
 # ------------------------------------------------------------------------------- helpers
-
-
-def _eagerly(compiler: Compiler | None) -> contextlib.AbstractContextManager[Any]:
-    """An evaluation has graphs and shapes of its own, and is not worth compiling."""
-    if compiler is None:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
-def _same_objects(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(value is b[name] for name, value in a.items())
 
 
 def state_tensor(tensor: torch.Tensor) -> StateTensor:

@@ -312,6 +312,8 @@ _STATE = (
     _event("snapshot_stuck", "A worker's snapshot does not end, and the worker does.", "worker"),
     _event("snapshot_interval", "Snapshots are taken every so many steps from now on.",
            "every_steps cost_s step_s", full=None),
+    _event("residual_lost", "A replica is gone with its part of what compressed gradients owed.",
+           "step"),
     _event("compiled", "Layers were compiled, or found in the node's cache: of each worker once, "
            "and whenever a step had to.", "worker step graphs warmed warmed_s", full=None),
     _event("host_memory", "What a rank's snapshots take of host memory.",

@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from elastic_ft.core.batches import deal, job_order, step_batch
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
-from elastic_ft.engines.base import Compiled, MicroBatch, Update
+from elastic_ft.engines.base import Compiled, Engine, MicroBatch, Update
 from elastic_ft.errors import GroupBroken
 from elastic_ft.state.digest import state_digest
 from elastic_ft.transport.control import Note
@@ -146,6 +146,7 @@ class Loop:
             yield from self._one_step()
             if self.pausing:  # with the second copies: they are a source, and survive a loss
                 self.tools.snapshots.wait(self.groups.deadline())
+                self._share_residuals()
                 return
         yield from self._maker.leave(self)
         self._finish()
@@ -349,6 +350,8 @@ class Loop:
 
     def _snapshot(self, hold: bool, upload: bool = False) -> None:
         """Copies the live state to host memory: to hold it there, for an upload, or for both."""
+        if upload:
+            self._share_residuals()
         if hold:
             self.cadence.taken(self.step)
             self._held_step = self.step
@@ -366,6 +369,11 @@ class Loop:
         if upload:
             tools.checkpointed_step = self.step
             tools.checkpointer.write(shard, owned, state, self.groups)
+
+    def _share_residuals(self) -> None:
+        """All members call it: before they change, and before one of them is written for all."""
+        if self.job.comm.compress_replicas is not None:
+            cast(Engine, self.engine).share_residuals()
 
     def _note_cadence(self) -> None:
         every, cost_s, step_s = self.cadence.every, self.cadence.cost_s, self.cadence.step_s

@@ -24,6 +24,7 @@ from elastic_ft.keeper.client import LeftShard
 from elastic_ft.state.checkpoint_source import StoredState, reading, store_of
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed, exchange_placed
+from elastic_ft.state.residuals import is_optional, settle, summed
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
@@ -37,6 +38,7 @@ class Restored:
     placed: Placed  # what everyone holds now
     peer_schemas: dict[int, Schema]  # of the ranks whose copies this one keeps
     bytes_received: int
+    residual_lost: str = ""  # of what gradients owed, in words
 
 
 def make_room(
@@ -77,12 +79,14 @@ def restore(
     forget_live: Callable[[], None],
     key: JobKey,
     silent_s: float = 60.0,
+    residuals: bool = False,
 ) -> Restored:
     """Lays the engine out over ``groups`` and fills its state; every participant calls it.
 
     ``live``: this worker's state of the generation before, if it has one. ``forget_live`` is
     called before it is overwritten in place. ``key``: the job's, for what keepers have.
     ``silent_s``: after so long without a byte from the store, retries included, it can't be read.
+    ``residuals``: replicas have each a part of what gradients owe (``state.residuals``).
     Raises GroupBroken, or StateDamaged or StateUnreadable naming the holder: all the same one.
     """
     source = groups.assignment.source
@@ -92,6 +96,7 @@ def restore(
     if engine.reference is not None:
         _read_reference(engine.reference, groups, silent_s)
     offers = _offers(groups, source, snapshots, live, needs if kept else None)
+    offers, lost = summed(groups, offers) if residuals else (offers, "")
     in_place = kept and Tier.LIVE in groups.assignment.has.values()
     if groups.rank is not None and not in_place:
         engine.intact = False  # until it is filled
@@ -108,12 +113,13 @@ def restore(
         left = left_shards(groups, key, silent_s)
         received = move(groups, placed, offers, needs, left)
     if groups.rank is not None:
+        lost = lost or (settle(needs) if residuals else "")
         engine.restored()
         engine.intact = True
     groups.barrier("restored", OTHERS_TIMEOUT_S)
     if groups.rank is not None and not groups.assignment.holds:  # a donor's may be the only one
         snapshots.drop_moved_out()
-    return Restored(placed, _peer_schemas(groups, placed), received)
+    return Restored(placed, _peer_schemas(groups, placed), received, lost)
 
 
 def _read_reference(reference: Reference, groups: Groups, silent_s: float) -> None:
@@ -206,14 +212,14 @@ def _read_checkpoint(
         ref = CheckpointRef(source.step, source.url)
         store = store_of(groups, ref, silent_s)
         with reading(groups, store, source.url):
-            _read_boxes(checkpoints.open_checkpoint(ref, store), needs, mine, elsewhere)
+            read_boxes(checkpoints.open_checkpoint(ref, store), needs, mine, elsewhere)
         return None, (source.url,) * any(tensor.local.numel() for tensor in mine.values())
 
     together(groups, "read", read)
     return hand_on(groups, placed, owned, needs)
 
 
-def _read_boxes(
+def read_boxes(
     reader: checkpoints.Reader, state: LocalState, mine: LocalState, elsewhere: Set[str]
 ) -> None:
     """Reads ``mine``, a part of this rank's ``state``. Raises StateDamaged, StoreFailed.
@@ -227,11 +233,15 @@ def _read_boxes(
         for name, spec in reader.manifest.tensors.items()
         if name not in elsewhere
     }
-    if expected != found:
+    differing = {n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n)}
+    if not all(map(is_optional, differing)):
         raise CheckpointMismatch(mismatch_message(reader.url, found, expected))
     wanted = []
     for key, tensor in sorted(mine.items()):
         buffer = tensor.local
+        if tensor_name(key) in differing:  # of a job that did not compress
+            buffer.zero_()
+            continue
         if not buffer.is_contiguous() or buffer.is_cuda:
             buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
             staged.append((tensor.local, buffer))

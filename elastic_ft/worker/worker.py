@@ -233,6 +233,9 @@ class Worker:
         if groups.rank is None:
             self._line.send(resumed)
             return  # a donor: its state is handed over, it waits for its release
+        if restored.residual_lost and groups.rank == 0:
+            reason = f"what gradients owed is lost with replicas: {restored.residual_lost}"
+            self._line.note("residual_lost", reason, step=step)
         tools.snapshots.drop_after(step)
         self._keep_old_cut(tools, assignment)
         formed = Formed(
@@ -320,6 +323,7 @@ class Worker:
             self._forget_live,
             self._key,
             self.job.elastic.form_timeout_s / READS_PER_FORMING,
+            self.job.comm.compress_replicas is not None,
         )
 
     def _keep_old_cut(self, tools: Tools, assignment: Share) -> None:

@@ -193,6 +193,46 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(own_loop(cp=2), "loop: has engine native, strategy ddp, ", id="loop-cp"),
         pytest.param(own_loop(compile=True), "parallel.compile: has no ", id="loop-compile"),
         pytest.param(
+            changed("comm.compress_shards", "int8"),
+            "comm.compress_shards: strategy ddp has no shards",
+            id="compress-no-shards",
+        ),
+        pytest.param(
+            changed("comm.compress_replicas", "int8") | {"parallel": {"strategy": "fsdp"}},
+            "comm.compress_replicas: strategy fsdp has none",
+            id="compress-no-replicas",
+        ),
+        pytest.param(
+            changed("comm.compress_replicas", "int8") | {"parallel": {"tp": 2}},
+            "comm.compress_replicas: is of strategy ddp, fsdp and hsdp, without tp, pp",
+            id="compress-tp",
+        ),
+        pytest.param(
+            changed("comm.compress_replicas", "int8") | {"precision": {"dtype": "fp16"}},
+            "comm.compress_replicas: not with precision.dtype fp16",
+            id="compress-fp16",
+        ),
+        pytest.param(
+            own_loop() | {"comm": {"compress_replicas": "powersgd"}},
+            "comm.compress_replicas: not with a loop",
+            id="compress-loop",
+        ),
+        pytest.param(
+            changed("comm.powersgd_rank", 8),
+            "comm: powersgd_rank: is of compress_replicas powersgd",
+            id="powersgd-rank",
+        ),
+        pytest.param(
+            changed("precision.fp8", "rowwise"),
+            "precision.fp8: needs precision.dtype bf16, found fp32",
+            id="fp8-fp32",
+        ),
+        pytest.param(
+            changed("precision", {"dtype": "bf16", "fp8": "rowwise"}) | {"parallel": {"tp": 2}},
+            "precision.fp8: is of strategy ddp, fsdp and hsdp, without tp, pp",
+            id="fp8-tp",
+        ),
+        pytest.param(
             own_loop(activation_checkpointing=True),
             "parallel.activation_checkpointing: has no effect on a loop: ",
             id="loop-checkpointing",

@@ -1,4 +1,4 @@
-"""docs/layouts.md, docs/experts.md: the layout of every job file there trains a small model."""
+"""docs/layouts.md, experts.md, compression.md: each job file's layout trains a small model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.multiproc.pool import Pool
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS: list[dict[str, Any]] = [
     yaml.safe_load(text)
-    for page in ("layouts.md", "experts.md")
+    for page in ("layouts.md", "experts.md", "compression.md")
     for text in re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 ]
 # At most: a small model, eight processes.
 SCALED = {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "shard_size": 2}
-OF_LAYOUTS = ("model", "parallel", "precision")
+OF_LAYOUTS = ("model", "parallel", "precision", "comm")
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -35,7 +35,7 @@ def pool() -> Iterator[Pool]:
 
 
 def test_the_pages_have_job_files() -> None:
-    assert len(SECTIONS) >= 13
+    assert len(SECTIONS) >= 17
 
 
 @pytest.mark.parametrize("sections", SECTIONS, ids=lambda s: str(s["parallel"]))

@@ -53,6 +53,30 @@ CALLABLES = {
     ],
     "torch.nn.parallel:DistributedDataParallel._check_reducer_finalized": ["self"],
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": ["self"],
+    "torch.distributed.fsdp:FSDPModule.set_custom_all_gather": ["self", "comm"],
+    "torch.distributed.fsdp:FSDPModule.set_custom_reduce_scatter": ["self", "comm"],
+    # What engines.shard_comm is called as.
+    "torch.distributed.fsdp._fully_shard._fsdp_api:Comm.allocate": [
+        "self",
+        "size",
+        "dtype",
+        "device",
+    ],
+    "torch.distributed.fsdp._fully_shard._fsdp_api:AllGather.__call__": [
+        "self",
+        "output_tensor",
+        "input_tensor",
+        "group",
+        "async_op",
+    ],
+    "torch.distributed.fsdp._fully_shard._fsdp_api:ReduceScatter.__call__": [
+        "self",
+        "output_tensor",
+        "input_tensor",
+        "group",
+        "op",
+        "async_op",
+    ],
     "torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__": [
         "self",
         "func",

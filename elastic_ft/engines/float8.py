@@ -1,0 +1,73 @@
+"""Products of linear layers by float8, through torchao: an optional part.
+
+A converted layer is still an ``nn.Linear`` with the same float32 weight: names, state, cuts and
+optimizers do not know of it. Scales are those of the numbers at hand (dynamic), so there is nothing
+to keep. What has no kernel for it, the CPU, computes what one would by rounding to float8 first.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from elastic_ft.config import Job
+from elastic_ft.errors import ConfigError
+from elastic_ft.models.experts import MixtureDecoder
+
+MULTIPLE = 16  # of rows and columns, for the kernels
+HEADS = ("output", "lm_head")  # logits are computed in full
+CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+
+
+def check_float8(job: Job, model: nn.Module) -> None:
+    """Raises ConfigError where the model or this installation has nothing to compute by float8."""
+    if job.precision.fp8 is None:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError("precision.fp8: needs torchao: pip install 'elastic-ft[fp8]'")
+    if isinstance(model, MixtureDecoder):
+        raise ConfigError("precision.fp8: not with a mixture of experts (model.preset)")
+    if not any(_is_converted(part, name) for name, part in model.named_modules()):
+        raise ConfigError(
+            f"precision.fp8: no linear layer of {type(model).__name__} has sizes in multiples of "
+            f"{MULTIPLE}"
+        )
+
+
+def converting(
+    job: Job, device: torch.device, factory: Callable[[], nn.Module]
+) -> Callable[[], nn.Module]:
+    """What makes the job's model, as ``factory`` does, ready to be cut. Raises ConfigError for a
+    GPU that has no kernels."""
+    kind = job.precision.fp8
+    if kind is None:
+        return factory
+    if device.type == "cuda":
+        found, wanted = torch.cuda.get_device_capability(device), CAPABILITY[kind]
+        if found < wanted:
+            sm, least = (f"sm_{major}{minor}" for major, minor in (found, wanted))
+            raise ConfigError(f"precision.fp8: {kind} needs a GPU of {least} or newer, found {sm}")
+
+    def make() -> nn.Module:
+        model = factory()
+        check_float8(job, model)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        config = replace(Float8LinearConfig.from_recipe_name(kind), emulate=device.type == "cpu")
+        convert_to_float8_training(model, module_filter_fn=_is_converted, config=config)
+        return model
+
+    return make
+
+
+def _is_converted(part: nn.Module, name: str) -> bool:
+    return (
+        isinstance(part, nn.Linear)
+        and name.rpartition(".")[2] not in HEADS
+        and part.in_features % MULTIPLE == 0
+        and part.out_features % MULTIPLE == 0
+    )

@@ -1,0 +1,228 @@
+"""Bytes saved between ranks: what is rounded, what is owed, and that none of it gets lost."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic_ft.core.assignment import Tier
+from elastic_ft.core.sharding import Box
+from elastic_ft.engines.int8 import BLOCK, pack, unpack
+from elastic_ft.errors import CheckpointMismatch
+from elastic_ft.state.residuals import PARTS, residual_of, settle, summed
+from elastic_ft.state.tensors import LocalState, StateTensor
+from elastic_ft.worker.restore import read_boxes
+from tests.oneproc.alone import attached, job_of, run_step
+from tests.oneproc.test_transfer import DEADLINE_S, Network, Participant
+
+SHAPE = (7, 5)
+A, B = "pp0.s0.tp0", "pp0.s1.tp0"
+
+
+def test_int8_is_off_by_half_a_scale_at_most() -> None:
+    rows = torch.randn(3, 2 * BLOCK + 9, generator=torch.Generator().manual_seed(0)) * 1e-3
+    rows[1, :BLOCK] = 0.0
+    codes = pack(rows)
+    assert codes.dtype is torch.uint8
+    assert codes.numel() == 3 * 3 * (BLOCK + 4)
+    found = unpack(codes, rows.shape[1])
+    scale = rows.abs().max() / 127
+    assert (found - rows).abs().max() <= 0.501 * scale
+    assert not found[1, :BLOCK].any()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so(value: float) -> None:
+    rows = torch.ones(1, BLOCK + 1)
+    rows[0, 3] = value
+    found = unpack(pack(rows), BLOCK + 1)
+    assert not found[0, 3].isfinite()
+    assert found[0, BLOCK] == 1.0
+
+
+# ------------------------------------------------------------------ as the world changes
+
+
+class Member(Participant):
+    """What ``summed`` uses of Groups. ``told``: of all participants, by number."""
+
+    def __init__(self, network: Network, number: int, has: dict[str, Tier]) -> None:
+        super().__init__(network, number)
+        self.assignment = SimpleNamespace(has=has)
+        self.told: list[Any] = []
+
+    def exchange_values(self, name: str, value: Any, timeout_s: float) -> list[Any]:
+        return self.told
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return super().send([tensors[0].view(torch.uint8)], peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return super().recv([tensors[0].view(torch.uint8)], peer, tag)
+
+
+def state_of(seed: int, parts: int) -> LocalState:
+    made = torch.Generator().manual_seed(seed)
+    values = {
+        "model.w": torch.zeros(SHAPE),
+        residual_of("w"): torch.randn(SHAPE, generator=made),
+        residual_of("b"): torch.randn(1, generator=made),
+        PARTS: torch.tensor(parts),
+    }
+    return {
+        name: StateTensor(tuple(value.shape), Box.whole(tuple(value.shape)), value)
+        for name, value in values.items()
+    }
+
+
+Held = dict[str, tuple[Tier, LocalState]]  # by shard
+
+
+def sum_of(*everyones: Held) -> list[tuple[list[LocalState], str]]:
+    """What each participant finds."""
+    network = Network()
+    members = [
+        Member(network, number, {shard: tier for shard, (tier, _) in held.items()})
+        for number, held in enumerate(everyones)
+    ]
+    offers = [[held[shard][1] for shard in sorted(held)] for held in everyones]
+    for member, mine in zip(members, offers, strict=True):  # as each tells the others
+        spy: list[Any] = []
+        member.exchange_values = lambda name, value, timeout_s, spy=spy: (spy.append(value), [])[1]  # type: ignore[method-assign]
+        summed(member, mine)  # type: ignore[arg-type]
+        for other in members:
+            other.told.append(spy[0])
+    for member in members:
+        del member.exchange_values
+    with ThreadPoolExecutor(len(members)) as threads:
+        runs = [threads.submit(summed, *pair) for pair in zip(members, offers, strict=True)]  # type: ignore[arg-type]
+        return [run.result(DEADLINE_S) for run in runs]
+
+
+def values(state: LocalState) -> torch.Tensor:
+    return torch.cat([state[residual_of(name)].local.flatten() for name in ("b", "w")])
+
+
+@pytest.mark.parametrize("tiers", [(Tier.LIVE,) * 3, (Tier.LIVE, Tier.HOST, Tier.LIVE)])
+def test_survivors_and_joiners_have_the_sum_to_the_last_bit(tiers: tuple[Tier, ...]) -> None:
+    states = [state_of(seed, 3) for seed in range(3)]
+    before = [values(state).clone() for state in states]
+    held = [{A: (tier, state)} for tier, state in zip(tiers, states, strict=True)]
+    found = sum_of(*held, {})  # and one who has nothing
+    total = before[0] + before[1] + before[2]
+    for (offer,), lost in found[:3]:
+        assert torch.equal(values(offer), total)
+        assert int(offer[PARTS].local) == 1
+        assert lost == ""
+    assert found[3] == ([], "")
+    for state, was in zip(states, before, strict=True):  # where it breaks off, nothing has changed
+        assert torch.equal(values(state), was)
+        assert int(state[PARTS].local) == 3
+
+
+def test_what_went_with_a_replica_is_said_to_be_lost_and_no_more_than_that() -> None:
+    states = [state_of(seed, 3) for seed in range(2)]
+    total = values(states[0]) + values(states[1])
+    for (offer,), lost in sum_of(*({A: (Tier.LIVE, state)} for state in states)):
+        assert torch.equal(values(offer), total)
+        assert lost == f"1 of 3 parts for {A}"
+
+
+def test_who_has_the_sum_gives_it_to_the_others() -> None:
+    """Some had shared theirs when a member died, others had not."""
+    shared, part = state_of(0, 1), state_of(1, 2)
+    for (offer,), lost in sum_of({A: (Tier.LIVE, part)}, {A: (Tier.LIVE, shared)}):
+        assert torch.equal(values(offer), values(shared))
+        assert lost == ""
+
+
+def test_shards_are_summed_each_by_itself_and_a_copy_is_no_other_part() -> None:
+    states = [state_of(seed, 2) for seed in range(4)]
+    copy = {A: (Tier.LIVE, states[1]), B: (Tier.PEER, states[2])}
+    found = sum_of({A: (Tier.LIVE, states[0])}, copy, {B: (Tier.HOST, states[2])})
+    assert torch.equal(values(found[0][0][0]), values(states[0]) + values(states[1]))
+    assert torch.equal(values(found[2][0][0]), values(states[2]))
+    assert found[1][0][1].keys() == {"model.w"}
+    assert {lost for _, lost in found} == {f"1 of 2 parts for {B}"}
+
+
+def test_a_copy_that_is_all_there_is_counts_once() -> None:
+    state = state_of(0, 4)
+    assert settle(state) == "3 of 4 parts"
+    assert int(state[PARTS].local) == 1
+    assert settle(state) == ""
+
+
+# --------------------------------------------------------------------------- in a step
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.line(x).square().sum(), len(x)
+
+
+OWED = residual_of("line.weight")
+PLAIN = {"name": "sgd", "lr": 0.5, "grad_clip": None, "schedule": "constant", "weight_decay": 0.0}
+
+
+def line_job(**optimizer: Any) -> Any:
+    comm = {"compress_replicas": "int8"}
+    return job_of(
+        comm=comm, optimizer=PLAIN | optimizer, elastic={"max_workers": 1, "min_workers": 1}
+    )
+
+
+def test_who_has_no_replicas_pays_what_is_owed_at_once() -> None:
+    batch = [torch.ones(4, 3)]
+    after = []
+    for owed in (0.0, 0.25):
+        with attached(line_job(), Line) as engine:
+            engine.state()[OWED].local.fill_(owed)
+            run_step(engine, 1, batch)
+            after.append(engine.state()["model.line.weight"].local.clone())
+            assert not engine.state()[OWED].local.any()
+    assert torch.allclose(after[0] - after[1], torch.full((2, 3), 0.5 * 0.25), atol=1e-6)
+
+
+def test_a_step_that_is_skipped_owes_what_the_one_before_did() -> None:
+    with attached(line_job(skip_nonfinite=1), Line) as engine:
+        engine.state()[OWED].local.fill_(0.25)
+        _, _, update = run_step(engine, 1, [torch.full((4, 3), math.inf)])
+        assert update.skipped
+        assert (engine.state()[OWED].local == 0.25).all()
+
+
+def test_a_checkpoint_may_lack_residuals_and_have_them_for_nothing() -> None:
+    """``comm`` may change between two starts; whatever else differs is refused."""
+    with attached(line_job(), Line) as engine:
+        state = dict(engine.state())
+        state[OWED].local.fill_(1.0)
+        plain = {key: tensor for key, tensor in state.items() if not key.startswith("comm.")}
+        read_boxes(stored(plain), state, state, frozenset())
+        assert not state[OWED].local.any()
+        assert settle(state) == ""
+        read_boxes(stored(state), plain, plain, frozenset())
+        with pytest.raises(CheckpointMismatch, match=r"model\.line\.weight is absent"):
+            read_boxes(stored({OWED: state[OWED]}), plain, plain, frozenset())
+
+
+def stored(state: LocalState) -> Any:
+    """A checkpoint of ``state``, as one is read."""
+
+    def read(wanted: list[Any]) -> None:
+        for want in wanted:
+            raw = state[want.tensor].local.contiguous().view(-1).view(torch.uint8).numpy()
+            want.out[:] = memoryview(raw)
+
+    specs = {key: SimpleNamespace(dtype=t.dtype, shape=t.shape) for key, t in state.items()}
+    return SimpleNamespace(url="a", manifest=SimpleNamespace(tensors=specs), read=read)

@@ -1,0 +1,81 @@
+"""Linear layers by float8: which, what is kept, and one line where nothing can be done."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic_ft.errors import ConfigError
+from elastic_ft.models.decoder import Decoder, DecoderConfig
+from tests.oneproc.alone import attached, job_of, run_step
+
+TOKENS = torch.arange(4 * 17).view(4, 17) % 50
+TENSORWISE = {"dtype": "bf16", "fp8": "tensorwise"}
+
+
+def decoder(width: int = 32) -> nn.Module:
+    return Decoder(DecoderConfig(50, 2, width, 2, 1, 48, 16))
+
+
+def trained(precision: dict[str, Any]) -> tuple[list[float], set[str], set[str]]:
+    """Losses of four steps, the state's names, and the names of converted layers."""
+    job = job_of(precision=precision, optimizer={"lr": 3e-3})
+    with attached(job, decoder, tokens=16) as engine:
+        parts = dict(engine._model.parts[0].named_modules())
+        found = {n for n, part in parts.items() if type(part).__name__ == "Float8Linear"}
+        losses = []
+        for step in range(1, 5):
+            loss, terms, _ = run_step(engine, step, [{"tokens": TOKENS}])
+            losses.append(loss / terms)
+        assert engine.state()["model.layers.0.ffn.up.weight"].local.dtype is torch.float32
+        return losses, set(engine.state()), found
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_layers_are_converted_and_the_state_is_as_without(kind: str) -> None:
+    plain, names, none = trained({"dtype": "bf16"})
+    losses, names_too, converted = trained({"dtype": "bf16", "fp8": kind})
+    assert names_too == names
+    assert not none
+    assert {"layers.0.ffn.up", "layers.1.ffn.down"} <= converted
+    assert "output" not in converted
+    assert losses != plain
+    assert losses == pytest.approx(plain, rel=0.01)
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    with (
+        pytest.raises(
+            ConfigError, match=r"precision\.fp8: no linear layer of Decoder has sizes in"
+        ),
+        attached(job_of(precision=TENSORWISE), lambda: decoder(20)),
+    ):
+        pass
+
+
+def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchao" else find(name)
+    )
+    with (
+        pytest.raises(ConfigError, match=r"needs torchao: pip install 'elastic-ft\[fp8\]'"),
+        attached(job_of(precision=TENSORWISE), decoder),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "found"), [("tensorwise", (8, 0)), ("rowwise", (8, 9))])
+def test_an_older_gpu_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, kind: str, found: tuple[int, int]
+) -> None:
+    from elastic_ft.engines.float8 import converting
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
+    job = job_of(precision={"dtype": "bf16", "fp8": kind})
+    with pytest.raises(ConfigError, match=rf"fp8: {kind} needs a GPU of sm_\d+ .*found sm_8\d"):
+        converting(job, torch.device("cuda"), decoder)
