@@ -162,6 +162,15 @@ def test_it_offers_what_the_engine_can_do(
     assert tuple({plan[key] for plan in found} for key in ("tp", "pp")) == sizes
 
 
+def test_it_offers_what_the_job_file_may_say(
+    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job({"parallel.unused_parameters": True, "model.kwargs.n_layers": 2})
+    assert run_command(["plan", job, "--devices", "1x2:80GB", "--json"]) == COMPLETED
+    found = json.loads(capfd.readouterr().out)["plans"]
+    assert {(plan["tp"], plan["pp"], plan["ep"]) for plan in found} == {(1, 1, 1)}
+
+
 def test_a_runs_steps_say_what_its_devices_reach(
     write_job: Callable[..., str], folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
