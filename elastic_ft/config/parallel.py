@@ -122,10 +122,8 @@ class ParallelConfig(Section):
             )
         if self.loss_chunk_tokens and not native:
             raise ValueError("loss_chunk_tokens: is of engine native")
-        if self.loss_chunk_tokens and self.pp > 1 and self.schedule == "zero_bubble":
-            raise ValueError(
-                "loss_chunk_tokens: not with schedule zero_bubble, which differentiates twice"
-            )
+        if self.pp > 1 and (key := self.is_differentiated_once):
+            raise ValueError(f"{key}: not with schedule zero_bubble, which differentiates twice")
         return self
 
     @model_validator(mode="after")
@@ -147,6 +145,15 @@ class ParallelConfig(Section):
         if self.unused_parameters and not whole:
             raise ValueError("unused_parameters: is of ddp, fsdp and hsdp without tp, pp and cp")
         return self
+
+    @property
+    def is_differentiated_once(self) -> str | None:
+        """What stages can't do by the schedule, if there are any."""
+        if self.schedule != "zero_bubble":
+            return None
+        if self.activation_checkpointing == "selective":
+            return "activation_checkpointing selective"
+        return "loss_chunk_tokens" if self.loss_chunk_tokens else None
 
     @property
     def cuts_layers(self) -> bool:

@@ -63,7 +63,8 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
         )
     given = job.parallel
     whole = given.engine != "native" or given.compile or given.unused_parameters
-    whole = whole or job.model.lora is not None
+    whole = whole or job.model.lora is not None or job.precision.fp8 is not None
+    whole = whole or job.comm.compresses is not None
 
     def check(wish: LayoutWish) -> None:
         parallel = given.model_copy(update=fields_of(replace(wish, strategy="fsdp")))

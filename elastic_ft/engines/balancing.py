@@ -6,37 +6,43 @@ bias is changed with the parameters or not at all (I4).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from elastic_ft.engines.modules import plain_name
 from elastic_ft.models.experts import MixtureOfExperts
 
 
 class Balancing:
-    """Of the mixtures in ``parts``; there may be none."""
+    """Of the mixtures in ``parts``; there may be none.
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
-        self._mixtures = [
-            m for part in parts for m in part.modules() if isinstance(m, MixtureOfExperts)
-        ]
+    All ranks have numbers of all mixtures, in the order of the ``whole`` model (none: the only
+    part): zeros of those that other pipeline stages have.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], whole: nn.Module | None = None) -> None:
+        here = {name: mixture for part in parts for name, mixture in _mixtures(part)}
+        known = here if whole is None else dict(_mixtures(whole))
+        self._slots = [(m.config.n_experts, here.get(name)) for name, m in known.items()]
+        self._here = list(here.values())
         self._agreed: Sequence[float] = ()
 
     def begin(self) -> None:
         self._agreed = ()
-        for mixture in self._mixtures:
+        for mixture in self._here:
             mixture.forget()
 
     def counts(self, weight: float) -> None:
         """Whether the next micro-batch is any, or padding."""
-        for mixture in self._mixtures:
+        for mixture in self._here:
             mixture.counts = weight > 0
 
     def sums(self) -> list[float]:
         found: list[float] = []
-        for mixture in self._mixtures:
-            if mixture.load is None:  # this rank had no micro-batch
-                found += [0.0] * mixture.config.n_experts
+        for experts, mixture in self._slots:
+            if mixture is None or mixture.load is None:  # or this rank had no micro-batch
+                found += [0.0] * experts
             else:
                 found += [float(count) for count in mixture.load.tolist()]
         return found
@@ -48,7 +54,14 @@ class Balancing:
     def apply(self) -> None:
         """With the optimizer's step."""
         first = 0
-        for mixture in self._mixtures:
-            stop = first + mixture.config.n_experts
-            mixture.balance(self._agreed[first:stop])
+        for experts, mixture in self._slots:
+            stop = first + experts
+            if mixture is not None:
+                mixture.balance(self._agreed[first:stop])
             first = stop
+
+
+def _mixtures(module: nn.Module) -> Iterator[tuple[str, MixtureOfExperts]]:
+    for name, part in module.named_modules():
+        if isinstance(part, MixtureOfExperts):
+            yield plain_name(name), part

@@ -106,7 +106,7 @@ def lay_out(
     make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
     kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
-    replicas, balancing = ReplicaComm(job.comm, parameters), Balancing(parts)
+    replicas, balancing = ReplicaComm(job.comm, parameters), Balancing(parts, module)
     laid_out = LaidOut(parts, blocks, parameters, buffers, kept, replicas, balancing)
     if groups is not None and staged:
         assert groups.mesh is not None
@@ -165,6 +165,8 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
     check_expert_parallel(job, model)
     check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)
     check_pipeline(model, parallel.pp, parallel.schedule)
+    if parallel.pp > 1 and (key := parallel.is_differentiated_once):
+        raise ConfigError(f"parallel.{key}: not with schedule zero_bubble")
     if parallel.pp > 1 and parallel.tp > 1:
         check_stages_cut_alike(model, parallel.tp_plan)
 

@@ -302,13 +302,13 @@ class NativeEngine:
     ) -> tuple[float, int]:
         passed = 0
 
-        def left(block: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def left(block: nn.Module, args: Any, output: Any) -> None:
             nonlocal passed
             passed += 1
-            if passed == 1:
-                output.register_hook(lambda _: reach("backward"))
-            else:
-                reach("forward", step)
+            if passed > 1:
+                return reach("forward", step)
+            output = output[0] if isinstance(output, tuple) else output
+            output.register_hook(lambda _: reach("backward"))
 
         reach("forward")
         handle = self._model.blocks[-1].register_forward_hook(left)

@@ -22,9 +22,12 @@ from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.modules import local_part
 from elastic_ft.engines.tensor_parallel import check_no_dropout
 from elastic_ft.errors import ConfigError
+from elastic_ft.models import mixture_stage, stages
 from elastic_ft.models.decoder import Decoder, DecoderStage
+from elastic_ft.models.experts import MixtureDecoder
 from elastic_ft.models.loss import IGNORED_LABEL, TOKEN_KEYS, shifted, with_tokens
-from elastic_ft.models.stages import KEY, PrunedStage, check_stages, parts_of, stage_costs
+from elastic_ft.models.mixture_stage import MixtureStage
+from elastic_ft.models.stages import KEY, PrunedStage, check_stages, parts_of
 
 ModelStage = DecoderStage | PrunedStage
 Shifted = tuple[Tensor, Tensor, dict[str, Tensor]]  # tokens, targets, masks and positions
@@ -45,7 +48,7 @@ def check_pipeline(model: nn.Module, ranks: int, schedule: str) -> None:
     """Raises ConfigError, one line, for a model that can't be cut into so many stages."""
     if ranks == 1:
         return
-    if isinstance(model, Decoder):
+    if isinstance(model, Decoder | MixtureDecoder):
         layers = model.config.n_layers
     else:
         check_stages(model)
@@ -69,8 +72,10 @@ def cut(model: nn.Module, rank: int, ranks: int, schedule: str) -> dict[int, Mod
     if isinstance(model, Decoder):
         costs: list[int] = model.stage_costs()
         make: Callable[[range], ModelStage] = model.stage
+    elif isinstance(model, MixtureDecoder):
+        costs, make = mixture_stage.stage_costs(model), partial(MixtureStage, model)
     else:
-        costs, make = stage_costs(model), partial(PrunedStage, model)
+        costs, make = stages.stage_costs(model), partial(PrunedStage, model)
     parts = split_layers(costs, count_stages(ranks, schedule))
     return {number: make(parts[number]) for number in stages_of(rank, ranks, schedule)}
 
@@ -175,7 +180,8 @@ class Pipeline:
     def run(self, micro_batches: Sequence[MicroBatch], factor: float) -> tuple[float, int]:
         """Forward and backward of ``factor`` times the loss.
 
-        Returns (loss sum, tokens), of the rank that has the last stage; (0, 0) of the others.
+        Returns (loss sum, tokens), of the rank that has the last stage; the others have no tokens,
+        and of the loss what routers of theirs add.
         """
         batches = [self._read(m) for m in micro_batches]
         tokens, targets, more = _joined(batches)
@@ -184,15 +190,17 @@ class Pipeline:
             self._runner, self._shape = self._make_runner(len(batches), shape), shape
         self._factor = factor
         self._total = torch.zeros((), dtype=torch.float64, device=self._device)
+        mixtures = [stage for stage in self.stages.values() if isinstance(stage, MixtureStage)]
+        for stage in mixtures:
+            stage.factor, stage.router_sum = factor, torch.zeros_like(self._total)
         self._runner.step(
             *((tokens,) if 0 in self.stages else ()),
             target=targets if self.has_last else None,
             return_outputs=False,
             **more,
         )
-        if not self.has_last:
-            return 0.0, 0
-        return float(self._total), int((targets != IGNORED_LABEL).sum())
+        total = float(self._total + sum(stage.router_sum for stage in mixtures))
+        return total, int((targets != IGNORED_LABEL).sum()) if self.has_last else 0
 
     def _read(self, micro_batch: MicroBatch) -> Shifted:
         """This rank's positions, where ranks share them."""
@@ -305,6 +313,8 @@ def tokens_and_targets(micro_batch: MicroBatch, device: torch.device, stage: Mod
     )
     if not micro_batch.weight:
         targets = torch.full_like(targets, IGNORED_LABEL)
+    if isinstance(stage, MixtureStage):
+        more["counted"] = torch.full_like(tokens, int(micro_batch.weight > 0))
     return tokens, targets, more
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -341,20 +342,25 @@ class DecoderStage(nn.Module):
     def blocks(self) -> Sequence[nn.Module]:
         return [*self.layers.values()]
 
-    def forward(
-        self, x: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    def through_layers(
+        self, x: Tensor, turns: Tensor, attends: Tensor | None, **more: Any
     ) -> Tensor:
-        """Of tokens int64 [B, T] or what the stage before returned [B, T, D]; masks and positions,
-        of all T, as for the whole model."""
+        """``more``: what ``forward`` was given beside positions."""
+        for layer in self.layers.values():
+            x = layer(x, turns, attends=attends)
+        return x
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, **more: Tensor) -> Tensor:
+        """Of tokens int64 [B, T] or what the stage before returned [B, T, D]; positions and
+        ``attention_mask``, of all T, as for the whole model."""
         turns = turns_of(self.config, x, self.length, self.context)
         if position_ids is not None:
             head_dim, theta = self.config.head_dim, self.config.rope_theta
             turns = rotations(self.length, head_dim, theta, x.device, position_ids)
-        attends = who_attends(attention_mask, position_ids)
+        attends = who_attends(more.get("attention_mask"), position_ids)
         if self.embedding is not None:
             x = self.embedding(x)
-        for layer in self.layers.values():
-            x = layer(x, turns, attends=attends)
+        x = self.through_layers(x, turns, attends, **more)
         if self.output is None:
             return x
         x = self.norm(x)

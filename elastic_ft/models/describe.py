@@ -46,7 +46,6 @@ def describe_decoder(config: DecoderConfig, sequence_length: int) -> ModelShape:
         vocabulary=config.vocab_size,
         sequence_length=sequence_length,
         idle_parameters=idle,
-        whole_layers=isinstance(config, MixtureConfig),
         experts=experts,
         expert_parameters=experts * expert,
         block_parameters=block + 2 * config.dim,

@@ -62,7 +62,9 @@ def test_experts_are_shared_out_where_it_pays(
     model = {"preset": "decoder-moe-16b", "kwargs": {}}
     batch = {"global_batch_size": 64, "micro_batch_size": 1}
     job = write_job({"model": model, "batch": batch, "precision": {"dtype": "bf16"}})
-    assert run_command(["plan", job, "--devices", "2x8:80GB", "--json"]) == COMPLETED
+    assert (
+        run_command(["plan", job, "--devices", "2x8:80GB", "--json", "--max-pp", "1"]) == COMPLETED
+    )
     first, *_ = json.loads(capfd.readouterr().out)["plans"]
     assert first["ep"] > 1 and first["layout"].endswith(f"-ep{first['ep']}")
     assert first["step_s"]["ep"] > 0
@@ -142,7 +144,7 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[set[int], set[int]]]] = {
         {"transformers": {"model_type": "mixtral", "num_local_experts": 2, **LLAMA}},
         ({1}, {1, 2}),
     ),
-    "mixture": ({"preset": "decoder-moe-4m"}, ({1}, {1})),
+    "mixture": ({"preset": "decoder-moe-4m"}, ({1}, {1, 2, 3, 4})),
 }
 
 
@@ -158,6 +160,15 @@ def test_it_offers_what_the_engine_can_do(
     assert run_command(asked) == COMPLETED
     found = json.loads(capfd.readouterr().out)["plans"]
     assert tuple({plan[key] for plan in found} for key in ("tp", "pp")) == sizes
+
+
+def test_it_offers_what_the_job_file_may_say(
+    write_job: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = write_job({"parallel.unused_parameters": True, "model.kwargs.n_layers": 2})
+    assert run_command(["plan", job, "--devices", "1x2:80GB", "--json"]) == COMPLETED
+    found = json.loads(capfd.readouterr().out)["plans"]
+    assert {(plan["tp"], plan["pp"], plan["ep"]) for plan in found} == {(1, 1, 1)}
 
 
 def test_a_runs_steps_say_what_its_devices_reach(

@@ -112,6 +112,14 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="chunks-differentiated-twice",
         ),
         pytest.param(
+            changed(
+                "parallel",
+                {"activation_checkpointing": "selective", "pp": 2, "schedule": "zero_bubble"},
+            ),
+            "parallel: activation_checkpointing selective: not with schedule zero_bubble",
+            id="selective-differentiated-twice",
+        ),
+        pytest.param(
             changed("parallel", {"loss_chunk_tokens": 64}) | {"precision": {"dtype": "fp16"}},
             "job: parallel.loss_chunk_tokens: not with precision.dtype fp16",
             id="chunks-unscaled",

@@ -268,7 +268,7 @@ def test_sharing_experts_out_gathers_fewer_and_sends_tokens() -> None:
 
 
 def test_the_planner_shares_experts_out_where_gathering_them_is_dear() -> None:
-    model = with_experts(replace(SMALL, whole_layers=True), 64, 2)
+    model = with_experts(SMALL, 64, 2)
     work, there = Work(model, 64), devices(8, 8, inter_bytes_per_s=10e9)
     limits = allowed(model, 16, lambda wish: wish.tp == wish.pp == 1)
     assert limits.ep_max == 16

@@ -20,6 +20,7 @@ from elastic_ft.models.build import build_model
 from tests.multiproc.harness import make_job
 from tests.multiproc.layouts import (
     COMMON,
+    MIXTURE,
     MODEL,
     VARIANTS,
     collectives_of,
@@ -43,6 +44,7 @@ LLAMA = {
     "vocab_size": 102,
 }
 FOUR, EXPERTS = {"num_hidden_layers": 4}, {"num_local_experts": 4, "num_experts_per_tok": 2}
+OF_EXPERTS = MIXTURE | {"kwargs": MIXTURE["kwargs"] | {"n_layers": 4}}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model": {"transformers": LLAMA}},
     "llama tied": {"model": {"transformers": LLAMA | {"tie_word_embeddings": True}}},
@@ -52,6 +54,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"model": {"transformers": LLAMA | {"model_type": "qwen3", "head_dim": 4}}},
     "own": {"model": {"path": "tests.multiproc.tiny:mixer", "kwargs": {}}},
     "routed": {"model": {"path": "tests.multiproc.tiny:routed", "kwargs": {}}},
+    "mixture": {"model": OF_EXPERTS},
     "decoder": {},
     "decoder tied": {"model": MODEL | {"kwargs": MODEL["kwargs"] | {"tie_embeddings": True}}},
 }
@@ -127,6 +130,25 @@ def test_transformers_models_in_stages(
 ) -> None:
     alone = train(job_of(model), 1)
     assert_close(train(job_of(model, strategy, parallel=parallel), world), alone, EXACT)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "parallel"),
+    [
+        ("fsdp", 4, {"pp": 2}),
+        ("ddp", 2, {"pp": 2, "schedule": "interleaved1f1b"}),
+        ("ddp", 2, {"pp": 2, "schedule": "zero_bubble"}),
+    ],
+)
+def test_mixtures_of_experts_in_stages(
+    train: Train, strategy: str, world: int, parallel: dict[str, Any]
+) -> None:
+    """Of seven micro-batches, beside one that is padding on a rank; documents, too."""
+    given = {"data": {"path": "tests.multiproc.tiny:packed", "kwargs": {}}}
+    given |= {"batch": {"global_batch_size": 14, "micro_batch_size": 2}}
+    alone = train(job_of("mixture", **given), 1)
+    found = train(job_of("mixture", strategy, parallel=parallel, **given), world)
+    assert_close(found, alone, EXACT)
 
 
 def plain_losses(job: Job, steps: int) -> list[float]:

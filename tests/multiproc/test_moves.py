@@ -112,13 +112,15 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
         ),
         {"parallel": {"loss_chunk_tokens": 7, "activation_checkpointing": "selective"}},
     ),
-    # Ranks share experts out: by two of four, by three (3, 3, 1), by all, by none, within replicas.
+    # Ranks share experts out: by two of four, by three (3, 3, 1), by all, by none, within replicas;
+    # and are in stages.
     "experts": (
         moves_through(
             *("fsdp4-ep2", "fsdp3-ep3"),
             *("fsdp4-ep4", "fsdp3"),
-            "hsdp2x2-ep2",
-            faults=[("backward", 1), ("inside_optimizer", 3)],
+            *("hsdp2x2-ep2", "fsdp3"),
+            "pp2-ddp2",
+            faults=[("backward", 1), ("inside_optimizer", 3), ("forward", 2)],
         ),
         {"model": MIXTURE},
     ),

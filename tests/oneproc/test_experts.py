@@ -152,7 +152,6 @@ def test_the_planner_counts_all_experts_and_computes_some(name: str) -> None:
     ("parallel", "said"),
     [
         ({"tp": 2}, "parallel.tp"),
-        ({"pp": 2}, "parallel.pp"),
         ({"cp": 2}, "parallel.cp"),
         ({"compile": True}, "parallel.compile"),
         ({"loss_chunk_tokens": 8}, "parallel.loss_chunk_tokens"),

@@ -206,6 +206,9 @@ class _Search:
 
     def _try(self, choice: Choice, placed: _Placed) -> bool:
         """Whether it fits; keeps it if it is the fastest of its layout."""
+        twice = choice.layout.has_stages and choice.schedule == "zero_bubble"
+        if twice and choice.recompute == "selective":  # which is differentiated once
+            return False
         need = memory(self.work, choice, self.devices.fused)
         if need.total > self.devices.usable_bytes:
             self._note(choice, need.total, float("inf"))

@@ -32,7 +32,6 @@ class ModelShape:
     output_parameters: int  # final norm, and the projection unless it is tied
     gated: bool = True  # three matrices in the feed-forward, not two
     idle_parameters: int = 0  # of one layer: experts that a token does not go through
-    whole_layers: bool = False  # ranks share no sample's work: no tp, no pp
     experts: int = 0  # of one layer, if ranks can share them out
     expert_parameters: int = 0  # of one layer, all experts'
 
