@@ -35,6 +35,10 @@ MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp fp32": ("ddp", {}),
     "ddp, replicas int8": ("ddp", {"comm": {"compress_replicas": "int8"}}),
     "ddp, replicas powersgd 4": ("ddp", {"comm": {"compress_replicas": "powersgd"}}),
+    "ddp, replicas powersgd 16": (
+        "ddp",
+        {"comm": {"compress_replicas": "powersgd", "powersgd_rank": 16}},
+    ),
     "fsdp fp32": ("fsdp", {}),
     "fsdp, shards int8": ("fsdp", {"comm": {"compress_shards": "int8"}}),
     "fsdp bf16": ("fsdp", {"precision": BF16}),

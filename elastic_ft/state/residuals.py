@@ -20,7 +20,8 @@ from elastic_ft.state.tensors import LocalState
 PREFIX = "comm."
 PARTS = "comm.parts"  # into how many parts a residual is divided; 1: it is the sum
 OWN = (Tier.LIVE, Tier.HOST)  # what a rank has of its own shard
-TAG = 1 << 24  # of messages; one more for each shard and phase
+PIECE = 8 << 20  # numbers that are summed at a time: a deadline follows what has come
+TAG = 1 << 24  # of the first message: who shares a shard with another shares no other with it
 
 
 def residual_of(parameter: str) -> str:
@@ -58,12 +59,12 @@ def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalStat
         for shard, parts in has.parts:
             holders.setdefault(shard, []).append((who, parts))
     found, lost = list(offers), []
-    for number, (shard, having) in enumerate(sorted(holders.items())):
+    for shard, having in sorted(holders.items()):
         parts = min(parts for _, parts in having)
         if parts > len(having):
             lost.append(f"{parts - len(having)} of {parts} parts for {shard}")
         if shard in own:
-            found[own[shard]] = _with_sum(groups, offers[own[shard]], having, TAG + 2 * number)
+            found[own[shard]] = _with_sum(groups, offers[own[shard]], having)
     for number, (shard, _) in enumerate(tiers):
         if shard in holders and shard not in own:  # a peer's copy: its owner's part, or nobody's
             found[number] = {k: t for k, t in offers[number].items() if not is_optional(k)}
@@ -78,18 +79,20 @@ def settle(state: LocalState) -> str:
     return f"{parts - 1} of {parts} parts" if parts > 1 else ""
 
 
-def _with_sum(
-    groups: Groups, offer: LocalState, having: Sequence[tuple[int, int]], tag: int
-) -> LocalState:
+def _with_sum(groups: Groups, offer: LocalState, having: Sequence[tuple[int, int]]) -> LocalState:
     """``having``: who has the shard, by number, and in how many parts."""
     keys = sorted(key for key in offer if is_optional(key) and key != PARTS)
-    flat = torch.cat([offer[key].local.detach().flatten().cpu() for key in keys])
+    flat = torch.cat([torch.empty(0), *(offer[key].local.flatten().cpu() for key in keys)])
     whole = [who for who, parts in having if parts == 1]
     others = [who for who, parts in having if parts != 1]
-    if whole:
-        flat = _given(groups, flat, whole[0], others, tag)
-    elif len(others) > 1 and flat.numel():
-        flat = _added(groups, flat, others, tag)
+    total = []
+    for number, piece in enumerate(flat.split(PIECE)):
+        if whole:
+            piece = _given(groups, piece, whole[0], others, TAG + number)
+        elif len(others) > 1 and piece.numel():
+            piece = _added(groups, piece, others, TAG + 2 * number)
+        total.append(piece)
+    flat = torch.cat(total)
     parts = flat.split([offer[key].local.numel() for key in keys])
     changed = {
         key: replace(offer[key], local=part.view(offer[key].local.shape))
@@ -107,6 +110,7 @@ def _given(groups: Groups, flat: Tensor, giver: int, others: Sequence[int], tag:
     elif me in others and flat.numel():
         flat = torch.empty_like(flat)
         groups.wait(host.recv([flat], giver, tag))
+        groups.received(flat.nbytes)
     return flat
 
 
@@ -127,4 +131,5 @@ def _added(groups: Groups, flat: Tensor, having: Sequence[int], tag: int) -> Ten
     works = [host.recv([totals[n]], who, tag + 1) for n, who in others if totals[n].numel()]
     works += [host.send([totals[mine]], who, tag + 1) for _, who in others if totals[mine].numel()]
     groups.wait(*works)
+    groups.received(2 * total.nbytes)
     return total

@@ -33,8 +33,9 @@ class StateTensor:
         return str(self.local.dtype).removeprefix("torch.")
 
 
-# "model.<fqn>", "optim.<fqn>.<key>", "engine.<name>"; and where a rank's part of a tensor takes
-# several boxes, "<name>#01" and so on for those after the first: see ``keyed``.
+# "model.<fqn>", "optim.<fqn>.<key>", "engine.<name>", "comm.<fqn>.residual"; and where a rank's
+# part of a tensor takes several boxes, "<name>#01" and so on for those after the first: see
+# ``keyed``.
 LocalState = Mapping[str, StateTensor]
 
 
