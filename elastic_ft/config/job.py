@@ -23,7 +23,7 @@ from elastic_ft.config.trained import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, WISHES
+from elastic_ft.core.layouts.layout import WISHES
 
 
 class Job(Section):
@@ -125,8 +125,8 @@ class Job(Section):
             return self
         if parallel.strategy == "auto":
             raise ValueError("model.lora: strategy auto counts all weights as trained; name one")
-        if parallel.wish.ranks_per_sample > 1:
-            raise ValueError(f"model.lora: has no {', '.join(MODEL_DIMENSIONS)}; ddp, fsdp, hsdp")
+        if parallel.wish.ranks_per_sample * parallel.ep > 1:
+            raise ValueError(f"model.lora: has no {', '.join(WISHES)}; ddp, fsdp, hsdp")
         if parallel.engine != "native" or parallel.compile:
             what = "parallel.compile" if parallel.compile else f"engine {parallel.engine}"
             raise ValueError(f"model.lora: not with {what}")
