@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
@@ -83,6 +83,13 @@ def shard_experts(
         experts.set_gradient_divide_factor(float(layout.gradient_size))
         if layout.expert_shards > 1:  # alone, FSDP2 would divide twice
             experts.set_force_sum_reduction_for_comms(True)  # Gloo can't multiply as it sums
+
+
+def has_no_expert(weight: nn.Parameter) -> bool:
+    """Whether it is of experts that ranks share out, of which this one has none."""
+    if not isinstance(weight, DTensor) or "ep" not in (weight.device_mesh.mesh_dim_names or ()):
+        return False
+    return weight.requires_grad and not local_part(weight).numel()
 
 
 def _axis_to_cut(shards: int, weight: nn.Parameter) -> Shard:
