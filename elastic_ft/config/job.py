@@ -24,7 +24,7 @@ from elastic_ft.config.trained import (
     OptimizerConfig,
     PrecisionConfig,
 )
-from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS, WISHES
+from elastic_ft.core.layouts.layout import WISHES
 
 
 class Job(Section):
@@ -127,8 +127,8 @@ class Job(Section):
             return self
         if parallel.strategy == "auto":
             raise ValueError("model.lora: strategy auto counts all weights as trained; name one")
-        if parallel.wish.ranks_per_sample > 1:
-            raise ValueError(f"model.lora: has no {', '.join(MODEL_DIMENSIONS)}; ddp, fsdp, hsdp")
+        if parallel.wish.ranks_per_sample * parallel.ep > 1:
+            raise ValueError(f"model.lora: has no {', '.join(WISHES)}; ddp, fsdp, hsdp")
         if parallel.engine != "native" or parallel.compile:
             what = "parallel.compile" if parallel.compile else f"engine {parallel.engine}"
             raise ValueError(f"model.lora: not with {what}")
@@ -187,8 +187,8 @@ class Job(Section):
             raise ValueError(f"{key}: needs precision.dtype bf16, found {self.precision.dtype}")
         if self.loop is not None or parallel.engine != "native" or self.model.lora is not None:
             raise ValueError(f"{key}: not with a loop, engine deepspeed or model.lora")
-        if parallel.strategy == "auto" or parallel.wish.ranks_per_sample > 1:
-            none = ", ".join(MODEL_DIMENSIONS)
+        if parallel.strategy == "auto" or parallel.wish.ranks_per_sample * parallel.ep > 1:
+            none = ", ".join(WISHES)
             raise ValueError(f"{key}: is of strategy ddp, fsdp and hsdp, without {none}")
         return self
 

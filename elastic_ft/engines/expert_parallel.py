@@ -7,21 +7,23 @@ complete where the experts are: tokens of the neighbours have come there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines.modules import local_part
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.expert_exchange import ExpertShare
-from elastic_ft.models.experts import MixtureDecoder, MixtureOfExperts
+from elastic_ft.models.experts import MixtureOfExperts
+from elastic_ft.models.foreign_experts import is_of_experts, share_out
 
 
 def check_expert_parallel(job: Job, model: nn.Module) -> None:
@@ -31,15 +33,29 @@ def check_expert_parallel(job: Job, model: nn.Module) -> None:
         return
     if job.optimizer.name == "muon":
         raise ConfigError("parallel.ep: not with optimizer.name muon, which needs whole matrices")
-    if not isinstance(model, MixtureDecoder):
+    counts = experts_of(model)
+    if not counts:
         raise ConfigError(
-            "parallel.ep: ranks share experts of the built-in mixtures (model.preset "
-            f"decoder-moe-*), found {type(model).__name__}"
+            "parallel.ep: ranks share experts of built-in mixtures (model.preset decoder-moe-*) "
+            "and of transformers' that have them side by side (as mixtral and qwen3_moe), found "
+            f"{type(model).__name__}"
         )
-    if ep > model.config.n_experts:
-        raise ConfigError(
-            f"parallel.ep: {ep} ranks can't share {model.config.n_experts} experts of each layer"
-        )
+    if ep > min(counts):
+        raise ConfigError(f"parallel.ep: {ep} ranks can't share {min(counts)} experts of a layer")
+
+
+def experts_of(model: nn.Module) -> list[int]:
+    """Of each mixture in it that ranks can share out, how many experts it has."""
+    return [len(next(experts.parameters())) for _, experts in _mixtures(model)]
+
+
+def _mixtures(part: nn.Module) -> Iterator[tuple[MixtureOfExperts | None, nn.Module]]:
+    """Modules of experts, and the mixture that calls each if it is a built-in one."""
+    for module in part.modules():
+        if isinstance(module, MixtureOfExperts):
+            yield module, module.experts
+        elif is_of_experts(module):
+            yield None, module
 
 
 def shard_experts(
@@ -51,9 +67,14 @@ def shard_experts(
     """
     names = ("dp_replicate", "efsdp") if layout.dp_replicate > 1 else ("efsdp",)
     axis = partial(_axis_to_cut, layout.expert_shards)
-    for mixture in (m for m in part.modules() if isinstance(m, MixtureOfExperts)):
-        mixture.share = ExpertShare(mesh.get_group("ep"))
-        experts = mixture.experts
+    # Weights by which a mixture weighs are of its own precision.
+    options = {**options, "mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
+    share = ExpertShare(mesh.get_group("ep"))
+    for mixture, experts in [*_mixtures(part)]:
+        if mixture is None:
+            share_out(experts, share)
+        else:
+            mixture.share = share
         for name, weight in [*experts.named_parameters()]:
             shared = distribute_tensor(weight, mesh["ep"], [Shard(0)], src_data_rank=None)
             setattr(experts, name, nn.Parameter(shared))
@@ -62,6 +83,13 @@ def shard_experts(
         experts.set_gradient_divide_factor(float(layout.gradient_size))
         if layout.expert_shards > 1:  # alone, FSDP2 would divide twice
             experts.set_force_sum_reduction_for_comms(True)  # Gloo can't multiply as it sums
+
+
+def has_no_expert(weight: nn.Parameter) -> bool:
+    """Whether it is of experts that ranks share out, of which this one has none."""
+    if not isinstance(weight, DTensor) or "ep" not in (weight.device_mesh.mesh_dim_names or ()):
+        return False
+    return weight.requires_grad and not local_part(weight).numel()
 
 
 def _axis_to_cut(shards: int, weight: nn.Parameter) -> Shard:

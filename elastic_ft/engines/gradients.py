@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.engines.expert_parallel import has_no_expert
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.modules import local_part
 from elastic_ft.engines.pipeline import TiedWeight
@@ -23,8 +24,8 @@ def reduced(laid_out: LaidOut) -> list[torch.Tensor]:
     """This rank's; of a replicated weight, tensor-parallel peers have parts of the sum."""
     for parameter in laid_out.parameters.values():
         grad = parameter.grad
-        if grad is None and isinstance(parameter, DTensor) and not local_part(parameter).numel():
-            parameter.grad = torch.zeros_like(parameter)  # no expert here: it steps as everywhere
+        if grad is None and has_no_expert(parameter):
+            parameter.grad = torch.zeros_like(parameter)  # empty: it steps as on other ranks
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)
     if laid_out.tied is not None:

@@ -14,6 +14,7 @@ from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models.build import block_modules, build_model, preset_of
 from elastic_ft.models.decoder import DecoderConfig
 from elastic_ft.models.experts import MixtureConfig
+from elastic_ft.models.foreign_experts import is_of_experts
 
 # That must be given: transformers has defaults for each, which nobody means.
 SIZES = (
@@ -116,6 +117,8 @@ def _of_transformers(values: dict[str, Any], trained: int | None, length: int) -
     if per_token and experts:
         inner = per_token * (getattr(config, "moe_intermediate_size", None) or inner)
         idle = round(sum(map(_of_experts, blocks)) * (1 - per_token / experts))
+    can_share = bool(per_token and experts)
+    shared = [m for m in model.modules() if is_of_experts(m)] if can_share else []
     return ModelShape(
         layers=len(blocks),
         dim=config.hidden_size,
@@ -129,6 +132,8 @@ def _of_transformers(values: dict[str, Any], trained: int | None, length: int) -
         output_parameters=_numel(model) - in_blocks - embedding,
         gated=any("gate" in name for name, _ in blocks[0].named_parameters()),
         idle_parameters=idle // len(blocks),
+        experts=experts if shared else 0,
+        expert_parameters=sum(map(_numel, shared)) // len(blocks),
     )
 
 

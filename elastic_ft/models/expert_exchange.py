@@ -1,22 +1,60 @@
-"""Expert parallelism: of each mixture's experts every rank of a group has some, and tokens travel.
+"""Which expert computes what: rows in the order of experts, also where these are on several ranks.
+
+Expert parallelism: of each mixture's experts every rank of a group has some, and tokens travel.
 
 A rank sends each token to those that have its experts, and gets back what they made of it
 (Lepikhin et al., 2021, section 3.2). None is left out: what ranks send each other is as uneven as
 the routers are. Who has no expert, or is sent no token, takes part all the same.
 
-Shape suffixes as in ``experts``; R ranks of the group, Y experts of this one.
+Shape suffixes: D width, N tokens, X experts, S of them a token; R ranks of the group, Y experts of
+this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from elastic_ft.torch_private import exchange_rows
+
+Compute = Callable[
+    [Tensor, Tensor], Tensor
+]  # of rows in the order of experts, and of each how many
+
+
+def by_experts(
+    compute: Compute, x_ND: Tensor, chosen_NS: Tensor, weights_NS: Tensor, experts: int
+) -> Tensor:
+    """Of each token the weighed sum of what the experts that were chosen for it make of it."""
+    per_token = chosen_NS.shape[1]
+    order = chosen_NS.flatten().argsort(stable=True)
+    counts_X = chosen_NS.flatten().bincount(minlength=experts)
+    made_ND = compute(x_ND[order // per_token], counts_X)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    out_NSD = made_ND[places].unflatten(0, (-1, per_token))
+    return (out_NSD * weights_NS[..., None].to(out_NSD.dtype)).sum(dim=1)
+
+
+def local(weight: Tensor) -> Tensor:
+    """This rank's part."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+def of_nothing(rows_ND: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
+    """What experts with such weights make of no rows at all; None if there are some.
+
+    With gradients of zero: ranks that have the same experts may have some others. But FSDP2 can't
+    reduce gradients that are all empty: who has no expert has none.
+    """
+    if not len(weights[0]):
+        return rows_ND.clone()
+    return None if len(rows_ND) else rows_ND * sum(weight.sum() for weight in weights)
 
 
 def shared_out(experts: int, ranks: int) -> list[int]:
@@ -33,9 +71,7 @@ class ExpertShare:
 
     group: dist.ProcessGroup
 
-    def compute(
-        self, experts: Callable[[Tensor, Tensor], Tensor], x_ND: Tensor, counts_X: Tensor
-    ) -> Tensor:
+    def compute(self, experts: Compute, x_ND: Tensor, counts_X: Tensor) -> Tensor:
         """What all ranks' experts make of ``x``: rows in the order of experts, ``counts`` of each.
 
         ``experts``: this rank's, called with rows of everyone's and how many each of them gets.

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from elastic_ft.core.sharding import Box
 from elastic_ft.models.decoder import (
@@ -33,7 +32,7 @@ from elastic_ft.models.decoder import (
     rotations,
     who_attends,
 )
-from elastic_ft.models.expert_exchange import ExpertShare
+from elastic_ft.models.expert_exchange import ExpertShare, by_experts, local, of_nothing
 from elastic_ft.models.initial import draw
 from elastic_ft.torch_private import in_backward
 
@@ -100,11 +99,9 @@ class Experts(nn.Module):
 
         Where ranks share experts out, of those that this one has; there may be none.
         """
-        gate, up, down = map(_own, (self.gate, self.up, self.down))
-        if not len(gate):  # FSDP2 can't reduce gradients that are all empty: there are none
-            return x_ND.clone()
-        if not len(x_ND):  # with gradients, of zero: ranks with the same experts may have others
-            return x_ND * (gate.sum() + up.sum() + down.sum())
+        gate, up, down = map(local, (self.gate, self.up, self.down))
+        if (found := of_nothing(x_ND, (gate, up, down))) is not None:
+            return found
         if x_ND.is_cuda and x_ND.dtype == gate.dtype == torch.bfloat16:  # its kernel's only
             ends_X = counts_X.cumsum(0).to(torch.int32)
             inner = F.silu(F.grouped_mm(x_ND, gate, offs=ends_X))
@@ -112,11 +109,6 @@ class Experts(nn.Module):
             return F.grouped_mm(inner, down, offs=ends_X)
         rows = zip(x_ND.split(counts_X.tolist()), gate, up, down, strict=True)
         return torch.cat([(F.silu(x @ g) * (x @ u)) @ d for x, g, u, d in rows])
-
-
-def _own(weight: Tensor) -> Tensor:
-    """This rank's part."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 class MixtureOfExperts(nn.Module):
@@ -153,17 +145,7 @@ class MixtureOfExperts(nn.Module):
         chosen_NS = (scores_NX.detach() + self.bias.float()).topk(per_token, dim=-1).indices
         weights_NS = scores_NX.gather(1, chosen_NS)
         weights_NS = weights_NS / weights_NS.sum(dim=-1, keepdim=True)
-        order = chosen_NS.flatten().argsort(stable=True)
-        counts_X = chosen_NS.flatten().bincount(minlength=experts)
-        sorted_ND = flat_ND[order // per_token]
-        if self.share is None:
-            sorted_ND = self.experts(sorted_ND, counts_X)
-        else:
-            sorted_ND = self.share.compute(self.experts, sorted_ND, counts_X)
-        places = torch.empty_like(order)
-        places[order] = torch.arange(len(order), device=order.device)
-        out_NSD = sorted_ND[places].unflatten(0, (-1, per_token))
-        mixed_ND = (out_NSD * weights_NS[..., None].to(out_NSD.dtype)).sum(dim=1)
+        mixed_ND = by_experts(self._compute, flat_ND, chosen_NS, weights_NS, experts)
         out_BTD = mixed_ND.view_as(x_BTD) + self.shared(x_BTD)
         taken_BTX = F.one_hot(chosen_NS, experts).sum(dim=1).unflatten(0, x_BTD.shape[:2])
         if valid_BT is None:
@@ -173,6 +155,12 @@ class MixtureOfExperts(nn.Module):
             counted_X = taken_BTX.sum(dim=(0, 1))
             self.load = counted_X if self.load is None else self.load + counted_X
         return out_BTD, self._loss_sum(scores_NX.view(taken_BTX.shape), taken_BTX, valid_BT)
+
+    def _compute(self, x_ND: Tensor, counts_X: Tensor) -> Tensor:
+        if self.share is None:
+            computed: Tensor = self.experts(x_ND, counts_X)
+            return computed
+        return self.share.compute(self.experts, x_ND, counts_X)
 
     def _loss_sum(self, scores_BTX: Tensor, taken_BTX: Tensor, valid_BT: Tensor) -> Tensor:
         """Sequence-wise (equations 17 to 20), times the tokens of each sequence."""

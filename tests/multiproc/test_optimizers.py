@@ -63,11 +63,15 @@ MIXTRAL = {
 }
 
 
-def job_of(name: str, strategy: str, model: dict[str, Any] | None = None) -> Job:
+SHARED = {"strategy": "fsdp", "ep": 2}
+
+
+def job_of(name: str, strategy: str, model: dict[str, Any] | None = None, **parallel: Any) -> Job:
     path = "matrices" if name.endswith("Muon") else "mixer"
     optimizer = COMMON["optimizer"] | {"name": name, "kwargs": OPTIMIZERS[name], "eps": 1e-6}
     model = model or {"path": f"tests.multiproc.tiny:{path}"}
-    return make_job(strategy, workers=1, **COMMON | {"optimizer": optimizer, "model": model})
+    sections = {"optimizer": optimizer, "model": model, "parallel": parallel}
+    return make_job(strategy, workers=1, **COMMON | sections)
 
 
 # ------------------------------------------------------------------------------------- on ranks
@@ -152,10 +156,11 @@ def test_as_plain_pytorch_through_a_loss(ranks: Pool, name: str, strategy: str) 
     check(ranks, job_of(name, strategy))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_mixture_of_experts_through_a_loss(ranks: Pool, strategy: str) -> None:
-    """Its routers' loss included, of each micro-batch."""
-    check(ranks, job_of("adamw", strategy, {"transformers": MIXTRAL}))
+@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, SHARED], ids=str)
+def test_a_mixture_of_experts_through_a_loss(ranks: Pool, parallel: dict[str, Any]) -> None:
+    """Its routers' loss included, of each micro-batch. Four experts on three ranks: 2, 2 and none,
+    and then on two."""
+    check(ranks, job_of("adamw", model={"transformers": MIXTRAL}, **parallel))
 
 
 def check(ranks: Pool, job: Job) -> None:

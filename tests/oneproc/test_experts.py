@@ -156,7 +156,7 @@ def test_the_planner_counts_all_experts_and_computes_some(name: str) -> None:
         ({"compile": True}, "parallel.compile"),
         ({"loss_chunk_tokens": 8}, "parallel.loss_chunk_tokens"),
         ({"engine": "deepspeed", "zero_stage": 1, "strategy": "fsdp"}, "parallel.engine"),
-        ({"ep": 9}, "parallel.ep: 9 ranks can't share 8 experts of each layer"),
+        ({"ep": 9}, "parallel.ep: 9 ranks can't share 8 experts of a layer"),
     ],
 )
 def test_what_it_can_not_be_laid_out_by_is_refused(parallel: dict[str, Any], said: str) -> None:

@@ -301,6 +301,9 @@ def test_a_token_goes_through_some_of_the_experts() -> None:
     active = shape.layers * shape.block_active_parameters + ends
     assert active == pytest.approx(12.9e9, rel=0.01)  # as its authors say
     assert shape.ffn_dim == 2 * 14336
+    assert (shape.experts, shape.expert_parameters) == (8, 8 * 3 * 4096 * 14336)
+    assert shape.experts_per_token == pytest.approx(2)
     dense = shape_of(ON_THE_HUB["llama 3"])
     assert dense.block_active_parameters == dense.block_parameters
+    assert dense.experts == dense.expert_parameters == 0
     assert dense.block_flops < shape.block_flops < 2.1 * dense.block_flops
