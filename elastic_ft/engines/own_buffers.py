@@ -18,7 +18,7 @@ from torch import nn
 from elastic_ft.errors import ConfigError
 
 AVERAGES = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-Named = Callable[[], Iterator[tuple[str, torch.Tensor]]]
+FindBuffers = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def check_batch_norms(models: list[nn.Module]) -> None:
@@ -81,7 +81,7 @@ class Buffers:
         kept: as they were captured: a step begun in vain has changed them.
     """
 
-    def __init__(self, models: list[nn.Module], find: Named) -> None:
+    def __init__(self, models: list[nn.Module], find: FindBuffers) -> None:
         self._models, self._find = models, find
         self.kept: dict[str, torch.Tensor] = {}
         self._averages: list[_Average] | None = None  # as the micro-batches found them

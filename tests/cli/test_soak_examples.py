@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,10 +60,10 @@ class Drawn:
 
 def kill_between(command: Command, run: Path, steps: set[int]) -> int:
     """Until the command ends. Returns how many it killed, each once its step's line is there."""
-    left, killed = sorted(steps), 0
+    left, killed, pause = sorted(steps), 0, threading.Event()
     deadline_s = time.monotonic() + 600
     while command.process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.002)
+        pause.wait(0.002)
         lines = read_lines(run / "steps.jsonl") if left and run.exists() else []
         if not lines or lines[-1]["step"] < left[0]:
             continue
