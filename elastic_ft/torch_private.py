@@ -35,6 +35,7 @@ __all__ = [
     "cut_parameters",
     "exchange_rows",
     "fail_an_assert",
+    "forget_forwards",
     "forget_meshes",
     "gloo_made_by",
     "import_lazy_parts",
@@ -223,6 +224,11 @@ def buffer_sync(wanted: bool) -> dict[str, bool]:
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: wanted}
+
+
+def forget_forwards(runner: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Of those that no backward has followed: gradients are not waited for."""
+    runner.reducer._reset_state()
 
 
 @contextmanager

@@ -43,19 +43,20 @@ class Routed:
 
     Attributes:
         entered: through what is wrapped around it, since it was set to False last.
+        is_ahead: no backward has come since.
     """
 
     def __init__(self, model: nn.Module, runner: Callable[[], nn.Module | None]) -> None:
         self._model, self._runner = model, runner
         self.before: Forward = model.forward
-        self.entered = False
+        self.entered, self.is_ahead = False, False
         self.__signature__ = inspect.signature(self.before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._runner()
         if runner is None or not torch.is_grad_enabled():
             return self.before(*args, **kwargs)
-        self.entered = True
+        self.entered, self.is_ahead = True, True
         if torch.compiler.is_compiling():
             return runner(*args, **kwargs)
         with stays_inside():

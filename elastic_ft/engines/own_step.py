@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from elastic_ft import torch_private
 from elastic_ft.config import Job
 from elastic_ft.engines import gradients, own_watch
 from elastic_ft.engines.base import MicroBatch
@@ -90,6 +91,7 @@ class OwnStep:
             if index == 0:
                 running.before = own_watch.versions(self._listed)
                 self._buffers.begin()
+                self._disarm()
             running.current, running.begun = micro_batch, index + 1
             kept = {} if micro_batch.weight else {b: b.clone() for _, b in self._persistent()}
             yield micro_batch
@@ -108,6 +110,13 @@ class OwnStep:
                 model.set_reshard_after_backward(last or parallel.reshard_after_backward)
                 model.set_requires_gradient_sync(last or parallel.reduce_gradients != "step")
                 model.set_requires_all_reduce(last)
+
+    def _disarm(self) -> None:
+        """A forward that no backward has followed (of what is detached, say) has DDP wait for
+        gradients: it would send those of the next micro-batch, whether that is the last or not."""
+        for number, runner in self._runners.items():
+            if len(self._runners) > 1 or self._routed[number].is_ahead:
+                torch_private.forget_forwards(runner)
 
     def _watch_first_gradients(self, reach: Reach) -> None:
         last = None
@@ -150,6 +159,8 @@ class OwnStep:
         divisor = 1 if running.divided else running.divisor
         share = loss * (weight * self._groups.assignment.layout.data_parallel_size / divisor)
         (share if scaler is None else scaler.scale(share)).backward()
+        for routed in self._routed.values():
+            routed.is_ahead = False
         if scaler is None and running.begun == len(running.micro_batches):
             running.made = own_watch.versions(self._listed)
             running.probe = own_watch.probe(self._listed) if self._is_cut else None

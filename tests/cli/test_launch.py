@@ -48,9 +48,10 @@ def test_the_own_loop_example_survives_a_worker(start: Callable[..., Any], folde
 def test_the_gan_example_comes_to_the_same_without_a_worker(
     start: Callable[..., Any], folder: Path
 ) -> None:
-    """Two optimizers; the average of weights shows that every step was made once."""
+    """Two optimizers, and uneven numbers of micro-batches, first two, one and one; the average of
+    weights shows that every step was made once."""
     (folder / "kill.yaml").write_text(KILL)
-    arguments = ("--processes", "--workers", "2", "--chaos", "kill.yaml")
+    arguments = ("--processes", "--workers", "3", "--chaos", "kill.yaml")
     code, out, err = start("launch", *arguments, str(EXAMPLES / "own_gan.py")).finish()
     assert (code, err) == (COMPLETED, ""), out
     found = RunReader(folder / "runs/own-gan")

@@ -2,7 +2,7 @@
 
     ELASTIC_FT_SOAK_SEEDS=1,2,3 pytest -m soak tests/cli/test_soak_examples.py
 
-A run has KILLS_MAX kills: most at a named point of a step, some while the script's own code runs
+A run has KILLS kills: most at a named point of a step, some while the script's own code runs
 after one (a callback, a log, an evaluation, an export). Whoever is lost is replaced.
 """
 
@@ -12,6 +12,7 @@ import contextlib
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,28 +27,32 @@ from elastic_ft.observe.run_reader import RunReader
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = {"own_loop": 60, "own_gan": 40, "hf_trainer": 60, "sft_lora": 60}
+REPLACED_S = {"own_loop": 8.0, "own_gan": 8.0, "hf_trainer": 20.0, "sft_lora": 20.0}
 POINTS = ("data", "forward", "backward", "reduce", "before_optimizer", "inside_optimizer")
 POINTS += ("after_optimizer", "snapshot_copy", "forming")
 SEEDS = tuple(map(int, os.environ.get("ELASTIC_FT_SOAK_SEEDS", "1,2").split(",")))
-WORKERS, KILLS_MAX, FIRST = 3, 5, 3
+WORKERS, KILLS, FIRST, APART = 3, 5, 3, 4
 NEVER_FIRED = "faults that never fired"
 
 
 class Drawn:
-    """What is to be killed, by the seed. Attributes: between: steps after which rank 1 dies."""
+    """What is to be killed, by the seed. After each kill a step takes REPLACED_S, so that most who
+    come in for the lost are there before the next. Attributes: between: after these steps, too."""
 
     def __init__(self, example: str, seed: int) -> None:
-        draws = random.Random(f"{example} {seed}")
-        steps = sorted(draws.sample(range(FIRST, STEPS[example] - 1), KILLS_MAX))
-        self.faults, self.between = [], set[int]()
-        for step in steps:
-            rank = draws.choice((0, 1, 1))
+        draws, steps = random.Random(f"{example} {seed}"), STEPS[example]
+        places = sorted(draws.sample(range(FIRST, steps - 1 - APART * KILLS), KILLS))
+        self.faults, self.between = list[dict[str, Any]](), set[int]()
+        for number, place in enumerate(places):
+            step, rank = place + APART * number, draws.choice((0, 1, 1))
             if draws.random() < 0.35:
-                # 20 and 40: there the examples evaluate, and two of them export
+                # 20 and 40: there the examples evaluate, and two of them export at 30
                 self.between.add(draws.choice((step, step, 20, 30, 40)))
             else:
                 point = draws.choice(POINTS)
                 self.faults.append({"point": point, "rank": rank, "step": step, "action": "kill"})
+            slow = {"action": "slow", "lasts_s": REPLACED_S[example]}
+            self.faults.append({"point": "data", "rank": 0, "step": step + 2} | slow)
 
     def write(self, path: Path) -> None:
         path.write_text(yaml.safe_dump({"description": "drawn", "faults": self.faults}))
@@ -55,10 +60,10 @@ class Drawn:
 
 def kill_between(command: Command, run: Path, steps: set[int]) -> int:
     """Until the command ends. Returns how many it killed, each once its step's line is there."""
-    left, killed = sorted(steps), 0
+    left, killed, pause = sorted(steps), 0, threading.Event()
     deadline_s = time.monotonic() + 600
     while command.process.poll() is None and time.monotonic() < deadline_s:
-        time.sleep(0.002)
+        pause.wait(0.002)
         lines = read_lines(run / "steps.jsonl") if left and run.exists() else []
         if not lines or lines[-1]["step"] < left[0]:
             continue

@@ -159,6 +159,32 @@ def test_ddp_tells_whether_it_has_reduced_all() -> None:
         dist.destroy_process_group()
 
 
+def test_ddp_forgets_a_forward_that_no_backward_followed() -> None:
+    """Else the next backward would be reduced, whatever it is told by then."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module, sent = Two(), list[int]()
+        ddp = torch.nn.parallel.DistributedDataParallel(module)
+
+        def send(state, bucket):  # torch wants real annotations, or none
+            sent.append(bucket.index())
+            done = torch.futures.Future[torch.Tensor]()
+            done.set_result(bucket.buffer())
+            return done
+
+        ddp.register_comm_hook(None, send)
+        for forgotten in (False, True):
+            ddp((0, 1), torch.ones(1)).detach()
+            if forgotten:
+                torch_private.forget_forwards(ddp)
+            sent.clear()
+            with ddp.no_sync():
+                ddp((0, 1), torch.ones(1)).backward()
+            assert bool(sent) is not forgotten
+    finally:
+        dist.destroy_process_group()
+
+
 def test_hsdp_tells_what_it_still_keeps() -> None:
     """Of a unit that the micro-batch which sums over replicas does not use."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
