@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
-from elastic_ft.config import Job
+from elastic_ft.config import CommConfig, Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_memory
 from elastic_ft.engines.balancing import Balancing
@@ -71,7 +71,7 @@ class LaidOut:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     kept: OptimizerState
-    replicas: ReplicaComm
+    replicas: ReplicaComm = field(default_factory=lambda: ReplicaComm(CommConfig(), {}))
     balancing: Balancing = field(default_factory=lambda: Balancing(()))
     pipeline: Pipeline | None = None
     tied: TiedWeight | None = None
