@@ -85,7 +85,7 @@ def lay_out(
         named[name].copy_(value)
     persistent = {plain_name(name) for part in parts for name in part.state_dict()}
     parameters, staged = _parameters(parts), groups is not None and _layout(groups).has_stages
-    make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
+    make = partial(make_optimizer, job.optimizer, fused=True)
     kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
     laid_out = LaidOut(parts, blocks, parameters, buffers, kept, Balancing(parts))

@@ -57,4 +57,4 @@ def _optimizer_class(path: str) -> Any:
 def warm_optimizer(config: OptimizerConfig) -> None:
     """The first step of an optimizer imports a lot (torch._dynamo): before anyone waits."""
     weight = nn.Parameter(torch.zeros(2, 2))
-    materialise(make_optimizer(config, {"weight": weight}))
+    materialise(make_optimizer(config, {"weight": weight}, fused=True))
