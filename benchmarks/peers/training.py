@@ -46,7 +46,7 @@ class Training:
         with torch.no_grad():
             for name, value in initial_state(factory, job.seed):
                 parameters[name].copy_(value)
-        self.optimizer = make_optimizer(job.optimizer, parameters)
+        self.optimizer = make_optimizer(job.optimizer, parameters, fused=True)  # as ours
         self._order = DataOrder(job.seed, len(data.train))
         self.nominal_tokens = (data.sequence_length or 1) * job.batch.global_batch_size
 

@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli.check_stores import TensorTable
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, ModelError, StorageError, StoreFailed
+from elastic_ft.worker.forked import uncollected
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from elastic_ft.data.dataset import DataBundle, Dataset
+    from elastic_ft.data.dataset import Dataset
 
 
-def check_model_and_data(
-    job: Job,
-) -> tuple[DataBundle, str | None, TensorTable, int, tuple[str, ...]]:
-    """The open data; the digest of model.pretrained; dtype and shape of every tensor that a
-    checkpoint holds of the model; the number of parameters; remarks."""
-    import torch
+@dataclass(frozen=True, slots=True)
+class ModelAndData:
+    """What is known of a job's once they were made.
 
-    from elastic_ft.data.dataset import preflight
-    from elastic_ft.engines.laid_out import check_data, check_parallel
-    from elastic_ft.engines.learning_rates import check_groups
-    from elastic_ft.engines.pretrained import with_model_read
-    from elastic_ft.models.build import build_model
+    Attributes:
+        samples, data, fingerprint: of the training data: how many, in words, and as DataBundle's.
+        digest: of model.pretrained.
+        tensors: dtype and shape of all that a checkpoint holds of the model.
+        parameters: how many numbers.
+        remarks: for people.
+    """
+
+    samples: int
+    data: str
+    fingerprint: str | None
+    digest: str | None
+    tensors: TensorTable
+    parameters: int
+    remarks: tuple[str, ...]
+
+
+def check_model_and_data(job: Job) -> ModelAndData:
+    """Raises UsageError."""
+    with uncollected():
+        import torch
+
+        from elastic_ft.data.dataset import preflight
+        from elastic_ft.engines.laid_out import check_data, check_parallel
+        from elastic_ft.engines.learning_rates import check_groups
+        from elastic_ft.engines.pretrained import with_model_read
+        from elastic_ft.models.build import build_model
 
     job, digest = with_model_read(job)
     bundle, parameters = preflight(job)
@@ -61,7 +82,8 @@ def check_model_and_data(
     if job.model.weights is not None:
         key = "model.weights" if digest is None else "model.pretrained"
         remarks = check_weights(job.model.weights, model, key, job.model.lora is not None)
-    return bundle, digest, table, count, remarks
+    samples, in_words = len(bundle.train), bundle.description
+    return ModelAndData(samples, in_words, bundle.fingerprint, digest, table, count, remarks)
 
 
 def check_returns(job: Job, model: nn.Module, samples: Dataset) -> None:

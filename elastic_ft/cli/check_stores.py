@@ -104,7 +104,6 @@ def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
     """
     from elastic_ft.storage import checkpoints, owners
     from elastic_ft.storage.store import open_store
-    from elastic_ft.worker.restore import mismatch_message
 
     store = open_store(url, deadline_s=CHECK_DEADLINE_S)
     try:
@@ -122,6 +121,8 @@ def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
         if name.startswith("model.")
     }
     if found != expected:
+        from elastic_ft.worker.restore import mismatch_message  # imports torch
+
         raise CheckpointMismatch(
             f"checkpoint.url: {mismatch_message(refs[0].url, found, expected)}"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli import extensions
-from elastic_ft.cli.check_model import check_model_and_data
+from elastic_ft.cli.check_model import ModelAndData, check_model_and_data
 from elastic_ft.cli.check_stores import (
     check_apart,
     check_checkpoint,
@@ -74,6 +74,7 @@ def check(
     chaos: str | None = None,
     accept_changes: bool = False,
     meanwhile: Callable[[], None] = lambda: None,
+    made: Callable[[Job], ModelAndData] = check_model_and_data,
 ) -> Checked:
     """Raises UsageError, one line that names the key and says why. Changes nothing.
 
@@ -82,6 +83,7 @@ def check(
         chaos: a fault scenario; without one, the job's own.
         accept_changes: go on from a checkpoint that was trained under other terms, or another name.
         meanwhile: called once the cheap checks are done, before torch is imported.
+        made: makes model and data, as ``check_model_and_data`` does.
     """
     check_workers(job, place)
     if job.network.tls:
@@ -103,20 +105,23 @@ def check(
     if job.loop is not None:
         faults = None if scenario is None else _arm(scenario, chaos or job.faults.scenario)
         return Checked(url, 0, _check_script(job.loop, place), 0, faults, warnings)
-    bundle, digest, tensors, parameters, remarks = check_model_and_data(job)
-    warnings += remarks
-    terms = terms_of(job.model_dump(mode="json"))
-    terms |= data_terms(len(bundle.train), bundle.fingerprint, digest)
-    check_checkpoint(url, tensors, {} if accept_changes else terms)
+    found = made(job)
+    warnings += found.remarks
+    check_checkpoint(url, found.tensors, {} if accept_changes else _terms(job, found))
     check_steps(job.steps, url)
     return Checked(
         checkpoint_url=url,
-        samples=len(bundle.train),
-        data=bundle.description,
-        parameters=parameters,
+        samples=found.samples,
+        data=found.data,
+        parameters=found.parameters,
         faults=None if scenario is None else _arm(scenario, chaos or job.faults.scenario),
         warnings=warnings,
     )
+
+
+def _terms(job: Job, found: ModelAndData) -> dict[str, Any]:
+    terms = terms_of(job.model_dump(mode="json"))
+    return terms | data_terms(found.samples, found.fingerprint, found.digest)
 
 
 def _check_script(loop: LoopConfig, place: Place) -> str:

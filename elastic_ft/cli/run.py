@@ -22,6 +22,7 @@ from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_reader import RunReader
 
 if TYPE_CHECKING:
+    from elastic_ft.cli.check_model import ModelAndData
     from elastic_ft.cli.preflight import Checked, Place
     from elastic_ft.hosts.ray.trainer import ElasticTrainer
 
@@ -110,13 +111,15 @@ def check_start(
     job: Job, out: str, where: Where, how: How, unless_run: contextlib.ExitStack
 ) -> Checked:
     """``unless_run``: takes what ends the processes that are started early."""
+    from elastic_ft.cli.check_model import check_model_and_data
     from elastic_ft.cli.preflight import check
 
     def meanwhile() -> None:
         if where.processes:
             _start_fork_server(unless_run)
 
-    checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile)
+    made = _made_in_warm_process if where.processes else check_model_and_data
+    checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile, made)
     size = "" if job.loop is not None else f"{checked.parameters:,} parameters; "
     say(f"{job.name}: {size}{checked.data}")
     for warning in checked.warnings:
@@ -125,11 +128,22 @@ def check_start(
 
 
 def _start_fork_server(unless_run: contextlib.ExitStack) -> None:
-    """For workers: it imports torch, as the checks do, and neither has to wait for the other."""
+    """For workers: it imports torch, once for them and for the checks."""
     from elastic_ft.hosts.local.warm import start_warm, stop_warm
 
     if start_warm():
         unless_run.callback(stop_warm)
+
+
+def _made_in_warm_process(job: Job) -> ModelAndData:
+    from elastic_ft.cli import check_model
+    from elastic_ft.hosts.local.forked_call import call_forked
+
+    function = check_model.check_model_and_data
+    if "torch" in sys.modules:  # what there is to be saved
+        return function(job)
+    found = call_forked(f"{function.__module__}:{function.__name__}", job)
+    return function(job) if found is None else found
 
 
 @dataclass(slots=True)

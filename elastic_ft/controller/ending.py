@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from elastic_ft.observe.run_reader import RunReader
 UNKNOWN_BYTES = 1 << 60  # as long as they try by themselves
 
 
-class ControllerEnding:
+class ControllerEnding(ABC):
     """That part of a ``Controller``."""
 
     job: Job
@@ -54,9 +55,9 @@ class ControllerEnding:
     _is_superseded: bool
 
     @property
+    @abstractmethod
     def _finish(self) -> cmd.FinishJob | None:
         """How the job ends, once that is decided."""
-        raise NotImplementedError
 
     def _complete(self) -> dict[str, Any]:
         """The result of the job that is complete; {} if it is not."""

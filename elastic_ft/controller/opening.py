@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from elastic_ft.config import Job
@@ -30,7 +31,7 @@ from elastic_ft.transport.control import WELCOME_TIMEOUT_S, Hello, Welcome
 from elastic_ft.transport.succession import format_address
 
 
-class ControllerOpening:
+class ControllerOpening(ABC):
     """That part of a ``Controller``."""
 
     job: Job
@@ -55,15 +56,15 @@ class ControllerOpening:
     _takeover: Takeover
 
     @property
+    @abstractmethod
     def _finish(self) -> cmd.FinishJob | None:
         """How the job ends, once that is decided."""
-        raise NotImplementedError
 
-    def post(self, event: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def post(self, event: Any) -> None: ...
 
-    def _handle(self, message: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _handle(self, message: Any) -> None: ...
 
     def _open(self) -> tuple[CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from, () where workers are; None if it is known by now

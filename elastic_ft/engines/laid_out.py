@@ -103,7 +103,7 @@ def lay_out(
             buffer.copy_(computed[name])
     persistent = {plain_name(name) for part in parts for name in part.state_dict()}
     parameters, staged = _parameters(parts), groups is not None and _layout(groups).has_stages
-    make = partial(make_optimizer, job.optimizer, fused=device.type == "cuda")
+    make = partial(make_optimizer, job.optimizer, fused=True)
     kept = OptimizerState(make, parameters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
     replicas, balancing = ReplicaComm(job.comm, parameters), Balancing(parts, module)

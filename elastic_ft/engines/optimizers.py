@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from elastic_ft.config import OptimizerConfig
 from elastic_ft.engines.learning_rates import grouped
@@ -26,11 +27,14 @@ def make_optimizer(
 
     ``fused``: Adam and AdamW in one kernel, unless the job says how they are to step. It reads and
     writes all once, where torch's default makes temporaries of the parameters' size. torch has it
-    for floating point alone, and says so only in a step.
+    for floating point alone, and for parameters that are all cut over one mesh or none at all (a
+    tensor-parallel plan may cut some): it says so only in a step.
     """
     groups = grouped(config, parameters)
     adam = {"lr": config.lr, "betas": config.betas, "eps": config.eps, **config.kwargs}
-    can_fuse = all(p.is_floating_point() for group in groups for p in group["params"])
+    members = [p for group in groups for p in group["params"]]
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in members}
+    can_fuse = len(meshes) <= 1 and all(p.is_floating_point() for p in members)
     if fused and can_fuse and not WAYS_TO_STEP & config.kwargs.keys():
         adam["fused"] = True
     if config.name == "adamw":
@@ -57,4 +61,4 @@ def _optimizer_class(path: str) -> Any:
 def warm_optimizer(config: OptimizerConfig) -> None:
     """The first step of an optimizer imports a lot (torch._dynamo): before anyone waits."""
     weight = nn.Parameter(torch.zeros(2, 2))
-    materialise(make_optimizer(config, {"weight": weight}))
+    materialise(make_optimizer(config, {"weight": weight}, fused=True))

@@ -6,6 +6,7 @@ The agreement (I4) comes before the first optimizer steps, from its own hook.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,7 +37,7 @@ from elastic_ft.models.named import NamedSums, checked
 OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other numbers
 
 
-class OwnStep:
+class OwnStep(ABC):
     """That part of an ``OwnEngine``, which says what its attributes are."""
 
     job: Job
@@ -64,11 +65,11 @@ class OwnStep:
     _trained: list[dict[str, nn.Parameter]]
 
     @property
-    def blocks(self) -> Sequence[nn.Module]:
-        raise NotImplementedError
+    @abstractmethod
+    def blocks(self) -> Sequence[nn.Module]: ...
 
-    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
     def attempt(self, running: Running) -> None:
         """From now on, what the user's function tells is of this attempt at a step."""

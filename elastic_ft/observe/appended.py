@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from elastic_ft.errors import Superseded
 from elastic_ft.observe import files
 
 
-class AppendedFiles:
+class AppendedFiles(ABC):
     """``flush`` is for any thread. Attributes:
     path: the folder.
     """
@@ -27,9 +28,9 @@ class AppendedFiles:
         self._is_patient = False
         self._lock = threading.Lock()
 
+    @abstractmethod
     def check_owner(self) -> None:
         """Raises Superseded if the files are another's."""
-        raise NotImplementedError
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

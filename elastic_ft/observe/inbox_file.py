@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from elastic_ft.observe import files, segments
@@ -78,9 +79,9 @@ class InboxFile(AppendedFiles):
             written += self._record_inbox(self._snapshot(at_s, state, beside))
             self._since_snapshot = [0, 0, written]
 
+    @abstractmethod
     def _before_snapshot(self) -> None:
         """All that was written is durable before what leads to it is replaced, or with that."""
-        raise NotImplementedError
 
     def _snapshot(self, at_s: float, state: Any, beside: Any) -> dict[str, Any]:
         begun = {"type": "Snapshot", "at_s": at_s, "seq": self._sequence, "state": state}

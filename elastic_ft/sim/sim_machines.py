@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any
 
@@ -28,7 +29,7 @@ STALL_TIMEOUT_S = 6.0
 START_TIMEOUT_S = 20.0
 
 
-class Machines(Kernel):
+class Machines(Kernel, ABC):
     """What the controller sees of it, it is told (``tell``).
 
     Attributes:
@@ -54,14 +55,14 @@ class Machines(Kernel):
         self.ends: Counter[str] = Counter()
         self.finish: FinishJob | None = None
 
+    @abstractmethod
     def tell(self, event: Event, controller: int, sender: WorkerId = "", number: int = 0) -> None:
         """``number``: the sender's, of what it told."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def trains_alone(self) -> bool:
         """There is no controller, and there will be one that adopts."""
-        raise NotImplementedError
 
     # ----------------------------------------------------------------------- network
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from elastic_ft.worker.party import Party
 from elastic_ft.worker.steering import Done, Steering
 
 
-class Between:
+class Between(ABC):
     """That part of a ``Context``, which says what its attributes are."""
 
     job: Job
@@ -32,11 +33,11 @@ class Between:
     _inside: bool
     _party: Party | None  # that runs an errand
 
-    def _steering(self, what: str) -> Steering:
-        raise NotImplementedError
+    @abstractmethod
+    def _steering(self, what: str) -> Steering: ...
 
-    def _next(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _next(self) -> Any: ...
 
     @property
     def rank(self) -> int:

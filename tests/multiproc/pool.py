@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import sys
@@ -111,6 +112,7 @@ class Pool:
 
 def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as a worker's template does: no collection looks at what is imported
     while True:
         try:
             work, place, arguments = connection.recv()

@@ -27,7 +27,7 @@ from tests.multiproc.pool import Pool
 
 GOLDEN = Path(__file__).parent / "golden" / "layouts.json"
 TOLERANCE = 1e-5  # relative
-TRAINED = 10  # of the golden steps; test_moves goes on with most of these layouts to step 80
+TRAINED = 5  # of the golden steps; test_moves goes on with most of these layouts to step 80
 pytestmark = pytest.mark.timeout(600)  # the first test's includes all the training
 
 Found = tuple[str, list[dict[str, float]]]

@@ -19,12 +19,8 @@ from tests.multiproc.harness import CORPUS, PATIENT, Gate, Run, make_job, run_jo
 
 WORLD, STEPS = 4, 14
 CHAIN_DEADLINE_S = 160.0  # of a node lost at every point, one after the other
-POINTS = (
-    "data",
+POINTS = (  # at the others a worker is lost in test_faults, and copies are where they are at these
     "forward",
-    "backward",
-    "reduce",
-    "before_optimizer",
     "inside_optimizer",
     "after_optimizer",
     "snapshot_copy",
@@ -32,7 +28,6 @@ POINTS = (
     "checkpoint_shard",
     "before_manifest",
     "forming",  # a survivor, while a replacement joins
-    "connecting",
     "resharding",
 )
 Watch = Callable[[Controller], None]
@@ -146,7 +141,7 @@ def node_after_node(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ]
     job = gate.job(
         "fsdp",
-        steps=70,
+        steps=50,
         batch={"global_batch_size": 4},
         checkpoint={"every_steps": 3},
         elastic=PATIENT,

@@ -1,4 +1,4 @@
-"""One four-node cluster per module."""
+"""One four-node cluster for all that have none of their own."""
 
 from __future__ import annotations
 
@@ -23,12 +23,23 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process is a driver of one cluster at a time: those with their own come first."""
+    items.sort(key=lambda item: "four_nodes" in getattr(item, "fixturenames", ()))
+
+
+@pytest.fixture(scope="session")
+def four_nodes() -> Iterator[LocalCluster]:
     with LocalCluster(NODES) as cluster:
         cluster.connect()
         yield cluster
     wait_for(lambda: not left_of_ray(), 30, "no process of Ray's is left")
+
+
+@pytest.fixture(scope="module")
+def cluster(four_nodes: LocalCluster) -> LocalCluster:
+    """Modules may have another one in its place."""
+    return four_nodes
 
 
 def left_of_ray() -> list[psutil.Process]:

@@ -53,8 +53,9 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def undisturbed(values: dict[str, Any], steps: int, folder: Path) -> list[float]:
-    """Losses of the same job with nobody killed: on plain processes."""
-    run_local(parse_job(values | {"steps": steps}), str(folder))
+    """Losses of the same job with nobody killed: on plain processes, at full speed."""
+    data = values["data"] | {"kwargs": {"pause_s": 0.0}}
+    run_local(parse_job(values | {"steps": steps, "data": data}), str(folder))
     return [line["loss"] for line in read_lines(folder / "steps.jsonl")]
 
 

@@ -35,13 +35,6 @@ from elastic_ft.hosts.ray.trainer import ElasticTrainer
 pytestmark = pytest.mark.timeout(120)
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(1) as cluster:
-        cluster.connect()
-        yield cluster
-
-
 class InCharge:
     """A process with a controller's name."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import threading
 import time
@@ -14,26 +16,23 @@ from ray.train import Result
 
 from elastic_ft.core.invariants import Expected, check_run
 from elastic_ft.hosts.ray.trainer import ElasticTrainer
-from elastic_ft.observe.run_reader import read_lines
+from elastic_ft.observe.run_reader import Tail
 
 NODES = 4
 START_S = 180.0  # cold workers on two shared cores
 SOON_S = 120.0
+PAUSE_S = 0.1  # for each micro-batch, of which a worker has one to four in a step
 Line = dict[str, Any]
 
 
 def job(name: str, **sections: Any) -> dict[str, Any]:
-    """A tiny job that goes on until it is stopped."""
+    """A tiny job that goes on until it is stopped. Its steps wait for their data, so that whoever
+    starts meanwhile has the processors."""
     return {
         "name": name,
         "steps": 100_000,
         "model": {"preset": "decoder-1m"},
-        "data": {
-            "url": "stdlib:",
-            "max_tokens": 200_000,
-            "sequence_length": 32,
-            "cache_dir": "/tmp/elastic_ft_test_data",
-        },
+        "data": {"path": "chaos.jobs:paced", "kwargs": {"pause_s": PAUSE_S}},
         "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "snapshot": {"every_steps": 1},
         "elastic": {"min_workers": 1, "max_workers": NODES, "gather_s": 60},
@@ -42,14 +41,39 @@ def job(name: str, **sections: Any) -> dict[str, Any]:
     }
 
 
+class Growing:
+    """The lines of a file, of which each look reads what is new, unless the file was replaced."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path, self._inode = folder / name, 0
+        self._tail, self._lines = Tail(str(folder), name), list[Line]()
+
+    def lines(self) -> list[Line]:
+        while True:
+            if (inode := self._inode_now()) != self._inode:
+                self._tail, self._lines = Tail(str(self._path.parent), self._path.name), []
+                self._inode = inode
+            self._lines += self._tail.read()
+            if self._inode_now() == inode:  # else, which of the two was read?
+                return list(self._lines)
+
+    def _inode_now(self) -> int:
+        with contextlib.suppress(FileNotFoundError):
+            return self._path.stat().st_ino
+        return 0
+
+
 class Seen:
     """A job as its run folder tells of it."""
 
     folder: Path
 
+    @functools.cached_property
+    def _files(self) -> dict[str, Growing]:
+        return {}
+
     def lines(self, name: str) -> list[Line]:
-        path = self.folder / name
-        return read_lines(path) if path.exists() else []
+        return self._files.setdefault(name, Growing(self.folder, name)).lines()
 
     def events(self, event: str) -> list[Line]:
         return [line for line in self.lines("events.jsonl") if line["event"] == event]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic_ft.hosts.local import children, guard
+from elastic_ft.hosts.local import children, forked_call, guard
 from elastic_ft.hosts.local.orders import (
     TO_LAUNCHER,
     TO_WARM,
@@ -93,13 +93,14 @@ def main(fd: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     while True:
         try:
-            order, listener = line.receive_with_handle()
+            order, handle = line.receive_with_handle()
         except EOFError:  # who has started it is gone
             os._exit(0)
         if os.fork() == 0:
             line.close()
-            serve(order, socket.socket(fileno=listener))
-        os.close(listener)
+            forked_call.answer(order, handle)
+            serve(order, socket.socket(fileno=handle))
+        os.close(handle)
 
 
 def serve(order: Order, listener: socket.socket) -> NoReturn:

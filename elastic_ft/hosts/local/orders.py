@@ -96,6 +96,22 @@ class Order:
     in_charge: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ForkedCall:
+    """For a process that is forked for it; the file into which it pickles its answer comes along.
+
+    Attributes:
+        function: "module:name", to be called with ``job``.
+        folder, path, environment: as they are where the answer is wanted.
+    """
+
+    function: str
+    job: Job
+    folder: str
+    path: tuple[str, ...]
+    environment: dict[str, str]
+
+
 # ------------------------------------------------------------------------ to the launcher
 
 
@@ -194,7 +210,7 @@ class LauncherLives:
     """To any controller, also one that has a successor: it must not take this launcher for hung."""
 
 
-TO_WARM = Messages(Order)
+TO_WARM = Messages(Order, ForkedCall)
 TO_LAUNCHER = Messages(
     Attend,
     StartProcess,

@@ -15,12 +15,13 @@ import sys
 import threading
 
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
-from elastic_ft.hosts.local.orders import TO_WARM, Order, Packets
+from elastic_ft.hosts.local.orders import TO_WARM, ForkedCall, Order, Packets
 
 ENVIRONMENT = WORKER_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
 PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[2]); "
-PROGRAM += "import elastic_ft.worker.birth; "  # it tells when this began
-PROGRAM += "from elastic_ft.hosts.local.launcher import main; main(int(sys.argv[1]))"
+PROGRAM += "from elastic_ft.worker import birth, forked\n"  # first: it tells when this began
+PROGRAM += "with forked.imported_for_all(): from elastic_ft.hosts.local.launcher import main\n"
+PROGRAM += "main(int(sys.argv[1]))"
 
 
 class WarmProcess:
@@ -53,8 +54,8 @@ class WarmProcess:
     def lives(self) -> bool:
         return self._process.poll() is None
 
-    def fork(self, order: Order, listener: socket.socket) -> bool:
-        return self._line.send(order, listener.fileno())
+    def fork(self, order: Order | ForkedCall, handle: int) -> bool:
+        return self._line.send(order, handle)
 
     def kill(self) -> None:
         """At once, whatever it imports."""
@@ -89,10 +90,16 @@ def fork_launcher(order: Order, listener: socket.socket) -> None:
     """As soon as the warm process has imported. Raises OSError if none can be started."""
     start_warm()
     with _starting:
-        if _warm is not None and _warm.fork(order, listener):
+        if _warm is not None and _warm.fork(order, listener.fileno()):
             return
     stop_warm()  # it was killed just now
     start_warm()
     with _starting:
-        if _warm is None or not _warm.fork(order, listener):
+        if _warm is None or not _warm.fork(order, listener.fileno()):
             raise OSError("no process can be started from which workers fork")
+
+
+def ask_warm(call: ForkedCall, handle: int) -> bool:
+    """Whether there is a warm process, and it takes ``call`` on; ``handle`` is for the answer."""
+    with _starting:
+        return _warm is not None and _warm.lives and _warm.fork(call, handle)

@@ -26,7 +26,7 @@ from typing import Any
 
 from elastic_ft.hosts.ray.fork_client import GO
 from elastic_ft.transport.title import set_title
-from elastic_ft.worker.forked import draw_apart
+from elastic_ft.worker.forked import draw_apart, imported_for_all
 
 REQUEST_MAX = 8 << 20
 NODE_MAX, NODE_SHOWN = 256, 8  # of a node's id
@@ -63,7 +63,7 @@ def load() -> None:
     """What is imported here is not imported by each of them. Raises RuntimeError."""
     from elastic_ft.hosts.ray.ray_ids import draws_apart, undrawn  # not before: see ``RAYLET``
 
-    with undrawn():
+    with imported_for_all(), undrawn():
         for module in MODULES:
             importlib.import_module(module)
     if not draws_apart():
@@ -92,8 +92,9 @@ def main(fd: int, loaded: int | None = None) -> None:
 def _serve_nodes(told: socket.socket) -> Request | None:
     """A node at a time: its id comes, and its raylet's pid, with a socket that listens. The pid of
     its template is answered, which imports Ray."""
-    for module in BEFORE_RAY:
-        importlib.import_module(module)
+    with imported_for_all():
+        for module in BEFORE_RAY:
+            importlib.import_module(module)
     while True:
         ready, _, _ = select.select([told, sys.stdin], [], [])
         if sys.stdin in ready:
