@@ -25,7 +25,7 @@ from elastic_ft.engines.left_behind import stays_inside
 from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_all_for
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running, check_alike
-from elastic_ft.engines.own_buffers import Buffers
+from elastic_ft.engines.own_buffers import Buffers, put_into
 from elastic_ft.engines.own_forward import Routed
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.own_state import OwnState
@@ -94,10 +94,10 @@ class OwnStep(ABC):
                 self._buffers.begin()
                 self._disarm()
             running.current, running.begun = micro_batch, index + 1
-            kept = {} if micro_batch.weight else {b: b.clone() for _, b in self._persistent()}
+            kept = {} if micro_batch.weight else {n: b.clone() for n, b in self._persistent()}
             yield micro_batch
-            for buffer, before in kept.items():  # padding is no sample: running statistics, say
-                buffer.copy_(before)
+            if kept:  # padding is no sample: running statistics, say
+                put_into(self._persistent(), kept)
 
     def _accumulate(self, last: bool) -> None:
         """What can wait for a step's last micro-batch is not sent before."""
@@ -310,4 +310,5 @@ class OwnStep(ABC):
             raise ConfigError(
                 "@ctx.step: the function returned without optimizer.step(): nothing was agreed on"
             )
+        self._buffers.end()
         self.running, self.intact = None, True
