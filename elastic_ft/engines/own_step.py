@@ -35,6 +35,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.models.named import NamedSums, checked
 
 OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other numbers
+BEFORE_ALL, BEHIND_ALL = -1, -2  # in a micro-batch's place: what is drawn there all ranks draw
 
 
 class OwnStep(ABC):
@@ -74,6 +75,7 @@ class OwnStep(ABC):
     def attempt(self, running: Running) -> None:
         """From now on, what the user's function tells is of this attempt at a step."""
         self.running = running
+        self._seed(running, BEFORE_ALL)
         self.named.begin()
         self._watch_first_gradients(running.reach)
 
@@ -85,8 +87,7 @@ class OwnStep(ABC):
             if running is not self.running:
                 raise ConfigError("a batch is of the step that it was given to, and of no other")
             last = index == len(running.micro_batches) - 1
-            if self.seed is not None:
-                seed_all_for(self.seed, running.number, micro_batch.number + other)
+            self._seed(running, micro_batch.number + other)
             running.reach("forward", None if index == 0 else running.number)
             self._accumulate(last)
             if index == 0:
@@ -98,6 +99,10 @@ class OwnStep(ABC):
             yield micro_batch
             if kept:  # padding is no sample: running statistics, say
                 put_into(self._persistent(), kept)
+
+    def _seed(self, running: Running, place: int) -> None:
+        if self.seed is not None:
+            seed_all_for(self.seed, running.number, place)
 
     def _accumulate(self, last: bool) -> None:
         """What can wait for a step's last micro-batch is not sent before."""
@@ -239,6 +244,7 @@ class OwnStep(ABC):
         running.norm = math.sqrt(squares) * running.ratio
         running.agreed, running.scaled = True, False
         running.loss, running.terms, running.told = 0.0, TermCounts(), 0
+        running.meant = (0, 0)
 
     def _square_norm(self, running: Running) -> float:
         assert self._groups is not None and self._laid_out is not None
@@ -311,4 +317,5 @@ class OwnStep(ABC):
                 "@ctx.step: the function returned without optimizer.step(): nothing was agreed on"
             )
         self._buffers.end()
+        self._seed(running, BEHIND_ALL)
         self.running, self.intact = None, True
