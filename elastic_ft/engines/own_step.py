@@ -213,6 +213,11 @@ class OwnStep(ABC):
         self._scale(running, max_norm)
         return running.norm
 
+    def check_groups(self) -> None:
+        """Raises GroupBroken if what they have computed may be wrong."""
+        assert self._groups is not None
+        self._groups.check()
+
     def _agree(self, running: Running) -> None:
         """On the sums of all that ``backward`` was told since the last agreement (I4)."""
         if running.agreed and not running.told:
