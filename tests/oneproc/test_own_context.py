@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from elastic_ft.config import parse_job
 from elastic_ft.errors import GroupBroken
 from elastic_ft.training.context import Context
+from elastic_ft.training.each import ZeroGrad
 from elastic_ft.worker.steering import Dealt, Ended, Steering
 from tests.oneproc.test_own_engine import Own
 
@@ -97,3 +99,16 @@ def test_a_norm_of_groups_that_were_aborted_is_refused(monkeypatch: pytest.Monke
             own.backward(micro_batch)
         with pytest.raises(GroupBroken, match="a worker was lost"):
             ctx.clip_grad_norm_(own.model.parameters(), 1.0)
+
+
+def test_a_prepared_model_is_pickled_as_itself() -> None:
+    """As by torch.save(model), in the step's function and outside it."""
+    own = Own("ddp")
+    own.model.zero_grad = ZeroGrad(own.model, lambda: True)  # type: ignore[method-assign]
+    with own.generation():
+        own.step(1)
+        again = pickle.loads(pickle.dumps(own.model))
+        assert torch.equal(again(torch.arange(6)), own.model(torch.arange(6)))
+        again(torch.arange(6)).sum().backward()
+        again.zero_grad()
+        assert all(parameter.grad is None for parameter in again.parameters())
