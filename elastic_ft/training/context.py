@@ -133,7 +133,9 @@ class Context(Between):
             check_options(given.loader, self.job.batch.micro_batch_size)
             loader = self.loader(given.loader.dataset, given.loader.collate_fn)
         else:
-            loader = given.loader or Loader(self, drawn_bundle())
+            loader = given.loader
+            if loader is None:  # one of a stream has no length, by which to be true
+                loader = Loader(self, drawn_bundle())
         engine = OwnEngine(self.job, given.models, given.optimizers, self.device)
         engine.by_reference = by_reference
         engine.seed = self.job.seed if seed == "job's" else seed
