@@ -32,6 +32,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.state.residuals import PARTS, residual_of
 
 Tensors = dict[str, Tensor]  # by parameter
+PIECE = 16 << 20  # numbers that are shared at a time: 64 MB in float32
 
 
 @dataclass(slots=True)
@@ -84,15 +85,17 @@ class ReplicaComm:
             local_part(residual).zero_()
         self._parts.fill_(1)
 
-    def share(self, check: Callable[[], None]) -> None:
+    def share(self, check: Callable[[], None], progress: Callable[[], None]) -> None:
         """Between two steps: from now on all replicas have the sum. ``check`` raises if the
-        collective was aborted: then nothing has changed here."""
+        collective was aborted: then nothing has changed here. ``progress``: told of each piece."""
         if self._replicas == 1 or int(self._parts) == 1:
             return
         kept = [local_part(residual) for residual in self._residuals.values()]
         flat = torch.cat([residual.flatten() for residual in kept])
-        dist.all_reduce(flat, group=self._group)
-        check()
+        for piece in flat.split(PIECE):
+            dist.all_reduce(piece, group=self._group)
+            check()
+            progress()
         for residual, total in zip(kept, flat.split([r.numel() for r in kept]), strict=True):
             residual.copy_(total.view(residual.shape))
         self._parts.fill_(1)

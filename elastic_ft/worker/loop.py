@@ -373,7 +373,7 @@ class Loop:
     def _share_residuals(self) -> None:
         """All members call it: before they change, and before one of them is written for all."""
         if self.job.comm.compress_replicas is not None:
-            cast(Engine, self.engine).share_residuals()
+            cast(Engine, self.engine).share_residuals(self.progress)
 
     def _note_cadence(self) -> None:
         every, cost_s, step_s = self.cadence.every, self.cadence.cost_s, self.cadence.step_s

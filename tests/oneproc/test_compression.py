@@ -11,13 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_ft.config import CommConfig
 from elastic_ft.core.assignment import Tier
 from elastic_ft.core.sharding import Box
+from elastic_ft.engines import replica_comm
 from elastic_ft.engines.int8 import BLOCK, pack, unpack
-from elastic_ft.errors import CheckpointMismatch
+from elastic_ft.engines.replica_comm import ReplicaComm
+from elastic_ft.errors import CheckpointMismatch, GroupBroken
 from elastic_ft.state import residuals
 from elastic_ft.state.residuals import PARTS, residual_of, settle, summed
 from elastic_ft.state.tensors import LocalState, StateTensor
+from elastic_ft.worker.loop import Loop
 from elastic_ft.worker.restore import read_boxes
 from tests.oneproc.alone import attached, job_of, run_step
 from tests.oneproc.test_transfer import DEADLINE_S, Network, Participant
@@ -231,3 +235,71 @@ def stored(state: LocalState) -> Any:
 
     specs = {key: SimpleNamespace(dtype=t.dtype, shape=t.shape) for key, t in state.items()}
     return SimpleNamespace(url="a", manifest=SimpleNamespace(tensors=specs), read=read)
+
+
+# ----------------------------------------------------------------------- to all replicas
+
+
+def test_replicas_share_in_pieces_each_of_which_is_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one silent exchange it was judged a hang on slow links, again at every checkpoint."""
+    monkeypatch.setattr(replica_comm, "PIECE", 4)
+    with attached(line_job(), Line) as engine:
+        state, told = engine.state(), list[str]()
+        engine._model.replicas._replicas = 2  # of whom this rank is the only one that is there
+        state[OWED].local.fill_(0.25)
+        state[PARTS].local.fill_(2)
+
+        def broken_off() -> None:
+            told.append("")
+            if len(told) == 2:
+                raise GroupBroken("aborted")
+
+        with pytest.raises(GroupBroken):
+            engine.share_residuals(broken_off)
+        assert int(state[PARTS].local) == 2
+        told.clear()
+        engine.share_residuals(lambda: told.append(""))
+        assert len(told) == 2
+        assert int(state[PARTS].local) == 1
+        assert (state[OWED].local == 0.25).all()
+        engine.share_residuals(lambda: told.append(""))
+        assert len(told) == 2
+
+
+def test_before_a_pause_the_snapshot_is_of_the_sum() -> None:
+    """On a GPU it is what a leaver's live state is taken for once that has left the device."""
+    done: list[str] = []
+    loop: Any = object.__new__(Loop)
+    loop.job, loop.cadence = job_of(comm={"compress_replicas": "int8"}), SimpleNamespace(next=0)
+    loop.holds, loop.stopping, loop._checkpointing = True, False, False
+    loop.engine = SimpleNamespace(share_residuals=lambda progress: done.append("share"))
+    loop._snapshot = lambda hold, upload: done.append("snapshot")
+    for loop.pausing in (False, True):
+        assert not loop._keep(3)
+    assert done == ["snapshot", "share", "snapshot"]
+
+
+def powersgd_of(*shapes: tuple[int, ...], rank: int) -> ReplicaComm:
+    """Of two replicas, of whom this one is the only one that is there."""
+    made = {str(n): nn.Parameter(torch.zeros(shape)) for n, shape in enumerate(shapes)}
+    comm = ReplicaComm(CommConfig(compress_replicas="powersgd", powersgd_rank=rank), made)
+    comm._replicas = 2
+    for parameter in made.values():
+        parameter.grad = torch.ones_like(parameter)
+    return comm
+
+
+@pytest.mark.parametrize(("shape", "rank"), [((64, 64), 64), ((4, 512), 4)])
+def test_where_no_matrix_is_worth_it_all_are_sent_as_they_are(
+    shape: tuple[int, ...], rank: int
+) -> None:
+    with attached(line_job(), Line):
+        comm = powersgd_of(shape, rank=rank)
+        comm.reduce()
+        comm.commit()
+    (parameter,), (residual,) = comm._parameters.values(), comm._residuals.values()
+    assert parameter.grad is not None
+    assert (parameter.grad == 0.5).all()
+    assert not residual.any()
