@@ -165,13 +165,15 @@ class ReplicaComm:
         dist.all_reduce(first, group=self._group)
         found = _by_name(first, rest | bases)
         finite = bool(torch.isfinite(first).all())  # the same on all replicas
+        left = {name: torch.zeros_like(rest[name]) for name in rest if name in self._residuals}
+        if not matrices:
+            return Summed(found, left)
         bases = {name: _orthogonal(found[name]) if finite else found[name] for name in bases}
         own = {name: matrix.T @ bases[name] for name, matrix in matrices.items()}
         second = _flat(own)
         dist.all_reduce(second, group=self._group)
         factors = _by_name(second, own)
         totals = {name: found[name] for name in rest}
-        left = {name: torch.zeros_like(rest[name]) for name in rest if name in self._residuals}
         for name, matrix in matrices.items():
             totals[name] = (bases[name] @ factors[name].T).view(owed[name].shape)
             left[name] = (matrix - bases[name] @ own[name].T).view(owed[name].shape)
