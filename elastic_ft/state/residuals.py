@@ -7,7 +7,7 @@ sum theirs, so that any of them will do. What replicas had that are gone is lost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elastic_ft.core.assignment import Tier
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
+from elastic_ft.keeper.buffer import Schema
 from elastic_ft.state.tensors import LocalState
 
 PREFIX = "comm."
@@ -32,6 +33,15 @@ def residual_of(parameter: str) -> str:
 def is_optional(name: str) -> bool:
     """Whether a checkpoint may lack the tensor, or have it for nothing."""
     return name.startswith(PREFIX)
+
+
+def unsaid(needed: Iterable[str], stored: Iterable[Schema]) -> frozenset[str]:
+    """Those of ``needed`` that a checkpoint may lack and one of ``stored`` does: of its step,
+    nobody owes anything there."""
+    said = [{slot.name for slot in schema} for schema in stored]
+    return frozenset(
+        name for name in needed if is_optional(name) and any(name not in names for names in said)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from elastic_ft.config import CommConfig
 from elastic_ft.core.assignment import Tier
-from elastic_ft.core.sharding import Box
+from elastic_ft.core.sharding import Box, Piece, place
 from elastic_ft.engines import replica_comm
 from elastic_ft.engines.int8 import BLOCK, pack, unpack
 from elastic_ft.engines.replica_comm import ReplicaComm
 from elastic_ft.errors import CheckpointMismatch, GroupBroken
+from elastic_ft.keeper.buffer import DIGEST_BYTES, Slot, seal
 from elastic_ft.state import residuals
+from elastic_ft.state.placed import Placed
 from elastic_ft.state.residuals import PARTS, residual_of, settle, summed
 from elastic_ft.state.tensors import LocalState, StateTensor
+from elastic_ft.state.transfer import move
 from elastic_ft.worker.loop import Loop
 from elastic_ft.worker.restore import read_boxes
 from tests.oneproc.alone import attached, job_of, run_step
@@ -223,6 +229,68 @@ def test_a_checkpoint_may_lack_residuals_and_have_them_for_nothing() -> None:
         read_boxes(stored(state), plain, plain, frozenset())
         with pytest.raises(CheckpointMismatch, match=r"model\.line\.weight is absent"):
             read_boxes(stored({OWED: state[OWED]}), plain, plain, frozenset())
+
+
+class Stored:
+    """A checkpoint of the model alone, as one more holder."""
+
+    is_far, holder = True, "a"
+
+    def __init__(self) -> None:
+        self.schema = (Slot("model.w", "float32", SHAPE, Box.whole(SHAPE), 0, 0),)
+
+    def read(self, parts: Iterable[tuple[str, Box]]) -> bytes:
+        held = torch.full(SHAPE, 3.0)
+        said = b"".join(
+            held[box.slices_within(Box.whole(SHAPE))].numpy().tobytes() for _, box in parts
+        )
+        buffer = np.frombuffer(said + bytes(DIGEST_BYTES), np.uint8).copy()
+        seal(buffer)
+        return buffer.tobytes()
+
+
+class Meeting(Participant):
+    """Two of them: all that one tells, the other hears."""
+
+    barrier, told = threading.Barrier(2), dict[tuple[str, int], bytes]()
+
+    def exchange(self, name: str, value: bytes, timeout_s: float) -> list[bytes]:
+        self.told[name, self.participant] = value
+        self.barrier.wait(DEADLINE_S)
+        return [self.told[name, number] for number in range(2)]
+
+
+def half(number: int, value: float) -> LocalState:
+    box = Box((4 * number, 0), (4 - number, 5))
+    state = {
+        name: StateTensor(SHAPE, box, torch.full(box.sizes, value))
+        for name in ("model.w", residual_of("w"))
+    }
+    return state | {PARTS: StateTensor((), Box((), ()), torch.ones((), dtype=torch.int64))}
+
+
+def test_what_a_checkpoint_does_not_say_is_owed_is_nothing_for_all() -> None:
+    """Just resumed from it by a job that compresses, half of whose members are lost at once."""
+    offer, needs = half(0, 0.0), [half(0, 5.0), half(1, 5.0)]
+    pieces = [
+        [Piece(str(number), name, tensor.box) for number, state in said for name, tensor in state]
+        for said in ([(0, offer.items())], [(n, state.items()) for n, state in enumerate(needs)])
+    ]
+    sizes = {"model.w": 4, residual_of("w"): 4, PARTS: 8}
+    placed = Placed(place(pieces[0]), place(pieces[1]), sizes, {})
+    network = Network()
+
+    def one(number: int) -> int:
+        offers = [] if number else [offer]
+        return move(Meeting(network, number), placed, offers, needs[number], [Stored()])  # type: ignore
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(one, range(2)))
+    for state, value in zip(needs, (0.0, 3.0), strict=True):
+        assert (state["model.w"].local == value).all()
+        assert not state[residual_of("w")].local.any()
+        assert settle(state) == ""
+        assert int(state[PARTS].local) == 1
 
 
 def stored(state: LocalState) -> Any:
