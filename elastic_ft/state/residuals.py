@@ -7,7 +7,7 @@ sum theirs, so that any of them will do. What replicas had that are gone is lost
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,9 +46,15 @@ def unsaid(needed: Iterable[str], stored: Iterable[Schema]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Has:
-    """Of one participant: the shards of which it has its own residual, and in how many parts."""
+    """Of one participant: of which shards it has a residual, and in how many parts.
+
+    Attributes:
+        parts: its own.
+        copies: of a peer's.
+    """
 
     parts: tuple[tuple[str, int], ...]
+    copies: tuple[tuple[str, int], ...]
 
 
 def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalState], str]:
@@ -58,23 +64,27 @@ def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalStat
     the state of before is as it was. Raises GroupBroken.
     """
     tiers = sorted(groups.assignment.has.items())
-    own = {
-        shard: number
-        for number, (shard, tier) in enumerate(tiers)
-        if tier in OWN and PARTS in offers[number]
-    }
-    told = _Has(tuple((shard, int(offers[at][PARTS].local)) for shard, at in own.items()))
+    known = [(shard, tier, at) for at, (shard, tier) in enumerate(tiers) if PARTS in offers[at]]
+    own = {shard: at for shard, tier, at in known if tier in OWN}
+    copies = {shard: at for shard, _, at in known if shard not in own}
     holders: dict[str, list[tuple[int, int]]] = {}
+    only: dict[str, int] = {}
+    told = _Has(_parts(own, offers), _parts(copies, offers))
     for who, has in enumerate(groups.exchange_values("residuals", told, OTHERS_TIMEOUT_S)):
         for shard, parts in has.parts:
             holders.setdefault(shard, []).append((who, parts))
+        for shard, parts in has.copies:
+            only[shard] = max(parts, only.get(shard, 1))
     found, lost = list(offers), []
     for shard, having in sorted(holders.items()):
         parts = min(parts for _, parts in having)
         if parts > len(having):
             lost.append(f"{parts - len(having)} of {parts} parts for {shard}")
-        if shard in own:
+        if shard in own and any(number != 1 for _, number in having):
             found[own[shard]] = _with_sum(groups, offers[own[shard]], having)
+    for shard, parts in sorted(only.items()):
+        if shard not in holders and parts > 1:
+            lost.append(f"{parts - 1} of {parts} parts for {shard}")
     for number, (shard, _) in enumerate(tiers):
         if shard in holders and shard not in own:  # a peer's copy: its owner's part, or nobody's
             found[number] = {k: t for k, t in offers[number].items() if not is_optional(k)}
@@ -82,11 +92,15 @@ def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalStat
 
 
 def settle(state: LocalState) -> str:
-    """Once ``state`` is filled. Returns what was lost, in words: of what no living rank had of its
-    own, a copy of one replica's part may have been all that there was."""
+    """Once ``state`` is filled, always. Returns what was lost, in words: of what no living rank
+    had, what one replica left with a keeper may have been all that there was."""
     parts = int(state[PARTS].local)
     state[PARTS].local.fill_(1)
     return f"{parts - 1} of {parts} parts" if parts > 1 else ""
+
+
+def _parts(at: Mapping[str, int], offers: Sequence[LocalState]) -> tuple[tuple[str, int], ...]:
+    return tuple((shard, int(offers[number][PARTS].local)) for shard, number in at.items())
 
 
 def _with_sum(groups: Groups, offer: LocalState, having: Sequence[tuple[int, int]]) -> LocalState:

@@ -113,7 +113,8 @@ def restore(
         left = left_shards(groups, key, silent_s)
         received = move(groups, placed, offers, needs, left)
     if groups.rank is not None:
-        lost = lost or (settle(needs) if residuals else "")
+        left_over = settle(needs) if residuals else ""
+        lost = lost or left_over
         engine.restored()
         engine.intact = True
     groups.barrier("restored", OTHERS_TIMEOUT_S)

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,6 +166,33 @@ def test_shards_are_summed_each_by_itself_and_a_copy_is_no_other_part() -> None:
     assert torch.equal(values(found[2][0][0]), values(states[2]))
     assert found[1][0][1].keys() == {"model.w"}
     assert {lost for _, lost in found} == {f"1 of 2 parts for {B}"}
+
+
+def test_what_went_with_all_holders_of_a_shard_is_said_beside_what_others_have() -> None:
+    """Of hsdp 2x2 both that had the second shard: a peer's copy is of one of their two parts."""
+    states, copy = [state_of(seed, 2) for seed in range(2)], state_of(2, 2)
+    held = {A: (Tier.LIVE, states[0])}, {A: (Tier.LIVE, states[1]), B: (Tier.PEER, copy)}
+    for found, lost in sum_of(*held):
+        assert int(found[0][PARTS].local) == 1
+        assert lost == f"1 of 2 parts for {B}"
+
+
+def test_what_all_have_the_sum_of_is_not_copied() -> None:
+    states = [state_of(seed, 1) for seed in range(2)]
+    found = sum_of(*({A: (Tier.LIVE, state)} for state in states))
+    for ((offer,), lost), state in zip(found, states, strict=True):
+        assert offer is state
+        assert lost == ""
+
+
+def test_a_sum_has_the_dtypes_of_its_parts() -> None:
+    """float64 beside float32: a transfer counts bytes."""
+    states = [state_of(seed, 2) for seed in range(2)]
+    for state in states:
+        wide = state[residual_of("b")]
+        state[residual_of("b")] = replace(wide, local=wide.local.double())  # type: ignore[index]
+    for (offer,), _ in sum_of(*({A: (Tier.LIVE, state)} for state in states)):
+        assert [offer[key].dtype for key in states[0]] == [t.dtype for t in states[0].values()]
 
 
 def test_a_copy_that_is_all_there_is_counts_once() -> None:
