@@ -119,7 +119,7 @@ def _with_sum(groups: Groups, offer: LocalState, having: Sequence[tuple[int, int
     flat = torch.cat(total)
     parts = flat.split([offer[key].local.numel() for key in keys])
     changed = {
-        key: replace(offer[key], local=part.view(offer[key].local.shape))
+        key: replace(offer[key], local=part.view_as(offer[key].local).to(offer[key].local.dtype))
         for key, part in zip(keys, parts, strict=True)
     }
     one = replace(offer[PARTS], local=torch.ones_like(offer[PARTS].local))
