@@ -8,7 +8,8 @@ never be agreed on.
 ``comm.parts`` says what a residual is: one of so many parts, a replica's own, or, where it is 1,
 the sum, which all replicas have: after ``share``, and as a generation begins.
 
-Nothing overlaps with the backward: it is one exchange after it, of all parameters together.
+Nothing overlaps with the backward: parameters are exchanged after it, as many at a time as their
+memory allows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.state.residuals import PARTS, residual_of
 
 Tensors = dict[str, Tensor]  # by parameter
+TOGETHER = 32 << 20  # numbers that are exchanged at a time, or one parameter: it takes memory
 PIECE = 16 << 20  # numbers that are shared at a time: 64 MB in float32
 
 
@@ -113,19 +115,25 @@ class ReplicaComm:
             n: local_part(p.grad) for n, p in self._parameters.items() if p.grad is not None
         }
         share = 1.0 / self._replicas if int(self._parts) == 1 else 1.0
+        self._pending, self._pending_factors = {}, {}
+        for some in _together(gradients):
+            self._reduce(some, share)
+
+    def _reduce(self, gradients: Tensors, share: float) -> None:
+        """``share``: of a residual, this replica's."""
         owed = {}
         for name, gradient in gradients.items():
             owed[name] = gradient / self._replicas
             if name in self._residuals:
                 owed[name].add_(local_part(self._residuals[name]), alpha=share)
         if self._replicas == 1:  # all of it is said
-            self._pending = {n: torch.zeros_like(owed[n]) for n in self._residuals}
-            totals = owed
+            zeros = {n: torch.zeros_like(owed[n]) for n in owed if n in self._residuals}
+            summed = Summed(owed, zeros)
         else:
             summed = self._int8(owed) if self._method == "int8" else self._powersgd(owed)
-            totals, self._pending = summed.totals, summed.residuals
+        self._pending |= summed.residuals
         for name, gradient in gradients.items():
-            gradient.copy_(totals[name])
+            gradient.copy_(summed.totals[name])
 
     def commit(self) -> None:
         """With the optimizer's step."""
@@ -177,7 +185,7 @@ class ReplicaComm:
         for name, matrix in matrices.items():
             totals[name] = (bases[name] @ factors[name].T).view(owed[name].shape)
             left[name] = (matrix - bases[name] @ own[name].T).view(owed[name].shape)
-        self._pending_factors = factors
+        self._pending_factors |= factors
         return Summed(totals, left)
 
     def _is_worth_it(self, part: Tensor) -> bool:
@@ -200,6 +208,20 @@ def _left_alone(_, bucket):  # type: ignore[no-untyped-def]  # torch checks anno
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def _together(tensors: Tensors) -> Iterator[Tensors]:
+    """What is exchanged at a time, equal on all replicas."""
+    some: Tensors = {}
+    numbers = 0
+    for name, tensor in tensors.items():
+        if some and numbers + tensor.numel() > TOGETHER:
+            yield some
+            some, numbers = {}, 0
+        some[name] = tensor
+        numbers += tensor.numel()
+    if some:
+        yield some
 
 
 def _flat(tensors: Tensors) -> Tensor:

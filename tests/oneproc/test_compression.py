@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from elastic_ft.config import CommConfig
@@ -399,3 +400,26 @@ def test_where_no_matrix_is_worth_it_all_are_sent_as_they_are(
     assert parameter.grad is not None
     assert (parameter.grad == 0.5).all()
     assert not residual.any()
+
+
+def test_gradients_are_exchanged_some_parameters_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once took several times the gradients' memory."""
+    sizes: list[int] = []
+    summing = dist.all_reduce
+    monkeypatch.setattr(replica_comm, "TOGETHER", 1000)
+    with attached(line_job(), Line):
+        comm = powersgd_of((20, 40), (5, 20), (20, 90), (3,), rank=2)
+
+        def counted(tensor: Tensor, **kwargs: Any) -> Any:
+            sizes.append(tensor.numel())
+            return summing(tensor, **kwargs)
+
+        monkeypatch.setattr(dist, "all_reduce", counted)
+        comm.reduce()
+        comm.commit()
+    # P and then Q of each matrix: 900 numbers, 1800, and 3 that are sent as they are
+    assert sizes == [20 * 2 + 5 * 2, 40 * 2 + 20 * 2, 20 * 2, 90 * 2, 3]
+    assert comm._factors.keys() == {"0", "1", "2"}
+    for parameter in comm._parameters.values():
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, torch.full_like(parameter.grad, 0.5))
