@@ -91,12 +91,14 @@ def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalStat
     return found, ", ".join(lost)
 
 
-def settle(state: LocalState) -> str:
-    """Once ``state`` is filled, always. Returns what was lost, in words: of what no living rank
-    had, what one replica left with a keeper may have been all that there was."""
+def settle(state: LocalState, lost: str) -> str:
+    """Once ``state`` is filled. Returns what was lost, in words, if that is not known to be
+    ``lost``: of what no living rank had, what one replica left with a keeper may have been all."""
+    if PARTS not in state:
+        return lost
     parts = int(state[PARTS].local)
     state[PARTS].local.fill_(1)
-    return f"{parts - 1} of {parts} parts" if parts > 1 else ""
+    return lost or (f"{parts - 1} of {parts} parts" if parts > 1 else "")
 
 
 def _parts(at: Mapping[str, int], offers: Sequence[LocalState]) -> tuple[tuple[str, int], ...]:

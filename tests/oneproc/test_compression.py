@@ -197,10 +197,12 @@ def test_a_sum_has_the_dtypes_of_its_parts() -> None:
 
 
 def test_a_copy_that_is_all_there_is_counts_once() -> None:
-    state = state_of(0, 4)
-    assert settle(state) == "3 of 4 parts"
-    assert int(state[PARTS].local) == 1
-    assert settle(state) == ""
+    state, other = state_of(0, 4), state_of(0, 4)
+    assert settle(state, "") == "3 of 4 parts"
+    assert settle(other, "1 of 4 parts") == "1 of 4 parts"
+    assert int(state[PARTS].local) == int(other[PARTS].local) == 1
+    assert settle(state, "") == ""
+    assert settle({}, "") == ""
 
 
 # --------------------------------------------------------------------------- in a step
@@ -254,7 +256,7 @@ def test_a_checkpoint_may_lack_residuals_and_have_them_for_nothing() -> None:
         plain = {key: tensor for key, tensor in state.items() if not key.startswith("comm.")}
         read_boxes(stored(plain), state, state, frozenset())
         assert not state[OWED].local.any()
-        assert settle(state) == ""
+        assert settle(state, "") == ""
         read_boxes(stored(state), plain, plain, frozenset())
         with pytest.raises(CheckpointMismatch, match=r"model\.line\.weight is absent"):
             read_boxes(stored({OWED: state[OWED]}), plain, plain, frozenset())
@@ -318,7 +320,7 @@ def test_what_a_checkpoint_does_not_say_is_owed_is_nothing_for_all() -> None:
     for state, value in zip(needs, (0.0, 3.0), strict=True):
         assert (state["model.w"].local == value).all()
         assert not state[residual_of("w")].local.any()
-        assert settle(state) == ""
+        assert settle(state, "") == ""
         assert int(state[PARTS].local) == 1
 
 
