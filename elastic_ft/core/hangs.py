@@ -31,7 +31,9 @@ class Mark:
     points: int  # named points reached in all
     moved_at_s: float  # when any of these last changed
     heard_at_s: float  # when anything at all was heard
-    layers_left: int = -1  # that its GPU has still to compute in that step; -1: not known
+    layers_left: int = (
+        -1
+    )  # passes of layers, either way, that its GPU has yet to end; -1: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +203,11 @@ def find_behind(marks: Marks, now_s: float) -> dict[WorkerId, Hung]:
     most, least = max(left.values()), min(left.values())
     if least < 0 or most == least:
         return {}
-    why = f"its GPU has {most} layers' work left, another's {least}"
-    found = (worker for worker, layers in left.items() if layers == most)
-    return {worker: _still(marks[worker], now_s, why) for worker in sorted(found)}
+    why = f"its GPU has {most} passes of layers left, another's {least}"
+    slowest = sorted(worker for worker, layers in left.items() if layers == most)
+    if 2 * len(slowest) > len(left):  # one has come further by chance: it is not the others' fault
+        return {}
+    return {worker: _still(marks[worker], now_s, why) for worker in slowest}
 
 
 def _still(mark: Mark, now_s: float, why: str) -> Hung:

@@ -150,12 +150,16 @@ def to_device(data: Any, device: torch.device, copied: bool = False) -> Any:
         for key, value in data.items():
             made[key] = there(value)
         return made
+    move = getattr(data, "to", None)
+    if callable(move):
+        moved = move(device)  # a tuple, too: torch's PackedSequence keeps a part on the host
+        shares = copied and moved is data and isinstance(data, tuple)
+        return copy.deepcopy(moved) if shares else moved
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*map(there, data))
     if isinstance(data, (tuple, list)):
         return type(data)(map(there, data))
-    move = getattr(data, "to", None)
-    return move(device) if callable(move) else data
+    return data
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 BatchNorm's running statistics are averages over micro-batches, each weighed less the longer it is
 past. A rank sees a few of a step's micro-batches, one after the other; what all of them would have
 made of the statistics follows from that (see ``_Average``). Any other buffer that was changed is
-rank 0's, as with DDP.
+rank 0's, as with DDP. What forwards behind a step's last agreement make of statistics is undone:
+no rank tells the others of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,29 +45,28 @@ class _Average:
     var: torch.Tensor
     count: int
 
-    def seen(self) -> int:
-        return int(self.part.num_batches_tracked) - self.count
+    def gained(self, start: int, counts: list[int], rank: int) -> torch.Tensor:
+        """This rank's w_k c_k, float64 [2, features]; and rank 0's f_1 f_2 ... r0 with it.
 
-    def gained(self, counts: list[int], rank: int) -> torch.Tensor:
-        """This rank's w_k c_k, float64 [2, features]."""
-        own, after, before = counts[rank], sum(counts[rank + 1 :]), self._before
+        ``start``: rank 0's ``count``. Between steps ranks may have come apart.
+        """
+        own, after, total, before = counts[rank], sum(counts[rank + 1 :]), sum(counts), self._before
         now = torch.stack([self.part.running_mean, self.part.running_var]).double()
         if self.part.momentum is None:
-            total = max(1, self.count + sum(counts))
-            return (now * (self.count + own) - before * self.count) / total
+            samples = max(1, start + total)
+            gained, share = (now * (self.count + own) - before * self.count) / samples, start
+            return gained + before * (share / samples) if rank == 0 else gained
         kept = 1.0 - self.part.momentum
-        return (now - kept**own * before) * kept**after
+        gained = (now - kept**own * before) * kept**after
+        return gained + before * kept**total if rank == 0 else gained
 
-    def take(self, counts: list[int], gained: torch.Tensor) -> None:
-        total = sum(counts)
-        if self.part.momentum is None:
-            share = self.count / max(1, self.count + total)
-        else:
-            share = (1.0 - self.part.momentum) ** total
-        mean, var = share * self._before + gained
-        self.part.running_mean.copy_(mean)
-        self.part.running_var.copy_(var)
-        self.part.num_batches_tracked.fill_(self.count + total)
+    def put(self, values: torch.Tensor, count: int) -> None:
+        self.part.running_mean.copy_(values[0])
+        self.part.running_var.copy_(values[1])
+        self.part.num_batches_tracked.fill_(count)
+
+    def put_back(self) -> None:
+        self.put(torch.stack([self.mean, self.var]), self.count)
 
     @property
     def _before(self) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Buffers:
         self._models, self._find = models, find
         self.kept: dict[str, torch.Tensor] = {}
         self._averages: list[_Average] | None = None  # as the micro-batches found them
-        self._versions: dict[str, int] = {}  # of the others
+        self._others: list[str] = []
 
     def capture(self) -> None:
         for name, buffer in self._find():
@@ -96,45 +96,82 @@ class Buffers:
 
     def put_back(self) -> None:
         self._averages = None
-        with torch.no_grad():
-            for name, buffer in self._find():
-                buffer.copy_(self.kept[name])
+        put_into(self._find(), self.kept)
 
     def begin(self) -> None:
         """A step's micro-batches begin to change them, unless they have since ``share``."""
         if self._averages is not None:
             return
-        self._averages, averaged = [], set()
-        for model in self._models:
-            for part in model.modules():
-                if isinstance(part, AVERAGES) and part.running_mean is not None:
-                    averaged |= {id(buffer) for buffer in part.buffers(recurse=False)}
-                    before = part.running_mean.clone(), part.running_var.clone()
-                    count = int(part.num_batches_tracked)
-                    self._averages.append(_Average(part, *before, count))
-        self._versions = {n: b._version for n, b in self._find() if id(b) not in averaged}
+        parts = [p for m in self._models for p in m.modules() if isinstance(p, AVERAGES)]
+        parts = [part for part in parts if part.running_mean is not None]
+        self._averages = [
+            _Average(part, part.running_mean.clone(), part.running_var.clone(), count)
+            for part, count in zip(parts, _counts(parts), strict=True)
+        ]
+        averaged = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
+        self._others = [name for name, buffer in self._find() if id(buffer) not in averaged]
 
     @torch.no_grad()
     def share(self, rank: int, world_size: int, device: torch.device) -> None:
         """All ranks have those of all micro-batches then. A collective."""
-        averages, self._averages = self._averages or [], None
-        if world_size == 1 or not (averages or self._versions):
-            return
-        found = {n: b for n, b in self._find() if n in self._versions}
-        counts = torch.zeros(world_size, len(averages), dtype=torch.int64)
-        counts[rank] = torch.tensor([average.seen() for average in averages], dtype=torch.int64)
-        changed = [int(found[n]._version != v) for n, v in self._versions.items()]
+        averages = self._averages or []
+        if world_size > 1 and (averages or self._others):
+            self._exchange(averages, rank, world_size, device)
+        self._averages = None
+        self.begin()
+
+    def _exchange(
+        self, averages: list[_Average], rank: int, world_size: int, device: torch.device
+    ) -> None:
+        found = dict(self._find())
+        now = _counts([average.part for average in averages])
+        counts = torch.zeros(world_size + 1, len(averages), dtype=torch.int64)
+        counts[rank] = torch.tensor([n - a.count for n, a in zip(now, averages, strict=True)])
+        if rank == 0:
+            counts[-1] = torch.tensor([average.count for average in averages])
+        changed = [_differ(found[name], self.kept[name]) for name in self._others]
         told = torch.cat([counts.reshape(-1), torch.tensor(changed, dtype=torch.int64)]).to(device)
         dist.all_reduce(told)
-        *seen, last = told.cpu().split([len(averages)] * world_size + [len(changed)])
-        for name, is_changed in zip(self._versions, last.tolist(), strict=True):
+        *seen, last = told.cpu().split([len(averages)] * (world_size + 1) + [len(changed)])
+        for name, is_changed in zip(self._others, last.tolist(), strict=True):
             if is_changed:
-                dist.broadcast(found[name], src=0)
+                raw = _bytes_of(found[name]).to(device)  # Gloo does not know all dtypes
+                dist.broadcast(raw, src=0)
+                found[name].copy_(raw.view(found[name].dtype).view(found[name].shape))
         if averages:
-            each = torch.stack(seen, 1).tolist()
-            parts = [a.gained(c, rank) for a, c in zip(averages, each, strict=True)]
+            each = [(start, ranks) for *ranks, start in torch.stack(seen, 1).tolist()]
+            parts = [a.gained(*told, rank) for a, told in zip(averages, each, strict=True)]
             flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
             dist.all_reduce(flat)
             pieces = flat.split([part.numel() for part in parts])
-            for average, ranks, piece in zip(averages, each, pieces, strict=True):
-                average.take(ranks, piece.view(2, -1).to(average.mean.device))
+            for average, (start, ranks), piece in zip(averages, each, pieces, strict=True):
+                average.put(piece.view(2, -1).to(average.mean.device), start + sum(ranks))
+
+    @torch.no_grad()
+    def end(self) -> None:
+        """The step's function has returned."""
+        averages, self._averages = self._averages or [], None
+        for average, now in zip(averages, _counts([a.part for a in averages]), strict=True):
+            if now > average.count:
+                average.put_back()
+
+
+@torch.no_grad()
+def put_into(buffers: Iterable[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]) -> None:
+    for name, buffer in buffers:
+        buffer.copy_(kept[name])
+
+
+def _counts(parts: list[nn.Module]) -> list[int]:
+    """Of the micro-batches that each has seen. One wait for the device."""
+    found: list[int] = torch.stack([p.num_batches_tracked for p in parts]).tolist() if parts else []
+    return found
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    alike = (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+    return not (alike and torch.equal(_bytes_of(a), _bytes_of(b)))

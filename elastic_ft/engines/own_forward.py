@@ -39,7 +39,8 @@ def plain_forward(model: nn.Module) -> Forward:
 
 
 class Routed:
-    """In the place of ``model.forward``. A deep copy of the model has its plain one.
+    """In the place of ``model.forward``. A deep copy of the model has its plain one, and so has
+    what is pickled of it.
 
     Attributes:
         entered: through what is wrapped around it, since it was set to False last.
@@ -67,3 +68,9 @@ class Routed:
         copied = memo[id(self._model)]
         function = getattr(self.before, "__func__", type(self._model).forward)
         return types.MethodType(function, copied)
+
+    def __reduce__(self) -> Any:
+        function = getattr(self.before, "__func__", None)
+        if function in (None, type(self._model).forward):
+            return getattr, (self._model, "forward")
+        return types.MethodType, (function, self._model)

@@ -25,7 +25,7 @@ from elastic_ft.engines.left_behind import stays_inside
 from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_all_for
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running, check_alike
-from elastic_ft.engines.own_buffers import Buffers
+from elastic_ft.engines.own_buffers import Buffers, put_into
 from elastic_ft.engines.own_forward import Routed
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.own_state import OwnState
@@ -35,6 +35,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.models.named import NamedSums, checked
 
 OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other numbers
+BEFORE_ALL, BEHIND_ALL = -1, -2  # in a micro-batch's place: what is drawn there all ranks draw
 
 
 class OwnStep(ABC):
@@ -74,6 +75,7 @@ class OwnStep(ABC):
     def attempt(self, running: Running) -> None:
         """From now on, what the user's function tells is of this attempt at a step."""
         self.running = running
+        self._seed(running, BEFORE_ALL)
         self.named.begin()
         self._watch_first_gradients(running.reach)
 
@@ -85,8 +87,7 @@ class OwnStep(ABC):
             if running is not self.running:
                 raise ConfigError("a batch is of the step that it was given to, and of no other")
             last = index == len(running.micro_batches) - 1
-            if self.seed is not None:
-                seed_all_for(self.seed, running.number, micro_batch.number + other)
+            self._seed(running, micro_batch.number + other)
             running.reach("forward", None if index == 0 else running.number)
             self._accumulate(last)
             if index == 0:
@@ -94,10 +95,14 @@ class OwnStep(ABC):
                 self._buffers.begin()
                 self._disarm()
             running.current, running.begun = micro_batch, index + 1
-            kept = {} if micro_batch.weight else {b: b.clone() for _, b in self._persistent()}
+            kept = {} if micro_batch.weight else {n: b.clone() for n, b in self._persistent()}
             yield micro_batch
-            for buffer, before in kept.items():  # padding is no sample: running statistics, say
-                buffer.copy_(before)
+            if kept:  # padding is no sample: running statistics, say
+                put_into(self._persistent(), kept)
+
+    def _seed(self, running: Running, place: int) -> None:
+        if self.seed is not None:
+            seed_all_for(self.seed, running.number, place)
 
     def _accumulate(self, last: bool) -> None:
         """What can wait for a step's last micro-batch is not sent before."""
@@ -208,6 +213,11 @@ class OwnStep(ABC):
         self._scale(running, max_norm)
         return running.norm
 
+    def check_groups(self) -> None:
+        """Raises GroupBroken if what they have computed may be wrong."""
+        assert self._groups is not None
+        self._groups.check()
+
     def _agree(self, running: Running) -> None:
         """On the sums of all that ``backward`` was told since the last agreement (I4)."""
         if running.agreed and not running.told:
@@ -239,6 +249,7 @@ class OwnStep(ABC):
         running.norm = math.sqrt(squares) * running.ratio
         running.agreed, running.scaled = True, False
         running.loss, running.terms, running.told = 0.0, TermCounts(), 0
+        running.meant = (0, 0)
 
     def _square_norm(self, running: Running) -> float:
         assert self._groups is not None and self._laid_out is not None
@@ -310,4 +321,6 @@ class OwnStep(ABC):
             raise ConfigError(
                 "@ctx.step: the function returned without optimizer.step(): nothing was agreed on"
             )
+        self._buffers.end()
+        self._seed(running, BEHIND_ALL)
         self.running, self.intact = None, True

@@ -51,13 +51,18 @@ class RunWatch:
         waiting: list[Line] = []
         began_s = time.monotonic()
         while steps := self._steps.read(PIECE_BYTES, whole):
-            waiting += self._events.read(
-                whole=whole
-            )  # after the steps: what led to them is among it
+            waiting += self._led(whole)  # after the steps: what led to them is among it
             waiting = self._view.feed(waiting, steps, until_last_step=True)
             time.sleep(rest * (time.monotonic() - began_s))
             began_s = time.monotonic()
         self._view.feed(waiting + self._events.read(whole=whole), [])
+
+    def _led(self, whole: bool) -> list[Line]:
+        """Events, to be shown with steps that are read and would be lost if this raised."""
+        try:
+            return self._events.read(whole=whole)
+        except StoreFailed:  # they come with later ones
+            return []
 
     def look(self, result: dict[str, Any] | None = None) -> dict[str, Any]:
         """What is to be seen of the run now. Raises ConfigError.

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 CALLER = web.RequestKey("caller", Caller)
 COOKIE = "elastic_ft_token"
 BODY_MAX = 8 << 20
+BODY_WITHIN_S = 60.0  # of a request's head
+SMALL = 1 << 16  # bytes of JSON that are read at once
 ANSWER_TIMEOUT_S = 30.0  # a change that is not journalled by then is answered with 503
 STOP_TIMEOUT_S = 540.0  # of all jobs; a client waits for longer
 STREAM_EVERY_S = 0.2
@@ -301,7 +303,13 @@ def _by(request: web.Request) -> str:
 
 async def _body(request: web.Request) -> dict[str, Any]:
     """Raises ConfigError; HTTPUnsupportedMediaType: what a form of another site can send."""
-    content = await request.read()
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            content = await request.read()
+    except TimeoutError:
+        raise web.HTTPRequestTimeout(
+            text=f"the request's body did not come within {BODY_WITHIN_S:g} s"
+        ) from None
     if not content:
         return {}
     if request.content_type != "application/json":
@@ -309,7 +317,10 @@ async def _body(request: web.Request) -> dict[str, Any]:
             text=f"Content-Type: expected application/json, found {request.content_type:.100}"
         )
     try:
-        found = await _worked_out(_reading, json.loads, content)
+        if len(content) < SMALL:  # waits for nobody's megabytes
+            found = json.loads(content)
+        else:
+            found = await _worked_out(_reading, json.loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):

@@ -48,10 +48,10 @@ class Chronicle:
         """The lines that were not read yet. Raises StoreFailed; StorageError where one is none of
         ours."""
         unread, where = self._unread(), f"{self._store.url}/{FOLDER}"
-        if gaps := _missing(unread, self._next):  # of a list that was made while others wrote?
+        if _missing(unread, self._next):  # of a list that was made while others wrote?
             unread = self._unread()
-            if gaps := _missing(unread, self._next):
-                raise StorageError(f"{where}: {_key(gaps[0])} is not there, and later ones are")
+            if gap := _missing(unread, self._next):
+                raise StorageError(f"{where}: {_key(gap)} is not there, and later ones are")
         contents = parallel(self._store.get, [_key(each) for each in unread], READ_THREADS)
         try:
             lines = [json.loads(text) for found in contents for text in found.splitlines()]
@@ -104,6 +104,7 @@ def _key(number: int) -> str:
     return f"{FOLDER}/{number:08d}.jsonl"
 
 
-def _missing(numbers: list[int], first: int) -> list[int]:
-    """Between ``first`` and the last of them."""
-    return sorted(set(range(first, numbers[-1])) - set(numbers)) if numbers else []
+def _missing(numbers: list[int], first: int) -> int | None:
+    """The first between ``first`` and the last of them. A stray one may be a date."""
+    expected = enumerate(numbers, first)
+    return next((number for number, found in expected if number != found), None)

@@ -105,6 +105,7 @@ class Context(Between):
         self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
         self._epoch_steps: int | None = None  # where the loader is to end, if not with the job
+        self._epochs_done = 0  # of earlier calls of ``epochs``
 
     # ------------------------------------------------------------------------------ before
 
@@ -132,7 +133,9 @@ class Context(Between):
             check_options(given.loader, self.job.batch.micro_batch_size)
             loader = self.loader(given.loader.dataset, given.loader.collate_fn)
         else:
-            loader = given.loader or Loader(self, drawn_bundle())
+            loader = given.loader
+            if loader is None:  # one of a stream has no length, by which to be true
+                loader = Loader(self, drawn_bundle())
         engine = OwnEngine(self.job, given.models, given.optimizers, self.device)
         engine.by_reference = by_reference
         engine.seed = self.job.seed if seed == "job's" else seed
@@ -183,7 +186,7 @@ class Context(Between):
         an epoch's batches then, ``len(loader)`` of them.
 
         What is yielded first is the epoch in which the job is, and the loader gives its rest: for
-        who joins, and after a restart.
+        who joins, and after a restart. A second call gives the epochs behind those of the first.
         """
         self._steering("epochs")
         assert self._loader is not None
@@ -196,9 +199,11 @@ class Context(Between):
         try:
             while self._is_dealt():
                 dealt = self._awaited()
-                epoch = (dealt.running.number - 1) // self._epoch_steps
+                epoch = (dealt.running.number - 1) // self._epoch_steps - self._epochs_done
                 if epoch >= len(epochs):
+                    self._epochs_done += len(epochs)
                     return
+                epoch = max(0, epoch)  # the first call's last step may be made again
                 yield epochs[epoch]
                 if self._dealt is dealt:
                     raise ConfigError(
@@ -357,15 +362,17 @@ class Context(Between):
         if turn is not None:
             turn.after_backward()
 
-    def clip_grad_norm_(self, *norm: Any) -> float:
+    def clip_grad_norm_(self, *norm: Any, **named: Any) -> float:
         """``(max_norm)`` clips the gradient of the global batch by its norm, which is returned;
         ``(parameters, max_norm)`` that of these alone, as torch's function and Accelerate's."""
         engine = self._steering("clip_grad_norm_").engine
-        if len(norm) == 1:
-            return engine.clip_grad_norm_(*norm)
+        if len(norm) + len(named) == 1:
+            return engine.clip_grad_norm_(*norm, **named)
         engine.clip_grad_norm_(math.inf)
-        total = torch.nn.utils.clip_grad_norm_(*norm)
-        return float(total.full_tensor() if isinstance(total, DTensor) else total)
+        total = torch.nn.utils.clip_grad_norm_(*norm, **named)
+        found = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        engine.check_groups()  # NCCL raises nothing: a norm that was aborted is any number
+        return found
 
     def log(self, *results: Any, **values: Any) -> None:
         """Values for the line of the step made last, which is written when it is committed."""

@@ -104,7 +104,7 @@ def arguments_of(
 
 class ZeroGrad:
     """In the place of ``owner.zero_grad``, of a module or an optimizer: while ``keep()`` it has no
-    effect. A copy of the owner has its plain method."""
+    effect. A copy of the owner, or what is pickled of it, has its plain method."""
 
     def __init__(self, owner: Any, keep: Callable[[], bool]) -> None:
         self._owner, self._plain, self._keep = owner, owner.zero_grad, keep
@@ -115,3 +115,6 @@ class ZeroGrad:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return types.MethodType(type(self._owner).zero_grad, memo[id(self._owner)])
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._owner, "zero_grad")

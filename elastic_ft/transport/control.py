@@ -130,7 +130,7 @@ class Heartbeat:
     place: int  # points that the training thread has reached in this step
     points: int  # points reached in all, background work included
     point: str
-    layers_left: int = -1  # that its GPU has still to compute in this step; -1: not known
+    layers_left: int = -1  # passes of layers that its GPU has yet to end; -1: not known
 
 
 @dataclass(frozen=True, slots=True)

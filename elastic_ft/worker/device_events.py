@@ -71,9 +71,11 @@ class DeviceEvents(threading.Thread):
         nvml.nvmlInit()
         gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
         wanted = nvml.nvmlEventTypeXidCriticalError | nvml.nvmlEventTypeDoubleBitEccError
+        wanted &= nvml.nvmlDeviceGetSupportedEventTypes(gpu)
+        if not wanted:
+            raise nvml.NVMLError_NotSupported()
         events = nvml.nvmlEventSetCreate()
-        supported = nvml.nvmlDeviceGetSupportedEventTypes(gpu)
-        nvml.nvmlDeviceRegisterEvents(gpu, wanted & supported, events)
+        nvml.nvmlDeviceRegisterEvents(gpu, wanted, events)
         while True:
             try:
                 event = nvml.nvmlEventSetWait_v2(events, WAIT_MS)

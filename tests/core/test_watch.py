@@ -183,12 +183,15 @@ def test_the_gpu_with_most_left_to_do_is_to_blame_where_all_threads_wait_for_the
     progress, script = on_gpus(21, a=4, b=13, c=3), trained()
     assert judged(progress, script, 21.0) == (["b"], False)
     (hung,) = progress.judge(script.state, 21.0).hung.values()
-    assert hung.since_s == 0.0 and "its GPU has 13 layers' work left, another's 3" in hung.reason
+    assert (
+        hung.since_s == 0.0 and "its GPU has 13 passes of layers left, another's 3" in hung.reason
+    )
 
 
 def test_gpus_of_which_nothing_tells_them_apart_name_nobody() -> None:
     assert judged(on_gpus(21, a=4, b=4, c=4), trained(), 21.0) == ([], True)
     assert judged(on_gpus(21, a=4, b=-1, c=3), trained(), 21.0) == ([], True)  # of b: not known
+    assert judged(on_gpus(21, a=4, b=4, c=3), trained(), 21.0) == ([], True)  # most stand as far
 
 
 def test_a_gpu_that_still_computes_is_no_hang() -> None:

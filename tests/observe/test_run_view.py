@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ft.cli.app import COMPLETED, run_command
 from elastic_ft.config import parse_job
+from elastic_ft.errors import StoreFailed
 from elastic_ft.observe.report import render
 from elastic_ft.observe.run_view import LOST, PAUSE, START, TRAIN, RunView
 from elastic_ft.observe.run_watch import RunWatch
@@ -238,6 +239,27 @@ def test_the_report_of_a_long_run_is_small_and_keeps_every_fault(tmp_path: Path)
     assert len([e for e in seen["events"] if e[3] == "worker_lost"]) == len(lost) == 300
     assert max(point[2] for point in seen["series"]["loss"]) == 9.0
     assert len(render(seen)) < 200_000
+
+
+def test_a_store_that_goes_away_in_the_middle_of_a_look_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that are read are not read again: the look that broke off had them."""
+    lost = long_folder(tmp_path, 600)
+    expected, watch = RunWatch(str(tmp_path)).look(), RunWatch(str(tmp_path))
+    read, asked = watch._events.read, []
+
+    def away_once(*args: Any, **options: Any) -> Any:
+        asked.append(options)
+        if len(asked) == 1:
+            raise StoreFailed("connection refused")
+        return read(*args, **options)
+
+    monkeypatch.setattr(watch._events, "read", away_once)
+    seen = watch.look({"status": "completed"})
+    assert len(asked) > 1 and len(seen["marks"]) == len(lost)
+    losses = [point[1:] for point in expected["series"]["loss"]]
+    assert [point[1:] for point in seen["series"]["loss"]] == losses
 
 
 def test_more_faults_than_a_picture_has_room_for_are_counted(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from elastic_ft.cli.check_model import check_model_and_data
@@ -13,7 +14,9 @@ from elastic_ft.config import Job, parse_job
 from elastic_ft.errors import ModelError
 from elastic_ft.hosts.local.forked_call import call_forked
 from elastic_ft.hosts.local.warm import start_warm
+from elastic_ft.hosts.ray.cluster import wait_for
 
+WAIT_S = 30.0
 CHECK = "elastic_ft.cli.check_model:check_model_and_data"
 
 
@@ -47,6 +50,11 @@ def test_no_answer_is_none_and_the_folder_is_ours(
         "def where(job): return os.getcwd(), os.environ['ASKED'], os.getpid()\n"
         "def ends(job): os._exit(3)\n"
         "def breaks(job): raise KeyError(job.name)\n"
+        "def shares(job):\n"
+        "    import multiprocessing\n"
+        "    global manager\n"
+        "    manager = multiprocessing.Manager()\n"
+        "    return manager._process.pid\n"
     )
     start_warm()
     monkeypatch.chdir(tmp_path)
@@ -56,3 +64,12 @@ def test_no_answer_is_none_and_the_folder_is_ours(
     assert (folder, asked) == (str(tmp_path), "today") and pid != os.getpid()
     assert call_forked("asked_here:ends", job) is None
     assert call_forked("asked_here:breaks", job) is None
+    manager = call_forked("asked_here:shares", job)  # which has the pipe, too, while it lives
+    wait_for(lambda: ended(manager), WAIT_S, "the end of the model's own process")
+
+
+def ended(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True

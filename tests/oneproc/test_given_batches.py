@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 
 from elastic_ft.engines.base import MicroBatch
@@ -33,6 +34,8 @@ def parts(data: Any) -> list[torch.Tensor]:
         return [data]
     if isinstance(data, Graph):
         return [data.x]
+    if isinstance(data, PackedSequence):
+        return [data.data]
     values = data.values() if hasattr(data, "values") else data
     return [tensor for value in values for tensor in parts(value)]
 
@@ -42,6 +45,7 @@ MADE = {
     "dict": lambda x: {"x": x, "more": [x, (x,)]},
     "named": lambda x: Pair(x, {"y": x}),
     "encoding": lambda x: BatchEncoding({"input_ids": x}),
+    "packed": lambda x: pack_sequence([x]),
     "graph": Graph,
 }
 

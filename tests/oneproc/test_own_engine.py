@@ -301,6 +301,42 @@ def test_every_generator_is_seeded_by_the_place_of_a_micro_batch() -> None:
         assert both[0] != both[1]
 
 
+def test_what_is_drawn_outside_micro_batches_is_the_same_on_all_ranks() -> None:
+    """Each rank is dealt other micro-batches, and their seeds would stay behind."""
+    found = []
+    for order in (slice(0, 2), slice(0, 1), slice(1, 2)):
+        own = Own("ddp")
+        with own.generation():
+            running = own.running(1, [torch.arange(6), torch.arange(6)])
+            running.micro_batches = running.micro_batches[order]
+            drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+            for micro_batch in own.engine.micro_batches(running):
+                own.backward(micro_batch)
+            own.optimizer.step()
+            own.engine.end_attempt()
+            drawn += [random.random(), float(np.random.rand()), float(torch.rand(()))]
+            found.append(drawn)
+    assert found[1:] == found[:1] * 2 and found[0][:3] != found[0][3:]
+
+
+def test_two_optimizers_in_one_pass_each_have_means() -> None:
+    """The second's loss comes after the first's agreement, for the same micro-batch."""
+    models = [nn.Linear(3, 1) for _ in range(2)]
+    own = Own("ddp", models, [torch.optim.SGD(m.parameters(), lr=1.0) for m in models])
+    with own.generation():
+        before = [model.bias.detach().clone() for model in models]
+        running = own.running(1, [torch.ones(2, 3)])
+        running.agree = lambda loss, n, squares, sums: (2 * n, squares)  # another rank's is alike
+        for micro_batch in own.engine.micro_batches(running):
+            for model, optimizer in zip(models, own.engine.optimizers, strict=True):
+                own.engine.backward(model(micro_batch.data).mean(), None)
+                optimizer.step()
+                optimizer.zero_grad()
+        own.engine.end_attempt()
+        moved = [(b - m.bias).item() for b, m in zip(before, models, strict=True)]
+        assert moved == pytest.approx([0.5, 0.5])  # this rank's half
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_optimizers_may_each_have_losses_of_their_own(strategy: str) -> None:
     """As of a generator and its critic: a backward gives gradients to one of them."""

@@ -162,6 +162,7 @@ def test_a_journal_is_what_the_service_has_written_and_all_of_it(tmp_path: Path)
     (folder / "notes").write_text("mine")
     assert [line["n"] for line in Chronicle(open_store(str(tmp_path))).read()] == [1, 2, 3, 4]
     (folder / "00000003.jsonl").unlink()
+    (folder / "20261124093000.jsonl").write_text("")  # a copy by its date
     with pytest.raises(StorageError, match=r"journal: journal/00000003.jsonl is not there"):
         Chronicle(open_store(str(tmp_path))).read()
 

@@ -32,15 +32,16 @@ def train_loop() -> None:
 def trial(config: dict[str, Any]) -> None:
     """In a process of Tune's: it starts the job, and tells Tune what the job reports."""
     name, rate = f"rate-{config['rate']}", {"lr": config["rate"], "schedule": "constant"}
-    values = job(name, steps=STEPS, optimizer=rate)
+    is_hit = config["rate"] == RATES[0]
+    values = job(name, steps=STEPS, optimizer=rate, elastic={"gather_s": 120})
     ElasticTrainer(
         train_loop,
         job=values,
-        scaling_config=ScalingConfig(num_workers=(1, 2)),
+        scaling_config=ScalingConfig(num_workers=(1, 2 if is_hit else 1)),
         run_config=RunConfig(
             name=name, storage_path=config["folder"], callbacks=[TuneReportCallback()]
         ),
-        faults=[PointFault("backward", rank=1, step=4)] if config["rate"] == RATES[0] else (),
+        faults=[PointFault("backward", rank=1, step=4)] if is_hit else (),
     ).fit()
 
 

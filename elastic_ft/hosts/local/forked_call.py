@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
+import struct
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from elastic_ft.config import Job
 from elastic_ft.errors import UsageError
 from elastic_ft.hosts.local.orders import ForkedCall, Order
 from elastic_ft.hosts.local.warm import ask_warm
 from elastic_ft.worker.forked import draw_apart
+
+LENGTH = struct.Struct("<Q")  # of an answer, before it
 
 
 def call_forked(function: str, job: Job) -> Any:
@@ -31,13 +35,24 @@ def call_forked(function: str, job: Job) -> Any:
     finally:
         os.close(there)
     with os.fdopen(here, "rb") as told:
-        answer = told.read() if asked else b""
-    if not answer:
+        answer = _whole(told) if asked else None
+    if answer is None:
         return None
     found = pickle.loads(answer)  # of a process that was forked for this one
     if isinstance(found, UsageError):
         raise found
     return found
+
+
+def _whole(told: BinaryIO) -> bytes | None:
+    """What was sent, by its length: what the function has started may keep the pipe open for as
+    long as it lives. None if it broke off."""
+    length = told.read(LENGTH.size)
+    if len(length) < LENGTH.size:
+        return None
+    (size,) = LENGTH.unpack(length)
+    content = told.read(size)
+    return content if len(content) == size else None
 
 
 def answer(call: Order | ForkedCall, handle: int) -> None:
@@ -60,8 +75,11 @@ def answer(call: Order | ForkedCall, handle: int) -> None:
         except UsageError as error:
             found = error
         with os.fdopen(handle, "wb") as told:
-            told.write(pickle.dumps(found))
+            content = pickle.dumps(found)
+            told.write(LENGTH.pack(len(content)) + content)
     finally:  # who has asked meets the same exception, and shows it
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
+        for child in multiprocessing.active_children():  # a manager of the model's, say
+            child.terminate()
         os._exit(0)

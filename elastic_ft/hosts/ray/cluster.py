@@ -157,7 +157,8 @@ class LocalCluster:
         """Raises ProcessLookupError if no controller is running."""
         processes = [*self.head_processes()]
         for node in self._nodes:
-            processes += self.processes(node)
+            with contextlib.suppress(psutil.NoSuchProcess):  # its raylet was killed
+                processes += self.processes(node)
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if any("ElasticController" in part for part in process.cmdline()):
