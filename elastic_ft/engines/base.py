@@ -7,7 +7,7 @@ this rank holds one box.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -129,6 +129,7 @@ class Engine(StateEngine, Protocol):
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:
         """Returns this rank's (loss sum, tokens, named sums) without gradients."""
 
-    def share_residuals(self) -> None:
+    def share_residuals(self, progress: Callable[[], None]) -> None:
         """Between two steps: what replicas have each a part of is summed, and all have the sum
-        (``engines.replica_comm``): the state of one then stands for all. A collective."""
+        (``engines.replica_comm``): the state of one then stands for all. A collective, in pieces:
+        ``progress`` is called after each, and may raise GroupBroken."""

@@ -398,8 +398,8 @@ class NativeEngine:
         optimizer.zero_grad(set_to_none=True)
         return update
 
-    def share_residuals(self) -> None:
-        self._model.replicas.share(self._check_said)
+    def share_residuals(self, progress: Callable[[], None]) -> None:
+        self._model.replicas.share(self._check_said, progress)
 
     def _check_said(self) -> None:
         """Of an optimizer with collectives, as norms of DTensors are: an abort would have left

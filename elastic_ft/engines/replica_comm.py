@@ -8,7 +8,8 @@ never be agreed on.
 ``comm.parts`` says what a residual is: one of so many parts, a replica's own, or, where it is 1,
 the sum, which all replicas have: after ``share``, and as a generation begins.
 
-Nothing overlaps with the backward: it is one exchange after it, of all parameters together.
+Nothing overlaps with the backward: parameters are exchanged after it, as many at a time as their
+memory allows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.state.residuals import PARTS, residual_of
 
 Tensors = dict[str, Tensor]  # by parameter
+TOGETHER = 32 << 20  # numbers that are exchanged at a time, or one parameter: it takes memory
+PIECE = 16 << 20  # numbers that are shared at a time: 64 MB in float32
 
 
 @dataclass(slots=True)
@@ -84,15 +87,17 @@ class ReplicaComm:
             local_part(residual).zero_()
         self._parts.fill_(1)
 
-    def share(self, check: Callable[[], None]) -> None:
+    def share(self, check: Callable[[], None], progress: Callable[[], None]) -> None:
         """Between two steps: from now on all replicas have the sum. ``check`` raises if the
-        collective was aborted: then nothing has changed here."""
+        collective was aborted: then nothing has changed here. ``progress``: told of each piece."""
         if self._replicas == 1 or int(self._parts) == 1:
             return
         kept = [local_part(residual) for residual in self._residuals.values()]
         flat = torch.cat([residual.flatten() for residual in kept])
-        dist.all_reduce(flat, group=self._group)
-        check()
+        for piece in flat.split(PIECE):
+            dist.all_reduce(piece, group=self._group)
+            check()
+            progress()
         for residual, total in zip(kept, flat.split([r.numel() for r in kept]), strict=True):
             residual.copy_(total.view(residual.shape))
         self._parts.fill_(1)
@@ -110,19 +115,25 @@ class ReplicaComm:
             n: local_part(p.grad) for n, p in self._parameters.items() if p.grad is not None
         }
         share = 1.0 / self._replicas if int(self._parts) == 1 else 1.0
+        self._pending, self._pending_factors = {}, {}
+        for some in _together(gradients):
+            self._reduce(some, share)
+
+    def _reduce(self, gradients: Tensors, share: float) -> None:
+        """``share``: of a residual, this replica's."""
         owed = {}
         for name, gradient in gradients.items():
             owed[name] = gradient / self._replicas
             if name in self._residuals:
                 owed[name].add_(local_part(self._residuals[name]), alpha=share)
         if self._replicas == 1:  # all of it is said
-            self._pending = {n: torch.zeros_like(owed[n]) for n in self._residuals}
-            totals = owed
+            zeros = {n: torch.zeros_like(owed[n]) for n in owed if n in self._residuals}
+            summed = Summed(owed, zeros)
         else:
             summed = self._int8(owed) if self._method == "int8" else self._powersgd(owed)
-            totals, self._pending = summed.totals, summed.residuals
+        self._pending |= summed.residuals
         for name, gradient in gradients.items():
-            gradient.copy_(totals[name])
+            gradient.copy_(summed.totals[name])
 
     def commit(self) -> None:
         """With the optimizer's step."""
@@ -162,17 +173,19 @@ class ReplicaComm:
         dist.all_reduce(first, group=self._group)
         found = _by_name(first, rest | bases)
         finite = bool(torch.isfinite(first).all())  # the same on all replicas
+        left = {name: torch.zeros_like(rest[name]) for name in rest if name in self._residuals}
+        if not matrices:
+            return Summed(found, left)
         bases = {name: _orthogonal(found[name]) if finite else found[name] for name in bases}
         own = {name: matrix.T @ bases[name] for name, matrix in matrices.items()}
         second = _flat(own)
         dist.all_reduce(second, group=self._group)
         factors = _by_name(second, own)
         totals = {name: found[name] for name in rest}
-        left = {name: torch.zeros_like(rest[name]) for name in rest if name in self._residuals}
         for name, matrix in matrices.items():
             totals[name] = (bases[name] @ factors[name].T).view(owed[name].shape)
             left[name] = (matrix - bases[name] @ own[name].T).view(owed[name].shape)
-        self._pending_factors = factors
+        self._pending_factors |= factors
         return Summed(totals, left)
 
     def _is_worth_it(self, part: Tensor) -> bool:
@@ -195,6 +208,20 @@ def _left_alone(_, bucket):  # type: ignore[no-untyped-def]  # torch checks anno
     future: Future[Tensor] = Future()
     future.set_result(bucket.buffer())
     return future
+
+
+def _together(tensors: Tensors) -> Iterator[Tensors]:
+    """What is exchanged at a time, equal on all replicas."""
+    some: Tensors = {}
+    numbers = 0
+    for name, tensor in tensors.items():
+        if some and numbers + tensor.numel() > TOGETHER:
+            yield some
+            some, numbers = {}, 0
+        some[name] = tensor
+        numbers += tensor.numel()
+    if some:
+        yield some
 
 
 def _flat(tensors: Tensors) -> Tensor:

@@ -7,7 +7,7 @@ sum theirs, so that any of them will do. What replicas had that are gone is lost
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from elastic_ft.core.assignment import Tier
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
+from elastic_ft.keeper.buffer import Schema
 from elastic_ft.state.tensors import LocalState
 
 PREFIX = "comm."
@@ -34,11 +35,26 @@ def is_optional(name: str) -> bool:
     return name.startswith(PREFIX)
 
 
+def unsaid(needed: Iterable[str], stored: Iterable[Schema]) -> frozenset[str]:
+    """Those of ``needed`` that a checkpoint may lack and one of ``stored`` does: of its step,
+    nobody owes anything there."""
+    said = [{slot.name for slot in schema} for schema in stored]
+    return frozenset(
+        name for name in needed if is_optional(name) and any(name not in names for names in said)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Has:
-    """Of one participant: the shards of which it has its own residual, and in how many parts."""
+    """Of one participant: of which shards it has a residual, and in how many parts.
+
+    Attributes:
+        parts: its own.
+        copies: of a peer's.
+    """
 
     parts: tuple[tuple[str, int], ...]
+    copies: tuple[tuple[str, int], ...]
 
 
 def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalState], str]:
@@ -48,35 +64,45 @@ def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalStat
     the state of before is as it was. Raises GroupBroken.
     """
     tiers = sorted(groups.assignment.has.items())
-    own = {
-        shard: number
-        for number, (shard, tier) in enumerate(tiers)
-        if tier in OWN and PARTS in offers[number]
-    }
-    told = _Has(tuple((shard, int(offers[at][PARTS].local)) for shard, at in own.items()))
+    known = [(shard, tier, at) for at, (shard, tier) in enumerate(tiers) if PARTS in offers[at]]
+    own = {shard: at for shard, tier, at in known if tier in OWN}
+    copies = {shard: at for shard, _, at in known if shard not in own}
     holders: dict[str, list[tuple[int, int]]] = {}
+    only: dict[str, int] = {}
+    told = _Has(_parts(own, offers), _parts(copies, offers))
     for who, has in enumerate(groups.exchange_values("residuals", told, OTHERS_TIMEOUT_S)):
         for shard, parts in has.parts:
             holders.setdefault(shard, []).append((who, parts))
+        for shard, parts in has.copies:
+            only[shard] = max(parts, only.get(shard, 1))
     found, lost = list(offers), []
     for shard, having in sorted(holders.items()):
         parts = min(parts for _, parts in having)
         if parts > len(having):
             lost.append(f"{parts - len(having)} of {parts} parts for {shard}")
-        if shard in own:
+        if shard in own and any(number != 1 for _, number in having):
             found[own[shard]] = _with_sum(groups, offers[own[shard]], having)
+    for shard, parts in sorted(only.items()):
+        if shard not in holders and parts > 1:
+            lost.append(f"{parts - 1} of {parts} parts for {shard}")
     for number, (shard, _) in enumerate(tiers):
         if shard in holders and shard not in own:  # a peer's copy: its owner's part, or nobody's
             found[number] = {k: t for k, t in offers[number].items() if not is_optional(k)}
     return found, ", ".join(lost)
 
 
-def settle(state: LocalState) -> str:
-    """Once ``state`` is filled. Returns what was lost, in words: of what no living rank had of its
-    own, a copy of one replica's part may have been all that there was."""
+def settle(state: LocalState, lost: str) -> str:
+    """Once ``state`` is filled. Returns what was lost, in words, if that is not known to be
+    ``lost``: of what no living rank had, what one replica left with a keeper may have been all."""
+    if PARTS not in state:
+        return lost
     parts = int(state[PARTS].local)
     state[PARTS].local.fill_(1)
-    return f"{parts - 1} of {parts} parts" if parts > 1 else ""
+    return lost or (f"{parts - 1} of {parts} parts" if parts > 1 else "")
+
+
+def _parts(at: Mapping[str, int], offers: Sequence[LocalState]) -> tuple[tuple[str, int], ...]:
+    return tuple((shard, int(offers[number][PARTS].local)) for shard, number in at.items())
 
 
 def _with_sum(groups: Groups, offer: LocalState, having: Sequence[tuple[int, int]]) -> LocalState:
@@ -95,7 +121,7 @@ def _with_sum(groups: Groups, offer: LocalState, having: Sequence[tuple[int, int
     flat = torch.cat(total)
     parts = flat.split([offer[key].local.numel() for key in keys])
     changed = {
-        key: replace(offer[key], local=part.view(offer[key].local.shape))
+        key: replace(offer[key], local=part.view_as(offer[key].local).to(offer[key].local.dtype))
         for key, part in zip(keys, parts, strict=True)
     }
     one = replace(offer[PARTS], local=torch.ones_like(offer[PARTS].local))

@@ -37,6 +37,7 @@ from elastic_ft.keeper.client import LeftShard
 from elastic_ft.state.checkpoint_source import StoredState
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed
+from elastic_ft.state.residuals import unsaid
 from elastic_ft.state.tensors import LocalState, StateTensor, tensor_name
 
 LARGE_BYTES = 256 << 10  # a part of that size is worth a message of its own
@@ -59,6 +60,7 @@ def move(
 
     Returns the bytes received. Raises GroupBroken when a peer breaks off, StateDamaged when a
     message arrives damaged, or what was ``left`` is; StateUnreadable when that can't be had.
+    Residuals that a checkpoint among ``left`` lacks are 0 for everyone.
     """
     kept = {_left_holder(index): shard for index, shard in enumerate(left)}
     sources = place(
@@ -66,11 +68,17 @@ def move(
         placed.offered,
     )
     me = str(groups.participant)
+    nothing = unsaid(placed.needed, (shard.schema for shard in left if shard.is_far))
+    wanted = {name: who for name, who in placed.needed.items() if name not in nothing}
     try:
-        plan = plan_moves(me, sources, placed.needed, placed.itemsizes, move_costs(groups, kept))
+        plan = plan_moves(me, sources, wanted, placed.itemsizes, move_costs(groups, kept))
     except StateMissing as error:
         raise GroupBroken(f"the chosen source is not complete: {error}") from error
-    return _execute(groups, plan, placed, offers, needs, kept)
+    received = _execute(groups, plan, placed, offers, needs, kept)
+    for key, tensor in needs.items():
+        if tensor_name(key) in nothing:
+            tensor.local.zero_()
+    return received
 
 
 def hand_on(groups: Groups, placed: Placed, owned: Iterable[Owned], needs: LocalState) -> int:

@@ -146,7 +146,6 @@ class Loop:
             yield from self._one_step()
             if self.pausing:  # with the second copies: they are a source, and survive a loss
                 self.tools.snapshots.wait(self.groups.deadline())
-                self._share_residuals()
                 return
         yield from self._maker.leave(self)
         self._finish()
@@ -343,6 +342,8 @@ class Loop:
         final = number == self.job.steps or self.stopping
         due = self._checkpointing or bool(every and number % every == 0)
         checkpoint = due or (final and self.job.checkpoint.final)
+        if self.pausing:  # before the snapshot: a leaver's state may be had from that alone
+            self._share_residuals()
         hold = self.holds and (final or number >= self.cadence.next)
         if hold or checkpoint:
             self._snapshot(hold, checkpoint)
@@ -373,7 +374,7 @@ class Loop:
     def _share_residuals(self) -> None:
         """All members call it: before they change, and before one of them is written for all."""
         if self.job.comm.compress_replicas is not None:
-            cast(Engine, self.engine).share_residuals()
+            cast(Engine, self.engine).share_residuals(self.progress)
 
     def _note_cadence(self) -> None:
         every, cost_s, step_s = self.cadence.every, self.cadence.cost_s, self.cadence.step_s

@@ -113,7 +113,7 @@ def restore(
         left = left_shards(groups, key, silent_s)
         received = move(groups, placed, offers, needs, left)
     if groups.rank is not None:
-        lost = lost or (settle(needs) if residuals else "")
+        lost = settle(needs, lost)
         engine.restored()
         engine.intact = True
     groups.barrier("restored", OTHERS_TIMEOUT_S)

@@ -52,12 +52,18 @@ def watched(folder: str, gate: str) -> Any:
             yield from super()._one_step()
             self._write("trained")
 
+        def _share_residuals(self) -> None:
+            self._write("trained")  # with parts, whose sum is what it becomes
+            super()._share_residuals()
+
         def _write(self, kind: str) -> None:
+            name = f"g{self.groups.generation}.s{self.step}.{kind}.{self.tools.worker}"
+            if (Path(folder) / name).exists():
+                return
             pieces = [
                 (tensor_name(key), t.shape, t.box, t.local.detach().cpu().clone().numpy())
                 for key, t in self.engine.state().items()
             ]
-            name = f"g{self.groups.generation}.s{self.step}.{kind}.{self.tools.worker}"
             partial_path = Path(folder) / f"{name}.partial"
             partial_path.write_bytes(pickle.dumps(pieces))
             partial_path.replace(Path(folder) / name)

@@ -6,6 +6,7 @@ import math
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from elastic_ft.config import Job
 from elastic_ft.core.sharding import Box
+from elastic_ft.engines import replica_comm
 from elastic_ft.faults import PointFault
 from elastic_ft.state.residuals import PARTS
 from tests.multiproc import pool as ranks
@@ -34,7 +36,8 @@ def reduced_by(
     """Of four steps: how much of the gradients is neither applied nor owed, and how much is owed,
     both as a share of the gradients. After two, replicas share what they owe."""
     found = []
-    with attached(port, generation, rank, world, job) as (engine, data, groups):
+    few = patch.object(replica_comm, "TOGETHER", 4000)
+    with few, attached(port, generation, rank, world, job) as (engine, data, groups):
         replicas = engine._model.replicas
         reduce, parameters = replicas.reduce, replicas._parameters
 
@@ -50,7 +53,7 @@ def reduced_by(
         replicas.reduce = reducing
         ranks.train(job, engine, data, groups, (1, 2))
         total = _sum(_flat(parameters, replicas._residuals))
-        engine.share_residuals()
+        engine.share_residuals(lambda: None)
         assert int(engine.state()[PARTS].local) == 1
         assert torch.allclose(_flat(parameters, replicas._residuals), total, rtol=1e-5, atol=1e-9)
         ranks.train(job, engine, data, groups, (3, 4))
