@@ -184,7 +184,7 @@ class Pipeline:
         and of the loss what routers of theirs add.
         """
         batches = [self._read(m) for m in micro_batches]
-        tokens, targets, more = _joined(batches)
+        tokens, targets, more = joined(batches)
         shape = torch.Size((len(batches[0][0]), tokens.shape[1]))
         if shape != self._shape:
             self._runner, self._shape = self._make_runner(len(batches), shape), shape
@@ -318,7 +318,7 @@ def tokens_and_targets(micro_batch: MicroBatch, device: torch.device, stage: Mod
     return tokens, targets, more
 
 
-def _joined(batches: Sequence[Shifted]) -> Shifted:
+def joined(batches: Sequence[Shifted]) -> Shifted:
     """One after the other, each as long as the longest: what is causal does not see what comes
     after it. Raises ConfigError if some have what others have not."""
     longest = max(tokens.shape[1] for tokens, _, _ in batches)
@@ -331,6 +331,6 @@ def _joined(batches: Sequence[Shifted]) -> Shifted:
     def together(tensors: Iterable[Tensor], filler: int = 0) -> Tensor:
         return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=filler) for t in tensors])
 
-    joined = {key: together(of[key] for of in named) for key in named[0]}
+    inputs = {key: together(of[key] for of in named) for key in named[0]}
     targets = together((targets for _, targets, _ in batches), IGNORED_LABEL)
-    return joined.pop("tokens"), targets, joined
+    return inputs.pop("tokens"), targets, inputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,13 +14,16 @@ from torch.utils.checkpoint import checkpoint
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.planning import planning_of
 from elastic_ft.engines.balancing import Balancing
+from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.laid_out import check_parallel
+from elastic_ft.engines.pipeline import cut, joined, tokens_and_targets
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import build_model
 from elastic_ft.models.build import initial_state
 from elastic_ft.models.describe import describe_decoder
 from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder, MixtureOfExperts
-from elastic_ft.models.loss import loss_sum
+from elastic_ft.models.loss import loss_sum, shifted
+from elastic_ft.models.mixture_stage import MixtureStage
 
 TINY = MixtureConfig(
     vocab_size=61,
@@ -105,6 +108,33 @@ def test_padding_goes_to_no_expert() -> None:
         found.append((float(loss), balancing.sums()))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert found[0][1] == found[1][1]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_a_pipeline_pads_goes_to_no_expert(masked: bool) -> None:
+    """It makes a step's micro-batches as long as the longest."""
+    torch.manual_seed(0)
+    model, batches = filled(), []
+    for number, length in enumerate((11, 6)):
+        data = {"tokens": torch.randint(61, (2, length))}
+        if masked:
+            data["attention_mask"] = (torch.arange(length) < 5 + number).long().expand(2, -1)
+        batches.append(MicroBatch(number, data))
+    stages = [cast("MixtureStage", cut(model, rank, 2, "1f1b")[rank]) for rank in range(2)]
+    whole, staged = Balancing([model]), Balancing(stages, model)
+    whole.begin()
+    routed = 0.0
+    for batch in batches:
+        tokens, _, more = shifted(**batch.data)
+        routed += float(model(tokens, **more).router_sum.detach())
+    expected = whole.sums()
+    staged.begin()
+    x, _, more = joined([tokens_and_targets(b, torch.device("cpu"), stages[0]) for b in batches])
+    for stage in stages:
+        stage.length = more["counted"].shape[1]
+        x = stage(x, **more)
+    assert float(sum(stage.router_sum for stage in stages)) == pytest.approx(routed, rel=1e-6)
+    assert staged.sums() == expected
 
 
 def test_tokens_are_counted_once() -> None:
