@@ -30,6 +30,8 @@ from elastic_ft.models.mixture_stage import MixtureStage
 from elastic_ft.models.stages import KEY, PrunedStage, check_stages, parts_of
 
 ModelStage = DecoderStage | PrunedStage
+# Of routers, by transformers' names. With tp all ranks draw the same of what they all have.
+NOISES = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
 Shifted = tuple[Tensor, Tensor, dict[str, Tensor]]  # tokens, targets, masks and positions
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -53,7 +55,7 @@ def check_pipeline(model: nn.Module, ranks: int, schedule: str) -> None:
     else:
         check_stages(model)
         check_no_dropout(
-            model, KEY, "ranks of a pipeline would draw other numbers than one process"
+            model, KEY, "ranks of a pipeline would draw other numbers than one process", NOISES
         )
         parts = parts_of(model)
         assert parts is not None

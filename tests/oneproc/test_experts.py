@@ -194,6 +194,15 @@ def test_what_it_can_not_be_laid_out_by_is_refused(parallel: dict[str, Any], sai
         check(job_of(parallel={"strategy": "fsdp"} | parallel))
 
 
+def test_a_plan_of_ones_own_cuts_no_mixture() -> None:
+    cut_by = {"strategy": "fsdp", "tp": 2, "tp_plan": f"{__name__}:PLAN"}
+    with pytest.raises(ConfigError, match=r"^parallel\.tp: not of mixtures of experts"):
+        check(job_of(parallel=cut_by))
+
+
+PLAN = {"layers.*.attention.query": "colwise"}
+
+
 def job_of(**sections: Any) -> Job:
     values: dict[str, Any] = {
         "name": "experts",
@@ -228,6 +237,19 @@ def test_the_planner_may_share_experts_out_where_the_engine_can() -> None:
     assert planning_of(job_of(**large)).limits.ep_max == 8
     for other in ({"optimizer": {"name": "muon"}}, {"model": {"preset": "decoder-1m"}}):
         assert planning_of(job_of(**large | other)).limits.ep_max == 1
+
+
+def test_the_planner_shares_no_positions_of_packed_documents() -> None:
+    data = {"url": "stdlib:", "sequence_length": 32768}
+    for separate in (False, True):
+        job = job_of(
+            parallel={"strategy": "auto", "devices": {"memory_gb": 1}},
+            model={"preset": "decoder-1m"},
+            data=data | {"separate_documents": separate},
+            batch={"global_batch_size": 8, "micro_batch_size": 1},
+            elastic={"max_workers": 8},
+        )
+        assert (max(planning_of(job).limits.cp_sizes) == 1) is separate
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
