@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.planning import planning_of
+from elastic_ft.core.layouts.memory_costs import block_activation_bytes
+from elastic_ft.core.layouts.work import Work
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.laid_out import check_parallel
@@ -20,6 +22,7 @@ from elastic_ft.engines.pipeline import cut, joined, tokens_and_targets
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import build_model
 from elastic_ft.models.build import initial_state
+from elastic_ft.models.decoder import rotations
 from elastic_ft.models.describe import describe_decoder
 from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder, MixtureOfExperts
 from elastic_ft.models.loss import loss_sum, shifted
@@ -176,6 +179,27 @@ def test_the_planner_counts_all_experts_and_computes_some(name: str) -> None:
     assert abs(total / millions - 1) < 0.1
     experts = 3 * config.dim * config.expert_ffn_dim
     assert shape.idle_parameters == (config.n_experts - config.experts_per_token) * experts
+
+
+def test_the_planner_knows_what_a_layer_keeps_for_backward() -> None:
+    """Rows on the way to experts and back among it: the most of it here."""
+    wide = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "max_sequence_length": 64}
+    config = dataclasses.replace(TINY, **wide, n_experts=8, experts_per_token=6)
+    block = MixtureDecoder(config).layers[0]
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    x_BTD, kept = torch.randn(2, 64, 256, requires_grad=True), {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage  # held: no other can have its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = block(x_BTD, rotations(64, config.head_dim, config.rope_theta, x_BTD.device))
+    assert len(found) == 2
+    measured = sum(s.nbytes() for pointer, s in kept.items() if pointer not in weights)
+    work = Work(describe_decoder(config, 64), 2, compute_bytes=4)
+    assert measured / 128 == pytest.approx(block_activation_bytes(work, 1, fused=False), rel=0.03)
 
 
 @pytest.mark.parametrize(
