@@ -80,11 +80,13 @@ def keep_in_host_memory(blocks: Sequence[nn.Module], bytes_min: int = OFFLOADED_
 
 
 def _offloaded(block: nn.Module, forward: Any, bytes_min: int, *args: Any, **kwargs: Any) -> Any:
-    weights = {_storage(parameter) for parameter in block.parameters()}
+    def is_weight(tensor: torch.Tensor) -> bool:
+        """Asked of each: FSDP2 gathers shared-out experts inside their layer's forward."""
+        return _storage(tensor) in map(_storage, block.parameters())
 
     def to_host(tensor: torch.Tensor) -> Any:
         nbytes = tensor.numel() * tensor.element_size()
-        if nbytes < bytes_min or _storage(tensor) in weights:
+        if nbytes < bytes_min or is_weight(tensor):
             return tensor, None
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         pinned = local.device.type == "cuda"

@@ -30,6 +30,8 @@ from elastic_ft.models.mixture_stage import MixtureStage
 from elastic_ft.models.stages import KEY, PrunedStage, check_stages, parts_of
 
 ModelStage = DecoderStage | PrunedStage
+# Of routers, by transformers' names. With tp all ranks draw the same of what they all have.
+NOISES = ("jitter_noise", "input_jitter_noise", "router_jitter_noise", "moe_jitter_eps")
 Shifted = tuple[Tensor, Tensor, dict[str, Tensor]]  # tokens, targets, masks and positions
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -53,7 +55,7 @@ def check_pipeline(model: nn.Module, ranks: int, schedule: str) -> None:
     else:
         check_stages(model)
         check_no_dropout(
-            model, KEY, "ranks of a pipeline would draw other numbers than one process"
+            model, KEY, "ranks of a pipeline would draw other numbers than one process", NOISES
         )
         parts = parts_of(model)
         assert parts is not None
@@ -184,7 +186,7 @@ class Pipeline:
         and of the loss what routers of theirs add.
         """
         batches = [self._read(m) for m in micro_batches]
-        tokens, targets, more = _joined(batches)
+        tokens, targets, more = joined(batches)
         shape = torch.Size((len(batches[0][0]), tokens.shape[1]))
         if shape != self._shape:
             self._runner, self._shape = self._make_runner(len(batches), shape), shape
@@ -318,7 +320,7 @@ def tokens_and_targets(micro_batch: MicroBatch, device: torch.device, stage: Mod
     return tokens, targets, more
 
 
-def _joined(batches: Sequence[Shifted]) -> Shifted:
+def joined(batches: Sequence[Shifted]) -> Shifted:
     """One after the other, each as long as the longest: what is causal does not see what comes
     after it. Raises ConfigError if some have what others have not."""
     longest = max(tokens.shape[1] for tokens, _, _ in batches)
@@ -331,6 +333,6 @@ def _joined(batches: Sequence[Shifted]) -> Shifted:
     def together(tensors: Iterable[Tensor], filler: int = 0) -> Tensor:
         return torch.cat([F.pad(t, (0, longest - t.shape[1]), value=filler) for t in tensors])
 
-    joined = {key: together(of[key] for of in named) for key in named[0]}
+    inputs = {key: together(of[key] for of in named) for key in named[0]}
     targets = together((targets for _, targets, _ in batches), IGNORED_LABEL)
-    return joined.pop("tokens"), targets, joined
+    return inputs.pop("tokens"), targets, inputs

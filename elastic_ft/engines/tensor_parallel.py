@@ -10,7 +10,7 @@ A plan says which layers are cut how, by the patterns of their names: that of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Block, Decoder, DecoderStage
+from elastic_ft.models.experts import MixtureDecoder
 from elastic_ft.models.imports import import_object
 from elastic_ft.models.stages import PassThrough, is_tied, parts_of
 
@@ -82,6 +83,8 @@ def check_tensor_parallel(
     """Raises ConfigError, one line, for a model that ``tp`` ranks can't share."""
     if tp == 1:
         return
+    if isinstance(model, MixtureDecoder):
+        raise ConfigError(f"{KEY}: not of mixtures of experts (model.preset)")
     plan = plan_for(model, tp_plan)
     # All ranks draw the same numbers: right where they have the same activations (I3).
     why = "tensor-parallel ranks would drop the same of different heads and columns"
@@ -92,16 +95,19 @@ def check_tensor_parallel(
         _check_plan(plan, model, tp)
 
 
-def check_no_dropout(model: nn.Module, key: str, why: str) -> None:
-    """Raises ConfigError, of ``key`` of the job file, for a model that drops anything."""
+def check_no_dropout(model: nn.Module, key: str, why: str, noises: Sequence[str] = ()) -> None:
+    """Raises ConfigError, of ``key`` of the job file, for a model that drops anything.
+
+    ``noises``: other attributes of modules by which they draw.
+    """
     for name, module in model.named_modules():
         rates = {f"{name}.p": module.p} if isinstance(module, DROPOUTS) else {}
-        for of in ("attention_dropout", "dropout", "dropout_p"):
+        for of in ("attention_dropout", "dropout", "dropout_p", *noises):
             rates[f"{name}.{of}"] = getattr(module, of, 0.0)
         for of, rate in rates.items():
             if isinstance(rate, float) and rate > 0:
                 raise ConfigError(
-                    f"{key}: {of.lstrip('.')} is {rate:g}, and {why}; train without dropout, or "
+                    f"{key}: {of.lstrip('.')} is {rate:g}, and {why}; train without it, or "
                     f"{key.rpartition('.')[2]}: 1"
                 )
 

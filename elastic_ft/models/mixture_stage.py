@@ -32,10 +32,13 @@ class MixtureStage(DecoderStage):
     ) -> Tensor:
         """``more``: ``attention_mask`` [B, T]; ``counted`` [B, T], zero for what is padding to the
         pipeline."""
-        counted, sums = bool(more["counted"].any()), []
+        valid_BT, mask, sums = more["counted"], more.get("attention_mask"), []
+        counted = bool(valid_BT.any())
+        if mask is not None:
+            valid_BT = valid_BT * mask.to(valid_BT.dtype)
         for layer in self.layers.values():
             layer.ffn.counts = counted
-            x, router_sum = layer(x, turns, attends=attends, valid_BT=more.get("attention_mask"))
+            x, router_sum = layer(x, turns, attends=attends, valid_BT=valid_BT)
             sums.append(router_sum)
         if not self.training or not counted:
             return x

@@ -21,6 +21,7 @@ from elastic_ft.core.layouts.work import (
     Choice,
     Devices,
     ModelShape,
+    Recompute,
     Schedule,
     Work,
     stage_layers,
@@ -279,6 +280,40 @@ def test_the_planner_shares_experts_out_where_gathering_them_is_dear() -> None:
     assert "each of 8 ranks computes 8 of 64 experts, and tokens travel inside a node" in plan.why
     assert allowed(SMALL, 8, lambda wish: True).ep_max == 1
     assert best(work, there, replace(limits, ep_max=1)).layout.ep == 1
+
+
+@pytest.mark.parametrize(("ffn_dim", "frugal"), [(64, 1), (4096, 8)])
+def test_a_large_world_finds_what_alone_fits(ffn_dim: int, frugal: int) -> None:
+    """Small experts are smaller than what is sent to them, large ones are not."""
+    model = with_experts(decoder(8, 1024, 16, 8, ffn_dim, 512, 2048), 8, 6)
+    work, limits = Work(model, 72), Limits((1,), (True,), tp_sizes=(1,), pp_max=1, ep_max=8)
+    needs = {ep: memory(work, Choice(Layout(dp_shard=72, ep=ep), 1, True)).total for ep in (1, 8)}
+    assert needs[frugal] == min(needs.values()) < max(needs.values())
+    there = devices(*(8,) * 9)
+    between = sum(needs.values()) / 2 / there.usable_bytes * there.memory_bytes
+    plan = best(work, replace(there, memory_bytes=between), replace(limits, world_min=72))
+    assert (plan.layout.ep > 1) == (frugal > 1)
+
+
+def test_rows_of_experts_are_kept_by_each_layer() -> None:
+    """Those that go in and those that come out; selective those that products and ranks return."""
+    work = Work(with_experts(SMALL, 8, 2), 8)
+    row = 2 * SMALL.dim * work.compute_bytes * SMALL.sequence_length
+    none = replace(work, model=replace(work.model, idle_parameters=work.model.expert_parameters))
+
+    def rows(recompute: Recompute, ep: int) -> float:
+        """That seven more layers keep."""
+        choice, found = Choice(Layout(dp_shard=8, ep=ep), 1, recompute), []
+        for of in (work, none):
+            less = replace(of, model=replace(of.model, layers=1))
+            each = [memory(w, choice).activations for w in (of, less)]
+            found.append(each[0] - each[1])
+        return (found[0] - found[1]) / 7 / row
+
+    for ep in (1, 8):
+        assert rows(False, ep) == pytest.approx(2)
+        assert rows("selective", ep) == pytest.approx(1 if ep == 1 else 3)
+        assert rows(True, ep) == pytest.approx(0)
 
 
 def test_a_loss_in_chunks_saves_the_logits() -> None:

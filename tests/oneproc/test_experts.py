@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,14 +13,20 @@ from torch.utils.checkpoint import checkpoint
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.planning import planning_of
+from elastic_ft.core.layouts.memory_costs import block_activation_bytes
+from elastic_ft.core.layouts.work import Work
 from elastic_ft.engines.balancing import Balancing
+from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.laid_out import check_parallel
+from elastic_ft.engines.pipeline import cut, joined, tokens_and_targets
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import build_model
 from elastic_ft.models.build import initial_state
+from elastic_ft.models.decoder import rotations
 from elastic_ft.models.describe import describe_decoder
 from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder, MixtureOfExperts
-from elastic_ft.models.loss import loss_sum
+from elastic_ft.models.loss import loss_sum, shifted
+from elastic_ft.models.mixture_stage import MixtureStage
 
 TINY = MixtureConfig(
     vocab_size=61,
@@ -107,6 +113,33 @@ def test_padding_goes_to_no_expert() -> None:
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_a_pipeline_pads_goes_to_no_expert(masked: bool) -> None:
+    """It makes a step's micro-batches as long as the longest."""
+    torch.manual_seed(0)
+    model, batches = filled(), []
+    for number, length in enumerate((11, 6)):
+        data = {"tokens": torch.randint(61, (2, length))}
+        if masked:
+            data["attention_mask"] = (torch.arange(length) < 5 + number).long().expand(2, -1)
+        batches.append(MicroBatch(number, data))
+    stages = [cast("MixtureStage", cut(model, rank, 2, "1f1b")[rank]) for rank in range(2)]
+    whole, staged = Balancing([model]), Balancing(stages, model)
+    whole.begin()
+    routed = 0.0
+    for batch in batches:
+        tokens, _, more = shifted(**batch.data)
+        routed += float(model(tokens, **more).router_sum.detach())
+    expected = whole.sums()
+    staged.begin()
+    x, _, more = joined([tokens_and_targets(b, torch.device("cpu"), stages[0]) for b in batches])
+    for stage in stages:
+        stage.length = more["counted"].shape[1]
+        x = stage(x, **more)
+    assert float(sum(stage.router_sum for stage in stages)) == pytest.approx(routed, rel=1e-6)
+    assert staged.sums() == expected
+
+
 def test_tokens_are_counted_once() -> None:
     """Not again where a layer is computed again for its gradients, nor those of padding."""
     mixture, x_BTD = filled().layers[0].ffn, torch.randn(2, 5, TINY.dim, requires_grad=True)
@@ -148,6 +181,27 @@ def test_the_planner_counts_all_experts_and_computes_some(name: str) -> None:
     assert shape.idle_parameters == (config.n_experts - config.experts_per_token) * experts
 
 
+def test_the_planner_knows_what_a_layer_keeps_for_backward() -> None:
+    """Rows on the way to experts and back among it: the most of it here."""
+    wide = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "max_sequence_length": 64}
+    config = dataclasses.replace(TINY, **wide, n_experts=8, experts_per_token=6)
+    block = MixtureDecoder(config).layers[0]
+    weights = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    x_BTD, kept = torch.randn(2, 64, 256, requires_grad=True), {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage  # held: no other can have its address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        found = block(x_BTD, rotations(64, config.head_dim, config.rope_theta, x_BTD.device))
+    assert len(found) == 2
+    measured = sum(s.nbytes() for pointer, s in kept.items() if pointer not in weights)
+    work = Work(describe_decoder(config, 64), 2, compute_bytes=4)
+    assert measured / 128 == pytest.approx(block_activation_bytes(work, 1, fused=False), rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
@@ -162,6 +216,15 @@ def test_the_planner_counts_all_experts_and_computes_some(name: str) -> None:
 def test_what_it_can_not_be_laid_out_by_is_refused(parallel: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"^{said}"):
         check(job_of(parallel={"strategy": "fsdp"} | parallel))
+
+
+def test_a_plan_of_ones_own_cuts_no_mixture() -> None:
+    cut_by = {"strategy": "fsdp", "tp": 2, "tp_plan": f"{__name__}:PLAN"}
+    with pytest.raises(ConfigError, match=r"^parallel\.tp: not of mixtures of experts"):
+        check(job_of(parallel=cut_by))
+
+
+PLAN = {"layers.*.attention.query": "colwise"}
 
 
 def job_of(**sections: Any) -> Job:
@@ -198,6 +261,19 @@ def test_the_planner_may_share_experts_out_where_the_engine_can() -> None:
     assert planning_of(job_of(**large)).limits.ep_max == 8
     for other in ({"optimizer": {"name": "muon"}}, {"model": {"preset": "decoder-1m"}}):
         assert planning_of(job_of(**large | other)).limits.ep_max == 1
+
+
+def test_the_planner_shares_no_positions_of_packed_documents() -> None:
+    data = {"url": "stdlib:", "sequence_length": 32768}
+    for separate in (False, True):
+        job = job_of(
+            parallel={"strategy": "auto", "devices": {"memory_gb": 1}},
+            model={"preset": "decoder-1m"},
+            data=data | {"separate_documents": separate},
+            batch={"global_batch_size": 8, "micro_batch_size": 1},
+            elastic={"max_workers": 8},
+        )
+        assert (max(planning_of(job).limits.cp_sizes) == 1) is separate
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

@@ -165,6 +165,23 @@ def test_what_waits_in_host_memory_comes_back_as_it_was(recompute: bool) -> None
     assert on_device == 0
 
 
+def test_weights_that_are_gathered_inside_a_layer_stay() -> None:
+    """As FSDP2 gathers experts. Whoever gathers them again does so for backward, too."""
+    block = nn.Sequential(nn.Linear(3, 3, bias=False))
+
+    def gather(line: nn.Module, given: object) -> None:
+        line.weight = nn.Parameter(torch.ones(3, 3))
+
+    block[0].register_forward_pre_hook(gather)
+    keep_in_host_memory([block], bytes_min=1)
+    x = torch.zeros(2, 3, requires_grad=True)
+    found = block(x).sum()
+    block[0].weight.data.fill_(5.0)
+    found.backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2, 3), 15.0))
+
+
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -129,6 +129,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "llama", "attention_dropout": 0.1},
         "model.layers.0.self_attn.attention_dropout is 0.1, and ranks of a pipeline",
     ),
+    "whose routers draw noise": (
+        MODELS["mixtral"] | {"router_jitter_noise": 0.1},
+        "model.layers.0.mlp.jitter_noise is 0.1, and ranks of a pipeline",
+    ),
     "that is too shallow": ({"model_type": "llama"}, "need 6 stages, the model has 5 layers"),
 }
 

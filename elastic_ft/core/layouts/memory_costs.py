@@ -35,20 +35,22 @@ def block_activation_bytes(work: Work, tp: int, fused: bool) -> float:
     Two norms (input and output; unfused, the normed value too, in float32), queries, keys and
     values (keys and values repeated to all heads), attention's output and log-sum-exp, and four
     feed-forward tensors (two without a gate). Inputs of column-wise products are gathered, so each
-    rank keeps them whole.
+    rank keeps them whole. Of each expert that a token goes to, its row there and the one back.
     """
     model, a = work.model, work.compute_bytes
     inner = (4 if model.gated else 2) * model.ffn_dim * a
     norms = 2 * model.dim * (a if fused else 8)
-    whole = 2 * model.dim * a
+    whole = 2 * model.dim * a + 2 * _rows_bytes(work)
     return (inner + norms + 4 * model.dim * a + 4 * model.heads) / tp + whole
 
 
-def kept_activation_bytes(work: Work, tp: int, recompute: Recompute, fused: bool) -> float:
+def kept_activation_bytes(
+    work: Work, tp: int, recompute: Recompute, fused: bool, ep: int = 1
+) -> float:
     """What one layer keeps from forward to backward, per token.
 
     Its input at least. Selective: what products return too (row-wise ones parts of a sum, whole on
-    each rank), and attention with its log-sum-exp.
+    each rank), attention with its log-sum-exp, and rows of experts' as they came from other ranks.
     """
     model, a = work.model, work.compute_bytes
     if not recompute:
@@ -58,7 +60,20 @@ def kept_activation_bytes(work: Work, tp: int, recompute: Recompute, fused: bool
         return inputs
     inner = (2 if model.gated else 1) * model.ffn_dim
     kept = (inner + 2 * model.dim + 2 * model.kv_dim) * a + 4 * model.heads
-    return inputs + kept / tp + 2 * model.dim * a
+    return inputs + kept / tp + 2 * model.dim * a + _kept_rows_bytes(work, recompute, ep)
+
+
+def _rows_bytes(work: Work) -> float:
+    """Of a token, its rows to the experts that it goes to."""
+    return work.model.experts_per_token * work.model.dim * work.compute_bytes
+
+
+def _kept_rows_bytes(work: Work, recompute: Recompute, ep: int) -> float:
+    """Selective: what experts' products return, and what came from other ranks, there and back.
+    None of it is what a layer keeps that recomputes nothing, which is in another order."""
+    if recompute != "selective":
+        return 0.0
+    return _rows_bytes(work) * (1 if ep == 1 else 3)
 
 
 def in_flight(choice: Choice, stage: int, micro_batches: int) -> float:
@@ -113,13 +128,14 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
     )
     tokens = ceil(choice.micro_batch * model.sequence_length / layout.cp)
     full = tokens * block_activation_bytes(work, layout.tp, fused)
-    kept = tokens * kept_activation_bytes(work, layout.tp, choice.recompute, fused)
+    kept = tokens * kept_activation_bytes(work, layout.tp, choice.recompute, fused, layout.ep)
     held = kept * (1 if work.offloads else layers * in_flight(choice, stage, count))
     head = tokens * model.dim * (2 * work.compute_bytes if fused else 12) / layout.tp * last
     loss = _loss_bytes(work, layout.tp, tokens) * last
     whole, unit = _gathered(work, choice, own, root, block)
     inputs = tokens * model.dim * work.compute_bytes / layout.tp
-    again = full - (kept - inputs) if choice.recompute else 0.0
+    beside = tokens * _kept_rows_bytes(work, choice.recompute, layout.ep)
+    again = full - (kept - inputs - beside) if choice.recompute else 0.0
     again += tokens * 2 * model.ffn_dim * work.compute_bytes / layout.tp  # gradients inside a layer
     again += _gathered_kv_bytes(work, choice) + tokens * _sent_bytes(work, layout.ep)
     first = (model.output_parameters / layout.tp) * last * work.gradient_bytes
@@ -151,7 +167,7 @@ def _sent_bytes(work: Work, ep: int) -> float:
     either order. Others send as much as goes there, on the mean."""
     if ep == 1:
         return 0.0
-    return 4 * work.model.experts_per_token * work.model.dim * work.compute_bytes
+    return 4 * _rows_bytes(work)
 
 
 def _loss_bytes(work: Work, tp: int, tokens: int) -> float:

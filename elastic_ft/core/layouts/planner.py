@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import product
 from math import ceil, gcd
 
 from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
@@ -187,8 +188,10 @@ class _Search:
 
     def _may_fit(self, layout: Layout, micro_batch: int) -> bool:
         """Whether the most frugal choice does: all sharded, all recomputed that may be."""
-        ep = self._sharing_experts(layout, layout.dp_shard)[-1]
-        for schedule, chunks in self._schedules(layout.pp):
+        ways = self._sharing_experts(layout, layout.dp_shard)
+        # What is sent to experts may take more than all of them, gathered.
+        ends = sorted({ways[0], ways[-1]})
+        for ep, (schedule, chunks) in product(ends, self._schedules(layout.pp)):
             frugal = max(self.limits.recompute, key=RECOMPUTES.index)
             choice = Choice(replace(layout, ep=ep), micro_batch, frugal, schedule, chunks)
             need = memory(self.work, choice, self.devices.fused).total

@@ -155,7 +155,9 @@ def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> flo
     if not work.offloads:
         return 0.0
     tokens = choice.micro_batch * work.model.sequence_length / choice.layout.cp
-    kept = kept_activation_bytes(work, choice.layout.tp, choice.recompute, devices.fused)
+    kept = kept_activation_bytes(
+        work, choice.layout.tp, choice.recompute, devices.fused, choice.layout.ep
+    )
     return 2 * layers * tokens * kept / devices.host_bytes_per_s
 
 
