@@ -154,7 +154,8 @@ def check_optimizer(job: Job, model: nn.Module) -> None:
         raise
     except Exception as error:  # the user's class may raise anything
         raise ConfigError(f"optimizer.kwargs: {config.name}: {one_line(error)}") from error
-    if config.name in ("adamw", "adam") or (native and config.name == "sgd"):
+    plain_sgd = config.name == "sgd" and not config.kwargs.get("fused")  # not of DTensors
+    if config.name in ("adamw", "adam") or (native and plain_sgd):
         return
     try:
         sharded = native and (parallel.strategy != "ddp" or parallel.cuts_layers)

@@ -329,6 +329,27 @@ def test_which_begin_with_zeros() -> None:
     assert not found & {"torch.optim:NAdam", "torch.optim:ASGD", "torch.optim:Rprop"}
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_fused_sgd_is_of_whole_parameters(strategy: str) -> None:
+    """torch says so in the first step, after ranks have agreed on it."""
+    job = parse_job(
+        {
+            "name": "fused",
+            "steps": 1,
+            "model": {"preset": "decoder-1m"},
+            "data": {"url": "stdlib:"},
+            "optimizer": {"name": "sgd", "kwargs": {"fused": True}},
+            "parallel": {"strategy": strategy},
+        }
+    )
+    model = nn.Linear(2, 2, device="meta")
+    if strategy == "ddp":
+        check_optimizer(job, model)
+        return
+    with pytest.raises(ConfigError, match="SGD can't step where parameters are sharded"):
+        check_optimizer(job, model)
+
+
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_who_needs_a_gpu_is_not_judged_by_a_cpu(device: str) -> None:
     """The rehearsal is on the CPU, and workers may have what it has not."""
