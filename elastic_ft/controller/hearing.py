@@ -147,7 +147,7 @@ class Hearing:
         if said.number and said.number <= self.heard.get(said.sender, 0):
             return  # told again, and journalled before
         message = said.message
-        if type(message) not in (ev.StepApplied, Heartbeat):  # these tell of progress as well
+        if type(message) not in OF_STEPS:  # these tell of progress, or come with what does
             self._sign_of_life(said.member)
         try:
             if type(message) in EVENTS:
