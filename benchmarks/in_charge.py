@@ -152,7 +152,7 @@ def soaked(job: Job, folder: Path) -> Iterator[Soaked]:
     try:
         yield run
     finally:
-        stop_request.ask(str(folder), now=True)
+        stop_request.ask_to_stop(str(folder), now=True)
         run.until("its end", lambda: run.run.poll(0.2))
         run.run.close()
 

@@ -210,7 +210,7 @@ def _cut_off(run: Evidence, scenario: Scenario, folder: Path) -> Iterator[Verdic
     lines = read_lines(folder / LOG)
     ended = [line["after_s"] for line in lines if "after_s" in line]
     external = scenario.external
-    cuts = [line for line in lines if "index" in line and is_cut(external[line["index"]])]
+    cuts = [line for line in lines if "index" in line and cuts_network(external[line["index"]])]
     formed = run.all("generation_formed")
     behind = 0
     for cut in cuts:
@@ -222,5 +222,5 @@ def _cut_off(run: Evidence, scenario: Scenario, folder: Path) -> Iterator[Verdic
     yield Verdict(claim, passed, found)
 
 
-def is_cut(fault: External) -> bool:
+def cuts_network(fault: External) -> bool:
     return isinstance(fault, Network) and fault.network == "cut"

@@ -23,7 +23,7 @@ import yaml
 
 from chaos.check import Verdict, losses_of
 from chaos.disturbance import fired_inside
-from chaos.expect import is_cut, judge
+from chaos.expect import cuts_network, judge
 from chaos.fault_kinds import StopHead, TestTier
 from chaos.jobs import JOB, Paced, merged, undisturbed
 from chaos.outcome import ScenarioOutcome
@@ -172,7 +172,7 @@ def _really(name: str, scenario: Scenario, tier: TestTier, stage: Stage) -> Scen
     outcome.verdicts = judge(scenario, run, job, samples, reference, stage.patience)
     if trouble:
         outcome.verdicts.append(Verdict("the run ended by itself, nothing is left", False, trouble))
-    outcome.summary = summary(run)
+    outcome.summary = cost_of_faults(run)
     return outcome
 
 
@@ -292,7 +292,7 @@ class Trial:
         if any(isinstance(fault, StopHead) for fault in external) and not ended:
             return False  # the one that stood still has to end by itself
         if ended:  # who was cut off has ended: no need to heal
-            lines = [line for line in lines if not is_cut(external[line["index"]])]
+            lines = [line for line in lines if not cuts_network(external[line["index"]])]
         return all(self._is_over(external[line["index"]], line["at_s"]) for line in lines)
 
     def _is_over(self, fault: Any, fired_at_s: float) -> bool:
@@ -394,7 +394,7 @@ class RunCommand:
         return found
 
 
-def summary(run: Path) -> str:
+def cost_of_faults(run: Path) -> str:
     """One line on what the faults cost."""
     found = [line for line in RunReader(run).events() if line["event"] == "recovered"]
     if not found:

@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks.peers.settings import HANG_S, make_job
 from elastic_ft.config import parse_job
 from elastic_ft.core.batches import DataOrder, step_batch
-from elastic_ft.core.schedule import learning_rate
+from elastic_ft.core.schedule import scheduled_rate
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.models.build import build_model, initial_state
@@ -86,7 +86,7 @@ class Training:
         nn.utils.clip_grad_norm_(self.model.parameters(), clip)
 
     def set_rate(self, step: int) -> None:
-        rate = learning_rate(self.job.optimizer, self.job.steps, step)
+        rate = scheduled_rate(self.job.optimizer, self.job.steps, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 

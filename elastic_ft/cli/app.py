@@ -39,7 +39,7 @@ from elastic_ft.cli.run import (
     INTERRUPTED,
     How,
     complain,
-    train,
+    train_job,
     where_to_run,
 )
 from elastic_ft.config import Job, load_job
@@ -156,7 +156,7 @@ def run(
     job = _allowed(load_job(job_file), from_scratch)
     where = where_to_run(job, address, local_nodes, processes)
     how = How(chaos, accept_changes=accept_changes, foreground=foreground)
-    return train(job, out or f"runs/{job.name}", where, how)
+    return train_job(job, out or f"runs/{job.name}", where, how)
 
 
 @app.command()
@@ -175,7 +175,7 @@ def resume(
     if imported := job.imports():
         say(f"{run_folder}/job.yaml imports {', '.join(imported)}")  # whoever wrote it chose it
     where = where_to_run(job, address, local_nodes, processes)
-    return train(job, run_folder, where, How(chaos, True, accept_changes, foreground))
+    return train_job(job, run_folder, where, How(chaos, True, accept_changes, foreground))
 
 
 def _allowed(job: Job, from_scratch: bool) -> Job:

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from elastic_ft.config import Job
-from elastic_ft.core.terms import Terms, changes, refusal, terms_in
+from elastic_ft.core.terms import Terms, changes, refusal, terms_of_manifest
 from elastic_ft.errors import (
     CheckpointMismatch,
     ConfigError,
@@ -126,7 +126,7 @@ def check_checkpoint(url: str, expected: TensorTable, terms: Terms) -> None:
         raise CheckpointMismatch(
             f"checkpoint.url: {mismatch_message(refs[0].url, found, expected)}"
         )
-    if other := changes(terms_in(manifest.extra), terms):
+    if other := changes(terms_of_manifest(manifest.extra), terms):
         raise ConfigError(refusal(other, manifest.step, refs[0].url))
 
 

@@ -63,9 +63,9 @@ def _dump(values: Any) -> None:
 @app.command("ls")
 def list_(url: Url, as_json: Json = False) -> int:
     """List checkpoints, and data that no manifest references."""
-    from elastic_ft.storage.inspect import LATE, find, list_checkpoints
+    from elastic_ft.storage.inspect import LATE, find_checkpoints, list_checkpoints
 
-    store, _ = find(url)
+    store, _ = find_checkpoints(url)
     listing = list_checkpoints(store)
     now_s = time.time()
     if as_json:
@@ -115,9 +115,9 @@ def _as_json(c: Checkpoint, now_s: float) -> dict[str, Any]:
 @app.command()
 def verify(url: Url, step: StepOption = None, as_json: Json = False) -> int:
     """Read every byte and check every digest; without --step, of all checkpoints."""
-    from elastic_ft.storage.inspect import find, verify_checkpoint
+    from elastic_ft.storage.inspect import find_checkpoints, verify_checkpoint
 
-    store, refs = find(url, step)
+    store, refs = find_checkpoints(url, step)
     found = []
     for ref in refs:
         began_s = time.monotonic()
@@ -158,7 +158,7 @@ def diff(
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints, tensor by tensor: of two folders, or two steps of one."""
-    from elastic_ft.storage.inspect import compare, find_one
+    from elastic_ft.storage.inspect import compare_checkpoints, find_one
 
     steps: list[int | None] = list(step or ())
     if len(steps) > 2:
@@ -167,7 +167,7 @@ def diff(
         raise ConfigError("URL_B: expected a second URL, or --step twice")
     first, second = steps if len(steps) == 2 else (steps or [None]) * 2
     a, b = find_one(url_a, first), find_one(url_b or url_a, second)
-    difference = compare(a, b)
+    difference = compare_checkpoints(a, b)
     if as_json:
         _dump({"a": a.url, "b": b.url} | _difference_as_json(difference))
     else:
@@ -268,7 +268,7 @@ def _export_safetensors(reader: Any, dest: str, config: bytes | None) -> int:
     from elastic_ft.storage import safetensors
 
     store = _new_store(dest)
-    nbytes = safetensors.export(reader, store)
+    nbytes = safetensors.export_folder(reader, store)
     if config is not None:
         store.put("config.json", config)
     return nbytes
@@ -362,13 +362,13 @@ def prune(
 ) -> int:
     """Delete older checkpoints; never the newest complete one."""
     from elastic_ft.storage import prune as pruning
-    from elastic_ft.storage.inspect import find, list_checkpoints
+    from elastic_ft.storage.inspect import find_checkpoints, list_checkpoints
 
     if keep_last is None and older_than is None and not abandoned:
         raise ConfigError("prune: expected --keep-last, --older-than or --abandoned")
-    store, _ = find(url)
+    store, _ = find_checkpoints(url)
     older_than_s = None if older_than is None else older_than * 3600
-    plan = pruning.plan(
+    plan = pruning.plan_pruning(
         list_checkpoints(store),
         time.time(),
         keep_last=keep_last,

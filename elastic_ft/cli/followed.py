@@ -39,4 +39,4 @@ class Followed:
 
     def stop(self) -> None:
         self._asked += 1
-        stop_request.ask(self._url, now=self._asked > 1)
+        stop_request.ask_to_stop(self._url, now=self._asked > 1)

@@ -12,7 +12,7 @@ import typer
 
 from elastic_ft.cli.own_script import calls_init, init_of
 from elastic_ft.cli.progress import say
-from elastic_ft.cli.run import COMPLETED, FAILED, How, train, where_to_run
+from elastic_ft.cli.run import COMPLETED, FAILED, How, train_job, where_to_run
 from elastic_ft.config import Job, parse_job, parse_yaml
 from elastic_ft.errors import ConfigError, UsageError
 
@@ -73,9 +73,9 @@ def launch(
         for option in (option for option, value in given.items() if value is not None):
             raise UsageError(f"{option}: {script.name} never calls elastic_ft.init(): leave it out")
         return _as_torchrun(script, arguments or [], workers or 1)
-    job = job_of(script, tuple(arguments or ()), job_file, workers, min_workers)
+    job = job_of_script(script, tuple(arguments or ()), job_file, workers, min_workers)
     where = where_to_run(job, address, local_nodes, processes)
-    return train(job, out or f"runs/{job.name}", where, How(chaos, foreground=foreground))
+    return train_job(job, out or f"runs/{job.name}", where, How(chaos, foreground=foreground))
 
 
 def _as_torchrun(script: Path, arguments: list[str], workers: int) -> int:
@@ -95,7 +95,7 @@ def _as_torchrun(script: Path, arguments: list[str], workers: int) -> int:
             signal.signal(number, handler)
 
 
-def job_of(
+def job_of_script(
     script: Path,
     arguments: tuple[str, ...] = (),
     job_file: Path | None = None,

@@ -151,7 +151,7 @@ def _checked(script: Path, told: Any) -> tuple[str, dict[str, Any]]:
     return job, said
 
 
-def begin(arguments: list[str]) -> None:
+def begin_script(arguments: list[str]) -> None:
     """In the script's process: runs it as far as its ``init``, tells what that is given, ends."""
     from elastic_ft.training import context  # torch: only where the script has it, too
 

@@ -164,7 +164,7 @@ def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:
     return found
 
 
-def lose(there: Devices, count: int) -> tuple[Devices, tuple[int, ...]]:
+def without_last(there: Devices, count: int) -> tuple[Devices, tuple[int, ...]]:
     """Devices after the last ``count`` have gone, and the numbers that the others had."""
     left = there.count - count
     nodes: list[int] = []
@@ -178,7 +178,7 @@ def _after(
     work: Work, there: Devices, limits: Limits, now: LayoutPlan, count: int
 ) -> LayoutPlan | str:
     """The plan when ``count`` devices are lost, or why there is none."""
-    less, survivors = lose(there, count)
+    less, survivors = without_last(there, count)
     rank_of = {device: rank for rank, device in enumerate(now.devices)}
     previous = Previous(now.layout, tuple(rank_of.get(device) for device in survivors))
     try:

@@ -67,7 +67,7 @@ class Checked:
     warnings: tuple[str, ...] = ()
 
 
-def check(
+def check_job(
     job: Job,
     out: str,
     place: Place,
@@ -89,7 +89,7 @@ def check(
     if job.network.tls:
         find_openssl()
     if job.parallel.compile and place.address is None:
-        check_compiler(job)
+        check_compiler_here(job)
     if place.address is not None:
         check_address(place.address)
     scenario = _load_scenario(job, place, chaos)
@@ -192,7 +192,7 @@ def check_engine(job: Job) -> None:
         )
 
 
-def check_compiler(job: Job) -> None:
+def check_compiler_here(job: Job) -> None:
     """On this machine, where its workers run. Raises ConfigError."""
     from elastic_ft.engines import compiling  # imports torch, for seconds
 

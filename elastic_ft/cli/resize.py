@@ -15,7 +15,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.observe.alive import Vigil
-from elastic_ft.observe.resize_request import Resize, ask
+from elastic_ft.observe.resize_request import Resize, ask_to_resize
 from elastic_ft.observe.run_reader import RunReader
 
 POLL_S = 0.2
@@ -42,7 +42,7 @@ def resize(
     journal.look()
     if journal.ended:
         raise ConfigError(f"{run_folder}: the job has ended: {journal.ended}")
-    asked, vigil = ask(run_folder, workers), Vigil(run_folder)
+    asked, vigil = ask_to_resize(run_folder, workers), Vigil(run_folder)
     deadline_s = time.monotonic() + timeout_s
     while not journal.is_done(asked):
         if journal.ended:

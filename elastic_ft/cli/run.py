@@ -85,7 +85,7 @@ class How:
     foreground: bool = False  # the controller of plain processes is this very process
 
 
-def train(job: Job, out: str, where: Where, how: How) -> int:
+def train_job(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
     from elastic_ft.observe.handover import NEXT_S, await_handover
 
@@ -112,14 +112,14 @@ def check_start(
 ) -> Checked:
     """``unless_run``: takes what ends the processes that are started early."""
     from elastic_ft.cli.check_model import check_model_and_data
-    from elastic_ft.cli.preflight import check
+    from elastic_ft.cli.preflight import check_job
 
     def meanwhile() -> None:
         if where.processes:
             _start_fork_server(unless_run)
 
     made = _made_in_warm_process if where.processes else check_model_and_data
-    checked = check(job, out, where.place(), how.chaos, how.accept_changes, meanwhile, made)
+    checked = check_job(job, out, where.place(), how.chaos, how.accept_changes, meanwhile, made)
     size = "" if job.loop is not None else f"{checked.parameters:,} parameters; "
     say(f"{job.name}: {size}{checked.data}")
     for warning in checked.warnings:

@@ -87,12 +87,12 @@ def replay(
     ],
 ) -> int:
     """Tell the core again what a run's controller told it: it must decide the same."""
-    from elastic_ft.observe.replay import check
+    from elastic_ft.observe.replay import check_replay
 
     run = RunReader(journal.removesuffix("events.jsonl") or ".")
     for name in ("events.jsonl", "inbox.jsonl"):
         run.content(name)
-    verdict = check(run.url)
+    verdict = check_replay(run.url)
     if verdict.difference:
         print(
             f"elastic-ft: after {verdict.decisions} equal decisions: {verdict.difference}",

@@ -89,9 +89,9 @@ def _row(
     if units < 2:
         raise ConfigError(f"--unit-gpus: {unit_gpus}: {gpus} GPUs make fewer than two such units")
     away = {} if away_s is None else {"away_s": away_s}
-    rate = fleet.llama3(gpus, **away) if name == "llama3" else fleet.spot(**away)
+    rate = fleet.llama3_failures(gpus, **away) if name == "llama3" else fleet.spot(**away)
     began_s = time.monotonic()
-    outcomes = fleet.compare(rate, units, days, costs, seed)
+    outcomes = fleet.compare_ways(rate, units, days, costs, seed)
     return {
         "rate": asdict(rate),
         "gpus": gpus,

@@ -72,7 +72,7 @@ class Observer:
             return
         write = self._folder.begin_inbox if is_full else self._folder.snapshot
         found = beside() if self.is_adoptable else None
-        write(now_s, self._policy_line(policy), snapshots.encode(state), found)
+        write(now_s, self._policy_line(policy), snapshots.as_plain_values(state), found)
 
     def record(
         self, event: ev.Event, now_s: float, state: State, said: Numbering | None = None

@@ -24,7 +24,7 @@ from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef, NodeId
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
-from elastic_ft.core.terms import Terms, terms_in
+from elastic_ft.core.terms import Terms, terms_of_manifest
 from elastic_ft.errors import StateDamaged, StoreFailed, Superseded
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.cancellable import CancellableStore
@@ -213,7 +213,7 @@ class Publisher:
         """
         for ref in found:
             with contextlib.suppress(StateDamaged):  # its workers will say so, and go on as here
-                return terms_in(checkpoints.load_manifest(self._store, ref).extra), ref
+                return terms_of_manifest(checkpoints.load_manifest(self._store, ref).extra), ref
         return {}, None
 
     def emergencies(self) -> tuple[str, ...]:
@@ -222,7 +222,7 @@ class Publisher:
         """
         known = (*self.unrescued, self._run)
         said = [run for run in rescue.runs(self._store) if run not in known]
-        unnamed = [run for run in said if not owners.has_ended(self._store, run)]
+        unnamed = [run for run in said if not owners.is_rescued(self._store, run)]
         return (*reversed(self.unrescued), *unnamed)
 
     def gather(
@@ -247,7 +247,7 @@ class Publisher:
         """
         self.claim.check()
         self.claim.ended(run)  # what is left then is swept: nobody waits for keepers any more
-        rescue.forget(self._store, run)
+        rescue.forget_saved(self._store, run)
 
     def _signed(self, manifest: Manifest) -> Manifest:
         """With the number of its publisher: it shows whose it is once another has taken over."""
@@ -263,8 +263,8 @@ class Publisher:
         try:
             self.claim.check()
             for run in set(rescue.runs(self._store)).difference(keep):
-                if owners.has_ended(self._store, run):  # of keepers that were cut off from it
-                    rescue.forget(self._store, run)
+                if owners.is_rescued(self._store, run):  # of keepers that were cut off from it
+                    rescue.forget_saved(self._store, run)
             keep += rescue.runs(self._store)
             checkpoints.sweep_abandoned(self._store, keep, self.claim.check)
         except Superseded as error:
@@ -376,7 +376,7 @@ class Publisher:
         prefix = checkpoints.attempt_prefix(self._run, command.generation, command.step)
         try:
             self.claim.check()
-            checkpoints.abandon(self._store, prefix)
+            checkpoints.delete_attempt(self._store, prefix)
         except Superseded as error:
             self._post(error)
         except Exception as error:  # tried again after the next commit, or swept at the next start

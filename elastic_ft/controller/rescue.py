@@ -374,6 +374,6 @@ def compose(
     return None
 
 
-def forget(store: Store, run: str) -> None:
+def forget_saved(store: Store, run: str) -> None:
     """Deletes all that its keepers said; what they wrote goes with what no manifest references."""
     store.delete(f"emergency/{run}")

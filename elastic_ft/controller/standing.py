@@ -20,7 +20,15 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.core.typed import decoder
 from elastic_ft.observe.accounts import Accounts
-from elastic_ft.observe.replay import Begun, InboxItem, Line, Noted, Snapshot, ToldLine, line_of
+from elastic_ft.observe.replay import (
+    Begun,
+    InboxItem,
+    Line,
+    Noted,
+    Snapshot,
+    ToldLine,
+    journal_line_of,
+)
 
 SHOWN = ("event", "generation", "reason")
 OWN = frozenset({*SHOWN, "at_s", "seq"})
@@ -180,7 +188,7 @@ class Heritage:
 
     def _do(self, at_s: float, command: cmd.Command) -> None:
         self.standing.did(at_s, command)
-        for line in line_of(command):
+        for line in journal_line_of(command):
             self.lines[self.seq] = {"at_s": round(at_s, 6), "seq": self.seq, **line}
             self.seq += 1
         if isinstance(command, cmd.RecordStep):

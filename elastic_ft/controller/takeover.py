@@ -35,7 +35,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.outages import REREAD_MAX_S, REREAD_MIN_S
 from elastic_ft.errors import JobFailed, StoreFailed
-from elastic_ft.observe.alive import Alive, Sign, find
+from elastic_ft.observe.alive import Alive, Sign, last_sign
 from elastic_ft.observe.outcome import check_resume_point
 from elastic_ft.observe.run_folder import RunFolder, last_generation
 
@@ -83,7 +83,7 @@ class Takeover:
     def claim_folder(self, alive: Alive) -> tuple[str, ...]:
         """First: nobody else writes in the run folder from now on. Returns the runs there that did
         not end. Raises JobFailed, StoreFailed, UsageError."""
-        self._last_sign = self._sign_at_start = find(
+        self._last_sign = self._sign_at_start = last_sign(
             self._folder.url
         )  # it may have lived while we waited for it
         killed = self._take_over_folder()

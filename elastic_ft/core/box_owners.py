@@ -13,7 +13,7 @@ from elastic_ft.core.sharding import (
     Placement,
     Sized,
     cut_alike,
-    deal,
+    deal_cells,
     largest_first,
     overlapping,
     sized,
@@ -58,7 +58,7 @@ def find_owners(
             else:
                 shared[holders] += sized(tensors, box, sizes)
     for holders, cells in shared.items():
-        hands = deal(sorted(cells, key=largest_first), [loads[holder] for holder in holders])
+        hands = deal_cells(sorted(cells, key=largest_first), [loads[holder] for holder in holders])
         for owner, hand in zip(holders, hands, strict=True):
             owned += [Owned(tensor, box, owner, holders) for _, tensor, box in hand]
     return tuple(sorted(owned, key=attrgetter("tensor", "box")))

@@ -12,7 +12,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import NodeId, Source, Tier, WorkerId
 from elastic_ft.core.blame import explain_break, forget_losses
 from elastic_ft.core.commits import abandon_attempts_of, finish
-from elastic_ft.core.generations import escalate, explain, pause, who_is_late
+from elastic_ft.core.generations import escalate, explain_ending, pause, who_is_late
 from elastic_ft.core.keepers import await_report, forget_keeper, reads_from
 from elastic_ft.core.outages import note_unreached, note_unread
 from elastic_ft.core.recoveries import blame_node, note_lost
@@ -88,7 +88,7 @@ def lose(
     if involved and before.phase in ("running", "forming"):
         pause(turn, cause, why, abort=True, noticed_s=noticed_s, nodes=nodes)
     elif involved and before.phase == "pausing":
-        explain(turn, why, nodes)
+        explain_ending(turn, why, nodes)
     if turn.state.episode:
         note_lost(turn, involved, cause, noticed_s)
 
@@ -171,7 +171,7 @@ def _refuse_worker(turn: Turn, event: ev.WorkerRaised) -> None:
     if involved and turn.state.phase in ("running", "forming"):
         pause(turn, "worker_refused", why, abort=True, nodes=nodes)
     elif involved and turn.state.phase == "pausing":
-        explain(turn, why, nodes)
+        explain_ending(turn, why, nodes)
 
 
 # ---------------------------------------------------------------------------- what a worker finds

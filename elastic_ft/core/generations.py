@@ -87,7 +87,7 @@ def _break_off(turn: Turn, cause: str, why: str) -> None:
         escalate(turn, why)
 
 
-def explain(turn: Turn, why: str, nodes: Iterable[NodeId]) -> None:
+def explain_ending(turn: Turn, why: str, nodes: Iterable[NodeId]) -> None:
     """Meanwhile somebody was lost on ``nodes``, who may be why the generation broke."""
     explain_break(turn)
     if count_losses(turn, nodes, why) and not turn.state.abort:

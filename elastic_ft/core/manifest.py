@@ -155,7 +155,7 @@ class Manifest:
         try:
             return _manifest_of(json.loads(body))
         except (ValueError, RecursionError, OverflowError) as error:
-            why = one_line(error)
+            why = printable(error)
             raise StateDamaged(f"{url}: not a manifest of this version: {why}", url) from None
 
 
@@ -172,7 +172,7 @@ def incomplete(manifest: Manifest) -> list[str]:
         entries_of[entry.tensor].append(entry)
     names = sorted({*manifest.tensors, *entries_of})
     flaws = ((name, _flaw(manifest.tensors.get(name), entries_of[name])) for name in names)
-    return [one_line(f"{name}: {flaw}") for name, flaw in flaws if flaw]
+    return [printable(f"{name}: {flaw}") for name, flaw in flaws if flaw]
 
 
 def _flaw(spec: TensorSpec | None, entries: list[ShardEntry]) -> str:
@@ -303,7 +303,7 @@ def _is_plain(name: Any) -> bool:
     )
 
 
-def one_line(said: object) -> str:
+def printable(said: object) -> str:
     """One line that any terminal takes: names are their writer's."""
     text = " ".join(str(said).split())
     text = "".join(c if c.isprintable() else "?" for c in text)

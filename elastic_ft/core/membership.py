@@ -29,14 +29,14 @@ from elastic_ft.core.records import Uploads
 from elastic_ft.core.restoring import no_way_on
 from elastic_ft.core.standby import RELEASE, release, release_overdue
 from elastic_ft.core.state import State, Turn
-from elastic_ft.core.stragglers import judge
+from elastic_ft.core.stragglers import judge_stragglers
 from elastic_ft.core.world import (
     choose_world,
     has_joiners,
     joiners,
     note_step,
-    refuses,
     wanted,
+    why_not_resized,
     why_wait,
 )
 
@@ -144,7 +144,7 @@ def _admit(turn: Turn) -> None:
 
 def _resize_requested(turn: Turn, event: ev.ResizeRequested) -> None:
     fields = {"workers": event.workers, "request": event.request}
-    if why := refuses(turn, event):
+    if why := why_not_resized(turn, event):
         turn.journal("resize_refused", why, **fields)
         return
     turn.journal("resize_requested", f"{event.workers} workers are wanted", **fields)
@@ -241,7 +241,7 @@ def _step_applied(turn: Turn, event: ev.StepApplied) -> None:
     first = state.ranks.get(event.worker) == 0  # once a step is often enough
     if state.phase != "running" or not first or not event.pace_s or state.stopping:
         return
-    if why := judge(turn):
+    if why := judge_stragglers(turn):
         generations.pause(turn, "straggler_evicted", why, abort=False)
 
 

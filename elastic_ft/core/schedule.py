@@ -24,7 +24,7 @@ class RateSchedule(Protocol):
     def min_lr_ratio(self) -> float: ...
 
 
-def learning_rate(
+def scheduled_rate(
     schedule: RateSchedule, steps: int, step: int, factor: Factor | None = None
 ) -> float:
     """Returns the rate of ``step`` (1-based) of ``steps``.

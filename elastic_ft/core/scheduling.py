@@ -22,7 +22,7 @@ from typing import Any
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.admission import Admission
 from elastic_ft.core.sharing.asks import SharingCommand, SharingEvent, SharingTerms
-from elastic_ft.core.sharing.dealing import deal
+from elastic_ft.core.sharing.dealing import deal_slots
 from elastic_ft.core.sharing.desk import Desk, plural
 from elastic_ft.core.sharing.ledger import ENDED_KEPT, SharedJob, Sharing, count, removed
 from elastic_ft.core.table import Table
@@ -51,7 +51,7 @@ def _deal_out(desk: Desk) -> Admission:
     for _ in range(ROUNDS_MAX):
         jobs, told = dict(desk.jobs), len(desk.commands)
         desk.wakes.clear()
-        found = deal(desk)
+        found = deal_slots(desk)
         if len(desk.commands) == told and _is_settled(jobs, desk.jobs):
             if looked_again or not desk.barred:
                 break

@@ -290,7 +290,7 @@ def plan_moves(
 _ORDER = attrgetter("tensor", "source", "target", "box")
 
 
-def bytes_moved(copies: Iterable[Copy], itemsize: Mapping[str, int] | None = None) -> int:
+def bytes_of_copies(copies: Iterable[Copy], itemsize: Mapping[str, int] | None = None) -> int:
     """Bytes that cross from one holder to another; itemsize as in ``plan_moves``."""
     sizes = itemsize or {}
     return sum(c.box.numel * sizes.get(c.tensor, 1) for c in copies if not c.is_local)
@@ -404,7 +404,7 @@ def _share_out(
         count = len(senders)
         hands = dealt.get(count)
         if hands is None:
-            hands = dealt[count] = deal(cells, [0] * count)
+            hands = dealt[count] = deal_cells(cells, [0] * count)
         first = number * (len(cells) % count or 1)
         for sender in (me,) if target != me else senders:
             if sender in senders:
@@ -426,7 +426,7 @@ def _cheapest(
     return [c for c, each in zip(candidates, costs, strict=True) if each == least]
 
 
-def deal(cells: Iterable[Sized], loads: Sequence[int]) -> list[list[Sized]]:
+def deal_cells(cells: Iterable[Sized], loads: Sequence[int]) -> list[list[Sized]]:
     """``cells``, the largest first, each to who has least: as many hands as ``loads``."""
     hands: list[list[Sized]] = [[] for _ in loads]
     heap = [(load, hand) for hand, load in enumerate(loads)]

@@ -50,7 +50,7 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[(len(values) - 1) // 2]
 
 
-def judge(turn: Turn) -> str:
+def judge_stragglers(turn: Turn) -> str:
     """Why somebody who holds all others up is to leave; empty if nobody is. The evidence is
     journalled, for one that is kept as well."""
     policy, state = turn.policy, turn.state

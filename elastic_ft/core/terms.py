@@ -96,7 +96,7 @@ def is_data_terms(data: Mapping[str, Any]) -> bool:
     return known and type(samples) is int and samples >= 0 and texts
 
 
-def terms_in(extra: Mapping[str, Any]) -> Terms:
+def terms_of_manifest(extra: Mapping[str, Any]) -> Terms:
     """The terms that a manifest's ``extra`` has; {} if it has none, being an older one."""
     terms = extra.get("terms")
     return dict(terms) if isinstance(terms, Mapping) else {}

@@ -182,7 +182,7 @@ def wanted(turn: Turn) -> int:
     return turn.workers_max + turn.policy.spares
 
 
-def refuses(turn: Turn, event: ResizeRequested) -> str:
+def why_not_resized(turn: Turn, event: ResizeRequested) -> str:
     """Why the world can't be made of so many; empty if it can."""
     policy = turn.policy
     if not policy.min_workers <= event.workers <= policy.max_workers:

@@ -16,7 +16,7 @@ GREATEST = 127.0
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def pack(rows: Tensor) -> Tensor:
+def pack_blocks(rows: Tensor) -> Tensor:
     """Codes of ``rows``, [n, numbers] of any floating dtype: uint8 [n, blocks, 260], each block's
     scale after it. Each row is filled up with zeros. What is not finite stays so."""
     blocks = pad(rows.float(), (0, -rows.shape[1] % BLOCK)).view(rows.shape[0], -1, BLOCK)
@@ -26,7 +26,7 @@ def pack(rows: Tensor) -> Tensor:
     return torch.cat([codes, scales.view(torch.uint8)], dim=2)
 
 
-def unpack(codes: Tensor, numbers: int) -> Tensor:
+def unpack_blocks(codes: Tensor, numbers: int) -> Tensor:
     """What ``pack`` was given, float32 [n, numbers], off by half a scale at most."""
     scales = codes[:, :, BLOCK:].contiguous().view(torch.float32)
     return (codes[:, :, :BLOCK].view(torch.int8) * scales).flatten(1)[:, :numbers]

@@ -25,7 +25,7 @@ def learning_rate(config: OptimizerConfig, steps: int, step: int) -> float:
     """The schedule's rate of ``step`` (1-based) of ``steps``. Raises ConfigError."""
     factor = _imported(config.schedule) if ":" in config.schedule else None
     try:
-        rate = schedule.learning_rate(config, steps, step, factor)
+        rate = schedule.scheduled_rate(config, steps, step, factor)
     except Exception as error:  # the user's function may raise anything
         text = f"{KEY}: {config.schedule}({step}, {steps}) failed: {one_line(error)}"
         raise ConfigError(text) from error

@@ -75,7 +75,7 @@ def cut(model: nn.Module, rank: int, ranks: int, schedule: str) -> dict[int, Mod
         costs: list[int] = model.stage_costs()
         make: Callable[[range], ModelStage] = model.stage
     elif isinstance(model, MixtureDecoder):
-        costs, make = mixture_stage.stage_costs(model), partial(MixtureStage, model)
+        costs, make = mixture_stage.mixture_stage_costs(model), partial(MixtureStage, model)
     else:
         costs, make = stages.stage_costs(model), partial(PrunedStage, model)
     parts = split_layers(costs, count_stages(ranks, schedule))

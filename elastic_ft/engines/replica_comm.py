@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft.config import CommConfig
-from elastic_ft.engines.int8 import BLOCK, all_gather, pack, unpack
+from elastic_ft.engines.int8 import BLOCK, all_gather, pack_blocks, unpack_blocks
 from elastic_ft.engines.modules import local_part
 from elastic_ft.engines.unused import check_all_used
 from elastic_ft.groups.groups import Groups
@@ -150,16 +150,16 @@ class ReplicaComm:
         each = -(-flat.numel() // self._replicas)
         each += -each % BLOCK
         rows = pad(flat, (0, each * self._replicas - flat.numel())).view(self._replicas, each)
-        codes = pack(rows)
+        codes = pack_blocks(rows)
         received = torch.empty_like(codes)
         dist.all_to_all_single(received, codes, group=self._group)
-        part = unpack(received, each).sum(dim=0, keepdim=True)
-        said = pack(part)
+        part = unpack_blocks(received, each).sum(dim=0, keepdim=True)
+        said = pack_blocks(part)
         everyones = torch.empty_like(codes)
         all_gather(everyones, said, group=self._group)
-        left = rows - unpack(codes, each)
-        left[own] += (part - unpack(said, each))[0]
-        totals = unpack(everyones, each).flatten()[: flat.numel()]
+        left = rows - unpack_blocks(codes, each)
+        left[own] += (part - unpack_blocks(said, each))[0]
+        totals = unpack_blocks(everyones, each).flatten()[: flat.numel()]
         return Summed(_by_name(totals, owed), _by_name(left.flatten()[: flat.numel()], owed))
 
     def _powersgd(self, owed: Tensors) -> Summed:

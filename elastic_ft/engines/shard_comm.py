@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from elastic_ft.engines.int8 import all_gather, pack, unpack
+from elastic_ft.engines.int8 import all_gather, pack_blocks, unpack_blocks
 
 
 class _Buffers:
@@ -35,11 +35,11 @@ class Int8Gather(_Buffers):
         if not input_tensor.is_floating_point():  # parameters of several dtypes, as bytes
             all_gather(output_tensor, input_tensor, group=group)
             return
-        own = pack(input_tensor.view(1, -1))
+        own = pack_blocks(input_tensor.view(1, -1))
         everyones = own.new_empty(group.size(), *own.shape[1:])
         all_gather(everyones, own, group=group)
         rows = output_tensor.view(group.size(), -1)
-        rows.copy_(unpack(everyones, rows.shape[1]))
+        rows.copy_(unpack_blocks(everyones, rows.shape[1]))
 
 
 class Int8Scatter(_Buffers):
@@ -52,10 +52,10 @@ class Int8Scatter(_Buffers):
         async_op: bool = False,
     ) -> None:
         assert op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM), op
-        codes = pack(input_tensor.view(group.size(), -1))
+        codes = pack_blocks(input_tensor.view(group.size(), -1))
         own = torch.empty_like(codes)
         dist.all_to_all_single(own, codes, group=group)
-        summed = unpack(own, output_tensor.numel()).sum(dim=0)
+        summed = unpack_blocks(own, output_tensor.numel()).sum(dim=0)
         output_tensor.copy_(summed / group.size() if op == dist.ReduceOp.AVG else summed)
 
 

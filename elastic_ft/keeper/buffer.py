@@ -40,7 +40,7 @@ class Slot:
 Schema = tuple[Slot, ...]
 
 
-def lay_out(parts: Iterable[tuple[str, str, tuple[int, ...], Box, int]]) -> Schema:
+def schema_of_parts(parts: Iterable[tuple[str, str, tuple[int, ...], Box, int]]) -> Schema:
     """The schema of a buffer for ``parts``: name, dtype, whole shape, box, bytes per element."""
     slots, offset = [], 0
     for name, dtype, shape, box, itemsize in parts:
@@ -77,21 +77,21 @@ def label(run: str, held: Holding, schema: Schema) -> bytes:
 
 def seal(buffer: ByteArray, label: bytes = b"") -> None:
     """Writes the digest of what is in ``buffer``, as ``label``; none for parts on their way."""
-    buffer[-DIGEST_BYTES:] = np.frombuffer(digest_of(buffer[:-DIGEST_BYTES], label), np.uint8)
+    buffer[-DIGEST_BYTES:] = np.frombuffer(buffer_digest(buffer[:-DIGEST_BYTES], label), np.uint8)
 
 
 def is_whole(buffer: ByteArray, label: bytes = b"") -> bool:
     """Whether the bytes are those that were sealed, and sealed as ``label``."""
-    return digest_of(buffer[:-DIGEST_BYTES], label) == buffer[-DIGEST_BYTES:].tobytes()
+    return buffer_digest(buffer[:-DIGEST_BYTES], label) == buffer[-DIGEST_BYTES:].tobytes()
 
 
-def digest_of(data: ByteArray, label: bytes = b"") -> bytes:
+def buffer_digest(data: ByteArray, label: bytes = b"") -> bytes:
     digest = xxhash.xxh3_128(memoryview(data))
     digest.update(label)
     return digest.digest()
 
 
-def cut(buffer: ByteArray, slot: Slot, box: Box) -> ByteArray:
+def bytes_of_box(buffer: ByteArray, slot: Slot, box: Box) -> ByteArray:
     """The bytes of ``box`` (global coordinates, inside the slot's), row-major; uncopied if whole.
 
     Elements are carried as opaque bytes: numpy has no type for some of torch's.

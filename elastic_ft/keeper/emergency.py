@@ -34,7 +34,7 @@ from typing import Any
 from elastic_ft.core.assignment import Holding, NodeId
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.errors import StoreFailed
-from elastic_ft.keeper.buffer import ByteArray, Schema, cut, is_whole, label
+from elastic_ft.keeper.buffer import ByteArray, Schema, bytes_of_box, is_whole, label
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.store import Store
 
@@ -189,7 +189,7 @@ class _Saving:
         number = zlib.crc32(f"{held.name} {self._keeper}".encode())  # in place of a rank
         prefix = checkpoints.attempt_prefix(self._run, GENERATION, holding.step)
         pieces = (
-            (slot.name, slot.box, slot.dtype, memoryview(cut(held.buffer, slot, slot.box)))
+            (slot.name, slot.box, slot.dtype, memoryview(bytes_of_box(held.buffer, slot, slot.box)))
             for slot in held.schema
             if slot.nbytes
         )

@@ -40,7 +40,7 @@ from elastic_ft.keeper.buffer import (
     ByteArray,
     Schema,
     Slot,
-    cut,
+    bytes_of_box,
     is_whole,
     label,
     shard_bytes,
@@ -331,7 +331,9 @@ class NodeKeeper:
         slots: dict[str, list[Slot]] = {}
         for slot in segment.schema:
             slots.setdefault(slot.name, []).append(slot)
-        parts = [cut(segment.buffer, _slot(slots[name], box), box) for name, box in wanted.parts]
+        parts = [
+            bytes_of_box(segment.buffer, _slot(slots[name], box), box) for name, box in wanted.parts
+        ]
         payload = b"".join(memoryview(part) for part in parts)
         # Where the worker's line ended, and it lives, it may write there all the same.
         if self._lives(wanted.worker) and not self._is_whole(segment, wanted.holding):
@@ -360,7 +362,7 @@ class NodeKeeper:
         ):  # else it would be given a new digest, and pass for good
             raise StateDamaged("the snapshot's digest differs: it is not written", self.node)
         pieces = (
-            (slot.name, slot.box, slot.dtype, memoryview(cut(buffer, slot, slot.box)))
+            (slot.name, slot.box, slot.dtype, memoryview(bytes_of_box(buffer, slot, slot.box)))
             for slot in wanted.schema
             if (slot.name, slot.box) in wanted.owned and slot.nbytes
         )

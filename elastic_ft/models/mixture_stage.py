@@ -48,7 +48,7 @@ class MixtureStage(DecoderStage):
         return with_loss
 
 
-def stage_costs(model: MixtureDecoder) -> list[int]:
+def mixture_stage_costs(model: MixtureDecoder) -> list[int]:
     """As ``Decoder.stage_costs``; of experts, those that a token goes through."""
     config = model.config
     idle = (config.n_experts - config.experts_per_token) * 3 * config.dim * config.expert_ffn_dim

@@ -68,12 +68,12 @@ class Alive:
     def _renew(self) -> None:
         while True:
             with contextlib.suppress(OSError):  # a full disk: the journal's next line says so
-                leave(self._folder, self.in_charge, self._followed)
+                leave_sign(self._folder, self.in_charge, self._followed)
             if self._over.wait(EVERY_S):
                 return
 
 
-def leave(folder: Path, in_charge: bool = False, followed: bool = False) -> None:
+def leave_sign(folder: Path, in_charge: bool = False, followed: bool = False) -> None:
     """This process lives now."""
     swap = folder / f"{NAME}.tmp"
     swap.write_text(_sign(in_charge, followed))
@@ -86,7 +86,7 @@ def show(run_url: str) -> None:
     from elastic_ft.storage.store import open_store  # commands begin without it
 
     if (folder := local_path(run_url)) is not None:
-        leave(folder, followed=True)
+        leave_sign(folder, followed=True)
     else:
         open_store(run_url).put(NAME, _sign(False, True).encode())
 
@@ -96,7 +96,7 @@ def _sign(in_charge: bool, followed: bool) -> str:
     return json.dumps(asdict(sign))
 
 
-def find(run_url: str) -> Sign | None:
+def last_sign(run_url: str) -> Sign | None:
     """The last sign; None if there is none that can be read."""
     try:
         with fsspec.open(f"{run_url.rstrip('/')}/{NAME}", "r") as file:
@@ -121,7 +121,7 @@ def nobody(sign: Sign) -> str:
 
 def seems_dead(run_url: str) -> str:
     """For who does not wait: why the controller of a run without an end is taken for dead."""
-    sign = find(run_url)
+    sign = last_sign(run_url)
     if sign is None:
         return ""
     age_s = time.time() - sign.at_s
@@ -143,7 +143,7 @@ class Vigil:
         now_s = time.monotonic()
         if now_s >= self._next_look_s:
             self._next_look_s = now_s + EVERY_S
-            sign = find(self._url)
+            sign = last_sign(self._url)
             if sign is not None and sign != self._sign:
                 self._sign, self._since_s = sign, now_s
         if self._sign is None:

@@ -75,7 +75,7 @@ def asked_of(content: bytes) -> str:
 
 def _lives(run_url: str) -> bool:
     """Whether its sign is renewed while one looks: clocks of two machines may differ."""
-    first = alive.find(run_url)
+    first = alive.last_sign(run_url)
     local = local_path(run_url) is not None
     old_s = alive.STILL_S if local else alive.STILL_REMOTE_S
     if first is None or first.gone or time.time() - first.at_s > old_s:
@@ -83,7 +83,7 @@ def _lives(run_url: str) -> bool:
     patience_s = SEEN_S if local else SEEN_REMOTE_S
     deadline_s, pause = time.monotonic() + patience_s, threading.Event()
     while time.monotonic() < deadline_s:
-        if alive.find(run_url) not in (None, first):
+        if alive.last_sign(run_url) not in (None, first):
             return True
         pause.wait(POLL_S)
     return False
@@ -91,7 +91,7 @@ def _lives(run_url: str) -> bool:
 
 def _is_followed(run_url: str, say: Callable[[str], object], within_s: float) -> bool:
     """Whether another controller comes, for workers of this machine that train on."""
-    before = alive.find(run_url)
+    before = alive.last_sign(run_url)
     if not within_s or before is None or not before.followed:
         return False
     if not (left := _workers_here(run_url)):
@@ -102,7 +102,7 @@ def _is_followed(run_url: str, say: Callable[[str], object], within_s: float) ->
     )
     until_s, pause = time.monotonic() + within_s, threading.Event()
     while time.monotonic() < until_s and any(map(_is_alive, left)):
-        sign = alive.find(run_url)
+        sign = alive.last_sign(run_url)
         if sign is not None and sign.in_charge and sign != before and not sign.gone:
             return True
         pause.wait(POLL_S)

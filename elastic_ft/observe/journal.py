@@ -236,7 +236,7 @@ _TRAINING = (
 )
 _WORLD = (
     _event("generation_formed", "Every member of a new generation trains.",
-           "step layout world_size wanted idle source members buddies", wording.formed,
+           "step layout world_size wanted idle source members buddies", wording.world_formed,
            counted="generations_total", step=_GOES_ON),
     _event("pausing", "Members leave a generation, at a step's boundary or at once.",
            "abort", full=wording.pausing),

@@ -180,7 +180,7 @@ def replay(inbox: Iterable[InboxItem], accounts: Accounts | None = None) -> Repl
         done.told, done.until_s = done.told + 1, item.at_s
         try:
             done.state, commands = decide(done.state, item.event, policy)
-            done.decisions.extend(line for command in commands for line in line_of(command))
+            done.decisions.extend(line for command in commands for line in journal_line_of(command))
         except Exception as error:  # told nonsense, the core may raise anything
             what = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
             told = f"event {done.told}, {type(item.event).__name__}"
@@ -193,7 +193,7 @@ def replay(inbox: Iterable[InboxItem], accounts: Accounts | None = None) -> Repl
     return done
 
 
-def line_of(command: cmd.Command) -> Iterator[Line]:
+def journal_line_of(command: cmd.Command) -> Iterator[Line]:
     """The journal line that a command becomes, if it becomes one."""
     if isinstance(command, cmd.PauseWorkers):
         line = {"generation": command.generation, "event": "pausing", "reason": command.reason}
@@ -213,7 +213,7 @@ class ReplayVerdict:
     difference: str = ""
 
 
-def check(url: str | Path, *, exact: bool = True) -> ReplayVerdict:
+def check_replay(url: str | Path, *, exact: bool = True) -> ReplayVerdict:
     """Replays a run and compares what is decided with its events.jsonl.
 
     Not ``exact``: another wording of a reason, and fields that are new, are no difference.

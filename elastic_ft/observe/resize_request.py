@@ -32,7 +32,7 @@ class Resize:
     places: dict[str, int] = field(default_factory=dict)
 
 
-def ask(run_url: str, workers: int, places: dict[str, int] | None = None) -> Resize:
+def ask_to_resize(run_url: str, workers: int, places: dict[str, int] | None = None) -> Resize:
     """Writes the request whole or not at all. Raises ConfigError if the folder can't be written."""
     resize = Resize(workers, uuid.uuid4().hex[:12], places or {})
     content = json.dumps(asdict(resize)).encode()

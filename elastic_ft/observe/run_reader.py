@@ -178,11 +178,11 @@ class Tail:
         if self._store is None:
             self._store = open_store(self._folder_url, deadline_s=REMOTE_WITHIN_S)
         try:
-            found = segments.read(self._store, self._name, self._read_segments)
+            found = segments.read_segments(self._store, self._name, self._read_segments)
             content = found.beyond(self._offset)
             if content is None:
                 self._offset = 0
-                found = segments.read(self._store, self._name)
+                found = segments.read_segments(self._store, self._name)
                 content = found.beyond(0)
         except StoreError as error:  # not there yet, or the store is away: the next look sees more
             if whole and error.kind is not FailureKind.MISSING:

@@ -72,7 +72,7 @@ class Found:
         return b"".join([*parts, self.tail[max(0, offset - start) :]])
 
 
-def read(store: Store, name: str, known: dict[str, int] | None = None) -> Found:
+def read_segments(store: Store, name: str, known: dict[str, int] | None = None) -> Found:
     """A file of a folder; of segments that are ``known`` (key -> bytes) not the content.
 
     Raises StoreError, of kind MISSING if there is no such file.
@@ -106,7 +106,7 @@ def read(store: Store, name: str, known: dict[str, int] | None = None) -> Found:
 
 def read_whole(store: Store, name: str) -> bytes:
     """The content of a file. Raises StoreError, of kind MISSING if there is no such file."""
-    content = read(store, name).beyond(0)
+    content = read_segments(store, name).beyond(0)
     assert content is not None
     return content
 
@@ -134,11 +134,11 @@ def _key(name: str, number: int) -> str:
 def _counts(key: str, name: str, tail: bytes) -> bool:
     if not tail:
         return False
-    begins = number_of(name, tail)
+    begins = number_of_first_line(name, tail)
     return begins is None or int(key.rpartition("/")[2]) < begins
 
 
-def number_of(name: str, content: bytes) -> int | None:
+def number_of_first_line(name: str, content: bytes) -> int | None:
     """Of its first line; None where that has none."""
     try:
         line = json.loads(content[: content.find(b"\n") + 1])
@@ -169,7 +169,7 @@ class Mirror:
 
     def fetch(self) -> bytes:
         """The file as the store has it. Raises StoreError, of kind MISSING if there is none."""
-        found = read(self._store, self._name)
+        found = read_segments(self._store, self._name)
         self._closed = [_closed(key, body) for key, body in found.bodies.items()]
         self._ignored = list(found.ignored)
         content = found.beyond(0)
@@ -224,7 +224,10 @@ class Mirror:
         """The segments to close, and the tail."""
         while len(rest) > self._segment_bytes:
             end = (rest.rfind(b"\n", 0, self._segment_bytes) + 1) or (rest.find(b"\n") + 1)
-            first, following = number_of(self._name, rest), number_of(self._name, rest[end:])
+            first, following = (
+                number_of_first_line(self._name, rest),
+                number_of_first_line(self._name, rest[end:]),
+            )
             if first is None or following is None or following <= first:
                 break  # one long line, or a foreign one
             yield rest[:end]
@@ -232,7 +235,7 @@ class Mirror:
         yield rest
 
     def _key_of(self, segment: bytes) -> str:
-        number = number_of(self._name, segment)
+        number = number_of_first_line(self._name, segment)
         assert number is not None
         return _key(self._name, number)
 

@@ -20,7 +20,7 @@ CORE = "elastic_ft.core."
 VERSION = 4  # of the form; to be raised where a part of the state gets another meaning
 
 
-def encode(state: State) -> Any:
+def as_plain_values(state: State) -> Any:
     """Raises TypeError where a value is of no type that a state may have."""
     return {"version": VERSION, "state": _encode(state)}
 

@@ -50,7 +50,7 @@ def stop(run_url: str, now: bool, say: Callable[[str], object], timeout_s: float
     return _end(run_url)
 
 
-def ask(run_url: str, now: bool) -> bool:
+def ask_to_stop(run_url: str, now: bool) -> bool:
     """Of whoever has the job just now; returns at once. False: nobody has. Raises StoreFailed."""
     store = open_store(run_url)
     owner, _ = owners.newest(store)

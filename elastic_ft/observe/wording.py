@@ -32,7 +32,7 @@ def lost(line: Line) -> str:
     return f"lost {line['worker']}{rank}: {line['reason']}"
 
 
-def formed(line: Line) -> str:
+def world_formed(line: Line) -> str:
     pids = ", ".join(str(member["pid"]) for member in line["members"])
     return (
         f"generation {line['generation']}: {line['layout']} from step {line['step']}, "

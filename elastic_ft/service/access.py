@@ -70,7 +70,7 @@ def caller_of(users: Mapping[str, Rights], token: str) -> Caller:
     """Raises NotAllowed."""
     if not users:
         return Caller("")
-    digest = digest_of(token)
+    digest = token_digest(token)
     for name, rights in users.items():
         if hmac.compare_digest(rights.token_sha256, digest):
             return Caller(name, rights)
@@ -90,7 +90,7 @@ def check_site(users: Mapping[str, Rights], host: str, origin: str | None) -> No
         raise NotAllowed(f"Origin: expected {host:.100}, found {origin!r:.100}")
 
 
-def digest_of(token: str) -> str:
+def token_digest(token: str) -> str:
     return hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()
 
 
@@ -104,7 +104,7 @@ def new_token(path: Path) -> str:
             file.write(token + "\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-    return digest_of(token)
+    return token_digest(token)
 
 
 def read_token(path: Path) -> str:

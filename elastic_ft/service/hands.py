@@ -172,7 +172,7 @@ class JobHand:
         stay = removed(job.held, job.leaving)
         wanted = job.target, dict(stay) if count(stay) >= job.target else dict(job.held)
         if wanted != self._asked and wanted != self._standing_request():
-            resize_request.ask(self.run_url, *wanted)
+            resize_request.ask_to_resize(self.run_url, *wanted)
         self._asked = wanted
 
     def _standing_request(self) -> tuple[int, dict[str, int]] | None:
@@ -229,7 +229,7 @@ class JobHand:
         if time.monotonic() - self._stop_asked_s >= STOP_AGAIN_S:
             self._stop_asked_s = time.monotonic()
             now = job.job in self._office.standing.hurried
-            stop_request.ask(self.run_url, now)
+            stop_request.ask_to_stop(self.run_url, now)
 
     # --------------------------------------------------------------------------------- its end
 

@@ -58,7 +58,7 @@ class JobLogs:
         for item in self.story.events.since(0)[0]:
             for member in item.data.get("members", ()):
                 found.setdefault(member["host"], {})[member["pid"]] = member["worker"]
-        if (sign := alive.find(self.story.run_url)) is not None:
+        if (sign := alive.last_sign(self.story.run_url)) is not None:
             found.setdefault(sign.host, {})[sign.pid] = "controller"
         return found
 

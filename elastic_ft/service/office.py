@@ -22,7 +22,7 @@ from elastic_ft.core.table import Table
 from elastic_ft.errors import ConfigError, Superseded, UsageError
 from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
 from elastic_ft.service.job_orders import JobOrder, Notice, told_of
-from elastic_ft.service.service_config import terms_of, terms_to_json
+from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
 
 log = logging.getLogger(__name__)
 TOGETHER_MAX = 256  # events in one object of the journal
@@ -125,7 +125,7 @@ class Office:
     def _hear(self, lines: list[Entry]) -> None:
         for line in lines:
             if line["event"] == TERMS:
-                self._read_terms = terms_of(line["terms"])
+                self._read_terms = sharing_terms_of(line["terms"])
             else:
                 self.standing, _ = _told(self.standing, told_of(line), self._read_terms)
 

@@ -76,7 +76,7 @@ class ServiceActor:
             self._warm.start()
 
     def _submit(self, job: Job, run_url: str) -> None:
-        submit(job, run_url, self._warm.executable() if self._options.warm else "")
+        submit_on_ray(job, run_url, self._warm.executable() if self._options.warm else "")
 
     def where(self) -> dict[str, Any]:
         return {"url": self.url, "folder": self._service.folder, "pid": os.getpid()}
@@ -144,7 +144,7 @@ def runner_of(application: web.Application) -> web.AppRunner:
     return web.AppRunner(application, access_log=None, keepalive_timeout=SILENT_S)
 
 
-def submit(job: Job, run_url: str, executable: str) -> None:
+def submit_on_ray(job: Job, run_url: str, executable: str) -> None:
     """As ``hands.Submit``. ``executable``: that its processes are started with; "": Python."""
     from ray.train import RunConfig
 

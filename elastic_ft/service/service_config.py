@@ -79,6 +79,6 @@ def terms_to_json(terms: SharingTerms) -> dict[str, Any]:
     return dataclasses.asdict(terms)
 
 
-def terms_of(values: dict[str, Any]) -> SharingTerms:
+def sharing_terms_of(values: dict[str, Any]) -> SharingTerms:
     found: SharingTerms = decoder(SharingTerms)(values)
     return found

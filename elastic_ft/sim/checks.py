@@ -85,7 +85,7 @@ def applied(world: Truth, worker: SimWorker, group: Group, step: int) -> None:
     require(worker.live.step == step - 1, "I4", f"{worker.id} applies {step} on {worker.live.step}")
 
 
-def formed(world: Truth, group: Group) -> None:
+def check_formed(world: Truth, group: Group) -> None:
     """I1: a generation is taken for formed once each of its members has said so, in this one."""
     missing = sorted({worker.id for worker in group.members} - group.resumed)
     require(not missing, "I1", f"generation {group.generation} is formed without {missing}")
@@ -114,7 +114,7 @@ def same_history(world: Truth, lineage: ComputedBy, what: str) -> None:
     )
 
 
-def recorded(world: Truth, command: RecordStep) -> None:
+def check_recorded(world: Truth, command: RecordStep) -> None:
     """I2: every step once and in order."""
     step = command.step
     require(step == len(world.recorded) + 1, "I2", f"{step} recorded after {len(world.recorded)}")

@@ -75,7 +75,7 @@ def units_of(gpus: int) -> int:
     return gpus // max(8, gpus // 128)
 
 
-def llama3(gpus: int, away_s: float = 600.0) -> FailureRate:
+def llama3_failures(gpus: int, away_s: float = 600.0) -> FailureRate:
     """Each event takes one unit; as many per GPU and day as Meta reports."""
     per_day = 419 / 54 * gpus / 16_384
     source = "419 unexpected interruptions in 54 days on 16,384 GPUs (The Llama 3 Herd of Models)"
@@ -371,7 +371,7 @@ def elastic_ft(losses: list[Failure], units: int, days: float, costs: Costs) -> 
 SYSTEMS = (restart_all, replica_drop, elastic_ft)
 
 
-def compare(
+def compare_ways(
     rate: FailureRate, units: int, days: float, costs: Costs, seed: int
 ) -> list[FleetOutcome]:
     """The same failures to all three."""

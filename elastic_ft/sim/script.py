@@ -49,7 +49,7 @@ class Script:
 
     def keeper(self, node: str) -> list[Command]:
         """The node's keeper is up, perhaps again."""
-        return self.tell(ev.KeeperReady, keeper(node))
+        return self.tell(ev.KeeperReady, keeper_on(node))
 
     @property
     def status(self) -> str:
@@ -129,7 +129,7 @@ class Script:
         return Holding(number, layout.shard_space, layout.shard_of(rank), tier, generation)
 
 
-def keeper(node: str) -> Keeper:
+def keeper_on(node: str) -> Keeper:
     return Keeper(node, (node, 1))
 
 
@@ -137,7 +137,7 @@ def member(worker: str, node: str) -> Member:
     return Member(worker, node, node, sum(worker.encode()))
 
 
-def formed(commands: list[Command]) -> Assignment:
+def assignment_in(commands: list[Command]) -> Assignment:
     """The assignment that ``commands`` hand out: exactly one."""
     (form,) = [c for c in commands if isinstance(c, FormGeneration)]
     return form.assignment

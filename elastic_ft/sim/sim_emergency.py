@@ -73,7 +73,9 @@ class Emergency:
             records[step, generation, space].update(shard.record)
         newest = max((c.step for c in world.store.good()), default=0)
         found = candidates(records, len(world.recorded), dict(world.recorded), newest)
-        whole = ((cut, since) for cut, since in found if cut[0] > newest and is_whole(parts[cut]))
+        whole = (
+            (cut, since) for cut, since in found if cut[0] > newest and is_one_state(parts[cut])
+        )
         cut, since = next(whole, (None, ()))
         checks.nothing_saved_is_newer(world, self._saved, cut[0] if cut else newest)
         if cut is None:
@@ -86,7 +88,7 @@ class Emergency:
         world.note(f"rescued step {cut[0]}")
 
 
-def is_whole(shards: list[SimSavedShard]) -> bool:
+def is_one_state(shards: list[SimSavedShard]) -> bool:
     """Whether they are all of one state."""
     _, _, space, _ = shards[0].key
     return Layout.of_shard_space(space).shards() <= {shard.key[3] for shard in shards}

@@ -168,7 +168,7 @@ class Simulation(Machines):
                 for member in (*new.members, *new.donors):
                     self.send_down(member.worker, command, controller)
             case cmd.RecordStep():
-                checks.recorded(self, command)
+                checks.check_recorded(self, command)
                 self.recorded.append((command.step, command.generation))
             case cmd.RollBack(step=step):
                 checks.rolled_back(self, command)
@@ -190,7 +190,7 @@ class Simulation(Machines):
         if line.event == "worker_left_out":
             checks.left_out(self, line.fields["worker"], line.reason)
         if line.event == "generation_formed":
-            checks.formed(self, self.groups[line.generation])
+            checks.check_formed(self, self.groups[line.generation])
             self.told_formed.add(line.generation)
 
     def _kill_from_afar(self, worker: SimWorker) -> None:

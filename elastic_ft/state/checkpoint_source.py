@@ -17,7 +17,7 @@ from elastic_ft.storage.cancellable import CancellableStore
 
 
 @contextmanager
-def reading(groups: Groups, store: CancellableStore, url: str) -> Iterator[None]:
+def reading_checkpoint(groups: Groups, store: CancellableStore, url: str) -> Iterator[None]:
     """Reads of the checkpoint ``url`` end when ``groups`` are aborted: GroupBroken.
 
     Raises StateUnreadable where the store can't be read.
@@ -47,7 +47,7 @@ class StoredState:
         self.holder, self._groups = source.url, groups
         ref = CheckpointRef(source.step, source.url)
         self._store = store_of(groups, ref, silent_s)
-        with reading(groups, self._store, source.url):
+        with reading_checkpoint(groups, self._store, source.url):
             self._reader = checkpoints.open_checkpoint(ref, self._store)
         tensors = self._reader.manifest.tensors.items()
         self.schema: Schema = tuple(
@@ -67,7 +67,7 @@ class StoredState:
             into = memoryview(buffer[offset : offset + size])
             wants.append(checkpoints.Want(name, box, into))
             offset += size
-        with reading(self._groups, self._store, self.holder):
+        with reading_checkpoint(self._groups, self._store, self.holder):
             self._reader.read(wants)
         seal(buffer)
         return buffer.tobytes()

@@ -17,7 +17,7 @@ from elastic_ft.core.events import ShardsFailed, ShardsWritten
 from elastic_ft.core.sharding import Box
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
-from elastic_ft.keeper.buffer import cut
+from elastic_ft.keeper.buffer import bytes_of_box
 from elastic_ft.keeper.client import KeeperGone
 from elastic_ft.keeper.protocol import Upload
 from elastic_ft.state.host_shards import HostShard
@@ -148,5 +148,5 @@ def _pieces(shard: HostShard, owned: OwnedBoxes) -> Iterator[tuple[str, Box, str
                 slot.name,
                 slot.box,
                 slot.dtype,
-                memoryview(cut(shard.buffer.bytes, slot, slot.box)),
+                memoryview(bytes_of_box(shard.buffer.bytes, slot, slot.box)),
             )

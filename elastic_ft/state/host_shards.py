@@ -9,13 +9,13 @@ import torch
 
 from elastic_ft.core.assignment import Holding
 from elastic_ft.errors import StateDamaged
-from elastic_ft.keeper.buffer import ByteArray, Schema, Slot, is_whole, label, lay_out, seal
+from elastic_ft.keeper.buffer import ByteArray, Schema, Slot, is_whole, label, schema_of_parts, seal
 from elastic_ft.keeper.client import KeeperClient
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 
 
 def make_schema(state: LocalState) -> Schema:
-    return lay_out(
+    return schema_of_parts(
         (tensor_name(key), tensor.dtype, tensor.shape, tensor.box, tensor.local.element_size())
         for key, tensor in sorted(state.items())
     )

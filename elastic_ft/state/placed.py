@@ -16,7 +16,7 @@ from elastic_ft.core.sharding import Placement
 from elastic_ft.core.typed import Undecodable, decoder
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
-from elastic_ft.keeper.buffer import Schema, lay_out
+from elastic_ft.keeper.buffer import Schema, schema_of_parts
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.transport.messages import MessageRefused, Packed, pack, unpack
 
@@ -49,7 +49,7 @@ class Placed:
 
     def schema_of(self, rank: int) -> Schema:
         """Of the snapshots that ``rank`` takes."""
-        return lay_out(
+        return schema_of_parts(
             (name, kind.dtype, kind.shape, box, kind.itemsize)
             for name, kind, box in self.ranks[rank].boxes()
         )

@@ -57,7 +57,7 @@ class _Has:
     copies: tuple[tuple[str, int], ...]
 
 
-def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalState], str]:
+def summed_residuals(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalState], str]:
     """``offers``, as of ``restore``, with residuals that are the sum; all participants call it.
 
     Also returns what was lost, in words. What is offered is not written to: where this breaks off,
@@ -91,7 +91,7 @@ def summed(groups: Groups, offers: Sequence[LocalState]) -> tuple[list[LocalStat
     return found, ", ".join(lost)
 
 
-def settle(state: LocalState, lost: str) -> str:
+def settle_residuals(state: LocalState, lost: str) -> str:
     """Once ``state`` is filled. Returns what was lost, in words, if that is not known to be
     ``lost``: of what no living rank had, what one replica left with a keeper may have been all."""
     if PARTS not in state:

@@ -32,7 +32,7 @@ from elastic_ft.core.sharding import (
 )
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.groups.groups import Groups
-from elastic_ft.keeper.buffer import DIGEST_BYTES, digest_of, is_whole, seal
+from elastic_ft.keeper.buffer import DIGEST_BYTES, buffer_digest, is_whole, seal
 from elastic_ft.keeper.client import LeftShard
 from elastic_ft.state.checkpoint_source import StoredState
 from elastic_ft.state.outcomes import together
@@ -349,7 +349,7 @@ class _Exchange:
                 raw = begun.arena.take(part.numel() * part.element_size())
                 _put(raw, 0, part)
             begun.works.append(host.send([raw], int(peer), tag))
-            digest = torch.frombuffer(bytearray(digest_of(raw.numpy())), dtype=torch.uint8)
+            digest = torch.frombuffer(bytearray(buffer_digest(raw.numpy())), dtype=torch.uint8)
             offset = _put(letter, offset, digest)
         seal(letter.numpy())
         begun.works.append(host.send([letter], int(peer), batch.tag + len(batch.large)))
@@ -362,7 +362,7 @@ class _Exchange:
             digests = letter[batch.small_bytes :].numpy().tobytes()
             for number, (copy, buffer) in enumerate(zip(batch.large, large, strict=True)):
                 expected = digests[number * DIGEST_BYTES :][:DIGEST_BYTES]
-                _check(digest_of(buffer.numpy()) == expected, f"peer {peer}")
+                _check(buffer_digest(buffer.numpy()) == expected, f"peer {peer}")
                 if _raw(target := _part(_find(self._needs, copy), copy.box)) is None:
                     target.copy_(buffer.view(target.dtype).view(target.shape))
             nbytes = batch.large_bytes + batch.letter_bytes

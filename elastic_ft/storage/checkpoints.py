@@ -51,10 +51,10 @@ __all__ = [
     "StatePiece",
     "Swept",
     "Want",
-    "abandon",
     "attempt_prefix",
     "commit",
     "committed",
+    "delete_attempt",
     "first_flaw",
     "load_manifest",
     "open_checkpoint",
@@ -254,7 +254,7 @@ def root_of(ref: CheckpointRef) -> str:
 # ------------------------------------------------------------------------------ retention
 
 
-def abandon(store: Store, prefix: str) -> None:
+def delete_attempt(store: Store, prefix: str) -> None:
     """Deletes what an attempt wrote. Only for one that was never given to ``commit``."""
     if not ATTEMPT_PREFIX.match(prefix):
         raise ValueError(f"not the prefix of an attempt: {prefix!r}")

@@ -29,7 +29,7 @@ LATE = "published by a controller that another had superseded: it does not count
 ELEMENTS_AT_ONCE = 2**20  # compared as 64-bit numbers
 
 
-def find(url: str, step: int | None = None) -> tuple[Store, tuple[CheckpointRef, ...]]:
+def find_checkpoints(url: str, step: int | None = None) -> tuple[Store, tuple[CheckpointRef, ...]]:
     """The store of a checkpoint folder and its checkpoints that count, newest first.
 
     ``url`` may also be that of one manifest: then that one. ``step``: only the newest attempt of
@@ -65,7 +65,7 @@ def find_one(url: str, step: int | None = None) -> Reader:
 
     Raises StorageError as ``find`` does, StateDamaged if its manifest is damaged.
     """
-    store, refs = find(url, step)
+    store, refs = find_checkpoints(url, step)
     if not refs:
         raise StorageError(f"{url}: no complete checkpoint there")
     return Reader(store, load_manifest(store, refs[0]), refs[0].url)
@@ -216,7 +216,7 @@ class Difference:
         return not apart and all(tensor.equal for tensor in self.tensors)
 
 
-def compare(a: Reader, b: Reader) -> Difference:
+def compare_checkpoints(a: Reader, b: Reader) -> Difference:
     """Compares all tensors; in memory are a few times OBJECT_BYTES, however large they are.
 
     Raises StateDamaged, StoreFailed.

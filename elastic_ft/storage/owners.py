@@ -153,7 +153,7 @@ def take_over(
     raise StoreFailed(f"{store.url} could not be taken over in {TAKE_ATTEMPTS} attempts{trouble}")
 
 
-def has_ended(store: Store, run: str) -> bool:
+def is_rescued(store: Store, run: str) -> bool:
     """Whether nothing of ``run`` is left to be rescued. Raises StoreFailed."""
     return store.exists(f"{FOLDER}/{run}.ended")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic_ft.errors import StoreFailed
-from elastic_ft.storage.checkpoints import abandon, delete_checkpoint
+from elastic_ft.storage.checkpoints import delete_attempt, delete_checkpoint
 from elastic_ft.storage.inspect import Attempt, Checkpoint, CheckpointListing
 from elastic_ft.storage.store import Store
 
@@ -27,7 +27,7 @@ class Pruning:
         return sum(c.nbytes for c in self.doomed) + sum(a.nbytes for a in self.abandoned)
 
 
-def plan(
+def plan_pruning(
     listing: CheckpointListing,
     now_s: float,
     *,
@@ -106,7 +106,7 @@ def carry_out(store: Store, pruning: Pruning) -> tuple[str, ...]:
             warnings.append(warning)
     for attempt in pruning.abandoned:
         try:
-            abandon(store, attempt.prefix)
+            delete_attempt(store, attempt.prefix)
         except StoreFailed as error:
             warnings.append(f"{attempt.prefix} was not deleted entirely: {error}")
     return tuple(warnings)

@@ -54,7 +54,7 @@ _NAMES = {theirs: (name, itemsize) for name, (theirs, itemsize) in DTYPES.items(
 # ------------------------------------------------------------------------------- writing
 
 
-def export(
+def export_folder(
     reader: Reader, store: Store, prefix: str = "model.", file_bytes: int = FILE_BYTES
 ) -> int:
     """Writes the tensors below ``prefix``, without it, as a folder. Returns their bytes.

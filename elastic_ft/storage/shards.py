@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete, one_line
+from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete, printable
 from elastic_ft.core.sharding import Box, slabs
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage.kinds import FailureKind
@@ -228,7 +228,7 @@ def odd_sizes(manifest: Manifest) -> Iterator[str]:
             and itemsize.setdefault(entry.tensor, entry.nbytes // numel) * numel != entry.nbytes
         ):
             what = f"{entry.box} of {entry.dtype} has {entry.nbytes} bytes"
-            yield one_line(f"{entry.tensor}: {what}")
+            yield printable(f"{entry.tensor}: {what}")
 
 
 def verify(store: Store, manifest: Manifest) -> list[str]:

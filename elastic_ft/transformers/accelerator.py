@@ -63,7 +63,7 @@ class ElasticAccelerator(Accelerator):
         return super().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
-def adopt(accelerator: Accelerator, context: Context) -> ElasticAccelerator:
+def make_elastic(accelerator: Accelerator, context: Context) -> ElasticAccelerator:
     """The same object, as an ``ElasticAccelerator``: trainers and TRL's hold it in many places."""
     accelerator.__class__ = ElasticAccelerator
     assert isinstance(accelerator, ElasticAccelerator)

@@ -92,7 +92,7 @@ class Before:
         self.counts, self.tokens = counts, tokens
 
 
-def in_order(by_number: Mapping[int, Values]) -> Values:
+def by_micro_batch(by_number: Mapping[int, Values]) -> Values:
     """Micro-batches' values, in the order of their numbers."""
     merged: Values = {}
     for _, values in sorted(by_number.items()):

@@ -23,11 +23,11 @@ from elastic_ft.training import context as training
 from elastic_ft.training.batch import Batch
 from elastic_ft.training.context import Context, current
 from elastic_ft.transformers import arguments as known
-from elastic_ft.transformers.accelerator import ElasticAccelerator, adopt
+from elastic_ft.transformers.accelerator import ElasticAccelerator, make_elastic
 from elastic_ft.transformers.evaluation import DealtBatches, Watched
-from elastic_ft.transformers.kept import Kept, Values, from_all, in_order, packed
+from elastic_ft.transformers.kept import Kept, Values, by_micro_batch, from_all, packed
 from elastic_ft.transformers.memory import Generators, History, TrainerMemory
-from elastic_ft.transformers.samples import Samples, collated, draws_kept, epoch_order
+from elastic_ft.transformers.samples import Samples, collated_alike, draws_kept, epoch_order
 
 
 class ElasticMixin:
@@ -59,7 +59,7 @@ class ElasticMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        self.accelerator: ElasticAccelerator = adopt(self.accelerator, self.context)
+        self.accelerator: ElasticAccelerator = make_elastic(self.accelerator, self.context)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _new_world(self, context: Context) -> None:
@@ -233,7 +233,7 @@ class ElasticMixin:
         """This rank's micro-batches with their terms, those of all, and other counts of all."""
         args, size = self.args, self._dealt // self.args.per_device_train_batch_size
         given = batch.dealt.running.micro_batches
-        micros = [collated(m, self._collate, self._seed, batch.number) for m in given]
+        micros = [collated_alike(m, self._collate, self._seed, batch.number) for m in given]
         weights = [m.weight for m in given]
         real = [inputs for inputs, weight in zip(micros, weights, strict=True) if weight]
         own = self._get_num_items_in_batch(real, args.device)
@@ -264,7 +264,7 @@ class ElasticMixin:
             sizes[self.context.rank] = len(packed(kept))
         summed = self.context.sum(*table, *sizes)
         everyones = from_all(kept, self.context, summed[count:])
-        return {"losses": summed[:count], "kept": in_order(everyones)}
+        return {"losses": summed[:count], "kept": by_micro_batch(everyones)}
 
     def _settle(self, done: dict[str, Any], size: int) -> None:
         """The step is made: the trainer's counts go on, alike on all ranks."""

@@ -26,7 +26,7 @@ class Samples:
         self.samples = samples
 
 
-def collated(
+def collated_alike(
     micro_batch: MicroBatch, collate: Callable[[list[Any]], Any], seed: int | None, step: int
 ) -> Any:
     """With the same draws wherever that is done; ``seed`` None: with those that come next."""

@@ -22,7 +22,7 @@ from elastic_ft.worker.loop import Loop, Made, Making
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.steering import Dealt, Done, Ended, MakeHere, Steering
 from elastic_ft.worker.step import Step
-from elastic_ft.worker.whereabouts import compared, furthest
+from elastic_ft.worker.whereabouts import furthest, without_catching_up
 
 ASIDE = 75  # exit code of a worker that came in at a moment when it could not (EX_TEMPFAIL)
 Handed = MakeHere | Dealt | Done | Ended | Step
@@ -52,7 +52,7 @@ class ByUser:
         places[groups.rank or 0] = own.at.place(loop.step)
         ending, *places = sum_over_members([float(own.ending), *places], groups.world_size)
         self._over = ending > 0
-        places = compared(places)
+        places = without_catching_up(places)
         loop.party = Party(groups, places)
         self._ahead_of_others = furthest(places)
 
@@ -127,7 +127,7 @@ class ByUser:
             return agreed.tokens, agreed.squares
         count, world, named = len(sums), loop.groups.world_size, self._engine.named
         if not self._alike:
-            check_alike(named.names, world)
+            check_named_alike(named.names, world)
             self._alike = True
         compared = [*map(float, sums), *(float(x) * x for x in sums)]
         agreed = attempt.agree(loss, terms, squares, [*compared, *named.sums()])
@@ -208,7 +208,7 @@ def step_aside(loop: Loop) -> NoReturn:
     os._exit(ASIDE)
 
 
-def check_alike(names: Sequence[str] | None, world: int) -> None:
+def check_named_alike(names: Sequence[str] | None, world: int) -> None:
     """Raises ConfigError where ranks have other named metrics than this one. A collective."""
     found = float(zlib.crc32(repr(names or ()).encode()) >> 12)  # squares add up exactly
     total, squares = sum_over_members([found, found * found], world)

@@ -21,10 +21,10 @@ from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.keeper.buffer import Schema
 from elastic_ft.keeper.client import LeftShard
-from elastic_ft.state.checkpoint_source import StoredState, reading, store_of
+from elastic_ft.state.checkpoint_source import StoredState, reading_checkpoint, store_of
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed, exchange_placed
-from elastic_ft.state.residuals import is_optional, settle, summed
+from elastic_ft.state.residuals import is_optional, settle_residuals, summed_residuals
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
@@ -96,7 +96,7 @@ def restore(
     if engine.reference is not None:
         _read_reference(engine.reference, groups, silent_s)
     offers = _offers(groups, source, snapshots, live, needs if kept else None)
-    offers, lost = summed(groups, offers) if residuals else (offers, "")
+    offers, lost = summed_residuals(groups, offers) if residuals else (offers, "")
     in_place = kept and Tier.LIVE in groups.assignment.has.values()
     if groups.rank is not None and not in_place:
         engine.intact = False  # until it is filled
@@ -113,7 +113,7 @@ def restore(
         left = left_shards(groups, key, silent_s)
         received = move(groups, placed, offers, needs, left)
     if groups.rank is not None:
-        lost = settle(needs, lost)
+        lost = settle_residuals(needs, lost)
         engine.restored()
         engine.intact = True
     groups.barrier("restored", OTHERS_TIMEOUT_S)
@@ -134,7 +134,7 @@ def _read_reference(reference: Reference, groups: Groups, silent_s: float) -> No
         if not reference.targets:
             return None, ()
         store = CancellableStore(reference.url, silent_s, groups.received)
-        with reading(groups, store, source):
+        with reading_checkpoint(groups, store, source):
             reference.read(store)
         return None, (source,)
 
@@ -211,7 +211,7 @@ def _read_checkpoint(
         elsewhere = placed.itemsizes.keys() - {tensor_name(key) for key in needs}
         ref = CheckpointRef(source.step, source.url)
         store = store_of(groups, ref, silent_s)
-        with reading(groups, store, source.url):
+        with reading_checkpoint(groups, store, source.url):
             read_boxes(checkpoints.open_checkpoint(ref, store), needs, mine, elsewhere)
         return None, (source.url,) * any(tensor.local.numel() for tensor in mine.values())
 

@@ -57,7 +57,7 @@ class Whereabouts:
         return (new if self.is_new else old) + 2 * self.errands + self.is_pending
 
 
-def compared(places: Sequence[float]) -> list[float]:
+def without_catching_up(places: Sequence[float]) -> list[float]:
     """The same, where who is new has nothing to catch up with: all are at the next batch."""
     is_same = {place for place in places if place >= STRADDLED} <= {ASKED}
     return [ASKED if is_same and place == NEW_ASKED else place for place in places]

@@ -14,7 +14,7 @@ import pytest
 
 import elastic_ft
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
-from elastic_ft.cli.launch import job_of
+from elastic_ft.cli.launch import job_of_script
 from elastic_ft.cli.own_script import calls_init
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.run_reader import RunReader
@@ -75,7 +75,7 @@ def test_a_job_is_what_init_says_then_the_job_file_then_the_options(folder: Path
         "ctx = init('base.yaml', seed=5, batch={'global_batch_size': 16})\n",
     )
     (folder / "base.yaml").write_text("name: mine\nseed: 4\nbatch: {micro_batch_size: 2}\n")
-    job = job_of(path, ("--lr", "1"), workers=3)
+    job = job_of_script(path, ("--lr", "1"), workers=3)
     assert (job.name, job.seed, job.elastic.max_workers) == ("mine", 5, 3)
     assert (job.batch.global_batch_size, job.batch.micro_batch_size) == (16, 2)
     assert job.loop is not None and job.loop.arguments == ("--lr", "1")
@@ -96,7 +96,7 @@ def test_what_init_is_given_may_be_computed(folder: Path) -> None:
     """From the command line, say: the script is begun, and ends there."""
     (folder / "beside.py").write_text("MICRO = 3\n")
     path = script(folder, COMPUTED.format(before="", given="{'steps': parser.parse_args().steps}"))
-    job = job_of(path, ("--steps", "17"))
+    job = job_of_script(path, ("--steps", "17"))
     assert (job.steps, job.batch.global_batch_size) == (17, 12)
 
 
@@ -112,7 +112,7 @@ def test_a_computed_init_that_can_not_be_known(
 ) -> None:
     (folder / "beside.py").write_text("MICRO = 3\n")
     with pytest.raises(ConfigError) as raised:
-        job_of(script(folder, COMPUTED.format(before=before, given=given)))
+        job_of_script(script(folder, COMPUTED.format(before=before, given=given)))
     assert said in str(raised.value)
 
 
@@ -187,7 +187,7 @@ def test_what_torchrun_would_ignore_is_refused(
 
 def test_a_job_needs_a_script_that_calls_init(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"train.py: never calls elastic_ft.init\(\)"):
-        job_of(script(folder, "print('no')\n"))
+        job_of_script(script(folder, "print('no')\n"))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_job_needs_a_script_that_calls_init(folder: Path) -> None:
     ],
 )
 def test_init_is_found_by_any_name(folder: Path, text: str) -> None:
-    assert job_of(script(folder, text)).seed == 3
+    assert job_of_script(script(folder, text)).seed == 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
-from elastic_ft.cli.plan import lose, parse_devices
+from elastic_ft.cli.plan import parse_devices, without_last
 from elastic_ft.core.layouts.layout import Layout
 
 RATES = (4e14, 3e11, 4e10)
@@ -109,7 +109,7 @@ def test_bad_input_is_one_line(
 def test_what_is_lost_goes_from_the_end() -> None:
     there = parse_devices("2x4:16GiB", *RATES)
     assert there.memory_bytes == 16 * 2**30
-    less, survivors = lose(there, 5)
+    less, survivors = without_last(there, 5)
     assert less.nodes == (3,)
     assert survivors == (0, 1, 2)
     assert parse_devices("8,8,7:80GB", *RATES).nodes == (8, 8, 7)

@@ -169,9 +169,9 @@ def _main_in_thread(arguments: list[str]) -> int:
 def test_a_job_that_refuses_says_why(run: Path) -> None:
     from elastic_ft.cli.resize import ResizeJournal
     from elastic_ft.errors import ConfigError
-    from elastic_ft.observe.resize_request import ask
+    from elastic_ft.observe.resize_request import ask_to_resize
 
-    asked = ask(str(run), 2)
+    asked = ask_to_resize(str(run), 2)
     journal = ResizeJournal(str(run))
     journal.look()
     assert not journal.is_done(asked)
@@ -185,7 +185,7 @@ def test_a_job_that_refuses_says_why(run: Path) -> None:
 
 def test_a_request_in_a_remote_folder_reaches_the_run(run: Path) -> None:
     """Object stores have no notice of a change: the mirror looks."""
-    from elastic_ft.observe.resize_request import ask
+    from elastic_ft.observe.resize_request import ask_to_resize
 
     url = "memory://resized/run"
     folder = RunFolder(url)
@@ -193,7 +193,7 @@ def test_a_request_in_a_remote_folder_reaches_the_run(run: Path) -> None:
     try:
         folder.write_job(yaml.safe_load((run / "job.yaml").read_text()))
         assert folder.new_request() is None
-        asked = ask(url, 6)
+        asked = ask_to_resize(url, 6)
         folder._attend()
         assert folder.new_request() == asked
         assert folder.new_request() is None

@@ -13,10 +13,10 @@ from elastic_ft.sim.fleet import (
     Costs,
     Failure,
     FleetOutcome,
-    compare,
+    compare_ways,
     elastic_ft,
     failures,
-    llama3,
+    llama3_failures,
     replica_drop,
     restart_all,
     spot,
@@ -32,11 +32,11 @@ def shares(outcome: FleetOutcome) -> float:
     return sum(parts)
 
 
-@pytest.mark.parametrize("rate", [llama3(16_384), spot()], ids=["llama3", "spot"])
+@pytest.mark.parametrize("rate", [llama3_failures(16_384), spot()], ids=["llama3", "spot"])
 def test_shares_make_a_whole_and_a_seed_one_history(rate) -> None:
-    outcomes = compare(rate, UNITS, DAYS, COSTS, seed=3)
-    assert outcomes == compare(rate, UNITS, DAYS, COSTS, seed=3)
-    assert outcomes != compare(rate, UNITS, DAYS, COSTS, seed=4)
+    outcomes = compare_ways(rate, UNITS, DAYS, COSTS, seed=3)
+    assert outcomes == compare_ways(rate, UNITS, DAYS, COSTS, seed=3)
+    assert outcomes != compare_ways(rate, UNITS, DAYS, COSTS, seed=4)
     for outcome in outcomes:
         assert shares(outcome) == pytest.approx(1, abs=1e-6)
     assert [outcome.system for outcome in outcomes] == ["restart-all", "replica-drop", "elastic_ft"]

@@ -42,7 +42,7 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.records import Adoption
 from elastic_ft.core.state import State
 from elastic_ft.core.table import Table
-from elastic_ft.sim.script import Script, formed, keeper
+from elastic_ft.sim.script import Script, assignment_in, keeper_on
 
 POLICY = Policy(min_workers=1, max_workers=3, strategy="fsdp")
 CHANGED = [WantWorkers(3, "the controller has changed"), StartTimer("return 2", 0, 2)]
@@ -84,7 +84,7 @@ def test_who_does_not_return_is_lost_together_and_once() -> None:
     script = trained(keepers=True)
     changed(script)
     returned(script, "c")
-    script.tell(KeeperReturned, keeper("n2"))
+    script.tell(KeeperReturned, keeper_on("n2"))
     late = script.fire("return 2", 0)
     why = "it has not called the new controller within 2 s"
     assert late[:2] == [KillWorker("a", why), KillWorker("b", why)]
@@ -96,7 +96,7 @@ def test_who_does_not_return_is_lost_together_and_once() -> None:
     assert list(script.state.keepers) == ["n2"] and not script.state.left.awaited
     assert script.fire("return 2", 0) == []
     assert not script.journalled("adopted")
-    form = formed(script.paused("c", *script.copies("c", 2)))
+    form = assignment_in(script.paused("c", *script.copies("c", 2)))
     assert [m.worker for m in form.members] == ["c"]
 
 
@@ -108,7 +108,7 @@ def test_who_is_known_to_be_lost_is_not_waited_for() -> None:
     assert script.state.adoption is not None and script.state.adoption.is_complete
     for worker in "ab":
         commands = script.paused(worker, *script.copies(worker, 2))
-    assert [m.worker for m in formed(commands).members] == ["a", "b"]
+    assert [m.worker for m in assignment_in(commands).members] == ["a", "b"]
 
 
 def test_a_return_timer_of_the_controller_before_says_nothing() -> None:
@@ -149,7 +149,7 @@ def test_what_was_being_formed_is_given_up_and_nobody_is_blamed() -> None:
     again = returned(script, "a", "b")
     assert [c.workers for c in again if isinstance(c, PauseWorkers)] == [("a",), ("b",)]
     script.paused("a", *script.copies("a", 2))
-    assert formed(script.paused("b", *script.copies("b", 2))).source.step == 2
+    assert assignment_in(script.paused("b", *script.copies("b", 2))).source.step == 2
     assert (script.state.fruitless, script.state.losses) == (fruitless, losses)
 
 
@@ -193,7 +193,7 @@ def test_a_number_heard_while_nothing_trains_is_passed_over() -> None:
     changed(script)
     assert returned(script, "a", newest=5) == [] and script.state.generation == 2
     assert returned(script, "a", newest=3) == []
-    assert formed(script.ready("d", "n1")).generation == 6
+    assert assignment_in(script.ready("d", "n1")).generation == 6
 
 
 def test_timers_of_who_was_to_answer_begin_anew_with_the_controller() -> None:
@@ -230,7 +230,7 @@ def test_who_has_no_rank_is_told_so_again() -> None:
 def test_keepers_are_named_to_their_workers_again() -> None:
     script = trained(keepers=True)
     changed(script)
-    assert returned(script, "c") == [UseKeeper("c", keeper("n2"))]
+    assert returned(script, "c") == [UseKeeper("c", keeper_on("n2"))]
 
 
 def test_a_keeper_that_returns_has_what_it_had() -> None:
@@ -239,7 +239,7 @@ def test_a_keeper_that_returns_has_what_it_had() -> None:
     script.tell(KeeperHolds, "n2", "c", (held,))
     script.tell(WorkerLost, "c", "killed")
     changed(script)
-    assert script.tell(KeeperReturned, keeper("n2")) == []
+    assert script.tell(KeeperReturned, keeper_on("n2")) == []
     assert script.state.left.shards == {("n2", "c"): (held,)}
     returned(script, "a", "b")
     script.fire("return 2", 0)
@@ -249,9 +249,9 @@ def test_a_keeper_that_returns_has_what_it_had() -> None:
 def test_a_keeper_whose_line_alone_ended_is_used_again() -> None:
     """By the same controller. Where its end was not heard yet, it was never gone."""
     script = trained(keepers=True)
-    assert script.tell(KeeperReturned, keeper("n2")) == []
+    assert script.tell(KeeperReturned, keeper_on("n2")) == []
     script.tell(KeeperLost, "n2")
-    assert script.tell(KeeperReturned, keeper("n2")) == [UseKeeper("c", keeper("n2"))]
+    assert script.tell(KeeperReturned, keeper_on("n2")) == [UseKeeper("c", keeper_on("n2"))]
     assert list(script.state.keepers) == ["n1", "n2"]
 
 
@@ -315,7 +315,7 @@ def test_a_start_goes_on(ready: bool) -> None:
     assert changed(script) == CHANGED
     assert returned(script, "a") == []
     script.ready("a", "n1")  # told again, or for the first time
-    assert [m.worker for m in formed(script.fire("gather")).members] == ["a"]
+    assert [m.worker for m in assignment_in(script.fire("gather")).members] == ["a"]
 
 
 # ------------------------------------------------------------- found by the simulator
@@ -356,7 +356,7 @@ def test_who_uses_its_keeper_again_leaves_more_there() -> None:
     first = script.holding(1, 2, Tier.KEEPER)
     script.tell(KeeperHolds, "n2", "c", (first,))
     changed(script)
-    assert returned(script, "c", "a", "b")[0] == UseKeeper("c", keeper("n2"))
+    assert returned(script, "c", "a", "b")[0] == UseKeeper("c", keeper_on("n2"))
     last = script.holding(2, 2, Tier.KEEPER)
     script.tell(KeeperHolds, "n2", "c", (last,))
     script.tell(KeeperHolds, "n2", "c", (first,))  # late, and told before
@@ -379,10 +379,10 @@ def test_a_keeper_that_calls_late_is_waited_for() -> None:
     script = trained(keepers=True)
     changed(script)
     returned(script, "a", "b")
-    script.tell(KeeperReturned, keeper("n1"))
+    script.tell(KeeperReturned, keeper_on("n1"))
     script.fire("return 2", 0)
     assert list(script.state.keepers) == ["n1"] and "c" not in script.state.ready
-    script.tell(KeeperReturned, keeper("n2"))
+    script.tell(KeeperReturned, keeper_on("n2"))
     assert list(script.state.left.awaited) == [("n2", "c")]
     held = script.holding(2, 2, Tier.KEEPER)
     assert script.tell(KeeperHolds, "n2", "c", (held,)) == []

@@ -16,7 +16,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
 )
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, formed
+from elastic_ft.sim.script import Script, assignment_in
 
 ERROR = "GroupBroken: forming: connect: timed out"
 NAMES = "abcdefghijkl"
@@ -184,7 +184,10 @@ def test_a_joiner_with_which_no_generation_forms_is_done_without() -> None:
         break_off(script)
         assert script.ranks == ("a", "b", "c")
     commands = break_off(script)
-    assert formed(commands).members == script.assignment.members and script.ranks == ("a", "b")
+    assert assignment_in(commands).members == script.assignment.members and script.ranks == (
+        "a",
+        "b",
+    )
     (why,) = script.journalled("worker_left_out")
     assert why == (
         "3 generations in a row broke that it had joined, with all of their members alive, the "

@@ -25,7 +25,7 @@ from elastic_ft.core.events import (
     WorkerLost,
 )
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, formed
+from elastic_ft.sim.script import Script, assignment_in
 
 
 def ddp() -> Script:
@@ -67,7 +67,7 @@ def regroup(script: Script, *held: int) -> list[Any]:
     lives = dict(zip("ab", held, strict=True))
     for worker, number in lives.items():
         commands = script.paused(worker, script.live(worker, number))
-    formed(commands)
+    assignment_in(commands)
     return commands + script.resume()
 
 

@@ -36,7 +36,7 @@ from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Work
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.stragglers import find_straggler
 from elastic_ft.core.world import WINDOW_S
-from elastic_ft.sim.script import Script, formed, member
+from elastic_ft.sim.script import Script, assignment_in, member
 
 FOUR = {"a": "n1", "b": "n2", "c": "n3", "d": "n4"}
 
@@ -99,8 +99,8 @@ def test_what_a_benched_worker_holds_still_counts() -> None:
     script.paused("c", script.copies("a", 1)[0])
     assert script.state.phase == "suspended"
     commands = script.ready("e", "n5")
-    assert formed(commands).source.step == 1
-    assert formed(commands).source.holders == {"pp0.s0.tp0": (("c", Tier.HOST),)}
+    assert assignment_in(commands).source.step == 1
+    assert assignment_in(commands).source.holders == {"pp0.s0.tp0": (("c", Tier.HOST),)}
 
 
 def test_steps_that_others_trained_again_are_not_believed_of_a_benched_worker() -> None:
@@ -115,7 +115,7 @@ def test_steps_that_others_trained_again_are_not_believed_of_a_benched_worker() 
     script.tell(CollectiveFailed, "a", 2, 2, "reset")
     for worker in "ab":
         script.paused(worker, script.live(worker, 2))
-    source = formed(script.paused("c", void)).source  # it has not heard that it is benched
+    source = assignment_in(script.paused("c", void)).source  # it has not heard that it is benched
     assert (source.step, source.generation) == (2, 2)
     assert source.holders == {"pp0.s0.tp0": (("a", Tier.LIVE), ("b", Tier.LIVE))}
     script.resume()
@@ -132,7 +132,7 @@ def test_a_worker_left_over_gives_its_shard_first_and_then_idles() -> None:
     script.tell(WorkerLost, "d", "killed")
     for worker in ("a", "b", "c"):
         commands = script.paused(worker, script.live(worker, 1), *script.copies(worker, 1))
-    assert [m.worker for m in formed(commands).donors] == ["c"]
+    assert [m.worker for m in assignment_in(commands).donors] == ["c"]
     assert of(Bench, commands) == []
     commands = script.resume()
     assert of(Bench, commands) == [Bench("c", 2, 1)]
@@ -182,7 +182,7 @@ def test_a_spare_takes_a_lost_members_place_in_the_same_generation() -> None:
     assert script.state.phase == "starting"
     script.ready("a", "n1")
     script.ready("b", "n2")
-    formed(script.ready("c", "n3"))  # it does not wait for the spare
+    assignment_in(script.ready("c", "n3"))  # it does not wait for the spare
     script.resume()
     assert script.ready("s", "n4") == []
     script.train(1)
@@ -242,7 +242,7 @@ def test_who_has_the_only_copy_gives_it_before_it_is_released() -> None:
     script.train(1)
     script.tell(ResizeRequested, 1, "r1")
     commands = pause_all(script, 1)
-    assert [m.worker for m in formed(commands).donors] == ["b", "c"]
+    assert [m.worker for m in assignment_in(commands).donors] == ["b", "c"]
     assert of(ReleaseWorker, commands) == []
     released = of(ReleaseWorker, script.resume())
     assert [command.worker for command in released] == ["b", "c"]

@@ -38,7 +38,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, formed, keeper
+from elastic_ft.sim.script import Script, assignment_in, keeper_on
 
 S0, S1, S2 = "pp0.s0.tp0", "pp0.s1.tp0", "pp0.s2.tp0"
 SHARD_OF = {"a": S0, "b": S1, "c": S2}
@@ -100,22 +100,22 @@ def words_of_all(count: int) -> Iterator[None]:
 def test_workers_use_the_keeper_of_their_node_whichever_comes_first() -> None:
     script = Script(Policy(1, 3))
     assert script.keeper("n1") == []
-    assert script.ready("a", "n1")[0] == UseKeeper("a", keeper("n1"))
+    assert script.ready("a", "n1")[0] == UseKeeper("a", keeper_on("n1"))
     assert UseKeeper not in [type(c) for c in script.ready("b", "n2")]
-    assert script.keeper("n2") == [UseKeeper("b", keeper("n2"))]
-    assert script.keeper("n1") == [UseKeeper("a", keeper("n1"))]  # it was started again
+    assert script.keeper("n2") == [UseKeeper("b", keeper_on("n2"))]
+    assert script.keeper("n1") == [UseKeeper("a", keeper_on("n1"))]  # it was started again
     assert script.journalled("keeper_ready")
 
 
 def test_an_assignment_names_the_keepers_that_are_alive() -> None:
     script = kept_here()
-    assert script.assignment.keepers == (keeper("n1"), keeper("n2"), keeper("n3"))
+    assert script.assignment.keepers == (keeper_on("n1"), keeper_on("n2"), keeper_on("n3"))
     script.tell(KeeperLost, "n2")
     assert script.journalled("keeper_lost")
     assert script.tell(KeeperLost, "n2") == []
     script.tell(CollectiveFailed, "a", 1, 0, "reset")
     survivors_pause(script, 0, "a", "b", "c")
-    assert script.assignment.keepers == (keeper("n1"), keeper("n3"))
+    assert script.assignment.keepers == (keeper_on("n1"), keeper_on("n3"))
 
 
 def test_a_single_worker_commits_what_its_keeper_holds() -> None:
@@ -140,7 +140,7 @@ def test_a_worker_without_a_keeper_holds_up_no_commit() -> None:
     assert [c.step for c in commands if isinstance(c, RecordStep)] == [2]
     assert script.journalled("snapshots_unkept") == ["the line has ended"]
     assert [c.step for c in script.train(3, held=False) if isinstance(c, RecordStep)] == [3]
-    assert UseKeeper("a", keeper("n1")) in script.keeper("n1")  # another one
+    assert UseKeeper("a", keeper_on("n1")) in script.keeper("n1")  # another one
     script.tell(StepHeld, "a", 1, 4)
     assert [c.step for c in script.train(4, held=False) if isinstance(c, RecordStep)] == [4]
     assert [c for c in script.train(5, held=False) if isinstance(c, RecordStep)] == []
@@ -172,7 +172,7 @@ def test_what_the_dead_left_is_a_source_where_nobody_else_has_it() -> None:
     script.train(1, 2)
     script.tell(WorkerLost, "b", "killed")
     tells(script, "b", "n2", 1, 2)
-    assignment = formed(survivors_pause(script, 2, "a", "c"))
+    assignment = assignment_in(survivors_pause(script, 2, "a", "c"))
     assert (assignment.source.step, assignment.source.tier) == (2, Tier.KEEPER)
     assert assignment.source.holders[S1] == (("keeper:n2/b", Tier.KEEPER),)
     assert [m.worker for m in assignment.members] == ["a", "c"]
@@ -193,7 +193,7 @@ def test_a_step_that_only_the_dead_had_is_recorded_as_their_keepers_know_it() ->
         held = (kept(2, SHARD_OF[worker]),)
         script.tell(KeeperHolds, node, worker, held, lines[:2])
         script.tell(StepApplied, worker, 1, 2, metrics)
-    assert formed(script.ready("d", "n1")).source.step == 2
+    assert assignment_in(script.ready("d", "n1")).source.step == 2
     script.resume()
     (recorded,) = [c for c in script.train(2) if isinstance(c, RecordStep)]
     assert recorded == lines[1]
@@ -203,7 +203,7 @@ def test_what_a_cut_off_worker_trained_again_is_not_recorded() -> None:
     script = kept_here(copies=2)
     script.train(1)
     script.tell(WorkerLost, "b", "silent")
-    assert formed(survivors_pause(script, 1, "a", "c")).source.step == 1
+    assert assignment_in(survivors_pause(script, 1, "a", "c")).source.step == 1
     script.resume()
     stale = (RecordStep(1, 1, 3, "fsdp3", {"loss": 1.0}), RecordStep(2, 1, 3, "fsdp3", {"loss": 9}))
     held = tuple(kept(step, S1) for step in (1, 2))
@@ -221,7 +221,7 @@ def test_the_keeper_may_tell_before_the_loss_is_known() -> None:
     assert tells(script, "b", "n2", 2) == []
     script.tell(WorkerLost, "b", "killed")
     assert not script.state.left.awaited
-    assert formed(survivors_pause(script, 2, "a", "c")).source.step == 2
+    assert assignment_in(survivors_pause(script, 2, "a", "c")).source.step == 2
 
 
 def test_the_memory_of_the_living_is_preferred_and_not_waited_beyond() -> None:
@@ -229,19 +229,21 @@ def test_the_memory_of_the_living_is_preferred_and_not_waited_beyond() -> None:
     script.train(1, 2)
     script.tell(WorkerLost, "b", "killed")
     commands = survivors_pause(script, 2, "a", "c")  # c keeps b's copy
-    assert formed(commands).source.holders[S1] == (("c", Tier.PEER),)
+    assert assignment_in(commands).source.holders[S1] == (("c", Tier.PEER),)
     told = kept_here(copies=2)
     told.train(1, 2)
     told.tell(WorkerLost, "b", "killed")
     tells(told, "b", "n2", 2)
-    assert formed(survivors_pause(told, 2, "a", "c")).source == formed(commands).source
+    assert (
+        assignment_in(survivors_pause(told, 2, "a", "c")).source == assignment_in(commands).source
+    )
 
 
 def test_memory_left_behind_wins_over_a_checkpoint_of_the_same_step() -> None:
     script = kept_here(1, REF)
     script.tell(WorkerLost, "b", "killed")
     tells(script, "b", "n2", 10, generation=REF.generation)
-    source = formed(survivors_pause(script, 10, "a", "c")).source
+    source = assignment_in(survivors_pause(script, 10, "a", "c")).source
     assert (source.step, source.tier) == (10, Tier.KEEPER)
 
 
@@ -252,7 +254,7 @@ def test_all_workers_of_a_world_may_be_dead() -> None:
         script.tell(WorkerLost, worker, "killed")
         tells(script, worker, node, 1, 2)
     assert script.state.phase == "suspended"
-    source = formed(script.ready("d", "n1")).source
+    source = assignment_in(script.ready("d", "n1")).source
     assert source.step == 2
     assert source.holders == {
         S0: (("keeper:n1/a", Tier.KEEPER),),
@@ -292,14 +294,14 @@ def test_committed_steps_are_not_given_up_before_the_keeper_has_told() -> None:
     script = waiting()
     commands = tells(script, "b", "n2", 11, 12)
     assert not [c for c in commands if isinstance(c, RollBack)]
-    assert formed(commands).source.step == 12
+    assert assignment_in(commands).source.step == 12
     assert script.fire("keeper") == []
 
 
 def test_the_wait_ends_when_it_has_nothing_newer() -> None:
     commands = waiting().tell(KeeperHolds, "n2", "b", ())
     assert isinstance(commands[1], RollBack) and commands[1].step == 10
-    assert formed(commands).source.tier is Tier.CHECKPOINT
+    assert assignment_in(commands).source.tier is Tier.CHECKPOINT
 
 
 def test_the_wait_ends_by_its_deadline_and_what_comes_later_is_dropped() -> None:
@@ -307,7 +309,7 @@ def test_the_wait_ends_by_its_deadline_and_what_comes_later_is_dropped() -> None
     assert script.fire("keeper", 1) == []  # a timer of another generation
     commands = script.fire("keeper")
     assert isinstance(commands[0], RollBack)
-    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
+    assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
     assert tells(script, "b", "n2", 12) == [DropKept("n2", "b")]
     assert script.state.left.shards == {}
 
@@ -316,7 +318,7 @@ def test_the_wait_ends_with_the_keeper_or_the_node() -> None:
     for event, *args in ((KeeperLost, "n2"), (NodeLost, "n2", "power")):
         commands = waiting().tell(event, *args)
         assert isinstance(commands[0], RollBack), event
-        assert formed(commands).source.tier is Tier.CHECKPOINT
+        assert assignment_in(commands).source.tier is Tier.CHECKPOINT
 
 
 def reading_from_n2() -> Script:
@@ -325,7 +327,7 @@ def reading_from_n2() -> Script:
     script.train(11)
     script.tell(WorkerLost, "b", "killed")
     tells(script, "b", "n2", 11)
-    assert formed(survivors_pause(script, 11, "a", "c")).source.tier is Tier.KEEPER
+    assert assignment_in(survivors_pause(script, 11, "a", "c")).source.tier is Tier.KEEPER
     return script
 
 
@@ -337,7 +339,9 @@ def test_a_keeper_lost_while_it_is_read_from_is_not_waited_for() -> None:
         (pause,) = [c for c in commands if isinstance(c, PauseWorkers)]
         assert (pause.generation, pause.abort, pause.workers) == (3, True, ("a", "c")), event
         script.paused("a", Holding(11, THREE, S0, Tier.LIVE))
-        assert formed(script.paused("c", Holding(11, THREE, S2, Tier.LIVE))).source.step == 10
+        assert (
+            assignment_in(script.paused("c", Holding(11, THREE, S2, Tier.LIVE))).source.step == 10
+        )
 
 
 def test_any_other_keeper_lost_while_forming_disturbs_nobody() -> None:
@@ -361,7 +365,7 @@ def test_a_lost_node_takes_what_its_keeper_had() -> None:
     tells(script, "b", "n2", 11)
     script.tell(NodeLost, "n2", "power")
     assert script.state.left.shards == {}
-    assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
+    assert assignment_in(survivors_pause(script, 11, "a", "c")).source.step == 10
 
 
 def test_a_node_lost_at_once_leaves_nothing_to_wait_for() -> None:
@@ -369,7 +373,7 @@ def test_a_node_lost_at_once_leaves_nothing_to_wait_for() -> None:
     script.train(11)
     script.tell(NodeLost, "n2", "power")
     assert not script.state.left.awaited
-    assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
+    assert assignment_in(survivors_pause(script, 11, "a", "c")).source.step == 10
 
 
 def test_a_keeper_that_starts_again_has_nothing() -> None:
@@ -378,7 +382,7 @@ def test_a_keeper_that_starts_again_has_nothing() -> None:
     script.tell(WorkerLost, "b", "killed")
     tells(script, "b", "n2", 11)
     script.keeper("n2")
-    assert formed(survivors_pause(script, 11, "a", "c")).source.step == 10
+    assert assignment_in(survivors_pause(script, 11, "a", "c")).source.step == 10
 
 
 def test_a_world_that_waits_for_workers_waits_for_keepers_too() -> None:
@@ -388,7 +392,7 @@ def test_a_world_that_waits_for_workers_waits_for_keepers_too() -> None:
     survivors_pause(script, 11, "a", "c")
     assert script.state.phase == "suspended"
     assert script.ready("d", "n2")[1:] == [StartTimer("keeper", 3, 10)]
-    assert formed(tells(script, "b", "n2", 11)).source.step == 11
+    assert assignment_in(tells(script, "b", "n2", 11)).source.step == 11
 
 
 # --------------------------------------------------------------------------- what is forgotten
@@ -416,7 +420,7 @@ def rolled_back_past_a_report() -> Script:
     script.tell(NodeLost, "n3", "power")
     commands = survivors_pause(script, 12, "a")
     assert DropKept("n2", "b") in commands  # two histories have a step 12 from now on
-    assert formed(commands).source.step == 10
+    assert assignment_in(commands).source.step == 10
     return script
 
 
@@ -436,11 +440,11 @@ def test_what_keepers_said_of_a_step_is_not_recorded_once_it_was_trained_again()
     line = RecordStep(12, 1, 3, "fsdp3", {"loss": 9.0})
     script.tell(KeeperHolds, "n2", "b", (kept(11, S1), kept(12, S1)), (line,))
     script.tell(NodeLost, "n3", "power")
-    assert formed(survivors_pause(script, 12, "a")).source.step == 10
+    assert assignment_in(survivors_pause(script, 12, "a")).source.step == 10
     script.resume()
     script.train(11)
     script.tell(CollectiveFailed, "a", 2, 12, "reset")  # 12 is applied, and not heard of
-    source = formed(survivors_pause(script, 12, "a")).source
+    source = assignment_in(survivors_pause(script, 12, "a")).source
     assert (source.step, source.generation) == (12, 2)
     assert (script.state.pending[12].generation, script.state.pending[12].metrics) == (2, {})
 
@@ -454,7 +458,7 @@ def test_two_left_states_of_one_step_are_not_put_together() -> None:
     whole = Holding(11, "pp1.s1.tp1", S0, Tier.KEEPER, 2)
     script.tell(KeeperHolds, "n1", "a", (kept(11, S0), kept(11, S2), whole))
     script.tell(KeeperHolds, "n2", "b", (kept(11, S1),))  # said again, as if it had been lost
-    source = formed(script.ready("d", "n1")).source
+    source = assignment_in(script.ready("d", "n1")).source
     assert (source.generation, source.space) == (2, "pp1.s1.tp1")
 
 
@@ -469,7 +473,7 @@ def test_of_a_late_report_the_steps_that_were_not_trained_again_count() -> None:
     script.tell(WorkerLost, "c", "killed")  # it alone had b's shard
     script.tell(KeeperLost, "n3")
     own, peers = Holding(2, THREE, S0, Tier.LIVE, 1), Holding(2, THREE, S2, Tier.PEER, 1)
-    source = formed(script.paused("a", own, peers)).source
+    source = assignment_in(script.paused("a", own, peers)).source
     assert source.step == 2
     assert source.holders[S1] == (("keeper:n2/b", Tier.KEEPER),)
 
@@ -486,7 +490,7 @@ def test_what_a_keeper_told_of_one_that_lives_is_not_its_last_word() -> None:
     script.train(3)
     script.tell(WorkerLost, "b", "killed")
     assert survivors_pause(script, 3, "a", "c") == [StartTimer("keeper", 2, 10)]
-    assert formed(tells(script, "b", "n2", 3)).source.step == 3
+    assert assignment_in(tells(script, "b", "n2", 3)).source.step == 3
 
 
 def test_a_generation_that_nobody_lived_to_tell_of_is_told_by_what_it_made() -> None:
@@ -506,7 +510,10 @@ def test_a_generation_that_nobody_lived_to_tell_of_is_told_by_what_it_made() -> 
     record = (RecordStep(3, 2, 2, "ddp2", {"loss": 0.5}),)
     left = (kept(3, S0, 2, "pp1.s1.tp1"),)
     commands = script.tell(KeeperHolds, "n1", "a", left, record)
-    assert (formed(commands).source.step, len(script.journalled("generation_formed"))) == (3, 2)
+    assert (assignment_in(commands).source.step, len(script.journalled("generation_formed"))) == (
+        3,
+        2,
+    )
 
 
 def test_a_keeper_that_is_late_after_a_change_and_has_what_counts_is_waited_for() -> None:
@@ -517,13 +524,13 @@ def test_a_keeper_that_is_late_after_a_change_and_has_what_counts_is_waited_for(
     script.tell(WorkerLost, "b", "killed")
     for worker in "ac":
         script.tell(WorkerReturned, worker, 1)
-    script.tell(KeeperReturned, keeper("n1"))
+    script.tell(KeeperReturned, keeper_on("n1"))
     survivors_pause(script, 2, "a", "c")
     assert script.journalled("awaiting_keeper")
     commands = script.fire("return 2", 0)
     assert RollBack not in [type(command) for command in commands]
     assert script.state.keepers.keys() == {"n1", "n2"}, "n3 is late, and nobody waits for it"
-    assert formed(tells(script, "b", "n2", 2)).source.step == 2
+    assert assignment_in(tells(script, "b", "n2", 2)).source.step == 2
 
 
 def test_a_keeper_that_is_late_after_a_change_and_is_read_from_is_waited_for() -> None:
@@ -535,7 +542,7 @@ def test_a_keeper_that_is_late_after_a_change_and_is_read_from_is_waited_for() -
     script.tell(WorkerLost, "a", "killed")
     script.tell(KeeperHolds, "n1", "a", (kept(2, S0, space="pp1.s1.tp1"),))
     script.tell(ControllerChanged, 2)
-    assert formed(script.ready("c", "n1")).source.step == 2
+    assert assignment_in(script.ready("c", "n1")).source.step == 2
     assert PauseWorkers not in [type(command) for command in script.fire("return 2", 0)]
     assert script.state.keepers.keys() == {"n1"}, "n2 has nothing"
     assert script.state.phase == "forming"
@@ -572,16 +579,16 @@ def test_what_a_generation_makes_void_is_kept_until_it_has_trained() -> None:
     own = Holding(2, "pp1.s1.tp1", S0, Tier.LIVE, 1)
     script.tell(WorkerLost, "a", "killed")
     script.paused("c")
-    assert formed(script.paused("b", own)).source.step == 2
+    assert assignment_in(script.paused("b", own)).source.step == 2
     left = (kept(4, S0, space="pp1.s1.tp1"),)
     record = tuple(RecordStep(n, 1, 2, "ddp2", {"loss": 1.0 / n}) for n in (3, 4))
     assert script.tell(KeeperHolds, "n1", "a", left, record) == []
     script.tell(WorkerLost, "c", "killed")
     commands = script.paused("b", own)
-    assert (formed(commands).generation, formed(commands).source.step) == (3, 2)
+    assert (assignment_in(commands).generation, assignment_in(commands).source.step) == (3, 2)
     assert DropKept("n1", "a") not in commands
     script.tell(NodeLost, "n2", "power")
-    source = formed(script.ready("d", "n3")).source
+    source = assignment_in(script.ready("d", "n3")).source
     assert (source.step, source.generation) == (4, 1)
 
 
@@ -595,14 +602,14 @@ def test_a_generation_of_whose_steps_nothing_is_left_makes_none_void() -> None:
     own = Holding(2, "pp1.s1.tp1", S0, Tier.LIVE, 1)
     script.tell(WorkerLost, "a", "killed")
     script.paused("c")
-    assert formed(script.paused("b", own)).source.step == 2
+    assert assignment_in(script.paused("b", own)).source.step == 2
     script.tell(NodeLost, "n2", "power")
     script.paused("c")
     left = (kept(1, S0, space="pp1.s1.tp1"), kept(4, S0, space="pp1.s1.tp1"))
     record = tuple(RecordStep(n, 1, 2, "ddp2", {"loss": 1.0 / n}) for n in (1, 2, 3, 4))
     commands = script.tell(KeeperHolds, "n1", "a", left, record)
     assert RollBack not in [type(command) for command in commands]
-    source = formed(commands).source
+    source = assignment_in(commands).source
     assert (source.step, source.generation) == (4, 1)
     assert script.state.lineage.has(4, 1) and script.state.lineage.has(5, 3)
     recorded = [c for c in script.resume() + script.train(5) if isinstance(c, RecordStep)]
@@ -641,7 +648,7 @@ def test_what_a_released_worker_left_goes_when_a_later_step_is_committed() -> No
     for worker in "ac":
         script.tell(WorkerLost, worker, "killed")
         script.tell(KeeperHolds, f"n{' abc'.index(worker)}", worker, ())
-    source = formed(script.ready("d", "n1")).source
+    source = assignment_in(script.ready("d", "n1")).source
     assert (source.step, source.tier) == (1, Tier.KEEPER)
     script.resume()
     assert DropKept("n2", "b") in script.train(2)
@@ -669,7 +676,7 @@ def test_a_damaged_copy_at_a_keeper_falls_back_to_the_next_source() -> None:
     assert script.journalled("source_refused") == ["digest differs"]
     script.paused("a", Holding(12, THREE, S0, Tier.LIVE, 1))
     commands = script.paused("c", Holding(12, THREE, S2, Tier.LIVE, 1))
-    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
+    assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
     assert [c.step for c in commands if isinstance(c, RollBack)] == [10]
 
 
@@ -682,10 +689,10 @@ def test_another_ones_copy_at_the_same_keeper_is_not_refused_with_it() -> None:
     for worker in "ab":
         script.tell(WorkerLost, worker, "killed")
         script.tell(KeeperHolds, "n1", worker, held)
-    source = formed(script.ready("d", "n1")).source
+    source = assignment_in(script.ready("d", "n1")).source
     assert source.holders[S1] == (("keeper:n1/a", Tier.KEEPER), ("keeper:n1/b", Tier.KEEPER))
     script.tell(SourceRefused, "d", script.state.generation, "keeper:n1/a", "differs", S1)
-    source = formed(script.paused("d")).source
+    source = assignment_in(script.paused("d")).source
     assert source.holders == {
         S0: (("keeper:n1/a", Tier.KEEPER), ("keeper:n1/b", Tier.KEEPER)),
         S1: (("keeper:n1/b", Tier.KEEPER),),
@@ -733,7 +740,9 @@ def unreached(script: Script, *alone: str) -> list[Command]:
 def test_a_keeper_that_does_not_answer_is_asked_again_and_nothing_is_struck() -> None:
     script = reading_from_n2()
     for _ in range(2):
-        assert formed(unreached(script)).source.holders[S1] == (("keeper:n2/b", Tier.KEEPER),)
+        assert assignment_in(unreached(script)).source.holders[S1] == (
+            ("keeper:n2/b", Tier.KEEPER),
+        )
     assert not script.state.refused and script.state.fruitless == 0
     assert script.journalled("source_unreadable") == [f"{GONE}; it is asked again"] * 2
     script.resume()
@@ -746,7 +755,7 @@ def test_one_that_never_answers_is_given_up_for_the_next_source() -> None:
         unreached(script)
     commands = unreached(script)
     assert [c.step for c in commands if isinstance(c, RollBack)] == [10]
-    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
+    assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url=REF.url)
     assert script.journalled("source_refused") == [f"{GONE}; 3 times in a row"]
 
 
@@ -754,7 +763,7 @@ def test_a_worker_that_alone_can_not_reach_a_keeper_is_left_out() -> None:
     script = reading_from_n2()
     for _ in range(2):
         unreached(script, "c")
-    assignment = formed(unreached(script, "c"))
+    assignment = assignment_in(unreached(script, "c"))
     assert [m.worker for m in assignment.members] == ["a"]
     assert [m.worker for m in assignment.donors] == ["c"]
     assert assignment.source.step == 11 and not script.state.refused
@@ -772,10 +781,10 @@ def test_a_copy_that_can_be_reached_is_asked_for_first() -> None:
     for worker, node in (("a", "n1"), ("b", "n2")):
         script.tell(WorkerLost, worker, "killed")
         script.tell(KeeperHolds, node, worker, held)
-    first = formed(script.ready("d", "n1")).source.holders[S1][0][0]
+    first = assignment_in(script.ready("d", "n1")).source.holders[S1][0][0]
     generation = script.state.generation
     script.tell(SourceRefused, "d", generation, first, "no answer", kind=UNREACHABLE)
-    source = formed(script.paused("d")).source
+    source = assignment_in(script.paused("d")).source
     assert source.step == 11 and source.holders[S1][0][0] != first
 
 

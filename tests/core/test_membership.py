@@ -44,7 +44,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
-from elastic_ft.sim.script import Script, formed, member
+from elastic_ft.sim.script import Script, assignment_in, member
 
 WHOLE = "pp1.s1.tp1"  # the shard space of DDP, and its only shard
 SHARD = "pp0.s0.tp0"
@@ -74,7 +74,7 @@ def test_a_job_asks_for_all_workers_and_starts_with_those_that_come_in_time() ->
     assert script.ready("a", "n1") == []
     assert script.ready("b", "n2") == [StartTimer("gather", 0, 10)]
     commands = script.fire("gather")
-    assignment = formed(commands)
+    assignment = assignment_in(commands)
     assert commands == [FormGeneration(assignment), StartTimer("form", 1, 60)]
     assert (assignment.generation, assignment.source) == (1, Source(0, Tier.INITIAL))
     assert assignment.members == (member("a", "n1"), member("b", "n2"))
@@ -84,7 +84,7 @@ def test_a_job_asks_for_all_workers_and_starts_with_those_that_come_in_time() ->
 def test_all_workers_there_is_nothing_to_gather_for() -> None:
     script = ddp(min_workers=1, max_workers=2)
     script.ready("a", "n1")
-    assert formed(script.ready("b", "n2")).generation == 1
+    assert assignment_in(script.ready("b", "n2")).generation == 1
     assert script.resume() == []
     assert script.state.phase == "running"
     assert len(script.journalled("generation_formed")) == 1
@@ -106,7 +106,7 @@ def test_too_few_workers_at_the_deadline_end_the_job() -> None:
 def test_a_job_goes_on_from_its_newest_checkpoint() -> None:
     refs = (CheckpointRef(20, "s3://b/20"), CheckpointRef(10, "s3://b/10"))
     script = Script(Policy(1, 1), *refs)
-    assignment = formed(script.ready("a", "n1"))
+    assignment = assignment_in(script.ready("a", "n1"))
     assert assignment.source == Source(20, Tier.CHECKPOINT, url="s3://b/20")
     assert script.state.committed == 20
     script.resume()
@@ -126,7 +126,7 @@ def test_a_killed_worker_pauses_the_others_and_the_rest_go_on_from_their_live_st
     ]
     assert script.paused("a", script.live("a", 2)) == []
     commands = script.paused("c", script.live("c", 2))
-    assignment = formed(commands)
+    assignment = assignment_in(commands)
     assert commands == [FormGeneration(assignment), StartTimer("form", 2, 60)]
     assert assignment.source.holders == {SHARD: (("a", Tier.LIVE), ("c", Tier.LIVE))}
     assert (assignment.source.step, script.ranks) == (2, ("a", "c"))
@@ -168,7 +168,7 @@ def test_a_broken_collective_pauses_at_once_and_the_loss_behind_it_gets_the_blam
     script.paused("a")
     script.paused("c")
     commands = script.tell(WorkerLost, "b", "killed")
-    assert formed(commands).generation == 2  # no new one: nothing has formed in it yet
+    assert assignment_in(commands).generation == 2  # no new one: nothing has formed in it yet
     script.resume()
     assert script.state.recoveries[0].cause == "worker_lost"
 
@@ -189,7 +189,7 @@ def test_who_reaches_no_safe_point_in_time_is_killed() -> None:
     script.paused("a")
     commands = script.fire("pause")
     assert commands[0] == KillWorker("b", "it reached no safe point in time")
-    assert [m.worker for m in formed(commands).members] == ["a"]
+    assert [m.worker for m in assignment_in(commands).members] == ["a"]
 
 
 def test_a_second_failure_while_pausing_waits_for_the_rest_only() -> None:
@@ -197,7 +197,7 @@ def test_a_second_failure_while_pausing_waits_for_the_rest_only() -> None:
     script.tell(WorkerLost, "b", "killed")
     script.paused("a", script.live("a", 0))
     commands = script.tell(WorkerLost, "c", "killed, too")
-    assert [m.worker for m in formed(commands).members] == ["a"]
+    assert [m.worker for m in assignment_in(commands).members] == ["a"]
     assert script.state.generation == 2
 
 
@@ -213,7 +213,7 @@ def test_a_second_failure_while_forming_opens_the_next_generation() -> None:
         StartTimer("pause", 3, 10),
     ]
     assert script.tell(Resumed, "a", 2, 0) == []  # of the generation that never formed
-    assert formed(script.paused("a")).generation == 3
+    assert assignment_in(script.paused("a")).generation == 3
     script.resume()
     (recovery,) = script.state.recoveries  # one episode, from the first loss to the end
     assert (recovery.world_before, recovery.world_after) == (3, 1)
@@ -313,7 +313,7 @@ def test_ddp_rolls_a_straddled_step_forward() -> None:
     script.applied("a", 3)
     script.tell(WorkerLost, "b", "killed")
     script.paused("a", script.live("a", 3))
-    source = formed(script.paused("c", script.live("c", 2))).source
+    source = assignment_in(script.paused("c", script.live("c", 2))).source
     assert (source.step, source.holders) == (3, {SHARD: (("a", Tier.LIVE),)})
     assert script.state.committed == 2  # not before everyone has it
     assert recorded(script.resume()) == [3]
@@ -327,7 +327,7 @@ def test_fsdp_rolls_a_straddled_step_back_to_the_snapshot_of_the_lost_ones_buddy
     script.applied("b", 3)
     script.tell(WorkerLost, "b", "killed")
     script.paused("a", script.live("a", 3), *script.copies("a", 2))
-    source = formed(script.paused("c", script.live("c", 2), *script.copies("c", 2))).source
+    source = assignment_in(script.paused("c", script.live("c", 2), *script.copies("c", 2))).source
     assert (source.step, source.tier) == (2, Tier.PEER)
     assert source.holders == {
         "pp0.s0.tp0": (("a", Tier.HOST),),
@@ -349,7 +349,7 @@ def test_losing_both_copies_falls_back_to_the_checkpoint_loudly() -> None:
         "nothing newer than checkpoint 10 is complete in memory; step 12 lacks pp0.s1.tp0"
     )
     assert commands[0] == RollBack(10, lost)
-    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
+    assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
     assert script.journalled("rolled_back") == [lost]
     script.resume()
     assert script.state.recoveries[0].steps_lost == 2
@@ -366,7 +366,7 @@ def test_a_rollback_waits_for_a_checkpoint_that_is_being_published() -> None:
     script.tell(WorkerLost, "b", "killed")
     assert script.paused("a", script.live("a", 2)) == []  # it could only start over
     assert script.journalled("awaiting_checkpoint")
-    source = formed(script.tell(CheckpointCommitted, 2, "s3://b/2", 100, 0.1)).source
+    source = assignment_in(script.tell(CheckpointCommitted, 2, "s3://b/2", 100, 0.1)).source
     assert (source.step, source.tier, source.url) == (2, Tier.CHECKPOINT, "s3://b/2")
     assert source.holders == {
         "pp0.s0.tp0": (("a", Tier.LIVE),),
@@ -378,12 +378,14 @@ def test_a_refused_checkpoint_of_some_shards_is_given_up_and_memory_is_not() -> 
     refs = (CheckpointRef(10, "s3://b/10"), CheckpointRef(5, "s3://b/5"))
     script = Script(Policy(1, 2, strategy="fsdp", copies=1), *refs)
     script.run(a="n1", b="n2").tell(WorkerLost, "b", "killed")
-    source = formed(script.paused("a", script.live("a", 10))).source
+    source = assignment_in(script.paused("a", script.live("a", 10))).source
     assert source.holders["pp0.s1.tp0"] == (("s3://b/10", Tier.CHECKPOINT),)
     script.tell(SourceRefused, "a", 2, "s3://b/10", "digest differs")
     assert script.journalled("checkpoint_refused") == ["digest differs"]
     held = Holding(10, "pp1.s2.tp1", "pp0.s0.tp0", Tier.LIVE)
-    assert formed(script.paused("a", held)).source == Source(5, Tier.CHECKPOINT, url="s3://b/5")
+    assert assignment_in(script.paused("a", held)).source == Source(
+        5, Tier.CHECKPOINT, url="s3://b/5"
+    )
 
 
 def test_a_checkpoint_that_then_fails_lets_the_rollback_go_on() -> None:
@@ -395,7 +397,7 @@ def test_a_checkpoint_that_then_fails_lets_the_rollback_go_on() -> None:
     script.paused("a", script.live("a", 2))
     commands = script.tell(CheckpointFailed, 2, "503")
     assert isinstance(commands[0], RollBack) and commands[0].step == 0
-    assert formed(commands).source == Source(0, Tier.INITIAL)
+    assert assignment_in(commands).source == Source(0, Tier.INITIAL)
 
 
 def publishing_for_ever(**more: float) -> Script:
@@ -464,7 +466,7 @@ def test_a_damaged_source_is_refused_and_the_next_one_taken() -> None:
     lives = {worker: script.live(worker, 1) for worker in "ab"}
     script.tell(CollectiveFailed, "a", 1, 2, "reset")
     script.paused("a", lives["a"], *copies["a"])
-    source = formed(script.paused("b", *copies["b"])).source
+    source = assignment_in(script.paused("b", *copies["b"])).source
     assert source.holders["pp0.s1.tp0"] == (("b", Tier.HOST), ("a", Tier.PEER))
     reason = "b: digest differs"
     assert script.tell(SourceRefused, "a", 2, "b", "digest differs") == [
@@ -472,7 +474,7 @@ def test_a_damaged_source_is_refused_and_the_next_one_taken() -> None:
         StartTimer("pause", 3, 10),
     ]
     script.paused("a", lives["a"], *copies["a"])
-    source = formed(script.paused("b", *copies["b"])).source
+    source = assignment_in(script.paused("b", *copies["b"])).source
     assert source.holders["pp0.s1.tp0"] == (("a", Tier.PEER),)
     assert script.journalled("source_refused") == ["digest differs"]
 
@@ -484,7 +486,7 @@ def test_a_refused_checkpoint_makes_room_for_an_older_one() -> None:
     script.tell(SourceRefused, "a", 1, "s3://b/20", "digest differs")
     commands = script.paused("a")
     assert isinstance(commands[0], RollBack) and commands[0].step == 10
-    assert formed(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
+    assert assignment_in(commands).source == Source(10, Tier.CHECKPOINT, url="s3://b/10")
     script.tell(SourceRefused, "a", 2, "s3://b/10", "cut short")
     why = NO_WAY.format("no state is held and no checkpoint is good", 10)
     assert script.paused("a")[-1] == FinishJob("failed", why)
@@ -503,7 +505,9 @@ def test_joiners_that_come_together_join_together_at_a_boundary() -> None:
         StartTimer("boundary", 2, 70),
     ]
     assert script.fire("join", 1) == []
-    assert [m.worker for m in formed(script.paused("a", script.live("a", 0))).members] == [*"abc"]
+    assert [m.worker for m in assignment_in(script.paused("a", script.live("a", 0))).members] == [
+        *"abc"
+    ]
     script.resume()
     assert script.state.recoveries[0].cause == "worker_joined"
     assert len(script.journalled("worker_joined")) == 2
@@ -513,7 +517,7 @@ def test_the_last_joiner_that_fits_is_not_waited_for() -> None:
     script = ddp(max_workers=2).run(a="n1")
     assert script.ready("b", "n2")[0] == PauseWorkers(2, ("a",), False, "b joins")
     script.ready("c", "n3")  # a spare
-    assert [m.worker for m in formed(script.paused("a")).members] == ["a", "b"]
+    assert [m.worker for m in assignment_in(script.paused("a")).members] == ["a", "b"]
 
 
 def test_a_joiner_lost_before_the_batch_closes_disturbs_nobody() -> None:
@@ -543,7 +547,7 @@ def test_a_loss_on_the_way_to_a_boundary_breaks_off() -> None:
         PauseWorkers(2, ("a",), True, "b: killed"),
         StartTimer("pause", 2, 10),
     ]
-    assert [m.worker for m in formed(script.paused("a")).members] == ["a", "c"]
+    assert [m.worker for m in assignment_in(script.paused("a")).members] == ["a", "c"]
 
 
 def test_a_drained_worker_gives_its_state_before_it_leaves() -> None:
@@ -557,7 +561,7 @@ def test_a_drained_worker_gives_its_state_before_it_leaves() -> None:
     ]
     for worker in "ab":
         script.paused(worker, script.live(worker, 2))
-    assignment = formed(script.paused("c", script.live("c", 2)))
+    assignment = assignment_in(script.paused("c", script.live("c", 2)))
     assert [m.worker for m in assignment.members] == ["a", "c"]
     assert [m.worker for m in assignment.donors] == ["b"]
     assert assignment.source.holders["pp0.s1.tp0"] == (("b", Tier.LIVE),)
@@ -573,7 +577,7 @@ def test_a_drained_worker_that_others_can_do_without_leaves_at_once() -> None:
     script.paused("b", script.live("b", 0))
     commands = script.paused("a", script.live("a", 0))
     assert commands[0] == ReleaseWorker("b", "its node is draining")
-    assert formed(commands).donors == ()
+    assert assignment_in(commands).donors == ()
 
 
 def test_a_drained_worker_whose_buddy_has_its_shard_gives_nothing() -> None:
@@ -584,7 +588,7 @@ def test_a_drained_worker_whose_buddy_has_its_shard_gives_nothing() -> None:
     held = {w: (script.live(w, 1), *script.copies(w, 1)) for w in script.ranks}
     for worker in "ab":
         script.paused(worker, *held[worker])
-    assignment = formed(script.paused("c", *held["c"]))
+    assignment = assignment_in(script.paused("c", *held["c"]))
     assert [m.worker for m in assignment.members] == ["a", "c"]
     assert assignment.donors == ()
     assert all(holder != "b" for who in assignment.source.holders.values() for holder, _ in who)
@@ -598,7 +602,7 @@ def test_a_drain_below_min_workers_is_deferred_until_replacements_come() -> None
     assert commands == [StartTimer("join", 1, 0.5)]
     script.fire("join")
     script.paused("a", script.live("a", 0))
-    assignment = formed(script.paused("b", script.live("b", 0)))
+    assignment = assignment_in(script.paused("b", script.live("b", 0)))
     assert [m.worker for m in assignment.members] == ["a", "c"]
 
 
@@ -608,7 +612,7 @@ def test_while_a_drain_is_deferred_a_broken_group_forms_with_all_again() -> None
     script.tell(NodeDraining, "n2", script.now_s + 60, "spot")
     script.tell(CollectiveFailed, "a", 1, 1, "reset")
     script.paused("a")
-    assert [m.worker for m in formed(script.paused("b")).members] == ["a", "b"]
+    assert [m.worker for m in assignment_in(script.paused("b")).members] == ["a", "b"]
 
 
 def test_a_joiner_too_few_does_not_suspend_a_job_with_a_deferred_drain() -> None:
@@ -617,7 +621,7 @@ def test_a_joiner_too_few_does_not_suspend_a_job_with_a_deferred_drain() -> None
     assert script.ready("d", "n3")  # 4 with those that drain: it joins them
     for worker in "abc":
         commands = script.paused(worker)
-    assert [m.worker for m in formed(commands).members] == [*"abcd"]
+    assert [m.worker for m in assignment_in(commands).members] == [*"abcd"]
 
 
 def test_a_worker_that_gets_ready_on_a_draining_node_is_sent_away() -> None:
@@ -654,7 +658,7 @@ def suspended(**more: float) -> Script:
 
 def test_below_min_workers_the_job_waits_and_goes_on_with_a_replacement() -> None:
     script = suspended()
-    assignment = formed(script.ready("c", "n3"))
+    assignment = assignment_in(script.ready("c", "n3"))
     assert (assignment.generation, assignment.source.step) == (3, 1)
     assert assignment.source.holders == {SHARD: (("a", Tier.LIVE),)}
     script.resume()
@@ -668,7 +672,7 @@ def test_what_a_suspended_worker_held_dies_with_it() -> None:
     script.ready("c", "n3")
     commands = script.ready("d", "n4")
     assert isinstance(commands[0], RollBack)
-    assert formed(commands).source == Source(0, Tier.INITIAL)
+    assert assignment_in(commands).source == Source(0, Tier.INITIAL)
 
 
 def test_the_seed_is_no_source_once_steps_are_recorded() -> None:

@@ -15,7 +15,7 @@ from elastic_ft.core.commands import (
 )
 from elastic_ft.core.events import UNREACHABLE, SourceRefused, StopRequested, WorkerLost
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, formed
+from elastic_ft.sim.script import Script, assignment_in
 
 REFS = (CheckpointRef(120, "s3://b/120"), CheckpointRef(80, "s3://b/80"))
 NEWEST = Source(120, Tier.CHECKPOINT, url="s3://b/120")
@@ -66,7 +66,7 @@ def test_an_unreadable_store_strikes_nothing_and_is_read_again() -> None:
     (said,) = script.journalled("suspended")
     assert said == (f"the store can't be read: {WHY}: tried again for up to 1800 s; {LAST}")
     assert script.state.checkpoints == REFS and not script.state.refused
-    assert formed(again(script)).source == NEWEST
+    assert assignment_in(again(script)).source == NEWEST
     script.resume()
     assert script.state.phase == "running" and script.state.committed == 120
     assert script.state.outage is None
@@ -127,7 +127,7 @@ def test_a_late_refusal_of_damage_counts_too() -> None:
     script.paused("a")
     commands = script.paused("b")
     assert isinstance(commands[0], RollBack)
-    assert formed(commands).source.step == 80
+    assert assignment_in(commands).source.step == 80
 
 
 def test_all_that_is_found_damaged_at_a_time_is_struck_at_once() -> None:
@@ -179,7 +179,7 @@ def test_memory_needs_no_store() -> None:
     assert script.assignment.source.holders["pp0.s1.tp0"] == (("s3://b/10", Tier.CHECKPOINT),)
     refuse(script, "a")
     whole = (held, Holding(10, held.space, "pp0.s1.tp0", Tier.PEER))
-    assert formed(script.paused("a", *whole)).source.url == ""
+    assert assignment_in(script.paused("a", *whole)).source.url == ""
 
 
 def test_the_job_can_be_stopped_while_it_waits_for_the_store() -> None:
@@ -195,7 +195,7 @@ def test_workers_that_come_and_go_meanwhile_do_not_hurry_the_store() -> None:
     script.tell(WorkerLost, "c", "killed")
     assert [c for c in script.ready("d", "n4") if not isinstance(c, StartTimer)] == []
     assert script.state.phase == "suspended"
-    assert {m.worker for m in formed(again(script)).members} == {*"abd"}
+    assert {m.worker for m in assignment_in(again(script)).members} == {*"abd"}
 
 
 @pytest.mark.parametrize("held", ["a", "nobody"])

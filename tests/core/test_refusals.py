@@ -20,7 +20,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
 )
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, formed
+from elastic_ft.sim.script import Script, assignment_in
 
 ERROR = "DataError: data.url: /mnt/corpus: no such file or folder"
 UNFIT = f"it can't take part: {ERROR}"
@@ -72,7 +72,7 @@ def test_a_member_that_the_others_outvote_is_left_out() -> None:
     script.tell(CollectiveFailed, "a", 1, 0, "GroupBroken: b read other data than the others")
     script.tell(WorkerRaised, "b", 1, 0, error, usage=True, node="n2", whose=ITS_OWN)
     script.paused("a")
-    assignment = formed(script.paused("c"))
+    assignment = assignment_in(script.paused("c"))
     assert [m.worker for m in assignment.members] == ["a", "c"]
 
 
@@ -113,7 +113,7 @@ def test_a_sick_gpu_costs_its_worker_and_not_the_job() -> None:
     assert script.journalled("worker_raised") == script.journalled("worker_refused") == []
     assert script.tell(WorkerLost, "b", "exited with code 76") == []
     script.paused("a", script.live("a", 2))
-    assignment = formed(script.paused("c", script.live("c", 2)))
+    assignment = assignment_in(script.paused("c", script.live("c", 2)))
     assert [m.worker for m in assignment.members] == ["a", "c"]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from elastic_ft.config import OptimizerConfig
-from elastic_ft.core.schedule import learning_rate
+from elastic_ft.core.schedule import scheduled_rate
 
 STEPS = 100
 
 
 def rates(*steps: int, **keys: Any) -> list[float]:
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, warmup_steps=10, **keys)
-    return [learning_rate(config, STEPS, step) for step in steps]
+    return [scheduled_rate(config, STEPS, step) for step in steps]
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,16 @@ def test_wsd_falls_in_a_line_over_its_last_steps() -> None:
 
 def test_inverse_sqrt_stops_at_its_least() -> None:
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.5, schedule="inverse_sqrt")
-    assert [learning_rate(config, 9, step) for step in (1, 2, 9)] == pytest.approx(
+    assert [scheduled_rate(config, 9, step) for step in (1, 2, 9)] == pytest.approx(
         [1, 0.5**0.5, 0.5]
     )
 
 
 def test_a_function_of_ones_own_has_what_comes_after_the_warm_up() -> None:
     config = OptimizerConfig(lr=2.0, warmup_steps=2, schedule="a.module:factor")
-    found = [learning_rate(config, 8, step, lambda step, steps: step / steps) for step in (1, 2, 4)]
+    found = [
+        scheduled_rate(config, 8, step, lambda step, steps: step / steps) for step in (1, 2, 4)
+    ]
     assert found == [1.0, 2.0, 1.0]
 
 

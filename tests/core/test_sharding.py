@@ -18,7 +18,7 @@ from elastic_ft.core.sharding import (
     Piece,
     StateMissing,
     boxes_of_range,
-    bytes_moved,
+    bytes_of_copies,
     overlapping,
     uncovered,
 )
@@ -58,7 +58,7 @@ def check_plan(plan: Sequence[Copy], sources: Sequence[Piece], targets: Sequence
     for copy in plan:
         assert held[copy.source, copy.tensor].issuperset(elements(copy.box))
     lacking = sum(len(found - held.get(key, set())) for key, found in wanted.items())
-    assert bytes_moved(plan) == lacking
+    assert bytes_of_copies(plan) == lacking
 
 
 # ------------------------------------------------------------------------------ strategies
@@ -289,7 +289,7 @@ def test_a_pure_shrink_moves_only_the_lost_shard() -> None:
     targets += [Piece("w2", "t", Box((4,), (4,)))]
     plan = plan_reshard(sources, targets, {"t": 4})
     assert [c for c in plan if not c.is_local] == [Copy("t", "w0", "w2", row[3])]
-    assert bytes_moved(plan, {"t": 4}) == 8
+    assert bytes_of_copies(plan, {"t": 4}) == 8
 
 
 def test_own_state_is_taken_whole_before_that_of_peers() -> None:

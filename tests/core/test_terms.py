@@ -12,8 +12,8 @@ from elastic_ft.core.terms import (
     data_terms,
     noted,
     refusal,
-    terms_in,
     terms_of,
+    terms_of_manifest,
 )
 
 JOB: dict[str, Any] = {
@@ -79,9 +79,9 @@ def test_data_is_compared_as_far_as_it_is_known() -> None:
 
 @pytest.mark.parametrize("extra", [{}, {"seed": 3}, {"terms": None}, {"terms": [1]}])
 def test_an_older_manifest_has_no_terms(extra: dict[str, Any]) -> None:
-    assert changes(terms_in(extra), terms()) == ()
+    assert changes(terms_of_manifest(extra), terms()) == ()
 
 
 def test_terms_of_another_type_differ() -> None:
-    odd = terms_in({"terms": {"batch.global_batch_size": "many", "seed": [0]}})
+    odd = terms_of_manifest({"terms": {"batch.global_batch_size": "many", "seed": [0]}})
     assert "batch.global_batch_size was many, is 16" in refusal(changes(odd, terms()), 3, "u")

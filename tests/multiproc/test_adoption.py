@@ -211,7 +211,7 @@ def check_adopted(run: Run, times: int, *, generations: int = 1) -> None:
     assert len(run.all("in_charge")) == times, run.story()
     assert len(run.all("generation_formed")) == generations, run.story()
     assert [line["seq"] for line in run.events] == list(range(len(run.events)))
-    verdict = replay.check(run.path)
+    verdict = replay.check_replay(run.path)
     assert not verdict.difference, f"{run.story()}\n{verdict.difference}"
 
 
@@ -251,7 +251,7 @@ def test_a_controller_and_a_worker_at_the_same_moment(
     assert [line["step"] for line in run.steps] == list(range(1, 121)), run.story()
     assert [r["cause"] for r in run.recoveries][:1] == ["worker_lost"], run.story()
     assert run.recoveries[0]["steps_lost"] == 0 and run.recoveries[0]["survivors_kept_pid"]
-    assert not replay.check(run.path).difference
+    assert not replay.check_replay(run.path).difference
 
 
 @pytest.mark.parametrize("phase", ["pausing", "forming"])
@@ -265,7 +265,7 @@ def test_a_controller_is_killed_while_a_generation_ends_or_forms(
     assert [line["step"] for line in run.steps] == list(range(1, 61)), run.story()
     assert run.recoveries[0]["steps_lost"] == 0, run.story()
     assert run.result["faults_fired"] == [0], "the next controller knows of it"
-    assert not replay.check(run.path).difference
+    assert not replay.check_replay(run.path).difference
 
 
 def test_one_that_was_stopped_wakes_up_and_leaves(

@@ -11,7 +11,7 @@ from typing import Any
 from elastic_ft.cli.resize import resize
 from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
-from elastic_ft.observe.replay import check
+from elastic_ft.observe.replay import check_replay
 from tests.multiproc.harness import CORPUS, PATIENT, Run, make_job, run_job
 from tests.multiproc.slow import SLOW_S
 
@@ -180,7 +180,7 @@ def test_the_planner_lays_out_who_is_left(tmp_path: Path) -> None:
         job, tmp_path / "run", nodes=nodes, on_step=on_step, deadline_s=DEADLINE_S
     ).check()
     assert [layout for layout, _ in formed(run)] == ["fsdp4", "pp3-ddp1", "ddp1-tp2"], run.story()
-    assert not check(run.path).difference  # plans are pure: told the same, the same
+    assert not check_replay(run.path).difference  # plans are pure: told the same, the same
     for line in run.all("generation_formed"):
         assert line["reason"].startswith(f"planned {line['layout']}: fits: ")
     assert [recovery["steps_lost"] for recovery in run.recoveries] == [0, 0]
@@ -209,7 +209,7 @@ def test_a_slowed_rank_is_replaced_by_a_spare(tmp_path: Path) -> None:
     run = run_job(
         job, tmp_path / "run", nodes=nodes, on_step=on_step, watch=hold, deadline_s=DEADLINE_S
     ).check()
-    assert not check(run.path).difference
+    assert not check_replay(run.path).difference
     (evicted,) = run.all("straggler_evicted")
     assert evicted["worker"] == slow[0], run.story()
     assert evicted["pace_s"] > SLOW_S > evicted["typical_s"]

@@ -18,7 +18,7 @@ from torch import nn
 from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder
 from elastic_ft.core.layouts.layout import plan_layout
-from elastic_ft.core.schedule import learning_rate
+from elastic_ft.core.schedule import scheduled_rate
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.models.build import build_model
@@ -136,7 +136,7 @@ def alone(job: Job) -> dict[str, np.ndarray]:
         assert job.optimizer.grad_clip is not None
         nn.utils.clip_grad_norm_(model.parameters(), job.optimizer.grad_clip)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(job.optimizer, job.steps, step)
+            group["lr"] = scheduled_rate(job.optimizer, job.steps, step)
         optimizer.step()
         optimizer.zero_grad()
     return {f"model.{n}": p.detach().numpy() for n, p in model.named_parameters()}

@@ -42,7 +42,7 @@ def test_a_job_begins_with_imported_weights(tmp_path: Path, strategy: str) -> No
     run_job(job, tmp_path / "run").check()
 
     reader = find_one(str(tmp_path / "run" / "checkpoints"))
-    safetensors.export(reader, open_store(str(tmp_path / "out")))
+    safetensors.export_folder(reader, open_store(str(tmp_path / "out")))
     original.config.save_pretrained(tmp_path / "out")
     again: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
     expected = original.state_dict()

@@ -83,7 +83,7 @@ def test_a_run_decides_the_same_when_it_is_told_the_same(
     disturbed: tuple[Run, Lifetimes],
 ) -> None:
     run, _ = disturbed
-    verdict = replay.check(run.path)
+    verdict = replay.check_replay(run.path)
     assert verdict.difference == ""
     assert verdict.decisions > 10
     assert verdict.told > 3 * 60

@@ -98,7 +98,7 @@ def test_a_killed_worker_is_placed_by_its_last_word(run: Run) -> None:
 
 
 def test_a_diagnosis_decides_nothing(run: Run) -> None:
-    assert replay.check(run.path).difference == ""
+    assert replay.check_replay(run.path).difference == ""
 
 
 # ------------------------------------------------------------------------- each by itself

@@ -33,7 +33,7 @@ HAPPENED = {
 @pytest.mark.parametrize("name", JOURNALS)
 def test_a_kept_journal_is_decided_the_same(name: str) -> None:
     """Where this fails on purpose: python -m tests.observe.record_journals."""
-    verdict = replay.check(KEPT / name, exact=False)
+    verdict = replay.check_replay(KEPT / name, exact=False)
     assert verdict.difference == ""
     assert verdict.decisions > 15
 
@@ -62,7 +62,7 @@ def test_a_journal_that_is_not_what_happened_is_found_out(
         return [line for line in lines if line["type"] not in ("WorkerLost", "CollectiveFailed")]
 
     folder = altered(tmp_path, "kill_and_stop", without_the_loss)
-    assert replay.check(folder, exact=False).difference
+    assert replay.check_replay(folder, exact=False).difference
     assert run_command(["replay", str(folder)]) == FAILED
     assert "equal decisions" in capfd.readouterr().err
 
@@ -72,7 +72,7 @@ def test_a_run_of_a_version_before_policies_were_recorded_is_refused(tmp_path: P
         return [line for line in lines if line["type"] != "Policy"]
 
     with pytest.raises(ConfigError, match="does not begin with the policy"):
-        replay.check(altered(tmp_path, "drain_and_suspend", without_policy))
+        replay.check_replay(altered(tmp_path, "drain_and_suspend", without_policy))
 
 
 def test_a_line_of_another_version_is_refused() -> None:

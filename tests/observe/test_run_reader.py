@@ -131,7 +131,7 @@ def test_who_looks_last_sees_all_of_a_remote_run(
 def test_what_can_not_be_read_at_last_is_no_success(
     remote: str, ending: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = segments.read
+    read = segments.read_segments
 
     def away(store: Any, name: str, *known: Any) -> Any:
         if name == "steps.jsonl":
@@ -140,7 +140,7 @@ def test_what_can_not_be_read_at_last_is_no_success(
 
     ending(5, False)
     log, story = Steps([]), JobStory(remote)
-    monkeypatch.setattr(segments, "read", away)
+    monkeypatch.setattr(segments, "read_segments", away)
     with pytest.raises(StoreFailed, match="it is away"):
         to_loggers._write(remote, "test", str(tmp_path), False, lambda reader, to: log)
     ending(5, True)

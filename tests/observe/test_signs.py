@@ -15,8 +15,8 @@ from elastic_ft.observe import alive
 def test_who_sees_to_a_job_shows_it_wherever_its_folder_is(tmp_path: Path, url: str) -> None:
     """``attach`` took a job with a remote folder for dead, while a keeper started its launcher."""
     run_url = url.format(tmp_path if "memory" not in url else uuid.uuid4().hex)
-    assert alive.find(run_url) is None
+    assert alive.last_sign(run_url) is None
     alive.show(run_url)
-    sign = alive.find(run_url)
+    sign = alive.last_sign(run_url)
     assert sign is not None
     assert (sign.pid, sign.in_charge, sign.gone) == (os.getpid(), False, False)

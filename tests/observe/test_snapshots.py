@@ -37,7 +37,7 @@ def told(name: str) -> Iterator[tuple[Policy, State, replay.ToldLine]]:
 def test_every_state_of_a_run_comes_back_whole_and_decides_the_same(name: str) -> None:
     count = 0
     for policy, state, item in told(name):
-        again = snapshots.decode(json.loads(json.dumps(snapshots.encode(state))))
+        again = snapshots.decode(json.loads(json.dumps(snapshots.as_plain_values(state))))
         assert again == state
         assert decide(again, item.event, policy) == decide(state, item.event, policy)
         count += 1
@@ -57,7 +57,7 @@ def test_a_long_run_stays_bounded_and_can_be_replayed(
         if number == 0:
             folder.record_inbox(line)
         if folder.inbox_is_full:
-            folder.begin_inbox(item.at_s, line, snapshots.encode(state))
+            folder.begin_inbox(item.at_s, line, snapshots.as_plain_values(state))
             begun += 1
             snapshot = path.stat().st_size
         event = item.event
@@ -66,13 +66,13 @@ def test_a_long_run_stays_bounded_and_can_be_replayed(
         folder.record_inbox(told_line)
         longest = max(longest, path.stat().st_size - before)
         for command in decide(state, event, policy)[1]:
-            for decided in replay.line_of(command):
+            for decided in replay.journal_line_of(command):
                 fields = dict(decided)
                 parts = (fields.pop(key) for key in ("event", "generation", "reason"))
                 folder.journal(item.at_s, *parts, fields)
         assert path.stat().st_size <= snapshot + 10_000 + longest + 1000 * (begun == 0)
     assert begun >= 2
-    verdict = replay.check(tmp_path)
+    verdict = replay.check_replay(tmp_path)
     assert verdict.difference == ""
     assert verdict.told < number
     lines = read_lines(path)
@@ -100,7 +100,7 @@ def test_nothing_but_the_cores_data_is_made_of_a_snapshot(value: Any) -> None:
 
 def test_a_snapshot_of_another_version_is_refused_by_its_number() -> None:
     """The first form had none."""
-    written = snapshots.encode(State(generation=3))
+    written = snapshots.as_plain_values(State(generation=3))
     assert snapshots.decode(written) == State(generation=3)
     for value in (written["state"], {**written, "version": 2}):
         with pytest.raises(ConfigError, match=r"is of form [12], and this version .* reads form 4"):
@@ -117,7 +117,7 @@ def test_a_snapshot_of_another_version_is_refused_by_its_number() -> None:
     ids=["lacks", "unknown", "inside"],
 )
 def test_no_snapshot_is_half_read(change: Any, said: str) -> None:
-    written = snapshots.encode(State(generation=3))
+    written = snapshots.as_plain_values(State(generation=3))
     change(written["state"]["has"])
     with pytest.raises(ConfigError, match=said):
         snapshots.decode(written)

@@ -20,13 +20,13 @@ from elastic_ft.config import CommConfig
 from elastic_ft.core.assignment import Tier
 from elastic_ft.core.sharding import Box, Piece, place
 from elastic_ft.engines import replica_comm
-from elastic_ft.engines.int8 import BLOCK, pack, unpack
+from elastic_ft.engines.int8 import BLOCK, pack_blocks, unpack_blocks
 from elastic_ft.engines.replica_comm import ReplicaComm
 from elastic_ft.errors import CheckpointMismatch, GroupBroken
 from elastic_ft.keeper.buffer import DIGEST_BYTES, Slot, seal
 from elastic_ft.state import residuals
 from elastic_ft.state.placed import Placed
-from elastic_ft.state.residuals import PARTS, residual_of, settle, summed
+from elastic_ft.state.residuals import PARTS, residual_of, settle_residuals, summed_residuals
 from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.state.transfer import move
 from elastic_ft.worker.loop import Loop
@@ -41,10 +41,10 @@ A, B = "pp0.s0.tp0", "pp0.s1.tp0"
 def test_int8_is_off_by_half_a_scale_at_most() -> None:
     rows = torch.randn(3, 2 * BLOCK + 9, generator=torch.Generator().manual_seed(0)) * 1e-3
     rows[1, :BLOCK] = 0.0
-    codes = pack(rows)
+    codes = pack_blocks(rows)
     assert codes.dtype is torch.uint8
     assert codes.numel() == 3 * 3 * (BLOCK + 4)
-    found = unpack(codes, rows.shape[1])
+    found = unpack_blocks(codes, rows.shape[1])
     scale = rows.abs().max() / 127
     assert (found - rows).abs().max() <= 0.501 * scale
     assert not found[1, :BLOCK].any()
@@ -54,7 +54,7 @@ def test_int8_is_off_by_half_a_scale_at_most() -> None:
 def test_what_is_not_finite_stays_so(value: float) -> None:
     rows = torch.ones(1, BLOCK + 1)
     rows[0, 3] = value
-    found = unpack(pack(rows), BLOCK + 1)
+    found = unpack_blocks(pack_blocks(rows), BLOCK + 1)
     assert not found[0, 3].isfinite()
     assert found[0, BLOCK] == 1.0
 
@@ -108,13 +108,15 @@ def sum_of(*everyones: Held) -> list[tuple[list[LocalState], str]]:
     for member, mine in zip(members, offers, strict=True):  # as each tells the others
         spy: list[Any] = []
         member.exchange_values = lambda name, value, timeout_s, spy=spy: (spy.append(value), [])[1]  # type: ignore[method-assign]
-        summed(member, mine)  # type: ignore[arg-type]
+        summed_residuals(member, mine)  # type: ignore[arg-type]
         for other in members:
             other.told.append(spy[0])
     for member in members:
         del member.exchange_values
     with ThreadPoolExecutor(len(members)) as threads:
-        runs = [threads.submit(summed, *pair) for pair in zip(members, offers, strict=True)]  # type: ignore[arg-type]
+        runs = [
+            threads.submit(summed_residuals, *pair) for pair in zip(members, offers, strict=True)
+        ]  # type: ignore[arg-type]
         return [run.result(DEADLINE_S) for run in runs]
 
 
@@ -198,11 +200,11 @@ def test_a_sum_has_the_dtypes_of_its_parts() -> None:
 
 def test_a_copy_that_is_all_there_is_counts_once() -> None:
     state, other = state_of(0, 4), state_of(0, 4)
-    assert settle(state, "") == "3 of 4 parts"
-    assert settle(other, "1 of 4 parts") == "1 of 4 parts"
+    assert settle_residuals(state, "") == "3 of 4 parts"
+    assert settle_residuals(other, "1 of 4 parts") == "1 of 4 parts"
     assert int(state[PARTS].local) == int(other[PARTS].local) == 1
-    assert settle(state, "") == ""
-    assert settle({}, "") == ""
+    assert settle_residuals(state, "") == ""
+    assert settle_residuals({}, "") == ""
 
 
 # --------------------------------------------------------------------------- in a step
@@ -256,7 +258,7 @@ def test_a_checkpoint_may_lack_residuals_and_have_them_for_nothing() -> None:
         plain = {key: tensor for key, tensor in state.items() if not key.startswith("comm.")}
         read_boxes(stored(plain), state, state, frozenset())
         assert not state[OWED].local.any()
-        assert settle(state, "") == ""
+        assert settle_residuals(state, "") == ""
         read_boxes(stored(state), plain, plain, frozenset())
         with pytest.raises(CheckpointMismatch, match=r"model\.line\.weight is absent"):
             read_boxes(stored({OWED: state[OWED]}), plain, plain, frozenset())
@@ -320,7 +322,7 @@ def test_what_a_checkpoint_does_not_say_is_owed_is_nothing_for_all() -> None:
     for state, value in zip(needs, (0.0, 3.0), strict=True):
         assert (state["model.w"].local == value).all()
         assert not state[residual_of("w")].local.any()
-        assert settle(state, "") == ""
+        assert settle_residuals(state, "") == ""
         assert int(state[PARTS].local) == 1
 
 

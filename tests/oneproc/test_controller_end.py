@@ -180,7 +180,7 @@ def test_who_is_killed_while_it_ends_leaves_no_one_to_wait_for(tmp_path: Path) -
 
     class Closing(RunFolder):
         def close(self) -> None:
-            marked.append(owners.has_ended(open_store(url), controller.run_id))
+            marked.append(owners.is_rescued(open_store(url), controller.run_id))
             super().close()
 
     url = f"{tmp_path}/checkpoints"
@@ -204,7 +204,7 @@ def test_a_job_that_ends_without_a_step_tells_how_far_it_came_before_its_last_li
     assert lines[-1]["event"] == "finished"
     assert startup.items() <= told.items()
     assert startup["worker"] == "w0" and "first_step_s" not in startup
-    assert replay.check(folder.path).difference == ""
+    assert replay.check_replay(folder.path).difference == ""
 
 
 class Ending:

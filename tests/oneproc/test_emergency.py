@@ -19,7 +19,7 @@ from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StoreFailed
 from elastic_ft.keeper import emergency
-from elastic_ft.keeper.buffer import DIGEST_BYTES, label, lay_out, schema_bytes, seal
+from elastic_ft.keeper.buffer import DIGEST_BYTES, label, schema_bytes, schema_of_parts, seal
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import Want
 from elastic_ft.storage.store import Store, open_store
@@ -45,7 +45,7 @@ def shard(
     each = ROWS // of
     box = Box((number * each, 0), (each, 4))
     parts = [("a.step", "float32", (), Box((), ()), 4), ("weight", "float32", (ROWS, 4), box, 4)]
-    schema = lay_out(parts)
+    schema = schema_of_parts(parts)
     buffer = np.zeros(schema_bytes(schema) + DIGEST_BYTES, np.uint8)
     for slot in schema:
         values = np.full(slot.nbytes // 4, step + (number if slot.shape else 0), np.float32)
@@ -90,7 +90,7 @@ def test_the_newest_complete_step_becomes_a_checkpoint(store: Store) -> None:
     rows = np.zeros((ROWS, 4), np.float32)
     reader.read([Want("weight", Box.whole((ROWS, 4)), memoryview(rows).cast("B"))])
     assert rows[:, 0].tolist() == [7, 7, 7, 8, 8, 8]
-    rescue.forget(store, RUN)
+    rescue.forget_saved(store, RUN)
     assert found(store) is None and store.list("emergency") == []
 
 

@@ -14,7 +14,7 @@ from transformers import BatchEncoding
 
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.training.batch import weighed
-from elastic_ft.transformers.samples import Samples, collated
+from elastic_ft.transformers.samples import Samples, collated_alike
 
 Pair = namedtuple("Pair", "x y")
 
@@ -81,6 +81,6 @@ def test_a_collator_may_change_the_samples_of_a_step_that_is_made_again(seed: in
         return [sample.pop("label") for sample in samples], samples
 
     micro_batch = MicroBatch(0, Samples([{"x": 1, "label": 2}, {"x": 3, "label": 4}]))
-    first = collated(micro_batch, taking_labels_out, seed, 1)
+    first = collated_alike(micro_batch, taking_labels_out, seed, 1)
     assert first == ([2, 4], [{"x": 1}, {"x": 3}])
-    assert collated(micro_batch, taking_labels_out, seed, 1) == first
+    assert collated_alike(micro_batch, taking_labels_out, seed, 1) == first

@@ -144,7 +144,7 @@ def test_a_controller_that_lived_and_was_told_nothing_was_in_charge(tmp_path: Pa
     line = Line(tmp_path)
     line.reign()
     line.age(JOB.elastic.controller_timeout_s)
-    alive.leave(tmp_path / "run", in_charge=True)
+    alive.leave_sign(tmp_path / "run", in_charge=True)
     line.reign()
     assert line.events("in_charge")
 
@@ -170,7 +170,7 @@ def test_one_that_waited_for_the_store_was_not_in_charge(tmp_path: Path) -> None
     line = Line(tmp_path)
     line.reign()
     line.age(JOB.elastic.controller_timeout_s)
-    alive.leave(tmp_path / "run")
+    alive.leave_sign(tmp_path / "run")
     line.reign()
     assert line.events("not_adopted") and line.owner().address == ""
 

@@ -29,8 +29,8 @@ from elastic_ft.keeper.buffer import (
     DIGEST_BYTES,
     is_whole,
     label,
-    lay_out,
     schema_bytes,
+    schema_of_parts,
     seal,
     shard_bytes,
 )
@@ -54,7 +54,7 @@ from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
 
 WHOLE = Box((0, 0), (4, 3))
-SCHEMA = lay_out([("a", "float32", (8, 3), WHOLE, 4), ("b", "int64", (), Box((), ()), 8)])
+SCHEMA = schema_of_parts([("a", "float32", (8, 3), WHOLE, 4), ("b", "int64", (), Box((), ()), 8)])
 VALUES = np.arange(12, dtype=np.float32)
 SPACE, SHARD = "pp1.s2.tp1", "pp0.s0.tp0"
 RUN = "run"

@@ -117,7 +117,7 @@ def test_what_others_wait_for_is_not_held_up_by_what_the_mirror_sends(
     folder.take_over("run1", "job")
     folder.journal(1.0, "said", 0, "", {})
     wait_for(lambda: store.exists("events.jsonl"))
-    alive.leave(folder.path)
+    alive.leave_sign(folder.path)
     wait_for(lambda: store.exists(alive.NAME))
     store.put(handover.NAME, json.dumps({"run": "run1"}).encode())
     wait_for(lambda: folder.is_asked(handover.NAME))

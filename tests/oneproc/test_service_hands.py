@@ -168,7 +168,9 @@ class FewCalls:
         monkeypatch.setattr(hands, "clear_away", self.counted(lambda *_: None))
         monkeypatch.setattr(Store, "put", self.counted(Store.put))
         monkeypatch.setattr(Store, "delete", self.counted(Store.delete))
-        monkeypatch.setattr(resize_request, "ask", self.counted(resize_request.ask))
+        monkeypatch.setattr(
+            resize_request, "ask_to_resize", self.counted(resize_request.ask_to_resize)
+        )
 
     def counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:

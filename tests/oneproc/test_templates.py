@@ -51,7 +51,7 @@ def served() -> Iterator[SimpleQueue[Request | None]]:
             except OSError:
                 return
             with link:
-                found.put(fork_server.answer(link))
+                found.put(fork_server.answer_client(link))
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
@@ -74,7 +74,7 @@ def test_the_forked_process_says_that_it_is_there(
     served: SimpleQueue[Request | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fork", lambda: 0)
-    assert fork_client.ask(ASKED)
+    assert fork_client.ask_template(ASKED)
     request = served.get(timeout=WAIT_S)
     assert request is not None and request.argv == ASKED and len(request.streams) == 3
     for stream in request.streams:
@@ -94,7 +94,7 @@ def test_a_fork_that_comes_to_nothing_is_seen(
     monkeypatch.setattr(os, "fork", fork)
     standard = {str(Path(f"/proc/self/fd/{number}").readlink()) for number in range(3)}
     before = [name for name in open_files() if name in standard]
-    assert not fork_client.ask(ASKED)
+    assert not fork_client.ask_template(ASKED)
     assert served.get(timeout=WAIT_S) is None
     assert [name for name in open_files() if name in standard] == before
 
@@ -110,7 +110,7 @@ def test_streams_of_what_is_refused_are_closed(said: bytes) -> None:
         os.close(ours)
         os.close(theirs)
         there.sendall(said)
-        assert fork_server.answer(here) is None
+        assert fork_server.answer_client(here) is None
     assert pipe not in open_files()
 
 
@@ -119,7 +119,7 @@ def test_a_folder_that_others_can_look_into_is_not_used(
 ) -> None:
     folder.chmod(0o755)
     with pytest.raises(PermissionError, match="nobody else"):
-        fork_client.ask(ASKED)
+        fork_client.ask_template(ASKED)
     assert served.empty()
 
 
@@ -159,7 +159,7 @@ def test_nobody_waits_for_a_template_that_can_not_load(
     wait_for(lambda: not template.where(), WAIT_S, "it can't load")
     with pytest.raises(OSError):
         while True:  # beside a load that is tried again
-            assert not fork_client.ask(ASKED)
+            assert not fork_client.ask_template(ASKED)
     (tmp_path / "loads_later.py").write_text(
         "import os, sys\nos.write(int(sys.argv[2]), b'+')\nsys.stdin.read()\n"
     )

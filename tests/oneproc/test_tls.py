@@ -301,7 +301,7 @@ def test_without_openssl_it_is_refused_by_name(
         if what == "controller":
             new_key(tls=job.network.tls)
         else:
-            preflight.check(job, str(tmp_path / "run"), preflight.Place("here", slots=4))
+            preflight.check_job(job, str(tmp_path / "run"), preflight.Place("here", slots=4))
     assert "\n" not in str(refused.value)
 
 

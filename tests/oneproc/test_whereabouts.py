@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic_ft.worker.whereabouts import Whereabouts, compared, furthest
+from elastic_ft.worker.whereabouts import Whereabouts, furthest, without_catching_up
 
 STEP = 7  # that the generation begins with
 
@@ -34,7 +34,7 @@ def stepping(number: int) -> Whereabouts:
 
 
 def places(*members: Whereabouts) -> list[float]:
-    return compared([member.place(STEP) for member in members])
+    return without_catching_up([member.place(STEP) for member in members])
 
 
 def test_who_comes_in_where_all_ask_for_a_batch_is_one_of_them() -> None:

@@ -36,17 +36,17 @@ class Silence:
 def test_who_is_silent_and_gives_no_sign_is_ended_and_tried_again(tmp_path: Path) -> None:
     keeper = Silence(tmp_path)
     assert keeper.look(5.0, 6.0) == 0, "there is no sign at all"
-    alive.leave(tmp_path, in_charge=True)
+    alive.leave_sign(tmp_path, in_charge=True)
     assert [keeper.look(5.0 + t, 6.0 + t) for t in (0, 2, 4, 5)] == [0, 0, 0, 0]
     assert keeper.look(10.5, 11.5) == 1
-    assert keeper.ended == [alive.find(str(tmp_path))]
+    assert keeper.ended == [alive.last_sign(str(tmp_path))]
     assert [keeper.look(t, t) for t in (12.0, 15.0, 16.0)] == [1, 1, 2]
 
 
 def test_who_gives_signs_or_is_heard_lives(tmp_path: Path) -> None:
     keeper = Silence(tmp_path)
     for now_s in range(5, 40, 3):
-        alive.leave(tmp_path, in_charge=True)
+        alive.leave_sign(tmp_path, in_charge=True)
         assert keeper.look(now_s, now_s) == 0, "the keeper may be cut off"
     for now_s in range(40, 80, 3):
         assert keeper.look(now_s, 2.0) == 0, "its disk may be full"

@@ -18,17 +18,17 @@ from elastic_ft.hosts.ray.submission import (
     Submission,
     Submitted,
     count_start,
-    forget,
+    forget_submission,
     has_begun,
-    read,
-    submit,
+    read_submission,
+    write_submission,
 )
 
 
 def submitted(run_url: str, **trainer: Any) -> Submitted:
     values = parse_job(job("submitted"))
     url = f"{run_url}/checkpoints"
-    return submit(Submission(values, run_url, url, "elastic_ft/j/r/", (), False, trainer))
+    return write_submission(Submission(values, run_url, url, "elastic_ft/j/r/", (), False, trainer))
 
 
 @pytest.mark.parametrize("url", ["{}", "file://{}", "memory:/{}"])
@@ -37,14 +37,14 @@ def test_what_is_submitted_is_read_and_forgotten(tmp_path: Path, url: str) -> No
     assert has_begun(run_url) == url.startswith("memory")
     here = submitted(run_url, train_loop=lambda: 7)
     assert has_begun(run_url)
-    assert read(here).trainer["train_loop"]() == 7
+    assert read_submission(here).trainer["train_loop"]() == 7
     if not url.startswith("memory"):
         (file,) = (tmp_path / "run").iterdir()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     count_start(here)
-    forget(here)
+    forget_submission(here)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
-    forget(here)  # again
+    forget_submission(here)  # again
 
 
 @pytest.mark.parametrize("url", ["{}", "memory:/{}"])
@@ -57,7 +57,7 @@ def test_what_is_delivered_is_noted_in_any_run_folder(tmp_path: Path, url: str) 
         first.note(index)
     first.close()
     assert DeliveredNote(here).before() == 7
-    forget(here)
+    forget_submission(here)
     assert DeliveredNote(here).before() == 0
 
 
@@ -71,10 +71,10 @@ def test_another_submission_is_refused(tmp_path: Path) -> None:
     here = submitted(str(tmp_path))
     (tmp_path / here.name).write_bytes(b"anything else")
     with pytest.raises(JobFailed, match="not what was submitted"):
-        read(here)
+        read_submission(here)
     (tmp_path / here.name).unlink()
     with pytest.raises(JobFailed, match="can read the run folder"):
-        read(here)
+        read_submission(here)
 
 
 def test_a_disk_that_is_away_is_asked_again(
@@ -90,19 +90,19 @@ def test_a_disk_that_is_away_is_asked_again(
         aside.rename(path)
 
     monkeypatch.setattr(submission.time, "sleep", comes_back)
-    assert read(here).job.name == "submitted"
+    assert read_submission(here).job.name == "submitted"
     path.rename(aside)
     path.mkdir()
     monkeypatch.setattr(submission, "READ_TIMEOUT_S", -1.0)
     with pytest.raises(StoreFailed, match="Is a directory"):
-        read(here)
+        read_submission(here)
 
 
 def test_what_a_store_no_longer_has_is_not_asked_for_again() -> None:
     here = submitted("memory://gone/run")
-    forget(here)
+    forget_submission(here)
     with pytest.raises(JobFailed, match="what was submitted is gone"):
-        read(here)
+        read_submission(here)
 
 
 def test_controllers_that_end_one_after_another_end_the_job(

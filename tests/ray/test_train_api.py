@@ -27,7 +27,7 @@ from elastic_ft.hosts.ray.trainer import (
     check_gpus,
     default_scaling,
     on_gpus,
-    scaled,
+    with_workers_of,
 )
 
 Start = Callable[..., Trial]
@@ -291,7 +291,7 @@ def test_scaling_config_overrides_the_numbers_of_workers() -> None:
 
     trainer = ElasticTrainer(job("scaled"), scaling_config=ScalingConfig(num_workers=(2, 3)))
     assert (trainer.job.elastic.min_workers, trainer.job.elastic.max_workers) == (2, 3)
-    fixed = scaled(trainer.job, ScalingConfig(num_workers=2))
+    fixed = with_workers_of(trainer.job, ScalingConfig(num_workers=2))
     assert (fixed.elastic.min_workers, fixed.elastic.max_workers) == (2, 2)
     with pytest.raises(ConfigError, match="micro-batches"):
         ElasticTrainer(job("scaled"), scaling_config=ScalingConfig(num_workers=(2, 30)))

@@ -37,7 +37,10 @@ def trial(config: dict[str, Any]) -> None:
     ElasticTrainer(
         train_loop,
         job=values,
-        scaling_config=ScalingConfig(num_workers=(1, 2 if is_hit else 1)),
+        scaling_config=ScalingConfig(
+            num_workers=(1, 2 if is_hit else 1),
+            resources_per_worker={"CPU": 0.5},  # beside a trial's process: nodes have one
+        ),
         run_config=RunConfig(
             name=name, storage_path=config["folder"], callbacks=[TuneReportCallback()]
         ),

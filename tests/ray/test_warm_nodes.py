@@ -135,5 +135,5 @@ def test_what_libraries_read_decides() -> None:
 
 def test_the_node_is_known_by_the_worker_s_arguments() -> None:
     arguments = ["default_worker.py", "--node-ip-address=192.0.2.1", "--node-id=ab12", "--x=y"]
-    assert fork_client.node_of(arguments) == "ab12"
-    assert fork_client.node_of(["default_worker.py"]) == ""
+    assert fork_client.node_in(arguments) == "ab12"
+    assert fork_client.node_in(["default_worker.py"]) == ""

@@ -80,9 +80,9 @@ def test_somebody_who_trains_in_a_generation_that_is_over(world: Simulation) -> 
 
 def test_a_generation_formed_without_a_member(world: Simulation) -> None:
     group = world.groups[world.core.generation]
-    checks.formed(world, group)
+    checks.check_formed(world, group)
     group.resumed.discard(group.members[0].id)
-    sees("I1", checks.formed, world, group)
+    sees("I1", checks.check_formed, world, group)
 
 
 def test_state_of_another_history(world: Simulation) -> None:
@@ -94,8 +94,8 @@ def test_state_of_another_history(world: Simulation) -> None:
 def test_a_step_recorded_twice_or_unknown_or_held_by_nobody(world: Simulation) -> None:
     number = len(world.recorded) + 1
     line = RecordStep(number, world.core.generation, 3, "fsdp3", {"loss": 1.0})
-    sees("I2", checks.recorded, world, replace(line, step=number - 1))
-    sees("I2", checks.recorded, world, replace(line, metrics={}))
+    sees("I2", checks.check_recorded, world, replace(line, step=number - 1))
+    sees("I2", checks.check_recorded, world, replace(line, metrics={}))
     for worker in world.workers.values():
         worker.live, worker.copies = None, {}
     sees("I4", checks.survives, world, line.step)

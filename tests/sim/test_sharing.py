@@ -13,7 +13,7 @@ import pytest
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms, Wish
-from elastic_ft.observe.snapshots import encode
+from elastic_ft.observe.snapshots import as_plain_values
 from elastic_ft.sim.shared_cluster import JobRun, SharedCluster, SubmittedWork, Times
 from elastic_ft.sim.sharing_checks import check_all
 
@@ -158,7 +158,7 @@ def test_a_state_is_data_and_events_replay() -> None:
     assert first.state == again.state and first.events == again.events
     halfway = Disorder(FIRST + 1)
     halfway.world.run(HEALED_S / 2)
-    text = json.dumps(encode(halfway.world.state))  # type: ignore[arg-type]
+    text = json.dumps(as_plain_values(halfway.world.state))  # type: ignore[arg-type]
     assert '"sharing.ledger.SharedJob"' in text or not halfway.world.state.jobs
 
 

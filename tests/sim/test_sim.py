@@ -506,7 +506,7 @@ def test_a_rule_for_what_is_gone_on_from_that_is_wrong_is_seen(
     monkeypatch.setattr(sim_emergency, "candidates", lambda *a: [(cut, ()) for cut, _ in right(*a)])
     assert failures(scenarios), "a hole in the record"
     monkeypatch.setattr(sim_emergency, "candidates", right)
-    monkeypatch.setattr(sim_emergency, "is_whole", lambda shards: False)
+    monkeypatch.setattr(sim_emergency, "is_one_state", lambda shards: False)
     assert failures(scenarios), "nothing is gone on from"
 
 

@@ -25,10 +25,10 @@ from elastic_ft.storage.checkpoints import (
     Reader,
     Swept,
     Want,
-    abandon,
     attempt_prefix,
     commit,
     committed,
+    delete_attempt,
     load_manifest,
     open_checkpoint,
     prefix_of,
@@ -544,7 +544,7 @@ def test_the_sweep_takes_what_no_manifest_references(url: str) -> None:
     assert sweep_abandoned(store, ["live"]) == Swept(("data/run1/g1-s11",))
     assert sweep_abandoned(store, ["live"]) == Swept(())
     read_all(store, good)
-    abandon(store, attempt_prefix("live", 1, 12))
+    delete_attempt(store, attempt_prefix("live", 1, 12))
     assert {key.split("/")[2] for key in store.list("data")} == {"g1-s10"}
 
 
@@ -563,7 +563,7 @@ def test_nothing_is_swept_while_a_manifest_is_not_understood(tmp_path: Path) -> 
 @pytest.mark.parametrize("prefix", ["", "data", "data/run", "data/run/", "manifests"])
 def test_only_an_attempt_can_be_abandoned(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(ValueError, match="not the prefix"):
-        abandon(open_store(str(tmp_path)), prefix)
+        delete_attempt(open_store(str(tmp_path)), prefix)
 
 
 # ------------------------------------------------------------------------ failing stores

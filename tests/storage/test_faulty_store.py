@@ -27,10 +27,10 @@ from elastic_ft.storage import store as store_module
 from elastic_ft.storage.checkpoints import (
     Reader,
     Want,
-    abandon,
     attempt_prefix,
     commit,
     committed,
+    delete_attempt,
     load_manifest,
     sweep_abandoned,
     write_shards,
@@ -120,7 +120,7 @@ class Mix:
         except StoreFailed as error:
             self.told.append(f"not written: {error}")
             try:
-                abandon(self.faulty, prefix)
+                delete_attempt(self.faulty, prefix)
             except StoreFailed as also:
                 self.told.append(f"not abandoned: {also}")
             return False

@@ -185,7 +185,7 @@ def test_safetensors_export(url: str, saved: Tensors, tmp_path: Path) -> None:
     assert export(url, tmp_path / "one", "safetensors", "--step", "2") == COMPLETED
     same(load_file(tmp_path / "one" / "model-00001-of-00001.safetensors"), model_of(saved))
     several = tmp_path / "several"
-    total = safetensors.export(find_one(url), open_store(str(several)), file_bytes=10_000)
+    total = safetensors.export_folder(find_one(url), open_store(str(several)), file_bytes=10_000)
     index = json.loads((several / safetensors.INDEX).read_text())
     assert index["metadata"]["total_size"] == total
     files = sorted(several.glob("*.safetensors"))
@@ -309,7 +309,7 @@ def test_each_rank_reads_its_own_bytes(
     monkeypatch: pytest.MonkeyPatch,
     object_bytes: int,
 ) -> None:
-    safetensors.export(find_one(url), open_store(str(tmp_path)), file_bytes=10_000)
+    safetensors.export_folder(find_one(url), open_store(str(tmp_path)), file_bytes=10_000)
     monkeypatch.setattr(safetensors, "OBJECT_BYTES", object_bytes)
     model = tiny_model(str(run / "job.yaml"))
     total = sum(tensor.nbytes for tensor in model.parameters())

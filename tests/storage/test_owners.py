@@ -301,7 +301,7 @@ def test_what_does_not_count_is_shown_so_and_is_not_what_prune_keeps(
     late: tuple[Store, owners.Claim],
 ) -> None:
     store, third = late
-    assert [ref.step for ref in inspect.find(store.url)[1]] == [20, 12, 10]
+    assert [ref.step for ref in inspect.find_checkpoints(store.url)[1]] == [20, 12, 10]
     listing = inspect.list_checkpoints(store)
     assert {c.ref.step: c.problem for c in listing.checkpoints} == {
         25: inspect.LATE,
@@ -309,7 +309,7 @@ def test_what_does_not_count_is_shown_so_and_is_not_what_prune_keeps(
         12: "",
         10: "",
     }
-    planned = prune.plan(listing, 0.0, keep_last=1)
+    planned = prune.plan_pruning(listing, 0.0, keep_last=1)
     assert [c.ref.step for c in planned.kept] == [25, 20]
     prune.carry_out(store, planned)
     assert steps(third) == [20]

@@ -283,3 +283,28 @@ def test_no_public_type_has_the_name_of_another() -> None:
 def test_what_counts_as_a_type() -> None:
     code = "class A: ...\nLine = dict[str, Any]\nItem = TypeVar('Item')\nMAX = 1\nlog = f()"
     assert [*types_of(code)] == ["A", "Line"]
+
+
+# Where each module has one: what it is called by says which. Or two that stand for each other.
+GENERIC = frozenset({"main", "run", "markdown", "export", "fill", "forget", "leave"})
+INTERFACES = frozenset({"explain", "one_line"})
+COMMANDS = ("elastic_ft/cli/", "chaos/cli.py")  # their functions are called as users call them
+
+
+def functions_of(code: str) -> Iterator[str]:
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+
+
+def test_no_public_function_has_the_name_of_another() -> None:
+    names = Counter(
+        name
+        for path in [*MODULES, *CHAOS]
+        if not str(path.relative_to(ROOT)).startswith(COMMANDS)
+        for name in functions_of(path.read_text())
+        if not name.startswith("_")
+    )
+    twice = {name for name, times in names.items() if times > 1}
+    assert twice - GENERIC - INTERFACES == set(), "call it by its meaning"
+    assert names.keys() >= GENERIC | INTERFACES

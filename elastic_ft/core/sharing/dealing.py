@@ -21,7 +21,7 @@ from elastic_ft.core.sharing.ledger import SharedJob, added, count, removed, slo
 from elastic_ft.core.sharing.rooms import Rooms
 
 
-def deal(desk: Desk) -> admission.Admission:
+def deal_slots(desk: Desk) -> admission.Admission:
     """Returns who was admitted, and why others wait."""
     rooms = desk.rooms()
     _place_owed(desk, rooms)

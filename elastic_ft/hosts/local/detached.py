@@ -14,7 +14,7 @@ from typing import Any
 from elastic_ft.config import Job
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.faults import PointFault
-from elastic_ft.hosts.local.guard import noted
+from elastic_ft.hosts.local.guard import read_note
 from elastic_ft.hosts.local.orders import (
     Attend,
     Forked,
@@ -133,7 +133,7 @@ class DetachedRun:
     def _ask_in_folder(self) -> None:
         if self._unheard:
             with contextlib.suppress(StoreFailed):  # asked again when it is looked at next
-                self._unheard = not stop_request.ask(self._run.out, now=self._stops > 1)
+                self._unheard = not stop_request.ask_to_stop(self._run.out, now=self._stops > 1)
 
     def processes(self) -> list[Forked]:
         """All that are alive. Raises ProcessLookupError where no launcher tells."""
@@ -171,7 +171,7 @@ class DetachedRun:
 
     def launcher_pid(self) -> int:
         """Raises ProcessLookupError."""
-        known = noted(self._folder) if self._folder is not None else None
+        known = read_note(self._folder) if self._folder is not None else None
         if known is None or not known.lives:
             raise ProcessLookupError("no launcher is running")
         return known.pid

@@ -55,7 +55,7 @@ def _whole(told: BinaryIO) -> bytes | None:
     return content if len(content) == size else None
 
 
-def answer(call: Order | ForkedCall, handle: int) -> None:
+def answer_call(call: Order | ForkedCall, handle: int) -> None:
     """In the forked process: ends it, without an answer where there is none to give. Returns from
     what is no call."""
     if not isinstance(call, ForkedCall):

@@ -70,12 +70,12 @@ def note(order: Order) -> None:
     swap.replace(folder / NOTE)
 
 
-def forget(order: Order) -> None:
+def forget_launcher(order: Order) -> None:
     """The run has ended: no launcher follows."""
     (Path(order.folder) / NOTE).unlink(missing_ok=True)
 
 
-def noted(folder: Path) -> LauncherNote | None:
+def read_note(folder: Path) -> LauncherNote | None:
     """None: there is nothing to go on with."""
     try:
         found = NOTES.decode((folder / NOTE).read_bytes())
@@ -122,14 +122,14 @@ class Guard(threading.Thread):
                     log.warning("no launcher can be started: %s", error)
 
     def _look(self) -> None:
-        known = noted(self._folder)
+        known = read_note(self._folder)
         if known is None or known.order.run is None:
             return
         heard = answers(self._folder, self._timeout_s if known.lives else LAUNCHER_S)
         if heard or not self._is_alone():
             return
         with self._alone() as is_ours:
-            if not is_ours or noted(self._folder) != known:
+            if not is_ours or read_note(self._folder) != known:
                 return
             is_silent = heard is False and known.lives  # one that is being started takes its time
             is_gone = heard is None and not known.lives

@@ -47,7 +47,7 @@ from elastic_ft.hosts.local.orders import (
     StartProcess,
     end_in_words,
     has_ended_child,
-    has_news,
+    is_readable,
     lives,
     number_of,
     ticks_of,
@@ -98,7 +98,7 @@ def main(fd: int) -> None:
             os._exit(0)
         if os.fork() == 0:
             line.close()
-            forked_call.answer(order, handle)
+            forked_call.answer_call(order, handle)
             serve(order, socket.socket(fileno=handle))
         os.close(handle)
 
@@ -183,7 +183,7 @@ class Launcher:
     # ------------------------------------------------------------------- who asks
 
     def _accept(self) -> None:
-        if not has_news(self._listener.fileno()):  # who called was let in out of turn
+        if not is_readable(self._listener.fileno()):  # who called was let in out of turn
             return
         sock, _ = self._listener.accept()
         attached = Attached(Packets(sock, TO_LAUNCHER))
@@ -210,10 +210,10 @@ class Launcher:
 
     def _hear_out(self, pid: int) -> None:
         """All that a process said that has ended: its end may be seen before its last words."""
-        while has_news(self._listener.fileno()):
+        while is_readable(self._listener.fileno()):
             self._accept()
         for fd, attached in list(self._attached.items()):
-            while fd in self._attached and has_news(fd):
+            while fd in self._attached and is_readable(fd):
                 if attached.hello is not None and attached.hello.pid != pid:
                     break
                 self._hear(attached)
@@ -401,7 +401,7 @@ class Launcher:
 
     def _end_run(self, outcome: RunEnded) -> None:
         self._outcome, self._left_at_s = outcome, time.monotonic()
-        guard.forget(self._order)
+        guard.forget_launcher(self._order)
         if outcome.line:
             _log(outcome.line)
         self._tell(outcome, "watcher")

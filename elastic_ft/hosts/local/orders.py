@@ -312,7 +312,7 @@ def call_in(folder: Path) -> Packets:
     return Packets(line, FROM_LAUNCHER)
 
 
-def has_news(fd: int) -> bool:
+def is_readable(fd: int) -> bool:
     """To be read, or accepted."""
     now = select.poll()
     now.register(fd, select.POLLIN)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from elastic_ft.hosts.local.guard import LAUNCHER_S, answers, noted
+from elastic_ft.hosts.local.guard import LAUNCHER_S, answers, read_note
 from elastic_ft.hosts.local.orders import (
     Attend,
     ControllerLives,
@@ -176,7 +176,7 @@ class ToLauncher:
             return
         log.warning("the launcher has not answered for %.0f s: another one follows", self._silent_s)
         assert self._order is not None
-        if (silent := noted(Path(self._order.folder))) is not None:
+        if (silent := read_note(Path(self._order.folder))) is not None:
             silent.kill()
         raise EOFError
 

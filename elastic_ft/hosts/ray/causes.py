@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray.exceptions import RayActorError
 
 
-def describe(error: BaseException) -> str:
+def why_gone(error: BaseException) -> str:
     """One line on why a worker is gone, without Ray's ids and advice."""
     if isinstance(error, RayActorError):
         text = str(error)

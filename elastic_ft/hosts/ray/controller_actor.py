@@ -50,7 +50,13 @@ from elastic_ft.hosts.ray.ray_private import (
 )
 from elastic_ft.hosts.ray.reports import Barrier, Rounds
 from elastic_ft.hosts.ray.started_by import executable_of
-from elastic_ft.hosts.ray.submission import DeliveredNote, Submitted, count_start, forget, read
+from elastic_ft.hosts.ray.submission import (
+    DeliveredNote,
+    Submitted,
+    count_start,
+    forget_submission,
+    read_submission,
+)
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
 from elastic_ft.hosts.ray.warm_standby import end_standby
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
@@ -115,7 +121,7 @@ class ElasticController(TrainController):
         self._key = key
         count_start(submitted)
         try:
-            self._submitted, self._submission = submitted, read(submitted)
+            self._submitted, self._submission = submitted, read_submission(submitted)
         except StoreFailed as error:  # raised here, it would end the actor: Ray tries again so
             log.error("the controller ends, for another to begin: %s", error)
             os._exit(UNREAD)
@@ -199,7 +205,7 @@ class ElasticController(TrainController):
             is_ours = self._hosting is None or not self._hosting.host.is_left
             self._delivered.close()
             if is_ours:
-                forget(self._submitted)
+                forget_submission(self._submitted)
                 if self._submission.job.elastic.standby:
                     await end_standby(self._submission.prefix)
             self._is_over.set()

@@ -35,16 +35,16 @@ def name_of(node: str, of: str = "") -> str:
     return f"{FOLDER}/{node}-{of}" if of else f"{FOLDER}/{node}"
 
 
-def node_of(arguments: list[str]) -> str:
+def node_in(arguments: list[str]) -> str:
     found = [text.partition("=")[2] for text in arguments if text.startswith("--node-id=")]
     return found[0] if found else ""
 
 
-def ask(arguments: list[str], of: str = "") -> bool:
+def ask_template(arguments: list[str], of: str = "") -> bool:
     """Whether the template of this node has taken it on. Raises OSError where there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.settimeout(WAIT_S)
-        link.connect(name_of(node_of(arguments), of))
+        link.connect(name_of(node_in(arguments), of))
         what = {"argv": arguments, "environment": dict(os.environ), "folder": os.getcwd()}  # noqa: PTH109  # pathlib takes 10 ms
         request = json.dumps(what | {"leads": os.getpgrp() == os.getpid()}).encode()
         streams = array.array("i", (0, 1, 2))
@@ -64,7 +64,7 @@ def main() -> None:
     if arguments[0].startswith(OF):
         of = arguments.pop(0).removeprefix(OF)
     try:
-        if ask(arguments, of):
+        if ask_template(arguments, of):
             return
     except OSError:  # nobody is there, or says nothing
         pass

@@ -59,7 +59,7 @@ class Request:
     streams: list[int]
 
 
-def load() -> None:
+def load_modules() -> None:
     """What is imported here is not imported by each of them. Raises RuntimeError."""
     from elastic_ft.hosts.ray.ray_ids import draws_apart, undrawn  # not before: see ``RAYLET``
 
@@ -80,7 +80,7 @@ def main(fd: int, loaded: int | None = None) -> None:
         if loaded is None:
             request = _serve_nodes(found)
         else:
-            load()
+            load_modules()
             os.write(loaded, GO)
             os.close(loaded)
             request = _serve(found)
@@ -109,7 +109,7 @@ def _serve_nodes(told: socket.socket) -> Request | None:
                 set_title(f"ef-template {node[:NODE_SHOWN]}")
                 FIRST[JOB] = os.environ[JOB] = FIRST_JOB
                 os.environ[RAYLET] = raylet
-                load()
+                load_modules()
                 return _serve(listener)
         told.sendall(str(pid).encode())
 
@@ -123,11 +123,11 @@ def _serve(listener: socket.socket) -> Request | None:
         link, _ = listener.accept()
         with link:
             link.settimeout(TALK_S)
-            if (request := answer(link)) is not None:
+            if (request := answer_client(link)) is not None:
                 return request
 
 
-def answer(link: socket.socket) -> Request | None:
+def answer_client(link: socket.socket) -> Request | None:
     """In the process that was forked for it: the request. Here None, whatever comes of it."""
     streams: list[int] = []
     pid = -1

@@ -20,7 +20,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ft.core.assignment import NodeId
-from elastic_ft.hosts.ray.causes import describe
+from elastic_ft.hosts.ray.causes import why_gone
 from elastic_ft.hosts.ray.names import NAMESPACE, RunNames
 from elastic_ft.hosts.ray.notices import Metadata, NoticeWatch, cloud_here
 from elastic_ft.hosts.ray.ray_private import drain_node
@@ -172,5 +172,5 @@ async def _await_end(actor: ActorHandle[Any]) -> None:
         except ActorUnavailableError:  # means "maybe": ask again
             await asyncio.sleep(ASK_AGAIN_S)
         except RayError as error:
-            log.info("a keeper has ended: %s", describe(error))
+            log.info("a keeper has ended: %s", why_gone(error))
             return

@@ -24,7 +24,7 @@ from elastic_ft.controller.host import Tell
 from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
 from elastic_ft.core.events import NodeDraining, NodeLost, WorkerLost
 from elastic_ft.hosts.ray.allowed_places import AllowedPlaces
-from elastic_ft.hosts.ray.causes import describe
+from elastic_ft.hosts.ray.causes import why_gone
 from elastic_ft.hosts.ray.cluster_nodes import ClusterNodes, ask_gcs
 from elastic_ft.hosts.ray.hosted import Hosted, Launch
 from elastic_ft.hosts.ray.keeper_actor import Keepers
@@ -236,7 +236,7 @@ class RayHost:
                 await self._bring_up(hosted)
             cause = await self._await_end(hosted)
         except (RayError, TimeoutError) as error:
-            cause = describe(error)
+            cause = why_gone(error)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # a callback of Ray Train's, or the user's: this worker is lost

@@ -60,7 +60,7 @@ class StoppedControllers(threading.Thread):
                 self.look(time.monotonic())
 
     def look(self, now_s: float) -> None:
-        sign = alive.find(self._url)
+        sign = alive.last_sign(self._url)
         if sign is None or sign != self._sign:
             self._sign, self._since_s = sign, now_s
         elif now_s - self._since_s > self._still_s and self._silent_s() > self._timeout_s:
@@ -104,7 +104,7 @@ def end_here(run_url: str, sign: alive.Sign) -> bool:
         began_before = process.create_time() <= sign.at_s + BOOT_S
         if not began_before or not any(TITLE in part for part in process.cmdline()):
             return False
-        if alive.find(run_url) not in (None, sign):  # this was asked for a while ago
+        if alive.last_sign(run_url) not in (None, sign):  # this was asked for a while ago
             return False
         process.kill()
     except psutil.Error:

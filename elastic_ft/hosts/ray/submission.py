@@ -84,7 +84,7 @@ class Submitted:
         return f"{self.name}.delivered"
 
 
-def submit(submission: Submission) -> Submitted:
+def write_submission(submission: Submission) -> Submitted:
     """Writes it, for this user's eyes alone where that is a folder. Raises StoreFailed, OSError."""
     content = cloudpickle.dumps(submission)
     submitted = Submitted(submission.run_url, hashlib.sha256(content).hexdigest())
@@ -102,7 +102,7 @@ def submit(submission: Submission) -> Submitted:
     return submitted
 
 
-def read(submitted: Submitted) -> Submission:
+def read_submission(submitted: Submitted) -> Submission:
     """Raises JobFailed where it is another one, or none; StoreFailed where that can't be told."""
     content = _content(submitted)
     if hashlib.sha256(content).hexdigest() != submitted.digest:
@@ -194,7 +194,7 @@ class DeliveredNote:
             log.warning("that round %d of reports is delivered is not noted: %s", index, error)
 
 
-def forget(submitted: Submitted) -> None:
+def forget_submission(submitted: Submitted) -> None:
     """The job has ended: nobody starts from it again."""
     with contextlib.suppress(StoreFailed):
         store = open_store(submitted.run_url)

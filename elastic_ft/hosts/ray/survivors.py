@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from elastic_ft.core.assignment import NodeId, WorkerId
-from elastic_ft.hosts.ray.causes import describe
+from elastic_ft.hosts.ray.causes import why_gone
 from elastic_ft.hosts.ray.names import RunNames, actor_named, actors_of
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
 
@@ -81,6 +81,6 @@ async def _look(worker: WorkerId, actor: ActorHandle[Any]) -> WorkerLook | None:
     try:
         look: WorkerLook | None = await asyncio.wait_for(actor.look.remote(), LOOK_TIMEOUT_S)
     except (RayError, TimeoutError) as error:
-        log.warning("worker %s is not adopted: %s", worker, describe(error))
+        log.warning("worker %s is not adopted: %s", worker, why_gone(error))
         return None
     return look

@@ -81,7 +81,7 @@ class ElasticTrainFnUtils(DistributedTrainFnUtils):
         """As Ray Train's. Refused with its generation, the metrics are delivered with the next."""
         context = get_train_context()
         before, rank = context.report_call_index, context.distributed_context.world_rank
-        made = ReportMade(current_step(), context.collective_seq // SEQUENCES, rank)
+        made = ReportMade(last_given_step(), context.collective_seq // SEQUENCES, rank)
         self._made.reports[before + 1] = made
         super().report(metrics, checkpoint, *args, **kwargs)
         if context.report_call_index == before:
@@ -114,7 +114,7 @@ def or_alone(own: T, collective: Callable[..., T], *args: Any) -> T:
         raise
 
 
-def current_step() -> int:
+def last_given_step() -> int:
     """The step that this worker's train loop was last given."""
     from elastic_ft.worker import this_process
 

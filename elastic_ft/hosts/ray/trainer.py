@@ -19,7 +19,7 @@ from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import PointFault
-from elastic_ft.hosts.ray.causes import describe
+from elastic_ft.hosts.ray.causes import why_gone
 from elastic_ft.hosts.ray.controller_actor import ALIVE, ALIVE_CALLS, ElasticController
 from elastic_ft.hosts.ray.controller_place import controller_places
 from elastic_ft.hosts.ray.local_templates import local_executable
@@ -37,7 +37,7 @@ from elastic_ft.hosts.ray.ray_private import (
     get_env_vars_to_propagate,
 )
 from elastic_ft.hosts.ray.started_by import KEY, environment_by, executable_of
-from elastic_ft.hosts.ray.submission import ByValue, Submission, has_begun, submit
+from elastic_ft.hosts.ray.submission import ByValue, Submission, has_begun, write_submission
 from elastic_ft.hosts.ray.trainer_parts import (
     ElasticResult,
     JobFailedError,
@@ -105,7 +105,7 @@ class ElasticTrainer(DataParallelTrainer):
         if scaling_config is None:
             scaling_config = default_scaling(self.job)
         else:
-            self.job = scaled(self.job, scaling_config)
+            self.job = with_workers_of(self.job, scaling_config)
             check_gpus(self.job, scaling_config)
         run_config = run_config or RunConfig(name=self.job.name)
         environment = dict(run_config.worker_runtime_env or {})
@@ -220,7 +220,7 @@ class ElasticTrainer(DataParallelTrainer):
         kwargs["scaling_policy"] = WholeJobPolicy(self.scaling_config)
         kwargs["failure_policy"] = RaiseAlways(self.run_config.failure_config)
         kwargs["train_fn_ref"] = ByValue(kwargs["train_fn_ref"].get())
-        submitted = submit(
+        submitted = write_submission(
             Submission(
                 self.job,
                 self.run_url,
@@ -293,7 +293,7 @@ class ElasticTrainer(DataParallelTrainer):
                 return ray.get(self._controller.await_result.remote())
             except ActorUnavailableError as error:  # Ray starts it again
                 has_lived = True
-                log.info("the controller is away: %s", describe(error))
+                log.info("the controller is away: %s", why_gone(error))
                 time.sleep(ASK_AGAIN_S)
             except RayActorError as error:
                 if error.actor_init_failed and not has_lived:
@@ -301,7 +301,7 @@ class ElasticTrainer(DataParallelTrainer):
                 last = RunReader(self.run_url).result()
                 if last.get("status") in ENDED_WELL:
                     return self._result_of(last)
-                why = last.get("reason") or describe(error)
+                why = last.get("reason") or why_gone(error)
                 raise JobFailedError(
                     f"the controller is gone: {why}; the newest checkpoint is under "
                     f"{self._checkpoint_url}"
@@ -438,7 +438,7 @@ def on_gpus(job: Job) -> Job:
     return job.model_copy(update={"parallel": parallel})
 
 
-def scaled(job: Job, scaling: ScalingConfig) -> Job:
+def with_workers_of(job: Job, scaling: ScalingConfig) -> Job:
     """``job`` with the numbers of workers of ``scaling``. Raises ConfigError."""
     if scaling.max_workers < 1:
         raise ConfigError(f"num_workers: expected at least 1, found {scaling.num_workers}")
