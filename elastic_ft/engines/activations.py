@@ -11,7 +11,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 from elastic_ft.torch_private import CheckpointImpl, checkpoint_wrapper
 
@@ -33,6 +37,14 @@ KEPT_OPERATORS = frozenset(
         "_c10d_functional::reduce_scatter_tensor",
         "_c10d_functional::all_reduce",
         "_c10d_functional::all_to_all_single",
+    }
+)
+# FSDP2 marks more for the profiler as a layer is computed again than at first: of a unit in it that
+# is cut among few, more than torch has noted, which it takes for another computation.
+SAC_IGNORED_OPS.update(
+    {
+        torch.ops.profiler._record_function_enter_new.default,
+        torch.ops.profiler._record_function_exit._RecordFunction,
     }
 )
 

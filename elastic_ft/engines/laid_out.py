@@ -50,7 +50,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules
 from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import Attention, Decoder, DecoderStage
-from elastic_ft.models.experts import MixtureDecoder
+from elastic_ft.models.experts import MixtureDecoder, MixtureOfExperts
 
 
 @dataclass(eq=False, slots=True)
@@ -157,9 +157,11 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
     check_float8(job, model)
     if isinstance(model, MixtureDecoder) and parallel.engine != "native":
         raise ConfigError("parallel.engine: a mixture of experts (model.preset) is of native alone")
-    if parallel.cp > 1 and not isinstance(model, Decoder):
+    if parallel.cp > 1 and isinstance(model, MixtureDecoder) and parallel.pp > 1:
+        raise ConfigError("parallel.cp: stages of a mixture (model.preset) have whole sequences")
+    if parallel.cp > 1 and not isinstance(model, Decoder | MixtureDecoder):
         raise ConfigError(
-            "parallel.cp: ranks share positions of the built-in decoder (model.preset), found "
+            "parallel.cp: ranks share positions of the built-in decoders (model.preset), found "
             f"{type(model).__name__}"
         )
     check_expert_parallel(job, model)
@@ -189,11 +191,13 @@ def check_data(job: Job, samples: Any) -> None:
 # ------------------------------------------------------------------------------- helpers
 
 
-def share_positions(part: Decoder | DecoderStage, context: ContextShare) -> None:
+def share_positions(
+    part: Decoder | DecoderStage | MixtureDecoder, context: ContextShare
+) -> None:
     """From now on ``part`` takes this rank's positions alone."""
     part.context = context
     for module in part.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | MixtureOfExperts):
             module.context = context
 
 
@@ -227,8 +231,9 @@ def _prepare(
         keep_in_host_memory(blocks)
     if isinstance(part, Decoder | DecoderStage):
         part.loss_chunk_tokens = job.parallel.loss_chunk_tokens
-        if groups is not None and groups.context is not None:
-            share_positions(part, ContextShare(groups.context, _layout(groups).tp))
+    if groups is not None and groups.context is not None:
+        assert isinstance(part, Decoder | DecoderStage | MixtureDecoder)
+        share_positions(part, ContextShare(groups.context, _layout(groups).tp))
     if groups is not None and _needs_fsdp(job, _layout(groups), device):
         shard(job, part, blocks, groups)
     to_empty(part, device)

@@ -209,7 +209,7 @@ class Pipeline:
         stage = next(iter(self.stages.values()))
         tokens, targets, more = tokens_and_targets(micro_batch, self._device, stage)
         if stage.context is not None:
-            tokens, targets = stage.context.cut(tokens, targets)
+            tokens, targets, _ = stage.context.cut(tokens, targets)
         return tokens, targets, more
 
     def _make_runner(self, micro_batches: int, shape_BT: torch.Size) -> Any:

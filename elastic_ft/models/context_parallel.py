@@ -49,14 +49,21 @@ class ContextShare:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def cut(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, t] each. What pads a sequence comes last, where no position sees it, and has no
-        targets."""
+    def cut(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, targets, and 1 where there is a token: [B, t] each. What pads a sequence comes
+        last, where no position sees it, and has no targets."""
         more = -tokens_BT.shape[1] % (2 * self.ranks * self.multiple)
+        there_BT = F.pad(torch.ones_like(tokens_BT), (0, more))
         tokens_BT = F.pad(tokens_BT, (0, more))
         targets_BT = F.pad(targets_BT, (0, more), value=IGNORED_LABEL)
         mine_t = self.positions(tokens_BT.shape[1] // self.ranks, tokens_BT.device)
-        return tokens_BT[:, mine_t], targets_BT[:, mine_t]
+        return tokens_BT[:, mine_t], targets_BT[:, mine_t], there_BT[:, mine_t]
+
+    def whole(self, counts: Tensor) -> Tensor:
+        """Summed over the ranks: what is counted of each sequence. It has no gradient."""
+        whole = counts.detach().clone()
+        dist.all_reduce(whole, group=self.group)
+        return whole
 
     def positions(self, own: int, device: torch.device) -> Tensor:
         """Of this rank's ``own`` positions, their places in the sequence."""

@@ -24,12 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_ft.core.sharding import Box
+from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import (
     INITIAL_STD,
     Attention,
     DecoderConfig,
     FeedForward,
     rotations,
+    turns_of,
     who_attends,
 )
 from elastic_ft.models.expert_exchange import ExpertShare, by_experts, local, of_nothing
@@ -118,11 +120,13 @@ class MixtureOfExperts(nn.Module):
         counts: whether tokens of the next forward are counted: not those of padding.
         load: int64 [X], tokens that each expert was sent since ``forget``; None: none yet.
         share: where ranks share the experts out.
+        context: where ranks share positions.
     """
 
     bias: Tensor
     load: Tensor | None
     share: ExpertShare | None = None
+    context: ContextShare | None = None
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -164,11 +168,15 @@ class MixtureOfExperts(nn.Module):
 
     def _loss_sum(self, scores_BTX: Tensor, taken_BTX: Tensor, valid_BT: Tensor) -> Tensor:
         """Sequence-wise (equations 17 to 20), times the tokens of each sequence."""
-        tokens_B = valid_BT.sum(dim=1).clamp(min=1).float()
+        taken_BX, tokens_B = taken_BTX.sum(dim=1), valid_BT.long().sum(dim=1)
+        if self.context is not None and self.training:  # of sequences, not of this rank's positions
+            counts_BX1 = self.context.whole(torch.cat([taken_BX, tokens_B[:, None]], dim=1))
+            taken_BX, tokens_B = counts_BX1[:, :-1], counts_BX1[:, -1]
+        tokens_B = tokens_B.clamp(min=1).float()
         shares = scores_BTX / scores_BTX.sum(dim=-1, keepdim=True)
         share_BX = (shares * valid_BT[..., None]).sum(dim=1) / tokens_B[:, None]
         even = self.config.n_experts / self.config.experts_per_token
-        often_BX = taken_BTX.sum(dim=1).float() * even / tokens_B[:, None]
+        often_BX = taken_BX.float() * even / tokens_B[:, None]
         return self.config.router_loss * ((often_BX * share_BX).sum(dim=1) * tokens_B).sum()
 
     @torch.no_grad()
@@ -201,7 +209,14 @@ class MixtureBlock(nn.Module):
 
 
 class MixtureDecoder(nn.Module):
-    """As ``Decoder``, of ``MixtureBlock``s. Returns ``MixtureOutput`` in training, else logits."""
+    """As ``Decoder``, of ``MixtureBlock``s. Returns ``MixtureOutput`` in training, else logits.
+
+    Attributes:
+        counts_tokens: all but those that ``attention_mask`` leaves out.
+    """
+
+    context: ContextShare | None = None
+    counts_tokens = True
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -225,8 +240,12 @@ class MixtureDecoder(nn.Module):
             longest = config.max_sequence_length
             raise ValueError(f"{length} tokens exceed max_sequence_length {longest}")
         head_dim, theta = config.head_dim, config.rope_theta
-        turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
-        attends = who_attends(attention_mask, position_ids)
+        attends = None
+        if self.context is not None:
+            turns = turns_of(config, tokens_BT, length, self.context)
+        else:
+            turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
+            attends = who_attends(attention_mask, position_ids)
         x_BTD, sums = self.embedding(tokens_BT), []
         for layer in self.layers:
             x_BTD, router_sum = layer(x_BTD, turns, attends=attends, valid_BT=attention_mask)

@@ -85,7 +85,9 @@ def _next_token_loss(model: nn.Module, **batch: Tensor) -> tuple[Tensor, Tensor 
     tokens, targets, inputs = shifted(**batch)
     context = getattr(_bare(model), "context", None)
     if context is not None:  # after the shift: each rank has the targets of its own positions
-        tokens, targets = context.cut(tokens, targets)
+        tokens, targets, there = context.cut(tokens, targets)
+        if hasattr(_bare(model), "counts_tokens"):  # models.experts
+            inputs = {"attention_mask": there}
     is_counted = bool(batch.keys() & {"labels", "attention_mask"}) or context is not None
     count = (targets != IGNORED_LABEL).sum() if is_counted else targets.numel()
     if getattr(_bare(model), "loss_chunk_tokens", None):

@@ -195,6 +195,11 @@ def test_experts_that_are_shared_out_are_another_cut() -> None:
     assert Layout.of_shard_space("pp1.s4.tp1.ep2") == sharing
 
 
+@pytest.mark.parametrize(("cp", "ep", "together"), [(2, 1, 2), (2, 4, 4), (4, 2, 4), (2, 3, 6)])
+def test_who_shares_positions_and_experts_belongs_together(cp: int, ep: int, together: int) -> None:
+    assert Layout(dp_shard=6, cp=cp, ep=ep).ranks_together == together
+
+
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=7), st.integers(1, 7))
 def test_layers_are_split_as_evenly_as_can_be(costs: list[int], parts: int) -> None:
     parts = min(parts, len(costs))

@@ -282,6 +282,17 @@ def test_the_planner_shares_experts_out_where_gathering_them_is_dear() -> None:
     assert best(work, there, replace(limits, ep_max=1)).layout.ep == 1
 
 
+def test_ranks_that_share_positions_share_experts_too() -> None:
+    """But no stages: these have whole sequences of a mixture."""
+    long = with_experts(decoder(8, 1024, 16, 8, 4096, 512, 32_768), 64, 2)
+    limits = replace(allowed(long, 8, lambda wish: wish.tp == 1), recompute=(True,))
+    found = plans(Work(long, 2), devices(8), limits, top=1000)
+    shared = {plan.layout for plan in found if plan.layout.cp > 1}
+    assert all(layout.pp == 1 for layout in shared)
+    assert {layout.ep for layout in shared} == {1, 2, 4, 8}
+    assert any(plan.layout.pp > 1 for plan in found)
+
+
 @pytest.mark.parametrize(("ffn_dim", "frugal"), [(64, 1), (4096, 8)])
 def test_a_large_world_finds_what_alone_fits(ffn_dim: int, frugal: int) -> None:
     """Small experts are smaller than what is sent to them, large ones are not."""

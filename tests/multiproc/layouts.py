@@ -86,11 +86,15 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "hsdp2x2-cp2": ("hsdp", 8, {"cp": 2}),
     "ddp1-cp2-tp2": ("ddp", 4, {"cp": 2, "tp": 2}),
     "pp2-ddp1-cp2 1f1b": ("ddp", 4, {"pp": 2, "cp": 2}),
-    "fsdp3-ep3": ("fsdp", 3, {"ep": 3}),  # seven experts on three ranks: 3, 3, 1
+    # Seven experts on three ranks: 3, 3, 1, each cut no further.
+    "fsdp3-ep3": ("fsdp", 3, {"ep": 3, "activation_checkpointing": "selective"}),
     "fsdp4-ep2": ("fsdp", 4, {"ep": 2, "activation_checkpointing": "selective"}),
     "fsdp5-ep5": ("fsdp", 5, {"ep": 5}),  # 2, 2, 2, 1 and none
     # Three shards divide no matrix: experts are cut.
     "fsdp6-ep2": ("fsdp", 6, {"ep": 2, "reduce_gradients": "step"}),
+    "fsdp2-cp2-ep4": ("fsdp", 4, {"cp": 2, "ep": 4, "activation_checkpointing": "selective"}),
+    "fsdp2-cp3-ep2": ("fsdp", 6, {"cp": 3, "ep": 2, "activation_checkpointing": True}),
+    "ddp2-cp2 experts": ("ddp", 4, {"cp": 2}),
     "hsdp2x2-ep2": ("hsdp", 4, {"ep": 2, "activation_checkpointing": True}),
     "ddp3 zero0": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 0}),
     "fsdp3 zero1": ("ddp", 3, {"engine": "deepspeed", "zero_stage": 1}),
@@ -116,7 +120,7 @@ VARIANTS["wide"] = VARIANTS["shallow"] | {"batch": COMMON["batch"]}
 
 def variant_of(name: str) -> str:
     parallel = LAYOUTS[name][2]
-    if "ep" in parallel:
+    if "ep" in parallel or name.endswith(" experts"):
         return "experts"
     if "tp" not in parallel:
         return "deep"

@@ -61,24 +61,25 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ("strategy", "parallel", "layouts"),
     [
         ("fsdp", {}, ["fsdp4", "fsdp3", "fsdp4"]),
-        ("fsdp", {"ep": 2}, ["fsdp4-ep2", "fsdp3-ep3", "fsdp4-ep2"]),
+        ("fsdp", {"ep": 2, "cp": 2}, ["fsdp2-cp2-ep2", "fsdp3-ep3", "fsdp2-cp2-ep2"]),
         pytest.param(
             *("ddp", {"activation_checkpointing": True}, ["ddp4", "ddp3", "ddp4"]),
             marks=pytest.mark.soak,
         ),
         pytest.param("hsdp", {}, ["hsdp2x2", "fsdp3", "hsdp2x2"], marks=pytest.mark.soak),
     ],
-    ids=["fsdp", "fsdp-ep", "ddp", "hsdp"],
+    ids=["fsdp", "fsdp-cp-ep", "ddp", "hsdp"],
 )
 def test_a_killed_worker_and_its_joiner_change_nothing(
     alone: Run, tmp_path: Path, strategy: str, parallel: dict[str, Any], layouts: list[str]
 ) -> None:
     """Seven micro-batches on 4, 3 and 4 ranks: some have padding, whose tokens nobody counts.
 
-    Where ranks share eight experts out, two share them, then three (3, 3, 2), then two.
+    Where ranks share eight experts out, two share them, then three (3, 3, 2), then two; and two
+    the positions of each sample, then none, then two.
     """
     gate = Gate(tmp_path / "gate")
-    job = mixture(strategy, 4, gate.path, parallel=parallel)
+    job = mixture(strategy, 4, gate.path, parallel=parallel, elastic={"multiple_of": 1})
     faults = [PointFault("backward", rank=1, step=10)]
     run = run_job(job, tmp_path / "run", faults=faults, watch=gate).check()
     assert run.worlds() == [4, 3, 4], run.story()

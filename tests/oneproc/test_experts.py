@@ -206,7 +206,7 @@ def test_the_planner_knows_what_a_layer_keeps_for_backward() -> None:
     ("parallel", "said"),
     [
         ({"tp": 2}, "parallel.tp"),
-        ({"cp": 2}, "parallel.cp"),
+        ({"cp": 2, "pp": 2}, "parallel.cp: stages of a mixture"),
         ({"compile": True}, "parallel.compile"),
         ({"loss_chunk_tokens": 8}, "parallel.loss_chunk_tokens"),
         ({"engine": "deepspeed", "zero_stage": 1, "strategy": "fsdp"}, "parallel.engine"),

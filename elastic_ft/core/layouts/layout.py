@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
-from math import inf, isqrt, prod
+from math import inf, isqrt, lcm, prod
 from typing import Literal, NamedTuple
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
@@ -232,7 +232,7 @@ class Layout:
     @property
     def ranks_together(self) -> int:
         """Ranks that talk within each layer: they should share a node."""
-        return self.ranks_per_layer * self.ep
+        return self.tp * lcm(self.cp, self.ep)
 
     @property
     def waits_within_layers(self) -> bool:

@@ -141,7 +141,7 @@ class _Search:
             for cp in self.limits.cp_sizes:
                 seats = seats_on_nodes(self.devices.nodes, tp * cp)
                 groups = sum(seats) // (tp * cp)
-                for pp in self._stages(groups):
+                for pp in self._stages(groups, cp):
                     for dp, micro_batch in self._replicas(groups // pp):
                         self._try_shards(
                             Layout(dp_shard=dp, pp=pp, tp=tp, cp=cp), micro_batch, seats
@@ -167,7 +167,7 @@ class _Search:
         layouts = (
             replace(sharded, dp_replicate=dp // shard, dp_shard=shard, ep=ep)
             for shard in shards
-            for ep in self._sharing_experts(sharded, shard)
+            for ep in self._sharing_experts(sharded, shard * sharded.cp)
         )
         for layout in layouts:
             for schedule, chunks in self._schedules(pp):
@@ -181,14 +181,14 @@ class _Search:
 
     def _sharing_experts(self, layout: Layout, shards: int) -> tuple[int, ...]:
         """By how many of ``shards`` ranks the experts may be shared out."""
-        if layout.ranks_per_layer > 1 or layout.has_stages:
+        if layout.cuts_layers or layout.has_stages:
             return (1,)
         most = min(self.limits.ep_max, self.work.model.experts)
         return tuple(ep for ep in divisors(shards) if ep == 1 or ep <= most)
 
     def _may_fit(self, layout: Layout, micro_batch: int) -> bool:
         """Whether the most frugal choice does: all sharded, all recomputed that may be."""
-        ways = self._sharing_experts(layout, layout.dp_shard)
+        ways = self._sharing_experts(layout, layout.state_shards)
         # What is sent to experts may take more than all of them, gathered.
         ends = sorted({ways[0], ways[-1]})
         for ep, (schedule, chunks) in product(ends, self._schedules(layout.pp)):
@@ -234,7 +234,9 @@ class _Search:
                 known = self.without.get(feature, (float("inf"), float("inf")))
                 self.without[feature] = min(known[0], nbytes), min(known[1], time_s)
 
-    def _stages(self, groups: int) -> list[int]:
+    def _stages(self, groups: int, cp: int) -> list[int]:
+        if cp > 1 and self.work.model.experts:  # stages of mixtures have whole sequences
+            return [1]
         most = min(groups, self.work.model.layers, self.limits.pp_max or groups)
         if self.exact:
             return list(range(1, most + 1))

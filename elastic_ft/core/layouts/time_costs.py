@@ -121,7 +121,7 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     cp_again_s = kv_s * (1 + bool(choice.recompute)) + dkv_s
     # Tokens go to experts and back; gradients the same way.
     rows = hidden / layout.tp * model.experts_per_token
-    ep_s = 2 * layers[stage] * links.swap(rows, layout.ep, layout.tp * layout.cp)
+    ep_s = 2 * layers[stage] * links.swap(rows, layout.ep, layout.tp)
     ep_again_s = ep_s * (2 if choice.recompute is True else 1)
     pp_s = 2 * links.send(hidden) * choice.chunks
     pp_s *= layout.pp > 1
