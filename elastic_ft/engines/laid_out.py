@@ -191,9 +191,7 @@ def check_data(job: Job, samples: Any) -> None:
 # ------------------------------------------------------------------------------- helpers
 
 
-def share_positions(
-    part: Decoder | DecoderStage | MixtureDecoder, context: ContextShare
-) -> None:
+def share_positions(part: Decoder | DecoderStage | MixtureDecoder, context: ContextShare) -> None:
     """From now on ``part`` takes this rank's positions alone."""
     part.context = context
     for module in part.modules():
