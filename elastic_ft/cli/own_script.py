@@ -24,7 +24,7 @@ from elastic_ft.errors import ConfigError
 BEGIN_S = 600.0  # for a script to come to its init(): a trainer's has loaded its model by then
 TELL_S = 20.0  # after which whoever waits is told for what
 PROGRAM = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-PROGRAM += "from elastic_ft.cli.own_script import begin; begin(sys.argv[2:])"
+PROGRAM += "from elastic_ft.cli.own_script import begin_script; begin_script(sys.argv[2:])"
 ANSWER_FD = "ELASTIC_FT_INIT_FD"
 TRAINERS = "elastic_ft.transformers"
 
