@@ -22,7 +22,7 @@ from elastic_ft.state.tensors import LocalState
 from elastic_ft.storage.safetensors import SafetensorsFolder, Stored, folder_of
 from elastic_ft.storage.store import Store, open_store
 
-Found = tuple[Mapping[str, Stored], Matched]  # where which tensor lies
+InFolder = tuple[Mapping[str, Stored], Matched]  # where which tensor lies
 
 
 class Reference:
@@ -45,7 +45,7 @@ class Reference:
         self.held: LocalState = {}
         self.space, self.shard, self.in_place = "", "", False
         self._model = model
-        self._found: Found | None = None
+        self._found: InFolder | None = None
 
     def open(self) -> None:
         """Before the first generation: whether the folder has them. Raises ModelError, BaseAway."""
@@ -56,12 +56,12 @@ class Reference:
         except StorageError as error:
             raise ModelError(f"{KEY}: {error}") from None
 
-    def _match(self, store: Store) -> Found:
+    def _match(self, store: Store) -> InFolder:
         folder = folder_of(store, self._file)
         specs = {name: stored.spec for name, stored in folder.tensors.items()}
         return folder.tensors, match(self._model, specs, folder.url, KEY, frozen_only=True)
 
-    def find(self, store: Store) -> Found:
+    def find(self, store: Store) -> InFolder:
         """What is in ``store``, which is at ``url``: looked at anew but for the first time, just
         after ``open``, as somebody may have replaced it. Raises StoreFailed, StorageError,
         ModelError."""
@@ -72,7 +72,7 @@ class Reference:
             check_same(folder, known_config(folder), self.digest)
         return found
 
-    def read(self, store: Store, found: Found, parts: LocalState) -> int:
+    def read(self, store: Store, found: InFolder, parts: LocalState) -> int:
         """Fills ``parts``. Returns bytes read. Raises StoreFailed."""
         with torch.no_grad():
             return fill(SafetensorsFolder(store, found[0]), found[1], parts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from elastic_ft.core.sharding import Box
-from elastic_ft.engines.by_reference import Found, Reference
+from elastic_ft.engines.by_reference import InFolder, Reference
 from elastic_ft.errors import ModelError, StateUnreadable, StorageError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import DIGEST_BYTES, Schema, Slot, seal
@@ -44,15 +44,14 @@ class FrozenBytes:
         )
 
 
-NOTHING_FROZEN = FrozenBytes()
-
-
-def place_frozen(reference: Reference, groups: Groups, silent_s: float) -> FrozenBytes:
-    """Fills what is laid out of them; all participants call it.
+def place_frozen(reference: Reference | None, groups: Groups, silent_s: float) -> FrozenBytes:
+    """Fills what is laid out of them, if there are any; all participants call it.
 
     ``silent_s``: after so long without a byte from the store, it can't be read. Raises GroupBroken;
     StateUnreadable of the generation's source where what none has can't be read: all do.
     """
+    if reference is None:
+        return FrozenBytes()
     shards = {reference.shard: reference.held} if reference.held else {}
     told = tell_shards(groups, NAME, reference.space, shards, reference.targets)
     placed, offers = told.placed(), list(shards.values())
@@ -94,7 +93,7 @@ class Folder:
             for name, kind in sorted(kinds.items())
         )
         self._kinds = kinds
-        self._found: Found | None = None
+        self._found: InFolder | None = None
         self.read_bytes = self.given = 0
 
     def fill(self) -> tuple[None, tuple[str, ...]]:

@@ -61,18 +61,13 @@ def prepare(
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
     engine.prepare()
-    if engine.reference is not None:
-        engine.reference.digest = digest or ""
-        if not by_peers:
-            _awaited(engine.reference.open, job, away)
+    _open_reference(engine, digest, by_peers, lambda read: _awaited(read, job, away))
     model_s = time.monotonic() - opened_s
     on_gpu = engine.device.type == "cuda"
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
     points.corrupt = snapshots.corrupt
-    upload_mb_per_s = job.checkpoint.max_upload_mb_per_s
-    checkpointer = Checkpointer(
-        worker, welcome.run, welcome.checkpoint_url, snapshots, send, points, upload_mb_per_s
-    )
+    url, most = welcome.checkpoint_url, job.checkpoint.max_upload_mb_per_s
+    checkpointer = Checkpointer(worker, welcome.run, url, snapshots, send, points, most)
     gc.collect()
     gc.freeze()  # imports and caches: no later collection needs to look at them
     tools = Tools(
@@ -89,6 +84,18 @@ def prepare(
         pretrained_config=config_text(read),
     )
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
+
+
+def _open_reference(
+    engine: StateEngine,
+    digest: str | None,
+    by_peers: bool,
+    awaited: Callable[[Callable[[], None]], None],
+) -> None:
+    if engine.reference is not None:
+        engine.reference.digest = digest or ""
+        if not by_peers:
+            awaited(engine.reference.open)
 
 
 def _model_read(

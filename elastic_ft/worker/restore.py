@@ -29,7 +29,7 @@ from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
 from elastic_ft.storage import checkpoints
 from elastic_ft.transport.tls import JobKey
-from elastic_ft.worker.frozen_weights import NOTHING_FROZEN, FrozenBytes, place_frozen
+from elastic_ft.worker.frozen_weights import FrozenBytes, place_frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Restored:
     peer_schemas: dict[int, Schema]  # of the ranks whose copies this one keeps
     bytes_received: int
     residual_lost: str = ""  # of what gradients owed, in words
-    frozen: FrozenBytes = NOTHING_FROZEN
+    frozen: FrozenBytes | None = None
 
 
 def make_room(
@@ -95,9 +95,7 @@ def restore(
     kept = engine.attach(groups) if groups.rank is not None else False
     needs = engine.state() if groups.rank is not None else {}
     reach("resharding")
-    frozen = NOTHING_FROZEN
-    if engine.reference is not None:
-        frozen = place_frozen(engine.reference, groups, silent_s)
+    frozen = place_frozen(engine.reference, groups, silent_s)
     offers = _offers(groups, source, snapshots, live, needs if kept else None)
     offers, lost = summed_residuals(groups, offers) if residuals else (offers, "")
     in_place = kept and Tier.LIVE in groups.assignment.has.values()

@@ -236,7 +236,11 @@ class Worker:
         if restored.residual_lost and groups.rank == 0:
             reason = f"what gradients owed is lost with replicas: {restored.residual_lost}"
             self._line.note("residual_lost", reason, step=step)
-        if restored.frozen.any and (groups.rank == 0 or not has_trained):
+        if (
+            restored.frozen is not None
+            and restored.frozen.any
+            and (groups.rank == 0 or not has_trained)
+        ):
             fields = asdict(restored.frozen) | {"worker": self.member.worker, "step": step}
             self._line.note("frozen_placed", restored.frozen.in_words(), **fields)
         tools.snapshots.drop_after(step)
