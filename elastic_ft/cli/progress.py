@@ -88,7 +88,8 @@ class ProgressDisplay:
         first, after = recent[start], recent[start + 1 :]
         known = self._job.steps < COUNT_MAX  # else a loop ends when it likes
         of = f"/{self._job.steps}" if known else ""
-        text = f"step {line['step']}{of}  loss {line['loss']:.4f}"
+        loss = "nan" if line["loss"] is None else f"{line['loss']:.4f}"
+        text = f"step {line['step']}{of}  loss {loss}"
         named = [*(line.get("metrics") or {}).items()][:NAMED_SHOWN]
         text += "".join(f"  {name} {value:.4g}" for name, value in named)
         spent_s = line["committed_at_s"] - first["committed_at_s"]

@@ -20,6 +20,8 @@ Terms = Mapping[str, Any]  # key of the job file, or one of DATA_KEYS -> JSON va
 SAMPLES, FINGERPRINT = "data.samples", "data.fingerprint"  # of the opened data, not in job files
 PRETRAINED = "model.pretrained.digest"  # of the weights at model.pretrained
 DATA_KEYS = (SAMPLES, FINGERPRINT, PRETRAINED)  # what workers find when they read
+# The model's configuration there, as JSON: who begins while the folder is away builds it of this.
+PRETRAINED_CONFIG = "model.pretrained.config"
 SEED, BATCH, LENGTH = "seed", "batch.global_batch_size", "data.sequence_length"
 OPTIMIZER_KEYS = tuple(
     f"optimizer.{key}" for key in ("name", "betas", "eps", "weight_decay", "groups", "kwargs")
@@ -80,19 +82,23 @@ def _taken(job: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[tuple[str,
 
 
 def data_terms(
-    samples: int, fingerprint: str | None, pretrained: str | None = None
+    samples: int,
+    fingerprint: str | None,
+    pretrained: str | None = None,
+    config: str | None = None,
 ) -> dict[str, Any]:
-    """The terms that opened data adds, and opened weights, whose digest is ``pretrained``.
-    ``fingerprint``: None if nothing is known."""
-    found = {FINGERPRINT: fingerprint, PRETRAINED: pretrained}
+    """The terms that opened data adds, and opened weights, whose digest is ``pretrained``, and
+    whose model is as ``config`` says. ``fingerprint``: None if nothing is known."""
+    found = {FINGERPRINT: fingerprint, PRETRAINED: pretrained, PRETRAINED_CONFIG: config}
     return {SAMPLES: samples} | {key: value for key, value in found.items() if value}
 
 
 def is_data_terms(data: Mapping[str, Any]) -> bool:
     """Whether it is what ``data_terms`` returns; {} is, of who has opened nothing."""
-    samples, digests = data.get(SAMPLES, 0), [data.get(key, "") for key in DATA_KEYS[1:]]
-    known = data.keys() <= {*DATA_KEYS} and (not data or SAMPLES in data)
-    texts = all(isinstance(digest, str) for digest in digests)
+    others = (*DATA_KEYS[1:], PRETRAINED_CONFIG)
+    samples, found = data.get(SAMPLES, 0), [data.get(key, "") for key in others]
+    known = data.keys() <= {SAMPLES, *others} and (not data or SAMPLES in data)
+    texts = all(isinstance(text, str) for text in found)
     return known and type(samples) is int and samples >= 0 and texts
 
 

@@ -141,9 +141,8 @@ class NativeEngine:
             self._runner = self._model.parts[0]
         self._replicated = replicated
         self._model.replicas.attach(groups)
-        if self.reference is not None and not kept:
-            named, names = self._model.parameters, self.reference.names
-            self.reference.targets = {f"model.{n}": state_tensor(named[n]) for n in names}
+        if self.reference is not None:
+            self.reference.laid_out(self._frozen_parts(), in_place=kept)
         self._listed, self._settled, self._told_last = None, False, None
         return kept
 
@@ -161,8 +160,10 @@ class NativeEngine:
         # What a step that broke off has left can't be listed: all is made anew.
         whole = self._laid_out is not None and self._laid_out.kept.whole
         state = self.state() if whole else {}
-        unread = self.reference is not None and bool(self.reference.targets)
-        self._replicated = self._replicated and whole and in_use is None and not unread
+        unfilled = self.reference is not None and not self.reference.in_place
+        self._replicated = self._replicated and whole and in_use is None and not unfilled
+        if self.reference is not None:
+            self.reference.left(self._frozen_parts, self._groups)
         runner, self._runner, self._groups = self._runner, None, None
         if in_use is not None:
             in_use += [runner, self._laid_out]
@@ -175,12 +176,15 @@ class NativeEngine:
             runner.logger = None
         if not self._replicated:
             self._laid_out = None
-        if self.reference is not None:
-            self.reference.targets = {}
         self._listed = None
         return state
 
     # ------------------------------------------------------------------- state
+
+    def _frozen_parts(self) -> LocalState:
+        """Of weights that are no state. A first forward may have moved what is cut."""
+        named, names = self._model.parameters, self.reference.names if self.reference else ()
+        return {f"model.{name}": state_tensor(named[name]) for name in names}
 
     def state(self) -> LocalState:
         """Listed anew when a tensor has been replaced, as some optimizers do with theirs."""

@@ -46,13 +46,23 @@ class Running:
 
 
 def terms_in(data: Any) -> int | None:
-    """How many targets a micro-batch seems to have: its labels, or elements of its first tensor."""
+    """How many targets a micro-batch seems to have: its labels, or elements of its first tensor.
+
+    What is last in a tuple is taken for labels where some of it are left out by IGNORED_LABEL."""
     if isinstance(data, Mapping):
         labels = data.get("labels")
         if isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             return int((labels != IGNORED_LABEL).sum())
         data = list(data.values())
     if isinstance(data, (tuple, list)):
+        if (
+            len(data) > 1
+            and isinstance(last := data[-1], torch.Tensor)
+            and last.dtype == torch.long
+        ):
+            kept = int((last != IGNORED_LABEL).sum())
+            if kept < last.numel():
+                return kept
         return next((n for item in data if (n := terms_in(item)) is not None), None)
     return data.numel() if isinstance(data, torch.Tensor) else None
 

@@ -44,14 +44,29 @@ def open_pretrained(url: str) -> Pretrained:
     if the store does not answer."""
     try:
         folder = _open(url)
-        config = folder.config()
-        if "model_type" not in config:
-            raise ModelError(f"{KEY}: {folder.url}: no {CONFIG} with a model_type is there")
-        return Pretrained(folder, known_settings(config, KEY), _digest(folder, config))
+        config = known_config(folder)
+        return Pretrained(folder, config, _digest(folder, config))
     except StoreFailed as error:
         raise BaseAway(f"{KEY}: {error}") from None
     except StorageError as error:
         raise ModelError(f"{KEY}: {error}") from None
+
+
+def known_config(folder: SafetensorsFolder) -> Mapping[str, object]:
+    """Of its config.json, what transformers knows. Raises ModelError, StoreFailed."""
+    config = folder.config()
+    if "model_type" not in config:
+        raise ModelError(f"{KEY}: {folder.url}: no {CONFIG} with a model_type is there")
+    return known_settings(config, KEY)
+
+
+def check_same(folder: SafetensorsFolder, config: Mapping[str, object], digest: str) -> None:
+    """Raises ModelError if these are not the weights whose digest it is, StoreFailed."""
+    if digest != (found := _digest(folder, config)):
+        raise ModelError(
+            f"{KEY}: {folder.url} has other weights than the run began with (digest {found}, not "
+            f"{digest}): put those back"
+        )
 
 
 def _open(url: str) -> SafetensorsFolder:
@@ -109,6 +124,18 @@ def resolved(model: ModelConfig) -> tuple[ModelConfig, str | None]:
     found = open_pretrained(model.pretrained)
     values = {"transformers": dict(found.config), "weights": model.pretrained}
     return model.model_copy(update=values), found.digest
+
+
+def as_told(job: Job, config: str) -> Job:
+    """``job`` with what the folder of its ``pretrained`` is known to say (``config_text``)."""
+    values = {"transformers": json.loads(config), "weights": job.model.pretrained}
+    return job.model_copy(update={"model": job.model.model_copy(update=values)})
+
+
+def config_text(job: Job) -> str | None:
+    """Of a job whose ``pretrained`` has been read; None of any other."""
+    read = job.model.pretrained is not None and job.model.transformers is not None
+    return json.dumps(job.model.transformers, sort_keys=True) if read else None
 
 
 def with_model_read(job: Job) -> tuple[Job, str | None]:

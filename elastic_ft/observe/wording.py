@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
+from typing import Any
 
 from elastic_ft.observe.lines import Line
 
@@ -14,8 +16,15 @@ RECOVERED = (
 )
 
 
+class _Formatter(string.Formatter):
+    """What JSON has no number for is null in a line: a loss that is none."""
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        return "nan" if value is None and format_spec else str(format(value, format_spec))
+
+
 def text_of(text: Text, line: Line) -> str:
-    return text.format_map(line) if isinstance(text, str) else text(line)
+    return _Formatter().vformat(text, (), line) if isinstance(text, str) else text(line)
 
 
 def human_size(nbytes: float) -> str:

@@ -28,10 +28,12 @@ class Listed:
     Attributes:
         offers: of each shard that it has of the source, with the shard's name.
         needs: of its part of the new layout; none for a donor.
+        space: how what it offers is cut.
     """
 
     offers: tuple[tuple[str, str], ...]
     needs: str | None
+    space: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,10 @@ class Told:
     def placed(self) -> Placed:
         """Raises GroupBroken."""
         found = self.listings()
-        layout, space = self.groups.assignment.layout, _space(self.groups)
+        layout = self.groups.assignment.layout
         try:
             offering = [
-                HolderPart(str(number), found[digest], space, ShardPlace.parse(shard))
+                HolderPart(str(number), found[digest], _cut(listed.space), ShardPlace.parse(shard))
                 for number, listed in enumerate(self.everyones)
                 for shard, digest in listed.offers
             ]
@@ -107,7 +109,15 @@ class Told:
 
 def tell(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Told:
     """The first half of ``exchange_placed``."""
-    layout, space = groups.assignment.layout, _space(groups)
+    shards = dict(zip(sorted(groups.assignment.has), offers, strict=True))
+    return tell_shards(groups, "listed", groups.assignment.source.space, shards, needs)
+
+
+def tell_shards(
+    groups: Groups, name: str, space: str, shards: Mapping[str, LocalState], needs: LocalState
+) -> Told:
+    """As ``tell``, of anything that is cut as ``space`` says. ``name``: of this, among others."""
+    layout = groups.assignment.layout
     own: dict[str, Listing] = {}
 
     def publish(state: LocalState, of: Layout, place: ShardPlace) -> str:
@@ -119,12 +129,12 @@ def tell(groups: Groups, offers: Sequence[LocalState], needs: LocalState) -> Tol
         return digest
 
     offered = tuple(
-        (shard, publish(state, space, ShardPlace.parse(shard)))
-        for shard, state in zip(sorted(groups.assignment.has), offers, strict=True)
+        (shard, publish(state, _cut(space), ShardPlace.parse(shard)))
+        for shard, state in shards.items()
     )
     needed = None if groups.rank is None else publish(needs, layout, layout.place_of(groups.rank))
-    listed = Listed(offered, needed)  # once what is offered was verified, as large as it is
-    return Told(groups, own, groups.exchange_values("listed", listed, OTHERS_TIMEOUT_S))
+    listed = Listed(offered, needed, space)  # once what is offered was verified, large as it is
+    return Told(groups, own, groups.exchange_values(name, listed, OTHERS_TIMEOUT_S))
 
 
 def _fetch(groups: Groups, digest: str) -> Listing:
@@ -144,7 +154,5 @@ def _listing(state: LocalState, layout: Layout, place: ShardPlace) -> Listing:
     return list_parts(parts, layout, place)
 
 
-def _space(groups: Groups) -> Layout:
-    """How the source is cut."""
-    space = groups.assignment.source.space
+def _cut(space: str) -> Layout:
     return Layout.of_shard_space(space) if space else Layout()

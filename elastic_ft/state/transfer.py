@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, permutations, product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -32,9 +32,7 @@ from elastic_ft.core.sharding import (
 )
 from elastic_ft.errors import GroupBroken, StateDamaged
 from elastic_ft.groups.groups import Groups
-from elastic_ft.keeper.buffer import DIGEST_BYTES, buffer_digest, is_whole, seal
-from elastic_ft.keeper.client import LeftShard
-from elastic_ft.state.checkpoint_source import StoredState
+from elastic_ft.keeper.buffer import DIGEST_BYTES, Schema, buffer_digest, is_whole, seal
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed
 from elastic_ft.state.residuals import unsaid
@@ -49,18 +47,37 @@ FETCH_BYTES = 64 << 20  # of one request to a keeper
 Held = dict[str, list[StateTensor]]  # by tensor name
 
 
+class Left(Protocol):
+    """What no living worker has, at whoever serves it: a keeper, a store.
+
+    Attributes:
+        holder: who that is, as a source names it.
+        is_far: asked after everybody else.
+        schema: what it has.
+    """
+
+    holder: str
+    is_far: bool
+    schema: Schema
+
+    def read(self, parts: Iterable[tuple[str, Box]]) -> bytes:
+        """The bytes of ``parts``, one after the other, then DIGEST_BYTES of their digest."""
+
+
 def move(
     groups: Groups,
     placed: Placed,
     offers: Iterable[LocalState],
     needs: LocalState,
-    left: Sequence[LeftShard | StoredState] = (),
+    left: Sequence[Left] = (),
+    name: str = "fetched",
 ) -> int:
     """Fills ``needs`` from everyone's ``offers`` and from what keepers have ``left`` of the dead.
 
     Returns the bytes received. Raises GroupBroken when a peer breaks off, StateDamaged when a
     message arrives damaged, or what was ``left`` is; StateUnreadable when that can't be had.
-    Residuals that a checkpoint among ``left`` lacks are 0 for everyone.
+    Residuals that a checkpoint among ``left`` lacks are 0 for everyone. ``name``: of this move,
+    among those of a generation.
     """
     kept = {_left_holder(index): shard for index, shard in enumerate(left)}
     sources = place(
@@ -74,7 +91,7 @@ def move(
         plan = plan_moves(me, sources, wanted, placed.itemsizes, move_costs(groups, kept))
     except StateMissing as error:
         raise GroupBroken(f"the chosen source is not complete: {error}") from error
-    received = _execute(groups, plan, placed, offers, needs, kept)
+    received = _execute(groups, plan, placed, offers, needs, kept, name)
     for key, tensor in needs.items():
         if tensor_name(key) in nothing:
             tensor.local.zero_()
@@ -103,7 +120,8 @@ def _execute(
     placed: Placed,
     offers: Iterable[LocalState],
     needs: LocalState,
-    kept: Mapping[str, LeftShard | StoredState],
+    kept: Mapping[str, Left],
+    name: str = "",
 ) -> int:
     """Returns the bytes received."""
     held, wanted, itemsizes = _by_name(offers), _by_name([needs]), placed.itemsizes
@@ -111,7 +129,7 @@ def _execute(
         received = 0
         if kept:
             fetch = partial(_fetch, groups, kept, plan.receives, wanted, itemsizes)
-            received = together(groups, "fetched", fetch)
+            received = together(groups, name, fetch)
         exchange = _Exchange(groups, plan, held, wanted, itemsizes)
         exchange.begin()
         for copy in plan.local:  # while the first batches are on their way
@@ -127,9 +145,7 @@ def _by_name(offers: Iterable[LocalState]) -> Held:
     return held
 
 
-def move_costs(
-    groups: Groups, kept: Mapping[str, LeftShard | StoredState]
-) -> dict[tuple[str, str], float]:
+def move_costs(groups: Groups, kept: Mapping[str, Left]) -> dict[tuple[str, str], float]:
     """Of moving from one holder to another: less within a node, most from the store."""
     participants_on: dict[str, list[str]] = {}
     for participant, peer in enumerate(groups.peers):
@@ -147,7 +163,7 @@ def _left_holder(index: int) -> str:
 
 def _fetch(
     groups: Groups,
-    kept: Mapping[str, LeftShard | StoredState],
+    kept: Mapping[str, Left],
     plan: Sequence[Copy],
     needs: Held,
     itemsizes: Mapping[str, int],

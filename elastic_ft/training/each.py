@@ -53,8 +53,9 @@ class MicroTurns:
         """Raises ConfigError."""
         if self._is_told:
             raise ConfigError(
-                "ctx.backward: came twice for a micro-batch: add the losses up, or take @ctx.step "
-                "where each optimizer has a loss"
+                "ctx.backward: came twice for a micro-batch: add the losses up; set a number of "
+                "accumulations of the script's own to 1; take @ctx.step where each optimizer has "
+                "a loss"
             )
         if not self._is_first and self._seen() != self._made:
             raise ConfigError(

@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from elastic_ft.config import Job
+from elastic_ft.core.terms import PRETRAINED, PRETRAINED_CONFIG
 from elastic_ft.data.dataset import DataBundle, open_dataset
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.engines.base import Engine, StateEngine
 from elastic_ft.engines.native import NativeEngine
-from elastic_ft.engines.pretrained import with_model_read
-from elastic_ft.errors import BaseAway
+from elastic_ft.engines.pretrained import as_told, config_text, with_model_read
+from elastic_ft.errors import BaseAway, ModelError
 from elastic_ft.faults import Points
 from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer
@@ -55,19 +56,18 @@ def prepare(
     def away(why: str) -> None:
         send(Note(worker, 0, "base_away", why, {"worker": worker}))
 
-    read, digest = _awaited(lambda: with_model_read(job), job, away)
+    read, digest, by_peers = _model_read(job, welcome.data, away)
     check_data_of_run(welcome.data, data, digest)
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
-    _awaited(engine.prepare, job, away)
+    engine.prepare()
+    _open_reference(engine, digest, by_peers, lambda read: _awaited(read, job, away))
     model_s = time.monotonic() - opened_s
     on_gpu = engine.device.type == "cuda"
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
     points.corrupt = snapshots.corrupt
-    upload_mb_per_s = job.checkpoint.max_upload_mb_per_s
-    checkpointer = Checkpointer(
-        worker, welcome.run, welcome.checkpoint_url, snapshots, send, points, upload_mb_per_s
-    )
+    url, most = welcome.checkpoint_url, job.checkpoint.max_upload_mb_per_s
+    checkpointer = Checkpointer(worker, welcome.run, url, snapshots, send, points, most)
     gc.collect()
     gc.freeze()  # imports and caches: no later collection needs to look at them
     tools = Tools(
@@ -81,8 +81,35 @@ def prepare(
         points=points,
         send=send,
         pretrained=digest,
+        pretrained_config=config_text(read),
     )
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
+
+
+def _open_reference(
+    engine: StateEngine,
+    digest: str | None,
+    by_peers: bool,
+    awaited: Callable[[Callable[[], None]], None],
+) -> None:
+    if engine.reference is not None:
+        engine.reference.digest = digest or ""
+        if not by_peers:
+            awaited(engine.reference.open)
+
+
+def _model_read(
+    job: Job, known: Mapping[str, Any], tell: Callable[[str], None]
+) -> tuple[Job, str | None, bool]:
+    """The job with what ``model.pretrained`` says, that folder's digest, and whether both are the
+    run's, of which ``known`` are the terms: where the folder can't be read, its workers know it."""
+    if PRETRAINED not in known or PRETRAINED_CONFIG not in known:
+        return *_awaited(lambda: with_model_read(job), job, tell), False
+    try:
+        return *with_model_read(job), False
+    except ModelError as error:
+        tell(f"{error}; the run's other workers have it")
+        return as_told(job, known[PRETRAINED_CONFIG]), known[PRETRAINED], True
 
 
 def _awaited(read: Callable[[], T], job: Job, tell: Callable[[str], None]) -> T:

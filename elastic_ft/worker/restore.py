@@ -11,7 +11,6 @@ import torch
 from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.box_owners import find_owners
 from elastic_ft.engines.base import StateEngine
-from elastic_ft.engines.by_reference import Reference
 from elastic_ft.errors import (
     CheckpointMismatch,
     GroupBroken,
@@ -29,8 +28,8 @@ from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.state.transfer import hand_on, move
 from elastic_ft.storage import checkpoints
-from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.transport.tls import JobKey
+from elastic_ft.worker.frozen_weights import FrozenBytes, place_frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class Restored:
     peer_schemas: dict[int, Schema]  # of the ranks whose copies this one keeps
     bytes_received: int
     residual_lost: str = ""  # of what gradients owed, in words
+    frozen: FrozenBytes | None = None
 
 
 def make_room(
@@ -58,6 +58,8 @@ def make_room(
         return
     if engine.keeps(groups.assignment.layout):
         return
+    if engine.reference is not None:
+        engine.reference.leave_device()
     if found[0].step >= groups.assignment.source.step:  # else nobody can go on from it
         snapshots.move_out(*found)
     del found
@@ -93,8 +95,7 @@ def restore(
     kept = engine.attach(groups) if groups.rank is not None else False
     needs = engine.state() if groups.rank is not None else {}
     reach("resharding")
-    if engine.reference is not None:
-        _read_reference(engine.reference, groups, silent_s)
+    frozen = place_frozen(engine.reference, groups, silent_s)
     offers = _offers(groups, source, snapshots, live, needs if kept else None)
     offers, lost = summed_residuals(groups, offers) if residuals else (offers, "")
     in_place = kept and Tier.LIVE in groups.assignment.has.values()
@@ -119,26 +120,8 @@ def restore(
     groups.barrier("restored", OTHERS_TIMEOUT_S)
     if groups.rank is not None and not groups.assignment.holds:  # a donor's may be the only one
         snapshots.drop_moved_out()
-    return Restored(placed, _peer_schemas(groups, placed), received, lost)
-
-
-def _read_reference(reference: Reference, groups: Groups, silent_s: float) -> None:
-    """Who has laid the model out anew reads its part of the frozen weights; all call it.
-
-    Where somebody can't, all raise StateUnreadable of the generation's source: they try again, as
-    with a store that can't be read.
-    """
-    source = groups.assignment.source.url
-
-    def read() -> tuple[None, tuple[str, ...]]:
-        if not reference.targets:
-            return None, ()
-        store = CancellableStore(reference.url, silent_s, groups.received)
-        with reading_checkpoint(groups, store, source):
-            reference.read(store)
-        return None, (source,)
-
-    together(groups, "reference", read)
+    received += frozen.from_peers
+    return Restored(placed, _peer_schemas(groups, placed), received, lost, frozen)
 
 
 def left_shards(groups: Groups, key: JobKey, silent_s: float) -> list[LeftShard | StoredState]:

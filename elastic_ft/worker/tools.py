@@ -50,4 +50,5 @@ class Tools:
     points: Points
     send: Callable[[Any], object]
     pretrained: str | None = None  # digest of the weights at model.pretrained
+    pretrained_config: str | None = None  # of the model there, as JSON
     checkpointed_step: int = 0  # the newest step with a checkpoint, committed or begun here

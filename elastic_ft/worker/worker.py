@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, cast
 
@@ -187,7 +187,7 @@ class Worker:
         memory_bytes = device_memory_bytes(device, self.job.elastic.workers_per_node)
         member = replace(self.member, memory_bytes=memory_bytes)
         samples, fingerprint = len(tools.data.train), tools.data.fingerprint
-        data = data_terms(samples, fingerprint, tools.pretrained)
+        data = data_terms(samples, fingerprint, tools.pretrained, tools.pretrained_config)
         started_at_s = round(psutil.Process().create_time(), 3)
         spent = birth.spent() | spent
         send(WorkerReady(time.time(), member, started_at_s, data, spent))
@@ -236,6 +236,13 @@ class Worker:
         if restored.residual_lost and groups.rank == 0:
             reason = f"what gradients owed is lost with replicas: {restored.residual_lost}"
             self._line.note("residual_lost", reason, step=step)
+        if (
+            restored.frozen is not None
+            and restored.frozen.any
+            and (groups.rank == 0 or not has_trained)
+        ):
+            fields = asdict(restored.frozen) | {"worker": self.member.worker, "step": step}
+            self._line.note("frozen_placed", restored.frozen.in_words(), **fields)
         tools.snapshots.drop_after(step)
         self._keep_old_cut(tools, assignment)
         formed = Formed(

@@ -10,7 +10,7 @@ from torch import nn
 import elastic_ft
 
 ctx = elastic_ft.init(steps=40, batch={"global_batch_size": 32, "micro_batch_size": 4})
-max_iters, batch_size, block_size, accumulation_steps, grad_clip = 40, 4, 16, 1, 1.0
+max_iters, batch_size, block_size, accumulation_steps, grad_clip = 40, 4, 16, 8, 1.0
 learning_rate, min_lr = 1e-2, 1e-3
 for argument in sys.argv[1:]:  # its configurator: --name=value
     name, _, value = argument.removeprefix("--").partition("=")

@@ -93,9 +93,9 @@ class Command:
             preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # not nohup's
         )
 
-    def finish(self) -> tuple[int, str, str]:
+    def finish(self, within_s: float = DEADLINE_S) -> tuple[int, str, str]:
         """(exit code, stdout, stderr)."""
-        out, err = self.process.communicate(timeout=DEADLINE_S)
+        out, err = self.process.communicate(timeout=within_s)
         return self.process.returncode, out, err
 
     def until_step(self, step: int, run: str = "runs/tiny") -> None:

@@ -59,7 +59,7 @@ def test_the_docs_count_the_lines(name: str) -> None:
     assert len(written) <= WRITTEN_MAX
 
 
-WRITTEN_MAX = 7  # lines, in each
+WRITTEN_MAX = 6  # lines, in each
 CLM = ("--output_dir=clm", "--max_steps=40", "--per_device_train_batch_size=4", "--report_to=none")
 CLM += ("--save_steps=10",)  # whoever joins finds the export of one, and does not begin with it
 
@@ -71,7 +71,7 @@ CLM += ("--save_steps=10",)  # whoever joins finds the export of one, and does n
         pytest.param("ddp_tutorial", ("4",), marks=pytest.mark.soak),
         pytest.param("accelerate_text", (), marks=pytest.mark.soak),
         pytest.param("run_clm", CLM, marks=pytest.mark.soak),
-        pytest.param("nanogpt", (), marks=pytest.mark.soak),
+        pytest.param("nanogpt", ("--accumulation_steps=1",), marks=pytest.mark.soak),
         pytest.param("own_fit", ("--epochs", "4"), marks=pytest.mark.soak),
     ],
 )

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from elastic_ft.cli import checkpoint
 from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
 from elastic_ft.faults import PointFault
 from elastic_ft.storage.inspect import find_one
-from elastic_ft.storage.store import open_store
-from tests.multiproc.harness import PATIENT, Run, make_job, run_job
+from elastic_ft.storage.safetensors import open_folder
+from tests.multiproc.harness import PATIENT, Gate, Run, make_job, run_job
 from tests.multiproc.test_pretrained_job import COUNTED, save_llama
 from tests.multiproc.tiny import Counted
-from tests.s3_server import s3_server
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 LORA = {"rank": 4, "alpha": 8, "targets": ["q_proj", "v_proj", "down_proj"], "dropout": 0.1}
-STEPS, TRIES = 20, 1
+STEPS = 20
 DEADLINE_S = 150.0
 
 
@@ -107,61 +106,59 @@ def test_a_killed_worker_and_its_joiner_change_nothing(
 
 
 class BaseAway:
-    """Nobody can read the base while a lost worker's replacement begins, which waits for it; nor
-    from when that is ready, and about to join, until it was tried TRIES times. Training waits for
-    it, and so does the job's end."""
+    """The base is away once a worker is lost: whoever comes in for it never finds it there. Only
+    where the job is suspended for it is it put back, for the time of one generation."""
 
-    def __init__(self, proxy: ObjectStoreProxy, gate: Path, journal: Path) -> None:
-        self.proxy, self.gate, self.journal, self.lost = proxy, gate, journal, ""
-        self.fault = StoreFault("busy", methods=("GET",), path=r"base/.*safetensors$")
-        self.waited = self.began = self.healed = False
+    def __init__(self, base: Path, gate: Gate) -> None:
+        self.base, self.gate, self.elsewhere = base, gate, base.with_name("elsewhere")
+        self.lost, self.put_back = "", 0
 
     def on_step(self, controller: Controller, line: dict[str, Any]) -> None:
         if line["step"] >= 6 and not self.lost:
             assert controller.state.assignment is not None
-            self.gate.touch()
             self.lost = controller.state.assignment.members[1].worker
-            self.proxy.set(self.fault)
+            self.base.rename(self.elsewhere)
             controller.host.kill_worker(self.lost)
 
     def watch(self, controller: Controller) -> None:
         state = controller.state
-        if self.lost and not self.waited:
-            self.waited = '"base_away"' in self.journal.read_text()
-            if self.waited:
-                self.proxy.set()
-        elif self.waited and not self.began and self.lost not in state.ready:
-            if len(state.ready) == 4:
-                self.began = True
-                self.proxy.set(self.fault)
-        elif not self.healed and state.outage is not None and state.outage.tries >= TRIES:
-            self.healed = True
-            self.proxy.set()
-            self.gate.unlink()
+        if not self.lost:
+            return
+        self.gate(controller)
+        is_away, waits = not self.base.exists(), state.outage is not None and state.outage.tries > 0
+        if is_away and waits:
+            self.elsewhere.rename(self.base)
+            self.put_back += 1
+        elif not is_away and state.phase == "running":
+            self.base.rename(self.elsewhere)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.soak)])
-def test_nobody_trains_on_a_base_that_was_not_read(
-    undisturbed: tuple[Path, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.soak), "fsdp"])
+def test_who_joins_is_given_the_base_by_peers(
+    undisturbed: tuple[Path, Run], tmp_path: Path, strategy: str
 ) -> None:
-    """Where it broke off, the next generation took what was laid out for what had been read."""
-    base, other = undisturbed
-    with s3_server(tmp_path / "s3") as s3, ObjectStoreProxy(s3.endpoint) as proxy:
-        environment = s3.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        store = open_store(s3.url("base"))
-        for path in base.iterdir():
-            store.put(path.name, path.read_bytes())
-        away = BaseAway(proxy, tmp_path / "gate", tmp_path / "run/events.jsonl")
-        data = COUNTED | {"kwargs": {"gate": str(away.gate)}}
-        elastic = PATIENT | {"join_batch_s": 2.0}
-        job = tuned(s3.url("base"), strategy, data=data, elastic=elastic)
-        out = {"on_step": away.on_step, "watch": away.watch, "environment": environment}
-        run = run_job(job, tmp_path / "run", deadline_s=DEADLINE_S, **out).check()
-    (refused, waits) = (run.all("worker_refused"), run.all("base_away"))
-    assert waits and not refused, run.story()
-    assert away.healed and len(run.all("source_unreadable")) >= TRIES, run.story()
-    assert run.worlds()[-1] == 4, run.story()
+    """Of shards, what the lost one alone had is in the folder: the job waits for it."""
+    base, other = tmp_path / "base", undisturbed[1]
+    shutil.copytree(undisturbed[0], base)
+    gate = Gate(tmp_path / "gate")
+    away = BaseAway(base, gate)
+    data = COUNTED | {"kwargs": {"gate": str(gate.path)}}
+    job = tuned(base, strategy, data=data, elastic=PATIENT | {"join_batch_s": 2.0})
+    out = {"on_step": away.on_step, "watch": away.watch}
+    run = run_job(job, tmp_path / "run", deadline_s=DEADLINE_S, **out).check()
+    assert run.worlds()[-1] == 4 and not run.all("worker_refused"), run.story()
+    (begins, *_) = run.all("base_away")
+    placed = [line for line in run.all("frozen_placed") if line["worker"] == begins["worker"]]
+    frozen = bytes_of(base if base.exists() else away.elsewhere)
+    share = frozen if strategy == "ddp" else frozen / 4
+    assert placed[-1]["from_folder"] == 0 or away.put_back, run.story()
+    got = placed[-1]["from_peers"] + placed[-1]["from_folder"]
+    assert share * 0.8 < got < share * 1.2, f"{got} of {frozen} bytes\n{run.story()}"
+    assert bool(away.put_back) == (strategy == "fsdp") == bool(run.all("source_unreadable"))
     assert [line["steps_lost"] for line in run.recoveries] == [0] * len(run.recoveries)
     same(run, other)
+
+
+def bytes_of(base: Path) -> int:
+    """Of the weights in a folder."""
+    return sum(stored.stop - stored.start for stored in open_folder(str(base)).tensors.values())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from elastic_ft.cli.progress import ProgressDisplay
 from elastic_ft.engines.loss_scale import LossScale, NonFiniteGradient
+from elastic_ft.observe.journal_text import brief, story
 from tests.oneproc.alone import attached, job_of, run_step
 
 GOOD, BAD = 1.0, math.nan
@@ -99,3 +102,13 @@ def test_fp16_skips_at_the_least_scale_as_other_precisions_do() -> None:
     values = (BAD, BAD, BAD, GOOD)
     _, notes = trained(job(3, "fp16", initial_loss_scale=1.0), *values)
     assert [bool(note) for note in notes] == [True, True, True, False]
+
+
+def test_a_loss_that_is_none_is_told_as_such(tmp_path: Path) -> None:
+    """JSON has no NaN: lines have null."""
+    shown = ProgressDisplay(job(0), str(tmp_path))
+    line = {"step": 3, "loss": None, "committed_at_s": 1.0, "world_size": 1, "generation": 1}
+    shown._recent.append(line)
+    assert "loss nan" in shown._describe(line)
+    held_out = {"event": "evaluated", "step": 3, "loss": None, "reason": "", "generation": 1}
+    assert "loss nan" in "".join((brief(held_out), *story(held_out, 0.0)))

@@ -23,7 +23,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.own import OwnEngine
-from elastic_ft.engines.own_attempt import Running
+from elastic_ft.engines.own_attempt import Running, check_alike
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
@@ -181,6 +181,16 @@ def test_what_a_step_must_not_do_is_said_in_one_line() -> None:
         with pytest.raises(ConfigError, match="have 6 and 4 targets: give the sum and the count"):
             for micro_batch in own.engine.micro_batches(running):
                 own.engine.backward(own.model(micro_batch.data).mean(), None)
+
+
+def test_labels_that_are_left_out_are_no_targets() -> None:
+    """A plain mean over them weighs micro-batches unlike."""
+    images, labels = torch.ones(2, 3), torch.tensor([1, 2])
+    assert check_alike((images, labels), None) == check_alike((images, labels + 1), 6) == 6
+    some = torch.tensor([1, -100])
+    assert check_alike((images, some), None) == check_alike({"labels": some}, 1) == 1
+    with pytest.raises(ConfigError, match="have 6 and 1 targets: give the sum and the count"):
+        check_alike((images, some), 6)
 
 
 @pytest.mark.parametrize("with_the_first", [False, True])

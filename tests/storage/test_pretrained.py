@@ -12,6 +12,7 @@ from torch import nn
 
 from elastic_ft.cli.check_model import check_weights
 from elastic_ft.config import ModelConfig, parse_job
+from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.initial_weights import load
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.pretrained import open_pretrained, resolved
@@ -145,3 +146,21 @@ def test_what_contradicts_it_in_the_job_is_refused() -> None:
     for other in ({"preset": "decoder-1m"}, {"weights": "folder"}, {"kwargs": {"dim": 8}}):
         with pytest.raises(ConfigError, match="pretrained"):
             parse_job(job | {"model": {"pretrained": "folder"} | other})
+
+
+def test_a_base_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    """What is open from the start is the run's; whatever is looked at later is held against it."""
+    folder, model = tmp_path / "base", save(tmp_path / "base")
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    reference, store = Reference(str(folder), model), open_store(str(folder))
+    reference.digest = open_pretrained(str(folder)).digest
+    reference.open()
+    wanted = {f"model.{n}": state_tensor(torch.empty_like(p)) for n, p in model.named_parameters()}
+    assert reference.read(store, reference.find(store), wanted) > 0
+    for name, parameter in model.named_parameters():
+        assert torch.equal(wanted[f"model.{name}"].local, parameter), name
+    reference.find(store)  # anew: the same
+    save(folder, seed=8)
+    with pytest.raises(ModelError, match="other weights than the run began with"):
+        reference.find(store)
