@@ -75,7 +75,7 @@ class Along:
         return words.view(torch.float64).sum(0).tolist()
 
 
-def backward(loss: Tensor, along: Along | None, total: Tensor, tokens: TermCounts) -> None:
+def run_backward(loss: Tensor, along: Along | None, total: Tensor, tokens: TermCounts) -> None:
     """Of a micro-batch; ``along``: of a step's last one, if numbers can travel with it."""
     if along is None:
         loss.backward()

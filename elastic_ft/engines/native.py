@@ -24,7 +24,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
-from elastic_ft.engines.along import Along, backward
+from elastic_ft.engines.along import Along, run_backward
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler, eagerly
@@ -290,7 +290,7 @@ class NativeEngine:
                     total += loss.detach().double()
                     tokens.add(count)
                 scaled = loss * (factor * micro_batch.weight)
-                backward(scaled, self.along if last else None, total, tokens)
+                run_backward(scaled, self.along if last else None, total, tokens)
             for buffer, before in kept.items():  # padding is no sample: running statistics, say
                 buffer.copy_(before)
         return self._counted(float(total), tokens.total(), self.named)

@@ -11,7 +11,7 @@ from elastic_ft.state.tensors import LocalState
 LoopNote = tuple[str, str, dict[str, Any]]
 
 
-def cadence(chosen: Cadence) -> LoopNote:
+def note_on_cadence(chosen: Cadence) -> LoopNote:
     every, cost_s, step_s = chosen.every, chosen.cost_s, chosen.step_s
     reason = (
         f"a snapshot costs {cost_s * 1e3:.1f} ms, a step takes {step_s * 1e3:.0f} ms: one "
@@ -21,7 +21,7 @@ def cadence(chosen: Cadence) -> LoopNote:
     return "snapshot_interval", reason, fields
 
 
-def compiled(step: int, found: Compiled, worker: str) -> LoopNote:
+def note_on_compiling(step: int, found: Compiled, worker: str) -> LoopNote:
     """Of each worker once, and whenever a step had to compile."""
     reason = f"{found.graphs} graphs of layers compiled in step {step}"
     if found.warmed:
@@ -30,7 +30,7 @@ def compiled(step: int, found: Compiled, worker: str) -> LoopNote:
     return "compiled", reason, fields | {"warmed_s": round(found.warmed_s, 3), "worker": worker}
 
 
-def memory(state: LocalState, held_bytes: int, rank: int | None) -> LoopNote:
+def note_on_memory(state: LocalState, held_bytes: int, rank: int | None) -> LoopNote:
     own = sum(t.local.numel() * t.local.element_size() for t in state.values())
     fields = {"state_bytes": own, "snapshot_bytes": held_bytes, "rank": rank}
     reason = f"snapshots take {held_bytes / max(own, 1):.2f} bytes per byte of this rank's state"
