@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.engines.along import Along
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
@@ -108,9 +109,11 @@ class Engine(StateEngine, Protocol):
 
     Attributes:
     named: this rank's sums of what the model returns beside its loss, of the batch run last.
+    along: what can travel along with gradients; None, once attached: nothing can.
     """
 
     named: NamedSums
+    along: Along | None
 
     def run_batch(
         self, step: int, micro_batches: Sequence[MicroBatch], reach: Reach
@@ -118,9 +121,10 @@ class Engine(StateEngine, Protocol):
         """Runs forward and backward, gradients reduced. Returns this rank's (loss sum, tokens)."""
 
     def square_norm(self) -> float:
-        """This rank's share of the squared norm of all gradients, before they are scaled; 0.0 where
-        the optimizer's step finds the norm by itself. Every collective that makes gradients is
-        done once this returns (I4). Raises GroupBroken if one was aborted."""
+        """This rank's share of the squared norm of all gradients, before they are scaled; all of it
+        where numbers came ``along``; 0.0 where the optimizer's step finds the norm by itself. Every
+        collective that makes gradients is done once this returns (I4). Raises GroupBroken if one
+        was aborted."""
 
     def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
         """Clips and applies the optimizer. ``tokens`` and ``squares`` (see ``square_norm``) are

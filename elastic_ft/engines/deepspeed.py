@@ -90,7 +90,7 @@ class DeepSpeedEngine:
         self._state: LocalState | None = None
         self._groups: Groups | None = None
         self.intact = True
-        self.named = NamedSums()
+        self.named, self.along = NamedSums(), None
 
     # ------------------------------------------------------------------ layout
 

@@ -22,6 +22,7 @@ from elastic_ft import torch_private
 from elastic_ft.config import CommConfig, Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_memory
+from elastic_ft.engines.along import Along, along_of
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.compiling import check_compiled, compile_blocks
 from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_experts
@@ -125,17 +126,22 @@ def lay_out(
     return laid_out
 
 
-def wrapped(laid_out: LaidOut) -> DistributedDataParallel:
-    """DDP around a model that every rank has whole."""
+def wrapped(
+    laid_out: LaidOut, groups: Groups, device: torch.device
+) -> tuple[DistributedDataParallel, Along | None]:
+    """DDP around a model that every rank has whole, and what can travel along with gradients."""
     (module,) = laid_out.parts
-    runner = DistributedDataParallel(
+    along = None if laid_out.replicas.sums_by_itself else along_of(groups, device)
+    make = partial(
+        DistributedDataParallel,
         module,
         init_sync=False,  # the state comes through the transfer
         gradient_as_bucket_view=True,
         **torch_private.buffer_sync(bool(laid_out.buffers)),
     )
+    runner = make() if along is None else along.wrap(module, make)
     laid_out.replicas.keep_ddp_from_summing(runner)
-    return runner
+    return runner, along
 
 
 def is_cut_alone(job: Job, layout: Layout, device: torch.device) -> bool:

@@ -24,6 +24,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
+from elastic_ft.engines.along import Along, run_backward
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler, eagerly
@@ -98,6 +99,7 @@ class NativeEngine:
         self._settled = False  # FSDP2's first forward may move its parameters
         self._compiler: Compiler | None = None  # as the job wishes; prepared
         self.reference: Reference | None = None  # prepared
+        self.along: Along | None = None  # attached
         self.intact, self.named = True, NamedSums()
 
     # ------------------------------------------------------------------ layout
@@ -132,7 +134,7 @@ class NativeEngine:
         if replicated:
             if not kept:
                 self._lay_out(None)
-            self._runner = laid_out.wrapped(self._model)
+            self._runner, self.along = laid_out.wrapped(self._model, groups, self.device)
         else:
             assert groups.mesh is not None
             for group in groups.of_world():
@@ -164,7 +166,7 @@ class NativeEngine:
         self._replicated = self._replicated and whole and in_use is None and not unfilled
         if self.reference is not None:
             self.reference.left(self._frozen_parts, self._groups)
-        runner, self._runner, self._groups = self._runner, None, None
+        runner, self._runner, self._groups, self.along = self._runner, None, None, None
         if in_use is not None:
             in_use += [runner, self._laid_out]
         elif self._laid_out is not None:
@@ -287,13 +289,14 @@ class NativeEngine:
                 )
                 if index == 0:
                     reach("backward")
-                (loss * (factor * micro_batch.weight)).backward()
+                self.named.add(found, micro_batch.weight)
+                if micro_batch.weight:
+                    total += loss.detach().double()
+                    tokens.add(count)
+                scaled = loss * (factor * micro_batch.weight)
+                run_backward(scaled, self.along if last else None, total, tokens)
             for buffer, before in kept.items():  # padding is no sample: running statistics, say
                 buffer.copy_(before)
-            self.named.add(found, micro_batch.weight)
-            if micro_batch.weight:
-                total += loss.detach().double()
-                tokens.add(count)
         return self._counted(float(total), tokens.total(), self.named)
 
     def _run_pipeline(
@@ -360,12 +363,14 @@ class NativeEngine:
         found = gradients.reduced(model)
         gradients.check_reduced(model, self._runner, layout.dp_replicate)
         model.replicas.reduce()
-        if self._replicated:  # all have the same: one of them counts it
+        is_told = self.along is not None and self.along.is_told
+        if self._replicated:  # all have the same: one of them counts it, where it is summed
             norm = float(torch.nn.utils.get_total_norm(found))
-            squares = norm * norm if self._groups.rank == 0 else 0.0
+            squares = norm * norm if is_told or self._groups.rank == 0 else 0.0
         else:
             squares = gradients.squares_of_shards(found, layout, model.tied, self.device)
-        self._groups.check()  # the device is done: with what it was to do, or with an abort
+        if not is_told:  # else the step is agreed on: who has come so far makes it (I4)
+            self._groups.check()  # the device is done: with what it was to do, or with an abort
         return squares
 
     def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:

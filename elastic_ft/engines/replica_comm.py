@@ -69,8 +69,13 @@ class ReplicaComm:
         if groups.mesh is not None and 1 < self._replicas < layout.world_size:
             self._group = groups.mesh.get_group("dp_replicate")
 
+    @property
+    def sums_by_itself(self) -> bool:
+        """In place of DDP."""
+        return self._method is not None
+
     def keep_ddp_from_summing(self, wrapped: DistributedDataParallel) -> None:
-        if self._method is not None:
+        if self.sums_by_itself:
             wrapped.register_comm_hook(None, _left_alone)
 
     # ------------------------------------------------------------------------------ state

@@ -24,6 +24,20 @@ class Agreed:
     more: Sequence[float] = ()  # whatever else was summed
 
 
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """By one member, of one step.
+
+    Attributes:
+        more, positions: how many of the last ``values`` are other sums, and then places in a
+            stream; after these come samples.
+    """
+
+    values: list[float]
+    more: int
+    positions: int
+
+
 def sum_over_members(values: list[float], world_size: int) -> list[float]:
     """Returns their sums in float64, the same on each member of the default group.
 

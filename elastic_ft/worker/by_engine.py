@@ -27,8 +27,14 @@ class ByEngine:
 
     def make(self, loop: Loop, attempt: Making) -> Generator[Any, None, Update | None]:
         engine, points, number = self._engine, loop.tools.points, attempt.number
+        if along := attempt.along:
+            along.ask(lambda loss, tokens: attempt.say(loss, tokens, engine.named.sums()))
         loss, tokens = engine.run_batch(number, attempt.micro_batches, points)
-        agreed = attempt.agree(loss, tokens, engine.square_norm(), engine.named.sums())
+        squares = engine.square_norm()
+        if along and along.is_told:
+            agreed = attempt.agree_along(along, squares)
+        else:
+            agreed = attempt.agree(loss, tokens, squares, engine.named.sums())
         metrics = engine.named.means(agreed.more)
         update = engine.apply(number, agreed.tokens, agreed.squares, points)
         return replace(update, metrics=metrics)

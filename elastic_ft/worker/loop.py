@@ -7,8 +7,9 @@ Who computes and applies is a ``Maker``: the job's own engine (``worker.by_engin
 of the user's (``worker.by_user``). ``agree`` is one small collective in host memory: loss, tokens,
 the gradients' norm, and whether anyone was asked to pause or stop, so that all members stop after
 the same step. It is the step's last collective, but for an optimizer's own, which come before its
-first write. Once it has passed, nothing else between it and the boundary can keep a healthy member
-from applying the step; who fails before it has not applied it (I4).
+first write; where it can it travels along with the gradients (``engines.along``). Once it has
+passed, nothing else between it and the boundary can keep a healthy member from applying the step;
+who fails before it has not applied it (I4).
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from elastic_ft.core.batches import deal, job_order, step_batch
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
-from elastic_ft.engines.base import Compiled, Engine, MicroBatch, Update
+from elastic_ft.engines.along import Along
+from elastic_ft.engines.base import Engine, MicroBatch, Update
 from elastic_ft.errors import GroupBroken
 from elastic_ft.state.digest import state_digest
 from elastic_ft.transport.control import Note
-from elastic_ft.worker.agreement import Agreed, places, sum_over_members
+from elastic_ft.worker import notes
+from elastic_ft.worker.agreement import Agreed, Contribution, places, sum_over_members
 from elastic_ft.worker.device_marks import DeviceMarks
 from elastic_ft.worker.layer_timer import LayerTimer
 from elastic_ft.worker.party import Party
@@ -47,6 +50,24 @@ class Making:
     def __init__(self, loop: Loop, number: int, micro_batches: list[MicroBatch]) -> None:
         self._loop, self.number, self.micro_batches = loop, number, micro_batches
         self.agreed: Agreed | None = None
+        self._said: Contribution | None = None
+
+    @property
+    def along(self) -> Along | None:
+        """What takes this step's agreement along with the gradients. None: a collective of its own
+        is needed, as snapshots under way have to be complete before it, or the engine can't."""
+        return None if self._loop.is_copying else cast(Engine, self._loop.engine).along
+
+    def say(self, loss: float, tokens: int, more: Sequence[float] = ()) -> list[float]:
+        """What this rank has to say before its last backward, see ``agree``. All but the norm."""
+        self._said = self._loop.say(self.micro_batches, loss, tokens, more)
+        return self._said.values
+
+    def agree_along(self, along: Along, squares: float) -> Agreed:
+        """The same as ``agree``, of what all members have said. ``squares``: of all gradients."""
+        assert self._said is not None
+        self.agreed = self._loop.settle(self._said, along.told(), squares)
+        return self.agreed
 
     def agree(self, loss: float, tokens: int, squares: float, more: Sequence[float] = ()) -> Agreed:
         """Settles with all members that the step is made, from what each has computed.
@@ -57,11 +78,13 @@ class Making:
             loss, tokens, squares: this rank's sums, see ``Engine.run_batch`` and ``square_norm``.
             more: any other sums.
         """
+        world = self._loop.groups.world_size
         if self.agreed is not None:
-            world = self._loop.groups.world_size
             terms, squares = sum_over_members([float(tokens), squares], world)
             return replace(self.agreed, tokens=int(terms), squares=squares)
-        self.agreed = self._loop.agree(self.micro_batches, loss, tokens, squares, more)
+        said = self._said or self._loop.say(self.micro_batches, loss, tokens, more)
+        squares, *summed = sum_over_members([squares, *said.values], world)
+        self.agreed = self._loop.settle(said, summed, squares)
         return self.agreed
 
 
@@ -128,6 +151,7 @@ class Loop:
         counted = self.engine.device.type == "cuda" and not layout.has_stages  # their layers differ
         self._marks = DeviceMarks(self.engine.blocks if counted else [], tools.points)
         self.pausing = self.stopping = self._checkpointing = False
+        self.is_copying = True  # whoever holds may have a snapshot under way; the same everywhere
         self.party = Party(self.groups)
 
     def steps(self) -> Iterator[Step]:
@@ -151,8 +175,10 @@ class Loop:
         self._finish()
 
     def _resume(self) -> None:
-        if self.holds and 0 < self.step < self.job.steps:
-            self._snapshot(hold=True)  # the restored state has no second copy yet
+        if 0 < self.step < self.job.steps:
+            self.cadence.taken(self.step)
+            if self.holds:
+                self._snapshot(hold=True)  # the restored state has no second copy yet
         self._request(self.step + 1)
 
     # ---------------------------------------------------------------- one step
@@ -213,9 +239,10 @@ class Loop:
             metrics["metrics"] = dict(update.metrics)
         if update.skipped:
             metrics["skipped"] = True
-            self._note_skip(self.step, update.note)
+            if update.note and self.groups.rank == 0:
+                self.note("step_skipped", update.note, {"step": self.step})
         if update.compiled is not None:
-            self._note_compiled(self.step, update.compiled)
+            self.note(*notes.note_on_compiling(self.step, update.compiled, self.tools.worker))
         if agreed.sample_ids:
             metrics["sample_ids"] = agreed.sample_ids
         return metrics
@@ -276,40 +303,39 @@ class Loop:
             for index, read in enumerate(loaded)
         ]
 
-    def agree(
-        self,
-        micro_batches: list[MicroBatch],
-        loss: float,
-        tokens: int,
-        squares: float,
-        more: Sequence[float],
-    ) -> Agreed:
-        """Settles what ``Making.agree`` says, whether to pause or stop, and how often to take
-        snapshots. The one under way is complete before."""
+    def say(
+        self, micro_batches: list[MicroBatch], loss: float, tokens: int, more: Sequence[float]
+    ) -> Contribution:
+        """What ``Making.agree`` says, whether to pause or stop, and how often to take snapshots.
+        The one under way is complete before."""
         snapshots = self.tools.snapshots
         with self._spent.on("save_s"):
             snapshots.wait(self.groups.deadline())
         asked, self.flags.checkpoint = self.flags.checkpoint, False
         wishes = [float(self.flags.pause), float(self.flags.stop), float(asked)]
-        values = [loss, float(tokens), squares, *wishes, snapshots.take_cost_s(), self._step_s]
+        values = [loss, float(tokens), *wishes, snapshots.take_cost_s(), self._step_s, *more]
         positions = self._positions(micro_batches)
-        values += [*more, *positions, *self._consumed(micro_batches)]
+        return Contribution(
+            [*values, *positions, *self._consumed(micro_batches)], len(more), len(positions)
+        )
+
+    def settle(self, said: Contribution, summed: list[float], squares: float) -> Agreed:
+        """Of what all members have ``said``, ``summed`` over them."""
         world, holding = self.groups.world_size, self.groups.assignment.holding
-        summed = sum_over_members(values, world)
-        total, count, squares, pause, stop, checkpoint, cost, step, *others = summed
+        total, count, pause, stop, checkpoint, cost, step, *others = summed
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
-            self._note_cadence()
+            self.note(*notes.note_on_cadence(self.cadence))
         # Not into the flags: a request that came during the all-reduce would be lost.
         self.pausing, self.stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
-        snapshots.drop_before(snapshots.newest())
-        read = len(more) + len(positions)
-        if positions and self.tools.data.stream is not None:
-            self.tools.data.stream.take(others[len(more) : read])
+        self.tools.snapshots.drop_before(self.tools.snapshots.newest())
+        more, read = said.more, said.more + said.positions
+        if said.positions and self.tools.data.stream is not None:
+            self.tools.data.stream.take(others[more:read])
         ids = [int(sample) - 1 for sample in others[read:]]
         mean = total / max(count, 1.0)
-        return Agreed(mean, int(count), squares, ids, others[: len(more)])
+        return Agreed(mean, int(count), squares, ids, others[:more])
 
     def _consumed(self, micro_batches: list[MicroBatch]) -> list[int]:
         """With ``audit``, what this member really consumed, see ``places``."""
@@ -340,12 +366,14 @@ class Loop:
     def _keep(self, number: int) -> bool:
         every = self.job.checkpoint.every_steps
         final = number == self.job.steps or self.stopping
-        due = self._checkpointing or bool(every and number % every == 0)
-        checkpoint = due or (final and self.job.checkpoint.final)
+        asked = self._checkpointing or bool(every and number % every == 0)
+        checkpoint = asked or (final and self.job.checkpoint.final)
         if self.pausing:  # before the snapshot: a leaver's state may be had from that alone
             self._share_residuals()
-        hold = self.holds and (final or number >= self.cadence.next)
-        if hold or checkpoint:
+        if due := final or number >= self.cadence.next:
+            self.cadence.taken(number)
+        self.is_copying = due or checkpoint
+        if (hold := due and self.holds) or checkpoint:
             self._snapshot(hold, checkpoint)
         return checkpoint
 
@@ -354,7 +382,6 @@ class Loop:
         if upload:
             self._share_residuals()
         if hold:
-            self.cadence.taken(self.step)
             self._held_step = self.step
         tools, state = self.tools, self.engine.state()
         owned = self.formed.owned
@@ -376,43 +403,10 @@ class Loop:
         if self.job.comm.compress_replicas is not None:
             cast(Engine, self.engine).share_residuals(self.progress)
 
-    def _note_cadence(self) -> None:
-        every, cost_s, step_s = self.cadence.every, self.cadence.cost_s, self.cadence.step_s
-        reason = (
-            f"a snapshot costs {cost_s * 1e3:.1f} ms, a step takes {step_s * 1e3:.0f} ms: one "
-            f"every {every} steps is {cost_s / (step_s * every):.1%} of the time"
-        )
-        fields = {"every_steps": every, "cost_s": round(cost_s, 6), "step_s": round(step_s, 6)}
-        self.note("snapshot_interval", reason, fields)
-
-    def _note_skip(self, step: int, note: str) -> None:
-        if note and self.groups.rank == 0:
-            self.note("step_skipped", note, {"step": step})
-
-    def _note_compiled(self, step: int, compiled: Compiled) -> None:
-        """Of each worker once, and whenever a step had to compile."""
-        reason = f"{compiled.graphs} graphs of layers compiled in step {step}"
-        if compiled.warmed:
-            reason += f", {compiled.warmed} before the worker was ready ({compiled.warmed_s:.1f} s)"
-        fields: dict[str, Any] = {
-            "step": step,
-            "graphs": compiled.graphs,
-            "warmed": compiled.warmed,
-        }
-        fields |= {"warmed_s": round(compiled.warmed_s, 3), "worker": self.tools.worker}
-        self.note("compiled", reason, fields)
-
     def _held(self, step: int) -> None:
         self.send(StepHeld(time.time(), self.tools.worker, self.generation, step))
 
     # --------------------------------------------------------------------- the end
-
-    def _note_memory(self) -> None:
-        own = sum(t.local.numel() * t.local.element_size() for t in self.engine.state().values())
-        held = self.tools.snapshots.bytes_allocated
-        fields = {"state_bytes": own, "snapshot_bytes": held, "rank": self.groups.rank}
-        reason = f"snapshots take {held / max(own, 1):.2f} bytes per byte of this rank's state"
-        self.note("host_memory", reason, fields)
 
     def _finish(self) -> None:
         """Everything durable, then the digest, then WorkerDone. A pause comes before either."""
@@ -427,7 +421,8 @@ class Loop:
             tools.snapshots.wait(self.groups.deadline())
         if not self._await_uploads():
             return
-        self._note_memory()
+        state, held = self.engine.state(), tools.snapshots.bytes_allocated
+        self.note(*notes.note_on_memory(state, held, self.groups.rank))
         owned = tools.checkpointer.owned_state(self.engine.state(), self.formed.owned)
         # It takes as long as the state is large: this is no hang.
         digest = state_digest(self.groups, owned, lambda: tools.points("finishing", self.step))

@@ -69,9 +69,14 @@ def train() -> Iterator[Step]:
 
     For use in a train loop given to ``ElasticTrainer``. Raises RuntimeError elsewhere.
     """
+    return steps_that()
+
+
+def steps_that(is_seen: Callable[[Step], bool] | None = None) -> Iterator[Step]:
+    """The same, of some steps: see ``Worker.steps``."""
     if _current is None:
         raise RuntimeError("elastic_ft.train() works inside a train loop run by ElasticTrainer")
-    return _current.steps()
+    return _current.steps(is_seen)
 
 
 def current_worker() -> Worker | None:

@@ -24,7 +24,8 @@ from elastic_ft.engines import left_behind
 from elastic_ft.errors import GroupBroken
 
 T = TypeVar("T")
-POLL_S = 0.05
+POLL_S = 0.05  # while what runs is broken
+CALM_S = 0.25  # while it is not: a look takes the thread that trains its interpreter
 ASLEEP_S = 0.3  # a closed connection ends what waits for it in milliseconds, or never
 TORCH = str(Path(torch.__file__).parent)
 
@@ -101,11 +102,11 @@ class TrainingThread:
         assert self._thread is not None and self._thread.ident is not None
         caller, self.current = threading.get_ident(), self._thread.ident
         run.asked.put(True)
-        asleep_s, seen = 0.0, 0
+        asleep_s, seen, reason = 0.0, 0, ""
         try:
             while True:
                 try:
-                    return run.answers.get(timeout=POLL_S)
+                    return run.answers.get(timeout=POLL_S if reason else CALM_S)
                 except Empty:
                     reason = broken()
                     switches = _sleeps_in_torch(self._thread) if reason else 0

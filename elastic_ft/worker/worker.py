@@ -124,12 +124,16 @@ class Worker:
 
     # --------------------------------------------------------------------- its life
 
-    def steps(self) -> Iterator[Step]:
-        """Yields every step this worker takes part in, until it is released.
+    def steps(self, is_seen: Callable[[Step], bool] | None = None) -> Iterator[Step]:
+        """Yields every step this worker takes part in, until it is released; of those, all or
+        those that are to be seen: for the others no thread is woken.
 
         Raises ControllerLost, and UsageError of what can't be prepared.
         """
-        yield from self._live_through(lambda steps: steps)
+        if is_seen is None:
+            yield from self._live_through(lambda steps: steps)
+        else:
+            yield from self._live_through(lambda steps: (s for s in steps if is_seen(s)))
 
     def run(self) -> None:
         """The same, where nobody looks at the steps: no thread is woken for each of them."""

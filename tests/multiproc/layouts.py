@@ -155,6 +155,21 @@ def collectives_of(
         return dict(traffic.counts), first + second
 
 
+def numbers_along(
+    port: int, generation: int, rank: int, world: int, job: Job, numbers: list[float]
+) -> list[float] | None:
+    """For ``pool.Pool``. Each of ``numbers`` is said by one rank; None: they did not come along."""
+    with attached(port, generation, rank, world, job) as (engine, data, _):
+        along = engine.along
+        along.ask(lambda *_: [n if at % world == rank else 0.0 for at, n in enumerate(numbers)])
+        batch = data.train.collate([data.train[0]])
+        engine.run_batch(1, [MicroBatch(0, batch), MicroBatch(1, batch)], pool.reach)
+        found: list[float] | None = along.told() if along.is_told else None
+        engine.run_batch(2, [MicroBatch(0, batch)], pool.reach)
+        assert not along.is_told, "it was asked for one step"
+        return found
+
+
 def held_out_loss(port: int, generation: int, rank: int, world: int, job: Job) -> float:
     """For ``pool.Pool``. Of four samples in two batches, which every data rank has."""
     with attached(port, generation, rank, world, job) as (engine, data, _):

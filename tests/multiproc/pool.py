@@ -187,13 +187,20 @@ def train(
         ]
         first = micro_batches[0]
         padding = [MicroBatch(first.number, first.data, 0.0)] * (wanted - len(micro_batches))
+        if along := engine.along if step % 2 == 0 else None:  # as no snapshot is under way
+            along.ask(lambda loss, tokens: [loss, float(tokens), *engine.named.sums()])
         loss, tokens = engine.run_batch(step, micro_batches + padding, reach)
-        values = [loss, float(tokens), engine.square_norm(), *engine.named.sums()]
-        packed = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(packed)
-        engine.named.means(packed[3:].tolist())
-        update = engine.apply(step, int(packed[1]), float(packed[2]), reach)
-        found.append({"loss": float(packed[0] / packed[1]), "grad_norm": update.grad_norm})
+        squares = engine.square_norm()
+        if along:
+            total, count, *named = along.told()
+        else:
+            values = [squares, loss, float(tokens), *engine.named.sums()]
+            packed = torch.tensor(values, dtype=torch.float64)
+            dist.all_reduce(packed)
+            squares, total, count, *named = packed.tolist()
+        engine.named.means(named)
+        update = engine.apply(step, int(count), squares, reach)
+        found.append({"loss": total / count, "grad_norm": update.grad_norm})
     return found
 
 

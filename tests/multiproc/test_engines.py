@@ -15,6 +15,7 @@ import torch
 from elastic_ft.config import Job
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.data.dataset import open_dataset
+from elastic_ft.engines.along import NUMBERS_MAX
 from elastic_ft.engines.learning_rates import learning_rate
 from elastic_ft.models.build import build_model
 from tests.multiproc.harness import make_job
@@ -25,6 +26,7 @@ from tests.multiproc.layouts import (
     VARIANTS,
     collectives_of,
     held_out_loss,
+    numbers_along,
     train_from_the_start,
 )
 from tests.multiproc.pool import Pool
@@ -310,6 +312,15 @@ def test_parameters_that_a_rank_does_not_use(train: Train, strategy: str, world:
     parallel = {"unused_parameters": True}
     alone = train(job_of("routed", parallel=parallel), 1)
     assert_close(train(job_of("routed", strategy, parallel=parallel), world), alone, EXACT)
+
+
+def test_numbers_come_along_with_gradients_to_the_last_bit(pool: Pool) -> None:
+    """What a step is agreed on needs no collective of its own where DDP sums gradients."""
+    numbers = [math.pi, -1 / 3, 1e308, 5e-324, math.inf, 2.0**53 - 1, 65535.0, -32768.0]
+    for world in (2, 3):
+        assert pool(numbers_along, job_of("decoder"), numbers, world=world) == [numbers] * world
+    for count, found in ((NUMBERS_MAX, [1.0] * NUMBERS_MAX), (NUMBERS_MAX + 1, None)):
+        assert pool(numbers_along, job_of("decoder"), [1.0] * count, world=2) == [found] * 2
 
 
 ACCUMULATING: dict[str, tuple[str, dict[str, Any], set[str]]] = {

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from elastic_ft.config import CommConfig
 from elastic_ft.core.assignment import Tier
+from elastic_ft.core.intervals import Cadence
 from elastic_ft.core.sharding import Box, Piece, place
 from elastic_ft.engines import replica_comm
 from elastic_ft.engines.int8 import BLOCK, pack_blocks, unpack_blocks
@@ -373,12 +374,12 @@ def test_before_a_pause_the_snapshot_is_of_the_sum() -> None:
     """On a GPU it is what a leaver's live state is taken for once that has left the device."""
     done: list[str] = []
     loop: Any = object.__new__(Loop)
-    loop.job, loop.cadence = job_of(comm={"compress_replicas": "int8"}), SimpleNamespace(next=0)
+    loop.job, loop.cadence = job_of(comm={"compress_replicas": "int8"}), Cadence(None, 0.01, 50)
     loop.holds, loop.stopping, loop._checkpointing = True, False, False
     loop.engine = SimpleNamespace(share_residuals=lambda progress: done.append("share"))
     loop._snapshot = lambda hold, upload: done.append("snapshot")
-    for loop.pausing in (False, True):
-        assert not loop._keep(3)
+    for step, loop.pausing in ((3, False), (4, True)):
+        assert not loop._keep(step)
     assert done == ["snapshot", "share", "snapshot"]
 
 

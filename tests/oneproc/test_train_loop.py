@@ -17,7 +17,7 @@ from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.worker import line as line_module
 from elastic_ft.worker.step import Step
-from elastic_ft.worker.this_process import member_here, run_worker
+from elastic_ft.worker.this_process import member_here, run_worker, steps_that
 from tests.multiproc.harness import make_job
 
 DEADLINE_S = 60.0
@@ -102,3 +102,14 @@ def test_a_train_loop_that_goes_on_without_a_step_is_named(
     (line,) = told
     assert line["worker"] == "w0"
     assert "has not begun to iterate over elastic_ft.train()" in line["reason"]
+
+
+def test_a_loop_sees_the_steps_that_it_asks_for(tmp_path: Path) -> None:
+    """The job is trained all the same."""
+    seen: list[int] = []
+
+    def loop() -> None:
+        seen.extend(step.number for step in steps_that(lambda step: step.number % 3 == 0))
+
+    result = run(tmp_path, loop, make_job(steps=7, workers=1))
+    assert (result["status"], result["steps"], seen) == ("completed", 7, [3, 6])

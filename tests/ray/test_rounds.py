@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.hosts.ray import worker_actor
+from elastic_ft.hosts.ray import worker_actor, worker_group
 from elastic_ft.hosts.ray.ray_private import (
     RayTrainWorker,
     SynchronizationBarrierResetError,
@@ -19,7 +19,7 @@ from elastic_ft.hosts.ray.ray_private import (
 from elastic_ft.hosts.ray.reports import REPORT, Barrier, Rounds
 from elastic_ft.hosts.ray.train_calls import SEQUENCES, WorkerRefused
 from elastic_ft.hosts.ray.worker_actor import ElasticWorker, Polled
-from elastic_ft.hosts.ray.worker_group import seats
+from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
 
 
 class Callback:
@@ -468,3 +468,36 @@ def test_an_ended_worker_that_is_polled_asks_nobody_who_is_in_charge(
     monkeypatch.setattr(worker_actor, "time", clock)
     worker.await_nobody(lambda: False, unasked_s=60.0)
     assert now_s == 180.0, "60 s after the last one, of 120 s"
+
+
+def test_workers_are_polled_seldom_unless_a_report_is_awaited(
+    callback: Callback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each poll takes a call of every worker. Whatever may bring news ends the wait for the next.
+
+    Here "seldom" is never.
+    """
+    monkeypatch.setattr(worker_group, "IDLE_S", 3600.0)
+    world = World(callback)
+    group: Any = object.__new__(ElasticWorkerGroup)
+    group.rounds = world.rounds
+
+    async def rests() -> list[bool]:
+        group._news = asyncio.Event()
+        resting = asyncio.ensure_future(group.rest(0.0))
+        await asyncio.sleep(0.05)
+        found = [resting.done()]
+        group.wake()
+        await resting
+        world.open()
+        await group.rest(0.0)  # a round is open
+        for worker in "ab":
+            world.add(worker, 1, worker)
+        resting = asyncio.ensure_future(group.rest(0.0))
+        await asyncio.sleep(0.05)
+        found.append(resting.done())
+        resting.cancel()
+        return found
+
+    assert asyncio.run(rests()) == [False, False]
+    assert callback.seen

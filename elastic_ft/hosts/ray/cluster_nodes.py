@@ -19,7 +19,7 @@ from elastic_ft.core.assignment import NodeId
 from elastic_ft.hosts.ray.ray_private import draining_nodes
 
 log = logging.getLogger(__name__)
-DRAIN_POLL_S = 0.2
+DRAIN_POLL_S = 0.5  # notices come seconds before their deadline, and each look takes some ms
 NODE_POLL_S = 1.0
 DRAIN_DEADLINE_S = 120.0  # where the notice gives none
 

@@ -276,7 +276,9 @@ class ElasticController(TrainController):
         loop = asyncio.get_running_loop()
         host = RayHost(group, self._launch(decision, group, loop))
         group.rounds, group.on_flushed = self._rounds, host.retire
-        thread = ControllerThread(lambda: self._make_controller(host))
+        thread = ControllerThread(
+            lambda: self._make_controller(host), lambda: loop.call_soon_threadsafe(group.wake)
+        )
         with self._asking:
             self._hosting = Hosting(group, host, thread, loop)
         for reason in self._asked:
@@ -286,8 +288,9 @@ class ElasticController(TrainController):
 
     async def _poll_workers(self) -> WorkerGroupPollStatus:
         """All is well, until the job has ended: then finished, or the error."""
-        await asyncio.sleep(self._health_check_interval_s)
         group, thread = self._here.group, self._here.thread
+        if thread.is_alive():
+            await group.rest(self._health_check_interval_s)
         status = await group.poll(self._health_check_interval_s)
         if thread.is_alive():
             return status
@@ -421,3 +424,4 @@ class ElasticController(TrainController):
         assignment = self._here.state.assignment
         assert assignment is not None and assignment.generation == generation
         self._rounds.open(generation, (member.worker for member in assignment.members))
+        self._here.group.wake()

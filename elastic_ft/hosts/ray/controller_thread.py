@@ -14,14 +14,20 @@ log = logging.getLogger(__name__)
 
 
 class ControllerThread(threading.Thread):
-    """Attributes:
+    """Args:
+    make: the controller, in this thread.
+    on_end: called in it once all is said.
+
+    Attributes:
     result: what is in result.json, once the job has ended.
     error: why there is none.
     """
 
-    def __init__(self, make: Callable[[], Controller]) -> None:
+    def __init__(
+        self, make: Callable[[], Controller], on_end: Callable[[], object] = lambda: None
+    ) -> None:
         super().__init__(name="elastic-controller", daemon=True)
-        self._make = make
+        self._make, self._on_end = make, on_end
         self.controller: Controller | None = None
         self._asked: list[str] = []  # to stop, while there is no controller yet
         self._lock = threading.Lock()
@@ -40,6 +46,7 @@ class ControllerThread(threading.Thread):
         except BaseException as error:  # told to Ray Train's loop, which ends the run with it
             log.exception("elastic_ft's controller failed")
             self.error = error
+        self._on_end()
 
     def stop(self, reason: str) -> None:
         """From any thread, also before it has begun."""

@@ -159,6 +159,11 @@ class Rounds:
         self.delivered = self.opened = first
         self.last_metrics: dict[str, Any] | None = None
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Something has been, or is to be, reported that was not handed on."""
+        return bool(self._rounds or self._carried)
+
     # ------------------------------------------------------------------ what comes in
 
     def formed(self, generation: int, step: int) -> None:

@@ -368,20 +368,19 @@ def report_milestones() -> None:
     """The train loop of a job without one."""
     import ray.train
 
-    from elastic_ft.worker.this_process import train
+    from elastic_ft.worker.this_process import steps_that
 
-    for step in train():
-        if step.checkpointed or step.last or step.eval_loss is not None:
-            ray.train.report(
-                {
-                    "step": step.number,
-                    "loss": step.loss,
-                    "eval_loss": step.eval_loss,
-                    "lr": step.learning_rate,
-                    "generation": step.generation,
-                    "world_size": step.world_size,
-                }
-            )
+    for step in steps_that(lambda s: s.checkpointed or s.last or s.eval_loss is not None):
+        ray.train.report(
+            {
+                "step": step.number,
+                "loss": step.loss,
+                "eval_loss": step.eval_loss,
+                "lr": step.learning_rate,
+                "generation": step.generation,
+                "world_size": step.world_size,
+            }
+        )
 
 
 def loop_and_job(

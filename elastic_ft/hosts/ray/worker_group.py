@@ -7,6 +7,7 @@ fetches their reports. It also knows how a Ray Train worker is made, one at a ti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from elastic_ft.hosts.ray.worker_actor import (
 )
 
 SHUTDOWN_PATIENCE_S = 2.0
+IDLE_S = 2.0  # between two looks at workers that have nothing to report, as Ray Train's own
 
 
 class NoPlacement(PlacementGroupHandle):
@@ -89,6 +91,7 @@ class ElasticWorkerGroup(WorkerGroup):
         self._received: dict[WorkerId, int] = {}  # sequence number of the last answer
         self._flushed: dict[WorkerId, Polled] = {}  # ended and heard out: their last status
         self._started = False
+        self._news = asyncio.Event()
         self._set_state([])
         for callback in self._callbacks:
             callback.before_worker_group_start(self._worker_group_context)
@@ -168,6 +171,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def adopt(self, members: dict[WorkerId, Worker], controller: ActorHandle[Any]) -> None:
         """Takes over a membership that has formed. ``members``: in rank order."""
+        self.wake()
         self._members = members
         self._listening.update(members)
         self._dismiss()
@@ -218,6 +222,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def ended(self, worker: WorkerId) -> None:
         """The worker's training thread has ended in good order."""
+        self.wake()
         if worker not in self._listening and worker not in self._members:
             self.on_flushed(worker)
 
@@ -228,6 +233,19 @@ class ElasticWorkerGroup(WorkerGroup):
             self.on_flushed(worker)
 
     # ---------------------------------------------------------------------- polling
+
+    def wake(self) -> None:
+        """There may be something to fetch, or nothing more to wait for. In the event loop."""
+        self._news.set()
+
+    async def rest(self, interval_s: float) -> None:
+        """Until it is time for the next ``poll``: after ``interval_s`` where reports are awaited.
+        Each one takes a call of every worker, and time from its training."""
+        await asyncio.sleep(interval_s)
+        if not self.rounds.is_awaiting:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), max(0.0, IDLE_S - interval_s))
+        self._news.clear()
 
     async def poll(self, timeout_s: float) -> WorkerGroupPollStatus:
         """Fetches what the workers have to report. Who does not answer is asked no second time."""

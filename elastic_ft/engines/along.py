@@ -1,0 +1,90 @@
+"""Numbers that travel along with a step's gradients, in DDP's own sums (docs/adr/0010).
+
+Where all ranks have all of the state, what else they settle in a step is known before its last
+backward, and the norm afterwards is the same everywhere. So these numbers are the gradient of one
+more parameter, which is no part of the model: each rank has a row, and zeros for the others', and
+each number is four of 16 bits, that float32 carries exactly. Who has a whole sum of gradients has
+them all, to the last bit; who has not has neither, and applies nothing (I4).
+
+On a GPU they would have to be known before the backward that is queued behind them: it would wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ft.engines.modules import TermCounts
+from elastic_ft.groups.groups import Groups
+
+MEMBERS_MAX = 64
+NUMBERS_MAX = 64  # of each member
+WORDS = 4  # of a number
+NAME = "numbers_along"
+
+# (loss sum, tokens) of this rank -> what it has to say; as many numbers on each.
+Say = Callable[[float, int], list[float]]
+
+
+class Along:
+    """Attributes:
+    is_told: numbers have come along with the gradients of the last backward.
+    """
+
+    def __init__(self, rank: int, members: int) -> None:
+        self._rank, self._members = rank, members
+        self._carrier = nn.Parameter(torch.zeros(members, NUMBERS_MAX * WORDS))
+        self._say: Say | None = None
+        self._count = 0
+        self.is_told = False
+
+    def wrap(
+        self, module: nn.Module, make: Callable[[], DistributedDataParallel]
+    ) -> DistributedDataParallel:
+        """Returns what ``make`` makes of ``module``, which sums the numbers, too."""
+        module.register_parameter(NAME, self._carrier)
+        try:
+            return make()
+        finally:
+            delattr(module, NAME)
+
+    def ask(self, say: Say | None) -> None:
+        """The next step's last backward carries what ``say`` returns then; None: zeros."""
+        self._say, self.is_told = say, False
+
+    def backward(self, loss: Tensor, total: float, tokens: int) -> None:
+        """A step's last. ``total``, ``tokens``: of this rank, ``loss`` included."""
+        said = self._say(total, tokens) if self._say is not None else []
+        fits, self._say = 0 < len(said) <= NUMBERS_MAX, None
+        words = torch.zeros_like(self._carrier)
+        if fits:
+            mine = torch.tensor(said, dtype=torch.float64).view(torch.int16)
+            words[self._rank, : len(mine)] = mine
+        self._carrier.grad = None
+        torch.autograd.backward((loss, self._carrier), (None, words))
+        self.is_told, self._count = fits, len(said)
+
+    def told(self) -> list[float]:
+        """The sum of each number over all members, in float64, the same on each."""
+        assert self.is_told and self._carrier.grad is not None
+        mean = self._carrier.grad[:, : self._count * WORDS]
+        words = (mean * self._members).round().to(torch.int16)
+        return words.view(torch.float64).sum(0).tolist()
+
+
+def run_backward(loss: Tensor, along: Along | None, total: Tensor, tokens: TermCounts) -> None:
+    """Of a micro-batch; ``along``: of a step's last one, if numbers can travel with it."""
+    if along is None:
+        loss.backward()
+    else:
+        along.backward(loss, float(total), tokens.total())
+
+
+def along_of(groups: Groups, device: torch.device) -> Along | None:
+    """None where numbers can't travel so."""
+    if groups.rank is None or device.type != "cpu" or not 1 < groups.world_size <= MEMBERS_MAX:
+        return None
+    return Along(groups.rank, groups.world_size)
