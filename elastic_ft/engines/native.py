@@ -24,6 +24,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
+from elastic_ft.engines.averaged import averaged
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler, eagerly
@@ -36,7 +37,6 @@ from elastic_ft.engines.modules import (
     DTYPES,
     FirstGradients,
     TermCounts,
-    inside,
     same_objects,
     seed_for,
     to_device,
@@ -196,10 +196,10 @@ class NativeEngine:
 
     def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         model, frozen = self._model, self.reference.names if self.reference else ()
-        for name, parameter in model.parameters.items():
+        for name, master in model.masters.items():
             if name in frozen:
                 continue
-            yield f"model.{name}", parameter
+            yield f"model.{name}", master
             for key, value in model.kept.of(name):
                 yield f"optim.{name}.{key}", value
         for name, value in model.kept.of_groups():
@@ -241,8 +241,7 @@ class NativeEngine:
         self._loss_scale.restored()
         self._listed = None
         self._model.kept.restored()
-        if self._model.tied is not None:
-            self._model.tied.refresh()
+        self._model.refresh()
 
     # ---------------------------------------------------------------- training
 
@@ -381,12 +380,7 @@ class NativeEngine:
             self.intact = False
             if model.kept.fresh:  # their first step replaces what is listed
                 self._listed = None
-            with model.kept.stepping(), inside(reach):
-                optimizer.step()
-                model.balancing.apply()
-                model.replicas.commit()
-                if model.tied is not None:
-                    model.tied.refresh()
+            model.step(reach)
             if not self._replicated and self.job.optimizer.name not in LOCAL_OPTIMIZERS:
                 self._check_said()
             self.intact = True
@@ -395,7 +389,7 @@ class NativeEngine:
             update = self._loss_scale.skipped(step, norm)
         if self._compiler is not None:
             update = replace(update, compiled=self._compiler.take())
-        optimizer.zero_grad(set_to_none=True)
+        model.drop_gradients()
         return update
 
     def share_residuals(self, progress: Callable[[], None]) -> None:
@@ -414,8 +408,9 @@ class NativeEngine:
         total, tokens, sums = 0.0, TermCounts(), NamedSums()
         for part in parts:
             part.eval()
+        at = averaged if self.job.optimizer.is_schedule_free else contextlib.nullcontext
         try:
-            with torch.no_grad(), self._autocast(), eagerly(self._compiler):
+            with at(self._model), torch.no_grad(), self._autocast(), eagerly(self._compiler):
                 if pipeline is not None:
                     return (*self._counted(*pipeline.evaluate(micro_batches), sums), sums)
                 for micro_batch in micro_batches:
