@@ -320,7 +320,7 @@ def forget_meshes() -> None:
     sys.excepthook = _EXCEPTHOOK  # init_process_group replaces it
 
 
-def cut_alike(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def as_part_of(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """``local`` as the part that this rank has of a tensor which is cut as ``like`` is, on whatever
     device it may lie: ``DTensor.from_local`` would move it to the mesh's. As FSDP2 has shards that
     are offloaded."""

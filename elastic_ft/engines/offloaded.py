@@ -34,7 +34,7 @@ class Offloaded:
     def _like(self, tensor: torch.Tensor) -> torch.Tensor:
         local = local_part(tensor)
         made = torch.empty(local.shape, dtype=local.dtype, pin_memory=self._pinned)
-        return torch_private.cut_alike(tensor, made)
+        return torch_private.as_part_of(tensor, made)
 
     def take_gradients(self) -> None:
         """Copies them down, and lets go of them on the device."""
