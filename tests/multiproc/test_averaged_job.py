@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from elastic_ft.cli.app import COMPLETED, run_command
 from elastic_ft.core.sharding import Box
+from elastic_ft.faults import PointFault
 from elastic_ft.models.build import build_model
 from elastic_ft.models.loss import loss_and_named
 from elastic_ft.storage.checkpoints import Want
@@ -32,14 +33,20 @@ SCHEDULE_FREE = {
 }
 
 
-def run_of(folder: Path, strategy: str, workers: int, **optimizer: Any) -> Run:
+def run_of(
+    folder: Path,
+    strategy: str,
+    workers: int,
+    faults: tuple[PointFault, ...] = (),
+    **optimizer: Any,
+) -> Run:
     gate = Gate(folder / "gate")
     many = {"gate": str(gate.path), "mark": str(folder / "mark")} if workers > 1 else {}
     data = {"path": "tests.multiproc.tiny:counted_and_held_out", "kwargs": many}
     data |= {"eval_every_steps": 5, "eval_samples": 6}
     given = {**COMMON, "data": data, "elastic": PATIENT, "optimizer": {"lr": 3e-3, **optimizer}}
     job = make_job(strategy, workers=workers, **given)
-    return run_job(job, folder / "run", watch=gate).check()
+    return run_job(job, folder / "run", faults=faults, watch=gate).check()
 
 
 def held_out(run: Run) -> dict[int, float]:
@@ -78,7 +85,9 @@ def check(run: Run, alone: Run) -> None:
     assert run.worlds() == [3, 2, 3], run.story()
     assert all(line["survivors_kept_pid"] for line in run.recoveries)
     assert [line["steps_lost"] for line in run.recoveries] == [0, 0]
-    assert run.recoveries[0]["at_step"] == KILLED_AFTER, run.story()
+    # With ddp others may break in that step's agreement, and make it again.
+    least = KILLED_AFTER - (run.job.parallel.strategy == "ddp")
+    assert least <= run.recoveries[0]["at_step"] <= KILLED_AFTER, run.story()
     # The evaluation after step 10 was broken off.
     assert held_out(alone).keys() - held_out(run).keys() <= {KILLED_AFTER}
     assert run.losses().keys() == alone.losses().keys()
@@ -93,11 +102,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_of(tmp_path_factory.mktemp("alone"), "ddp", 1, **SCHEDULE_FREE)
 
 
-@pytest.mark.parametrize(("strategy", "offload"), [("ddp", None), ("fsdp", "cpu")])
+SLOW = PointFault("snapshot_copy", "slow", rank=0, step=KILLED_AFTER, lasts_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "offload", "faults"),
+    [("ddp", None, ()), ("fsdp", None, (SLOW,)), ("fsdp", "cpu", ())],
+    ids=["ddp", "fsdp", "fsdp offloaded"],
+)
 def test_killed_while_it_evaluates(
-    alone: Run, tmp_path: Path, strategy: str, offload: str | None
+    alone: Run, tmp_path: Path, strategy: str, offload: str | None, faults: tuple[PointFault, ...]
 ) -> None:
-    run = run_of(tmp_path, strategy, 3, **SCHEDULE_FREE, offload=offload)
+    """Where snapshots are slow: they are of what steps go on from all the same."""
+    run = run_of(tmp_path, strategy, 3, faults, **SCHEDULE_FREE, offload=offload)
     check(run, alone)
     counted = scalars(run)
     assert counted == pytest.approx(scalars(alone), rel=1e-6)
