@@ -320,6 +320,18 @@ def forget_meshes() -> None:
     sys.excepthook = _EXCEPTHOOK  # init_process_group replaces it
 
 
+def as_part_of(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as the part that this rank has of a tensor which is cut as ``like`` is, on whatever
+    device it may lie: ``DTensor.from_local`` would move it to the mesh's. As FSDP2 has shards that
+    are offloaded."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return local
+    make: Any = DTensor
+    return make(local, like._spec, requires_grad=False)
+
+
 @cache  # each snapshot asks for every tensor's
 def local_shape_and_offset(
     shape: torch.Size, mesh: dist.DeviceMesh, placements: object

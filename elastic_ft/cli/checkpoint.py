@@ -242,9 +242,10 @@ def export(
     ] = False,
 ) -> int:
     """Write a checkpoint for others to read; every digest is verified on the way."""
+    from elastic_ft.state.averaged_reader import averaging_reader
     from elastic_ft.storage.inspect import find_one
 
-    reader = find_one(url, step)
+    reader = averaging_reader(find_one(url, step))
     config = _configuration(reader, url, job_file) if format_ is Format.HUGGINGFACE else None
     if format_ is Format.PEFT:
         nbytes = _export_adapter(reader, dest, _job_of(url, job_file))

@@ -240,6 +240,7 @@ def _as_json(p: LayoutPlan) -> dict[str, Any]:
         "schedule": choice.schedule if layout.has_stages else None,
         "memory_bytes": {k: round(v) for k, v in p.memory._asdict().items()}
         | {"total": round(p.memory.total)},
+        "host_bytes": round(p.host_bytes),
         "step_s": p.time._asdict() | {"total": p.time.total},
         "world_size": layout.world_size,
         "idle": list(p.idle),

@@ -143,6 +143,20 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
+    def optimizers_are_laid_out(self) -> Job:
+        optimizer, parallel = self.optimizer, self.parallel
+        if optimizer.offload is not None and parallel.engine != "native":
+            raise ValueError(
+                f"optimizer.offload: is of engine native; {parallel.engine} has "
+                "parallel.offload_optimizer"
+            )
+        if optimizer.offload is not None and self.comm.compress_replicas is not None:
+            raise ValueError("optimizer.offload: not with comm.compress_replicas")
+        if optimizer.is_schedule_free and parallel.engine != "native":
+            raise ValueError(f"optimizer.name: {optimizer.name} is of engine native")
+        return self
+
+    @model_validator(mode="after")
     def shared_positions_are_of_one_document(self) -> Job:
         if self.data.separate_documents and self.parallel.cp > 1:
             raise ValueError("data.separate_documents: not with parallel.cp")

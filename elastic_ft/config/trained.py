@@ -111,6 +111,8 @@ class DataConfig(Section):
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 Decay = Annotated[float, Field(ge=0, le=1e6)]
+SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_sgd")
+OFFLOADED = ("adamw", "adam", "sgd", *SCHEDULE_FREE)  # each number steps by itself
 SCHEDULES = ("constant", "linear", "cosine", "wsd", "inverse_sqrt")
 
 
@@ -127,7 +129,8 @@ class ParameterGroup(Section):
 
 
 class OptimizerConfig(Section):
-    name: str = "adamw"  # adamw, adam, sgd, muon, or "package.module:class"
+    # adamw, adam, sgd, muon, schedule_free_adamw, schedule_free_sgd, or "package.module:class"
+    name: str = "adamw"
     lr: Rate = 3e-4
     weight_decay: Decay = 0.1  # of matrices; norms and biases have none
     groups: tuple[ParameterGroup, ...] = ()  # the first whose pattern matches counts
@@ -143,6 +146,20 @@ class OptimizerConfig(Section):
     grad_clip: float | None = Field(1.0, gt=0)  # maximum global norm
     # Steps in a row whose gradients may be infinite or NaN: each is skipped. 0: none may.
     skip_nonfinite: int = Field(0, ge=0, le=10**6)
+    # cpu: its state, and the weights that it steps, are in host memory, and so is its step.
+    offload: Literal["cpu"] | None = None
+
+    @field_validator("offload", mode="before")
+    @classmethod
+    def not_to_a_disk(cls, value: Any) -> Any:
+        if value == "nvme":
+            raise ValueError("nvme: not offered, a step would take a disk's time; cpu is")
+        return value
+
+    @property
+    def is_schedule_free(self) -> bool:
+        """It trains at other weights than those that it averages, which are what counts."""
+        return self.name in SCHEDULE_FREE or self.name.startswith("schedulefree:")
 
     @field_validator("schedule")
     @classmethod
@@ -156,6 +173,25 @@ class OptimizerConfig(Section):
     def groups_say_what_counts(self) -> OptimizerConfig:
         if self.name != "muon" and any(group.muon is not None for group in self.groups):
             raise ValueError(f"groups.muon: of name muon, found {self.name}")
+        return self
+
+    @model_validator(mode="after")
+    def steps_where_its_state_is(self) -> OptimizerConfig:
+        if self.offload is not None and self.name not in OFFLOADED:
+            raise ValueError(f"offload: is of {', '.join(OFFLOADED)}, found {self.name}")
+        return self
+
+    @model_validator(mode="after")
+    def averages_instead_of_decaying(self) -> OptimizerConfig:
+        if not self.is_schedule_free:
+            return self
+        if self.schedule != "constant":
+            raise ValueError(
+                f"schedule: {self.name} takes constant, with or without warmup_steps, found "
+                f"{self.schedule}"
+            )
+        if "warmup_steps" in self.kwargs:
+            raise ValueError("kwargs.warmup_steps: optimizer.warmup_steps is the warm-up")
         return self
 
     @model_validator(mode="after")

@@ -38,6 +38,7 @@ NOTED_KEYS = (
     "comm.compress_shards",
     "comm.compress_replicas",
     "data.separate_documents",
+    "optimizer.offload",
     *(
         f"optimizer.{key}"
         for key in ("lr", "schedule", "warmup_steps", "decay_steps", "min_lr_ratio", "grad_clip")

@@ -27,7 +27,8 @@ from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.compiling import check_compiled, compile_blocks
 from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_experts
 from elastic_ft.engines.float8 import check_float8
-from elastic_ft.engines.modules import DTYPES, mixed_precision, plain_name, to_empty
+from elastic_ft.engines.modules import DTYPES, inside, mixed_precision, plain_name, to_empty
+from elastic_ft.engines.offloaded import Offloaded
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.optimizers import make_optimizer
 from elastic_ft.engines.pipeline import (
@@ -47,6 +48,7 @@ from elastic_ft.engines.tensor_parallel import (
 )
 from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
+from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import block_modules
 from elastic_ft.models.context_parallel import ContextShare
@@ -60,6 +62,8 @@ class LaidOut:
     parts: the bare model, or this rank's stages of it.
     blocks: the repeated layers among them, in the order in which they run.
     parameters: by the name that the whole model has for each.
+    masters: the same by name, as the optimizer steps them and as state: those themselves, or where
+        the optimizer is offloaded, others in host memory that they are copies of.
     buffers: those that are part of the state, by such names.
     kept: by the optimizer.
     replicas: how they sum gradients, where that is not FSDP2's or DDP's matter.
@@ -70,8 +74,10 @@ class LaidOut:
     parts: list[nn.Module]
     blocks: list[nn.Module]
     parameters: dict[str, nn.Parameter]
+    masters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     kept: OptimizerState
+    offloaded: Offloaded | None = None
     replicas: ReplicaComm = field(default_factory=lambda: ReplicaComm(CommConfig(), {}))
     balancing: Balancing = field(default_factory=lambda: Balancing(()))
     pipeline: Pipeline | None = None
@@ -80,6 +86,28 @@ class LaidOut:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.kept.optimizer
+
+    def step(self, reach: Reach) -> None:
+        """The optimizer's, of gradients that are reduced, scaled and clipped."""
+        if self.offloaded is not None:
+            self.offloaded.take_gradients()
+        with self.kept.stepping(), inside(reach):
+            self.optimizer.step()
+            self.balancing.apply()
+            self.replicas.commit()
+            self.refresh()
+
+    def refresh(self) -> None:
+        """What is made of the masters, after they have changed."""
+        if self.offloaded is not None:
+            self.offloaded.give_weights()
+        if self.tied is not None:
+            self.tied.refresh()
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
 
 def lay_out(
@@ -105,10 +133,14 @@ def lay_out(
     persistent = {plain_name(name) for part in parts for name in part.state_dict()}
     parameters, staged = _parameters(parts), groups is not None and _layout(groups).has_stages
     make = partial(make_optimizer, job.optimizer, fused=True)
-    kept = OptimizerState(make, parameters, staged=staged)
+    offloaded = Offloaded(parameters, device) if job.optimizer.offload is not None else None
+    masters = parameters if offloaded is None else parameters | offloaded.masters
+    kept = OptimizerState(make, masters, staged=staged)
     buffers = {name: buffer for name, buffer in named.items() if name in persistent}
     replicas, balancing = ReplicaComm(job.comm, parameters), Balancing(parts, module)
-    laid_out = LaidOut(parts, blocks, parameters, buffers, kept, replicas, balancing)
+    laid_out = LaidOut(
+        *(parts, blocks, parameters, {**masters}, buffers, kept, offloaded, replicas, balancing)
+    )
     if groups is not None and staged:
         assert groups.mesh is not None
         group, schedule = groups.mesh.get_group("pp"), job.parallel.schedule
@@ -169,6 +201,11 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
         raise ConfigError(
             "parallel.cp: ranks share positions of the built-in decoders (model.preset), found "
             f"{type(model).__name__}"
+        )
+    if job.optimizer.is_schedule_free and parallel.pp > 1:
+        raise ConfigError(
+            f"optimizer.name: {job.optimizer.name} counts for all parameters, and stages (pp) have "
+            "some each"
         )
     check_expert_parallel(job, model)
     check_tensor_parallel(model, parallel.tp, sequence_length, parallel.tp_plan)

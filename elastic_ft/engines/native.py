@@ -25,6 +25,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
 from elastic_ft.engines.along import Along, run_backward
+from elastic_ft.engines.averaged import averaged
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler, eagerly
@@ -37,14 +38,13 @@ from elastic_ft.engines.modules import (
     DTYPES,
     FirstGradients,
     TermCounts,
-    inside,
     same_objects,
     seed_for,
     to_device,
 )
 from elastic_ft.engines.muon import MuonWithAdamW
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
-from elastic_ft.engines.pipeline import Pipeline, micro_batches_to_run
+from elastic_ft.engines.pipeline import micro_batches_to_run, run_watched
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import computed_buffers, initial_parts
@@ -202,10 +202,10 @@ class NativeEngine:
 
     def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         model, frozen = self._model, self.reference.names if self.reference else ()
-        for name, parameter in model.parameters.items():
+        for name, master in model.masters.items():
             if name in frozen:
                 continue
-            yield f"model.{name}", parameter
+            yield f"model.{name}", master
             for key, value in model.kept.of(name):
                 yield f"optim.{name}.{key}", value
         for name, value in model.kept.of_groups():
@@ -247,8 +247,7 @@ class NativeEngine:
         self._loss_scale.restored()
         self._listed = None
         self._model.kept.restored()
-        if self._model.tied is not None:
-            self._model.tied.refresh()
+        self._model.refresh()
 
     # ---------------------------------------------------------------- training
 
@@ -276,7 +275,10 @@ class NativeEngine:
         self._watch_first_gradients(reach)
         model = self._model
         if model.pipeline is not None:
-            return self._run_pipeline(step, model.pipeline, micro_batches, factor, reach)
+            found = run_watched(
+                model.pipeline, step, micro_batches, factor, model.blocks[-1], reach
+            )
+            return self._counted(*found, self.named)
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             seed_for(self.job.seed, step, micro_batch.number)
@@ -298,32 +300,6 @@ class NativeEngine:
             for buffer, before in kept.items():  # padding is no sample: running statistics, say
                 buffer.copy_(before)
         return self._counted(float(total), tokens.total(), self.named)
-
-    def _run_pipeline(
-        self,
-        step: int,
-        pipeline: Pipeline,
-        micro_batches: Sequence[MicroBatch],
-        factor: float,
-        reach: Reach,
-    ) -> tuple[float, int]:
-        passed = 0
-
-        def left(block: nn.Module, args: Any, output: Any) -> None:
-            nonlocal passed
-            passed += 1
-            if passed > 1:
-                return reach("forward", step)
-            output = output[0] if isinstance(output, tuple) else output
-            output.register_hook(lambda _: reach("backward"))
-
-        reach("forward")
-        handle = self._model.blocks[-1].register_forward_hook(left)
-        try:
-            found = pipeline.run(micro_batches, factor)
-        finally:
-            handle.remove()
-        return self._counted(*found, self.named)
 
     def _counted(self, loss: float, tokens: int, named: NamedSums) -> tuple[float, int]:
         """Tensor-parallel peers have the same loss: one of them counts it."""
@@ -390,12 +366,7 @@ class NativeEngine:
             self.intact = False
             if model.kept.fresh:  # their first step replaces what is listed
                 self._listed = None
-            with model.kept.stepping(), inside(reach):
-                optimizer.step()
-                model.balancing.apply()
-                model.replicas.commit()
-                if model.tied is not None:
-                    model.tied.refresh()
+            model.step(reach)
             if not self._replicated and self.job.optimizer.name not in LOCAL_OPTIMIZERS:
                 self._check_said()
             self.intact = True
@@ -404,7 +375,7 @@ class NativeEngine:
             update = self._loss_scale.skipped(step, norm)
         if self._compiler is not None:
             update = replace(update, compiled=self._compiler.take())
-        optimizer.zero_grad(set_to_none=True)
+        model.drop_gradients()
         return update
 
     def share_residuals(self, progress: Callable[[], None]) -> None:
@@ -423,8 +394,9 @@ class NativeEngine:
         total, tokens, sums = 0.0, TermCounts(), NamedSums()
         for part in parts:
             part.eval()
+        at = averaged if self.job.optimizer.is_schedule_free else contextlib.nullcontext
         try:
-            with torch.no_grad(), self._autocast(), eagerly(self._compiler):
+            with at(self._model), torch.no_grad(), self._autocast(), eagerly(self._compiler):
                 if pipeline is not None:
                     return (*self._counted(*pipeline.evaluate(micro_batches), sums), sums)
                 for micro_batch in micro_batches:

@@ -11,13 +11,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from elastic_ft.config import OptimizerConfig
+from elastic_ft.config.trained import SCHEDULE_FREE
 from elastic_ft.engines.learning_rates import grouped
 from elastic_ft.engines.muon import MuonWithAdamW
 from elastic_ft.engines.optimizer_state import materialise
+from elastic_ft.engines.schedule_free import make_schedule_free
 from elastic_ft.errors import ConfigError
 
 WAYS_TO_STEP = {"foreach", "fused", "capturable", "differentiable"}  # of torch's Adam
-LOCAL_OPTIMIZERS = ("adamw", "adam", "sgd", "muon")  # their steps have no collective
+# Their steps have no collective.
+LOCAL_OPTIMIZERS = ("adamw", "adam", "sgd", "muon", *SCHEDULE_FREE)
 
 
 def make_optimizer(
@@ -45,6 +48,8 @@ def make_optimizer(
         return MuonWithAdamW(groups, **adam)
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, **config.kwargs)
+    if config.is_schedule_free:
+        return make_schedule_free(config, groups, together=len(meshes) <= 1)
     return _optimizer_class(config.name)(groups, lr=config.lr, **config.kwargs)
 
 
@@ -54,7 +59,8 @@ def _optimizer_class(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"optimizer.name: {path!r} is neither adamw, adam, sgd, muon nor importable: {error}"
+            f"optimizer.name: {path!r} is neither of {', '.join(LOCAL_OPTIMIZERS)} nor importable: "
+            f"{error}"
         ) from None
 
 

@@ -22,6 +22,7 @@ from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.modules import local_part
 from elastic_ft.engines.tensor_parallel import check_no_dropout
 from elastic_ft.errors import ConfigError
+from elastic_ft.faults import Reach
 from elastic_ft.models import mixture_stage, stages
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.experts import MixtureDecoder
@@ -287,6 +288,33 @@ class Pipeline:
             if number + 1 < self._count and number + 1 not in self.stages:
                 dist.send(x.contiguous(), group=self._group, group_dst=owners[number + 1])
         return x if self.has_last else None
+
+
+def run_watched(
+    pipeline: Pipeline,
+    step: int,
+    micro_batches: Sequence[MicroBatch],
+    factor: float,
+    last_block: nn.Module,
+    reach: Reach,
+) -> tuple[float, int]:
+    """``Pipeline.run``, with marks of progress as micro-batches leave ``last_block``."""
+    passed = 0
+
+    def left(block: nn.Module, args: Any, output: Any) -> None:
+        nonlocal passed
+        passed += 1
+        if passed > 1:
+            return reach("forward", step)
+        output = output[0] if isinstance(output, tuple) else output
+        output.register_hook(lambda _: reach("backward"))
+
+    reach("forward")
+    handle = last_block.register_forward_hook(left)
+    try:
+        return pipeline.run(micro_batches, factor)
+    finally:
+        handle.remove()
 
 
 def check_batch(batch: Any, key: str = KEY, of_transformers: bool = False) -> None:

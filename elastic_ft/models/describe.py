@@ -61,13 +61,14 @@ def describe_job(job: Job) -> Work:
     Knows presets and transformers models. Raises UsageError.
     """
     # Muon: a momentum, and in its step a direction beside it.
-    two_moments = job.optimizer.name in ("adamw", "adam", "muon")
-    if not two_moments and job.optimizer.name != "sgd":
+    two_moments = job.optimizer.name in ("adamw", "adam", "muon", "schedule_free_adamw")
+    one = job.optimizer.name == "schedule_free_sgd"
+    if not two_moments and not one and job.optimizer.name != "sgd":
         raise ConfigError(
-            "optimizer.name: the planner knows adamw, adam, sgd and muon, found "
-            f"{job.optimizer.name!r}"
+            "optimizer.name: the planner knows adamw, adam, sgd, muon, schedule_free_adamw and "
+            f"schedule_free_sgd, found {job.optimizer.name!r}"
         )
-    momentum = 4 if job.optimizer.kwargs.get("momentum") else 0
+    momentum = 4 if one or job.optimizer.kwargs.get("momentum") else 0
     return Work(
         model=_shape(job),
         global_batch=job.batch.global_batch_size,
@@ -77,6 +78,7 @@ def describe_job(job: Job) -> Work:
         reduces_once=job.parallel.reduce_gradients == "step",
         loss_chunk_tokens=job.parallel.loss_chunk_tokens,
         offloads=job.parallel.offload_activations,
+        offloads_optimizer=job.optimizer.offload is not None,
     )
 
 

@@ -59,5 +59,7 @@ class ByEngine:
         if not every or held_out is None or (number % every and number != self._job.steps):
             return None
         loop.tools.points("data")
+        if self._job.optimizer.is_schedule_free:  # parameters will be others
+            loop.tools.snapshots.wait(loop.groups.deadline())
         count = min(data.eval_samples, len(held_out))
         return float(evaluate(loop, self._engine.evaluate, held_out, count, "held-out loss"))

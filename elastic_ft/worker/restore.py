@@ -50,20 +50,21 @@ def make_room(
 ) -> None:
     """The old shard leaves its GPU before a new one is laid out there: both may be too much.
 
-    It is in host memory then, so that nothing is lost where forming breaks again. Where every
-    rank has all, it stays in place.
+    It is in host memory then, so that nothing is lost where forming breaks again, if it was not
+    there anyway (``optimizer.offload``). Where every rank has all, it stays in place.
     """
     found = live()
-    if found is None or groups.rank is None or not is_on_gpu(found[1]):
+    if found is None or groups.rank is None or engine.keeps(groups.assignment.layout):
         return
-    if engine.keeps(groups.assignment.layout):
+    if is_on_gpu(found[1]):
+        if found[0].step >= groups.assignment.source.step:  # else nobody can go on from it
+            snapshots.move_out(*found)
+        forget_live()
+    elif engine.device.type != "cuda":
         return
     if engine.reference is not None:
         engine.reference.leave_device()
-    if found[0].step >= groups.assignment.source.step:  # else nobody can go on from it
-        snapshots.move_out(*found)
     del found
-    forget_live()
     gc.collect()  # modules of before are in cycles
     torch.cuda.empty_cache()
 

@@ -21,6 +21,9 @@ GOOD: dict[str, Any] = {
 }
 
 
+SCHEDULE_FREE = {"name": "schedule_free_sgd", "schedule": "constant"}
+
+
 def changed(path: str, value: Any) -> dict[str, Any]:
     """GOOD with the value at a dotted path replaced."""
     values = copy.deepcopy(GOOD)
@@ -147,6 +150,48 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="recompute-some",
         ),
         pytest.param(changed("optimizer.schedule", "wsd"), "optimizer: decay_steps: ", id="wsd"),
+        pytest.param(
+            changed("optimizer.name", "schedule_free_adamw"),
+            "optimizer: schedule: schedule_free_adamw takes constant, with or without warmup_steps",
+            id="schedule-free-cosine",
+        ),
+        pytest.param(
+            changed("optimizer.name", "schedulefree:RAdamScheduleFree"),
+            "optimizer: schedule: schedulefree:RAdamScheduleFree takes constant",
+            id="schedule-free-by-path",
+        ),
+        pytest.param(
+            changed("optimizer", SCHEDULE_FREE | {"kwargs": {"warmup_steps": 5}}),
+            "optimizer: kwargs.warmup_steps: optimizer.warmup_steps is the warm-up",
+            id="schedule-free-warm-up",
+        ),
+        pytest.param(
+            changed("optimizer", SCHEDULE_FREE)
+            | {"parallel": {"engine": "deepspeed", "zero_stage": 1}},
+            "job: optimizer.name: schedule_free_sgd is of engine native",
+            id="schedule-free-deepspeed",
+        ),
+        pytest.param(
+            changed("optimizer.offload", "nvme"),
+            "optimizer.offload: nvme: not offered, a step would take a disk's time; cpu is",
+            id="offload-nvme",
+        ),
+        pytest.param(
+            changed("optimizer", {"name": "muon", "offload": "cpu"}),
+            "optimizer: offload: is of adamw, adam, sgd, schedule_free_adamw, schedule_free_sgd, ",
+            id="offload-muon",
+        ),
+        pytest.param(
+            changed("optimizer.offload", "cpu")
+            | {"parallel": {"engine": "deepspeed", "zero_stage": 1}},
+            "job: optimizer.offload: is of engine native; deepspeed has parallel.offload_optimizer",
+            id="offload-deepspeed",
+        ),
+        pytest.param(
+            changed("optimizer.offload", "cpu") | {"comm": {"compress_replicas": "int8"}},
+            "job: optimizer.offload: not with comm.compress_replicas",
+            id="offload-compressed",
+        ),
         pytest.param(
             changed("optimizer.groups", [{"match": "*", "lr": 0}]),
             "optimizer.groups.0.lr: Input should be greater than 0",

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ft.core.layouts.layout import Layout, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
-from elastic_ft.core.layouts.memory_costs import memory
+from elastic_ft.core.layouts.memory_costs import host_bytes, memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
 from elastic_ft.core.layouts.planner import CHUNKS, Limits, allowed, best, plans
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
@@ -346,6 +346,24 @@ def test_what_waits_in_host_memory_costs_the_way_there_and_back() -> None:
     assert memory(work, choice).total - memory(away, choice).total == 31 * inputs
     slower_s = step_time(away, choice, links).total - step_time(work, choice, links).total
     assert slower_s == pytest.approx(2 * 32 * inputs / there.host_bytes_per_s)
+
+
+def test_an_optimizer_in_host_memory_is_none_on_the_device() -> None:
+    work, there = Work(SEVEN_B, 64), devices(8)
+    links, choice = Interconnect.of(there, (8,)), Choice(Layout(dp_shard=8), 1, True)
+    away = replace(work, offloads_optimizer=True)
+    held = SEVEN_B.parameters / 8
+    assert memory(work, choice).optimizer == pytest.approx(8 * held)
+    assert memory(away, choice) == memory(work, choice)._replace(optimizer=0.0)
+    assert host_bytes(away, choice) == pytest.approx((4 + 8 + 4) * held)
+    assert host_bytes(work, choice) == 0.0
+    slower_s = step_time(away, choice, links).total - step_time(work, choice, links).total
+    assert slower_s == pytest.approx((8 + 28) * held / there.host_bytes_per_s)
+    small = devices(8, memory_gb=12)
+    with pytest.raises(NoLayout):
+        best(replace(work, global_batch=8), small)
+    found = best(replace(away, global_batch=8), small)
+    assert any("of host memory a device" in reason for reason in found.why)
 
 
 def test_schedules_hold_what_they_are_known_to_hold() -> None:

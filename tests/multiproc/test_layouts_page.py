@@ -1,4 +1,4 @@
-"""docs/layouts.md, experts.md, compression.md: each job file's layout trains a small model."""
+"""docs/layouts.md, experts.md, compression.md, optimizers.md: their jobs train a small model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.multiproc.pool import Pool
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS: list[dict[str, Any]] = [
     yaml.safe_load(text)
-    for page in ("layouts.md", "experts.md", "compression.md")
+    for page in ("layouts.md", "experts.md", "compression.md", "optimizers.md")
     for text in re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 ]
 # At most: a small model, eight processes.
 SCALED = {"tp": 2, "pp": 2, "cp": 2, "ep": 2, "shard_size": 2}
-OF_LAYOUTS = ("model", "parallel", "precision", "comm")
+OF_LAYOUTS = ("model", "parallel", "precision", "comm", "optimizer")
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -35,16 +35,20 @@ def pool() -> Iterator[Pool]:
 
 
 def test_the_pages_have_job_files() -> None:
-    assert len(SECTIONS) >= 17
+    assert len(SECTIONS) >= 21
 
 
-@pytest.mark.parametrize("sections", SECTIONS, ids=lambda s: str(s["parallel"]))
+def named(sections: dict[str, Any]) -> str:
+    return str(sections["parallel"]) + str(sections.get("optimizer", ""))
+
+
+@pytest.mark.parametrize("sections", SECTIONS, ids=named)
 def test_it_is_a_job(sections: dict[str, Any]) -> None:
     values = {"name": "page", "steps": 1, "model": {"preset": "decoder-7b"}}
     parse_job(values | {"data": {"url": "stdlib:"}} | sections)
 
 
-@pytest.mark.parametrize("sections", SECTIONS, ids=lambda s: str(s["parallel"]))
+@pytest.mark.parametrize("sections", SECTIONS, ids=named)
 def test_it_trains(pool: Pool, sections: dict[str, Any]) -> None:
     given = sections["parallel"]
     parallel = given | {k: min(v, most) for k, most in SCALED.items() if (v := given.get(k))}

@@ -37,6 +37,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {},
     "sgd": {"momentum": 0.9, "dampening": 0.3},
     "muon": {},
+    "schedule_free_adamw": {},
+    "schedule_free_sgd": {"momentum": 0.8},
     "torch.optim:NAdam": {},
     "torch.optim:Adagrad": {"initial_accumulator_value": 0.1},
     "torch.optim:RMSprop": {"momentum": 0.5},
@@ -66,9 +68,19 @@ MIXTRAL = {
 SHARED = {"strategy": "fsdp", "ep": 2}
 
 
-def job_of(name: str, strategy: str, model: dict[str, Any] | None = None, **parallel: Any) -> Job:
+def job_of(
+    name: str,
+    strategy: str,
+    model: dict[str, Any] | None = None,
+    offload: bool = False,
+    **parallel: Any,
+) -> Job:
     path = "matrices" if name.endswith("Muon") else "mixer"
     optimizer = COMMON["optimizer"] | {"name": name, "kwargs": OPTIMIZERS[name], "eps": 1e-6}
+    if name.startswith("schedule_free"):
+        optimizer |= {"schedule": "constant", "warmup_steps": 3}
+    if offload:
+        optimizer["offload"] = "cpu"
     model = model or {"path": f"tests.multiproc.tiny:{path}"}
     sections = {"optimizer": optimizer, "model": model, "parallel": parallel}
     return make_job(strategy, workers=1, **COMMON | sections)
@@ -161,6 +173,20 @@ def test_a_mixture_of_experts_through_a_loss(ranks: Pool, parallel: dict[str, An
     """Its routers' loss included, of each micro-batch. Four experts on three ranks: 2, 2 and none,
     and then on two."""
     check(ranks, job_of("adamw", model={"transformers": MIXTRAL}, **parallel))
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("adamw", {"strategy": "ddp"}),
+        ("schedule_free_adamw", {"strategy": "fsdp"}),
+        pytest.param("adamw", SHARED, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
+def test_in_host_memory_through_a_loss(ranks: Pool, name: str, parallel: dict[str, Any]) -> None:
+    model = {"transformers": MIXTRAL} if "ep" in parallel else None
+    check(ranks, job_of(name, model=model, offload=True, **parallel))
 
 
 def check(ranks: Pool, job: Job) -> None:

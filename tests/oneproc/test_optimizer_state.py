@@ -25,6 +25,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"amsgrad": True},
     "sgd": {"momentum": 0.9, "dampening": 0.5, "nesterov": False},
     "muon": {},
+    "schedule_free_adamw": {},
+    "schedule_free_sgd": {"r": 0.5},
+    "schedulefree:RAdamScheduleFree": {},
     "torch.optim:NAdam": {},
     "torch.optim:RAdam": {},
     "torch.optim:Adamax": {},
@@ -42,7 +45,10 @@ SHAPES = {"matrix": (5, 4), "vector": (4,), "late": (3, 3), "never": (2,)}
 
 
 def config_of(name: str, kwargs: Mapping[str, Any]) -> OptimizerConfig:
-    return OptimizerConfig(name=name, lr=0.05, weight_decay=0.1, kwargs=dict(kwargs))
+    schedule = "constant" if name.startswith("schedule") else "cosine"
+    return OptimizerConfig(
+        name=name, lr=0.05, weight_decay=0.1, kwargs=dict(kwargs), schedule=schedule
+    )
 
 
 def make(name: str, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
@@ -232,6 +238,8 @@ def test_settings_of_groups_are_no_state() -> None:
         state = OptimizerState(lambda given, name=name: make(name, given), parameters())
         found = {key.partition(".")[2] for key, _ in state.of_groups()}
         own = {f"{OWN}:Counting": {"k", "d"}, f"{OWN}:Slowing": {"k"}}
+        averaging = {"k", "lr_max", "scheduled_lr", "train_mode", "weight_sum"}
+        own |= {name: averaging for name in OPTIMIZERS if name.startswith("schedule")}
         assert found == own.get(name, set()), name
 
 

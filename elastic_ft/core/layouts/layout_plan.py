@@ -24,6 +24,7 @@ class LayoutPlan:
     time: StepTime
     used: tuple[int, ...]  # devices on each node; the first ones of each
     nodes: tuple[int, ...]  # all devices on each node
+    host_bytes: float = 0.0  # of the node's memory, for an offloaded optimizer; of the fullest rank
     bytes_moved: int | None = None  # from the previous layout
     why: tuple[str, ...] = ()
 

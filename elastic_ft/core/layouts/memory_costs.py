@@ -111,19 +111,13 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
     model, layout = work.model, choice.layout
     layers = stage_layers(model, layout.pp)[stage]
     last = stage == choice.output_rank
-    root = (
-        (stage == 0) * model.embedding_parameters + last * model.output_parameters
-    ) / layout.tp  # FSDP's root unit: whatever is in no layer
-    experts = model.expert_parameters * model.expert_share(layout.ep) / layout.tp
-    dense = (model.block_parameters - model.expert_parameters) / layout.tp
-    block = dense + experts  # as a rank gathers it
-    local_block = dense / layout.state_shards + experts / layout.expert_shards
+    root, block, local_block = _unit_parameters(work, choice, stage)
     own = root + layers * block
     local = root / layout.state_shards + layers * local_block
     count = choice.micro_batches(work)
     base = Memory(
         parameters=local * work.parameter_bytes,
-        optimizer=local * work.optimizer_bytes,
+        optimizer=0.0 if work.offloads_optimizer else local * work.optimizer_bytes,
         gradients=_gradients(work, choice, own, local, count),
     )
     tokens = ceil(choice.micro_batch * model.sequence_length / layout.cp)
@@ -142,6 +136,7 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
     rooted = root * (work.gradient_bytes * 2) + root / layout.state_shards * work.gradient_bytes
     biggest = max(local_block, root / 2 / layout.state_shards)
     scratch = (local if fused else 2 * biggest) * work.parameter_bytes
+    scratch *= not work.offloads_optimizer
     sharded = layout.state_shards > 1
     return max(
         base._replace(gathered=whole, activations=held + head, loss=loss),
@@ -150,6 +145,36 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
         base._replace(gathered=scratch),
         key=lambda m: m.total,
     )
+
+
+def _unit_parameters(work: Work, choice: Choice, stage: int) -> tuple[float, float, float]:
+    """What a rank of a stage gathers of FSDP's root unit (whatever is in no layer) and of a layer,
+    and what it holds of a layer."""
+    model, layout = work.model, choice.layout
+    last = stage == choice.output_rank
+    root = ((stage == 0) * model.embedding_parameters + last * model.output_parameters) / layout.tp
+    experts = model.expert_parameters * model.expert_share(layout.ep) / layout.tp
+    dense = (model.block_parameters - model.expert_parameters) / layout.tp
+    return root, dense + experts, dense / layout.state_shards + experts / layout.expert_shards
+
+
+def held_parameters(work: Work, choice: Choice) -> float:
+    """How many the fullest rank has of its own, whole ones being gathered from those of others."""
+    layers = stage_layers(work.model, choice.layout.pp)
+    held = []
+    for stage, count in enumerate(layers):
+        root, _, local_block = _unit_parameters(work, choice, stage)
+        held.append(root / choice.layout.state_shards + count * local_block)
+    return max(held)
+
+
+def host_bytes(work: Work, choice: Choice) -> float:
+    """That the fullest rank takes of its node's memory for an offloaded optimizer: the weights that
+    it steps, what it keeps for them, and their gradients. Snapshots come on top."""
+    if not work.offloads_optimizer:
+        return 0.0
+    each = work.parameter_bytes + work.optimizer_bytes + work.gradient_bytes
+    return held_parameters(work, choice) * each
 
 
 def _gathered_kv_bytes(work: Work, choice: Choice) -> float:

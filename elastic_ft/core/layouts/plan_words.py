@@ -33,6 +33,9 @@ def why(
 ) -> Iterator[str]:
     """Sentences: fit, each feature against doing without it, tie-break, who is idle."""
     yield f"fits: {gb(plan.memory.total)} of {gb(usable_bytes)} on the fullest device"
+    if plan.host_bytes:
+        step_s = f"{plan.time.offload / plan.time.total:.0%} of a step"
+        yield f"the optimizer takes {gb(plan.host_bytes)} of host memory a device, and {step_s}"
     for feature, has in features(plan.choice).items():
         if has:
             yield f"{feature}: {_loss_without(feature, plan, without)}"

@@ -15,7 +15,7 @@ from math import ceil, gcd
 
 from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
-from elastic_ft.core.layouts.memory_costs import memory
+from elastic_ft.core.layouts.memory_costs import host_bytes, memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
 from elastic_ft.core.layouts.plan_words import Without, compared, describe, features, gb, why
 from elastic_ft.core.layouts.time_costs import AGAIN, Interconnect, step_time
@@ -222,7 +222,8 @@ class _Search:
         self.fastest_s = min(self.fastest_s, time.total)
         known = self.found.get(choice.layout)
         if known is None or time.total < known.time.total:
-            self.found[choice.layout] = LayoutPlan(choice, need, time, used, self.devices.nodes)
+            nodes, host = self.devices.nodes, host_bytes(self.work, choice)
+            self.found[choice.layout] = LayoutPlan(choice, need, time, used, nodes, host)
         return True
 
     def _note(self, choice: Choice, nbytes: float, time_s: float) -> None:

@@ -13,7 +13,7 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.memory_costs import kept_activation_bytes
+from elastic_ft.core.layouts.memory_costs import held_parameters, kept_activation_bytes
 from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute, Work, stage_layers
 
 # Shares of a layer's forward, and of what it sends, that are done again. Selective: norms, rotary
@@ -134,7 +134,7 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     return StepTime(
         compute=3 * forward_s * count,
         recompute=again_s * count,
-        offload=offload_s * count,
+        offload=offload_s * count + _optimizer_s(work, choice, devices),
         tp=(2 + tp_again) * tp_s * count,
         cp=(kv_s + cp_again_s) * count,
         ep=(ep_s + ep_again_s) * count,
@@ -159,6 +159,16 @@ def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> flo
         work, choice.layout.tp, choice.recompute, devices.fused, choice.layout.ep
     )
     return 2 * layers * tokens * kept / devices.host_bytes_per_s
+
+
+def _optimizer_s(work: Work, choice: Choice, devices: Devices) -> float:
+    """Seconds of an offloaded optimizer's step, which nothing hides: gradients come down, the
+    processor reads them, reads and writes weights and what is kept for them, and weights go up."""
+    if not work.offloads_optimizer:
+        return 0.0
+    sent = work.gradient_bytes + work.parameter_bytes
+    stepped = work.gradient_bytes + 2 * (work.parameter_bytes + work.optimizer_bytes)
+    return held_parameters(work, choice) * (sent + stepped) / devices.host_bytes_per_s
 
 
 def _widest_stage(model: ModelShape, layout: Layout) -> tuple[float, float]:

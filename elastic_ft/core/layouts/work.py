@@ -96,6 +96,7 @@ class Work:
     reduces_once: bool = False  # FSDP: gradients once a step, whole until then
     loss_chunk_tokens: int | None = None  # whose logits are there at a time; None: all
     offloads: bool = False  # what layers keep for backward waits in host memory
+    offloads_optimizer: bool = False  # its state, and the weights that it steps, are there
 
     @property
     def state_bytes(self) -> int:

@@ -1,0 +1,113 @@
+"""Weights of a schedule-free optimizer within an evaluation, and what is listed meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ft.engines.averaged import averaged
+from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.native import NativeEngine
+from elastic_ft.models.decoder import Decoder, DecoderConfig
+from tests.oneproc.alone import attached, job_of, run_step
+
+schedulefree = pytest.importorskip("schedulefree")
+SIZES = DecoderConfig(
+    vocab_size=97, n_layers=2, dim=16, n_heads=2, n_kv_heads=1, ffn_dim=24, max_sequence_length=12
+)
+WAYS = {
+    "ddp": {"parallel": {"strategy": "ddp"}},
+    "fsdp": {"parallel": {"strategy": "fsdp"}, "precision": {"dtype": "bf16"}},
+}
+KINDS = {"schedule_free_adamw": {"betas": [0.8, 0.9]}, "schedule_free_sgd": {"kwargs": {"r": 0.1}}}
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"tokens": torch.randint(0, 97, (4, 13), generator=generator)}
+
+
+def job(way: str, name: str, offload: str | None) -> Any:
+    optimizer = {"name": name, "lr": 0.05, "schedule": "constant", "offload": offload}
+    return job_of(optimizer=optimizer | KINDS[name], **WAYS[way])
+
+
+def listed(engine: NativeEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.local.clone() for name, tensor in engine.state().items()}
+
+
+def live(engine: NativeEngine) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in engine._model.parameters.items():
+        value: Any = parameter.detach()
+        found[f"model.{name}"] = getattr(value, "_local_tensor", value).clone()
+    return found
+
+
+def by_the_package(state: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    """What its optimizer makes of such a state in ``eval``."""
+    weights = {k: v.clone() for k, v in state.items() if k.startswith("model.")}
+    if name == "schedule_free_adamw":
+        optimizer = schedulefree.AdamWScheduleFree(weights.values(), betas=(0.8, 0.9))
+    else:
+        optimizer = schedulefree.SGDScheduleFree(weights.values())
+    optimizer.train()
+    for key, weight in weights.items():
+        optimizer.state[weight]["z"] = state[f"optim.{key.removeprefix('model.')}.z"]
+    optimizer.eval()
+    return weights
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_evaluation_is_of_the_averages(way: str, name: str, offload: str | None) -> None:
+    with attached(job(way, name, offload), lambda: Decoder(SIZES), tokens=12) as engine:
+        held_out = [MicroBatch(0, batch(9))]
+        before = live(engine)
+        with averaged(engine._model):  # nothing is averaged yet
+            assert same(live(engine), before)
+        for step in range(1, 4):
+            run_step(engine, step, [batch(step)])
+        state, y = listed(engine), live(engine)
+        assert same(y, {key: state[key] for key in y})
+        with averaged(engine._model):
+            x = live(engine)
+            assert same(x, by_the_package(state, name))
+            assert not any(torch.equal(x[key], y[key]) for key in x)
+            assert same(listed(engine), state)
+        loss = engine.evaluate(held_out)[0]
+        assert same(live(engine), y) and same(listed(engine), state)
+
+        def breaks() -> Any:
+            yield held_out[0]
+            assert same(listed(engine), state)  # of a thread that is left behind here
+            raise RuntimeError("as it were")
+
+        with pytest.raises(RuntimeError, match="as it were"):
+            engine.evaluate(breaks())
+        assert same(live(engine), y) and same(listed(engine), state)
+        engine.job = engine.job.model_copy(update={"optimizer": job_of().optimizer})
+        assert engine.evaluate(held_out)[0] != loss
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_host_memory_steps_are_the_same_to_the_last_bit(way: str) -> None:
+    """fp32 and bf16; what is listed is what was stepped, and not the device's copy."""
+    found = []
+    for offload in (None, "cpu"):
+        sections = WAYS[way] | {"optimizer": {"lr": 1e-2, "offload": offload}}
+        with attached(job_of(**sections), lambda: Decoder(SIZES), tokens=12) as engine:
+            losses = [run_step(engine, step, [batch(step)] * 2)[0] for step in range(1, 4)]
+            found.append((losses, listed(engine)))
+            model = engine._model
+            apart = [n for n, p in model.parameters.items() if model.masters[n] is not p]
+            assert len(apart) == (0 if offload is None else len(model.parameters))
+    (losses, state), (others, other_state) = found
+    assert losses == others and same(state, other_state)
