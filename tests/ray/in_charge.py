@@ -55,10 +55,17 @@ def two_and_two(cpus: float = 1) -> Iterator[LocalCluster]:
 
 
 class DrivenJob(Seen):
-    """A context manager: what it started is gone at its end."""
+    """A context manager: what it started is gone at its end.
 
-    def __init__(self, cluster: LocalCluster, values: dict[str, Any], folder: Path) -> None:
+    Args:
+        patience: times each time limit: of a soak beside other work.
+    """
+
+    def __init__(
+        self, cluster: LocalCluster, values: dict[str, Any], folder: Path, patience: float = 1
+    ) -> None:
         self.cluster, self.values, self.folder = cluster, values, folder
+        self._patience = patience
         self._driver = self._start_driver()
 
     def __enter__(self) -> DrivenJob:
@@ -106,7 +113,7 @@ class DrivenJob(Seen):
 
     def wait(self, what: str, condition: Callable[[], bool], timeout_s: float = BACK_S) -> None:
         try:
-            wait_for(condition, timeout_s, what)
+            wait_for(condition, timeout_s * self._patience, what)
         except TimeoutError as error:
             for line in self.lines("events.jsonl"):
                 print(json.dumps(line))

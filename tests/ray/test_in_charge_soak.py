@@ -26,6 +26,7 @@ from elastic_ft.hosts.ray.controller_place import LABEL
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(12 * 3600)]
 AWAY_S = 6.0  # of the GCS, and how long a controller is stopped that goes on
 JOINED_S = 300.0
+PATIENCE = 4.0
 FOUR = {"elastic": {"min_workers": 2, "max_workers": 4, "gather_s": 60, "workers_per_node": 2}}
 JOBS: dict[str, dict[str, Any]] = {
     "ddp": TWO | {"parallel": {"strategy": "ddp"}},
@@ -179,7 +180,7 @@ def test_each_in_random_order(cluster: LocalCluster, tmp_path: Path, kind: str) 
     print(f"\n{title}, seed {seed}: {len(order)} faults")
     values = JOBS[kind] | {"elastic": JOBS[kind]["elastic"] | {"standby": is_warm}}
     found: dict[str, list[Found]] = {name: [] for name in names}
-    with DrivenJob(cluster, job(f"soak-{kind}", **values), tmp_path / kind) as run:
+    with DrivenJob(cluster, job(f"soak-{kind}", **values), tmp_path / kind, PATIENCE) as run:
         world = int(values["elastic"]["max_workers"])
         run.wait_for_start(world)
         run.kill_driver()
