@@ -40,7 +40,7 @@ class Found:
     """Of one fault. Seconds.
 
     Attributes:
-        gap_s: the longest time between two trained steps, until all is well again.
+        gap_s: the longest time between two trained steps, until some are committed after it.
         before_s: the same, of the steps before the fault: what the machine does by itself.
         in_charge_s: until the next controller is; None: there is none, or need not be.
     """
@@ -156,13 +156,14 @@ def break_it(run: DrivenJob, name: str, world: int) -> Found:
     if name not in SAME:
         run.wait_for_adoption(in_charge)
     run.wait_for_steps(AFTER_STEPS)
+    gap_s = run.gap_s(now_s)
     run.wait("all workers", lambda: run.world == world, JOINED_S)
     again = run.events("in_charge")[in_charge:]
     assert bool(again) != (name in SAME), f"{name}: {len(again)} controllers after"
     ended = [pid for pid in pids if not alive(pid)]
     assert len(ended) == (name in WORKER_ENDS), f"{name}: of {pids} ended {ended}"
     in_charge_s = again[0]["at_s"] - now_s if again else None
-    return Found(run.gap_s(now_s), before_s, in_charge_s, len(pids) - len(ended), len(ended))
+    return Found(gap_s, before_s, in_charge_s, len(pids) - len(ended), len(ended))
 
 
 @pytest.mark.parametrize("kind", JOBS)
