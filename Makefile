@@ -109,7 +109,7 @@ soak: $(STAMP)
 # figures, which benchmarks/results keeps. KIND: ddp, fsdp or fsdp-tp. COLD=1: without a standby.
 TIMES ?= 20
 soak-in-charge: $(STAMP)
-	ELASTIC_FT_IN_CHARGE_TIMES=$(TIMES) ELASTIC_FT_IN_CHARGE_OUT=benchmarks/results/in-charge-ray.json \
+	ELASTIC_FT_IN_CHARGE_TIMES=$(TIMES) ELASTIC_FT_IN_CHARGE_OUT=benchmarks/results/in-charge-ray-soak.json \
 	  $(if $(COLD),ELASTIC_FT_IN_CHARGE_COLD=1) $(PYTEST) -s -m soak tests/ray/test_in_charge_soak.py $(if $(KIND),-k '[$(KIND)]')
 
 # Beside Ray Train, torchft and torchrun; it goes on where it was interrupted. Then the table in
