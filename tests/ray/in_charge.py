@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,9 +26,11 @@ from trial import START_S, Seen
 
 from elastic_ft.config import parse_job
 from elastic_ft.hosts.local import run_local
+from elastic_ft.hosts.ray import fork_client, fork_server
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.controller_place import LABEL
 from elastic_ft.hosts.ray.names import ROOT, RunNames, actor_named, actors_of, groups_of
+from elastic_ft.hosts.ray.warm_standby import whose
 from elastic_ft.observe.run_reader import read_lines
 
 DRIVER = Path(__file__).parent / "in_charge_driver.py"
@@ -98,10 +101,16 @@ class DrivenJob(Seen):
         steps = self.lines("steps.jsonl")
         return int(steps[-1]["world_size"]) if steps else 0
 
-    def standbys(self) -> list[str]:
-        """The nodes that have one, or had."""
-        prefix = f"{self.names.prefix}standby/"
-        return [name.removeprefix(prefix).split("/")[0] for name in actors_of(prefix)]
+    def ready_standbys(self) -> list[str]:
+        """The nodes where a controller would be forked."""
+        return [node for node in self.cluster.node_ids if self._is_ready(node)]
+
+    def _is_ready(self, node: str) -> bool:
+        with socket.socket(socket.AF_UNIX) as link, contextlib.suppress(OSError, psutil.Error):
+            link.connect(fork_client.name_of(node, whose(self.names.prefix)))
+            listener = psutil.Process(fork_client.listener_of(link))
+            return fork_server.__name__ in listener.cmdline()
+        return False
 
     def pids(self) -> list[int]:
         return sorted(member["pid"] for member in self.members())

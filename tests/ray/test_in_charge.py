@@ -57,7 +57,7 @@ def test_controllers_node_and_a_worker_are_killed(cluster: LocalCluster, tmp_pat
     values = job("both", **TWO | {"elastic": TWO["elastic"] | {"standby": True}})
     with DrivenJob(cluster, values, tmp_path / "both") as run:
         run.wait_for_start(2)
-        assert len(run.standbys()) == 2
+        run.wait("standbys", lambda: len(run.ready_standbys()) == 2)
         before = len(run.events("in_charge"))
         run.kill_controllers_node()
         victim = run.kill_worker(1)
@@ -68,6 +68,6 @@ def test_controllers_node_and_a_worker_are_killed(cluster: LocalCluster, tmp_pat
         parent = psutil.Process(cluster.controller_pid()).parent()
         assert parent is not None and fork_server.__name__ in parent.cmdline()
         node = cluster.add_node(cpus=0, labels={LABEL: "true"})
-        run.wait("another standby", lambda: node in run.standbys())
+        run.wait("another standby", lambda: node in run.ready_standbys())
         check_nothing_lost(run, [survivor], tmp_path)
         assert {line["steps_lost"] for line in run.events("recovered")} == {0}

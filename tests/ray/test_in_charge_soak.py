@@ -186,6 +186,8 @@ def test_each_in_random_order(cluster: LocalCluster, tmp_path: Path, kind: str) 
         run.wait_for_start(world)
         run.kill_driver()
         for number, name in enumerate(order, 1):
+            if is_warm:  # one that went with its node is replaced, and then imports
+                run.wait("standbys", lambda: len(run.ready_standbys()) >= 2)
             found[name].append(break_it(run, name, world))
             print(f"{number:4}/{len(order)} {name}: {found[name][-1]}", flush=True)
         check_nothing_lost(run, [], tmp_path)

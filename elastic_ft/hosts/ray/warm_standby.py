@@ -91,11 +91,13 @@ class Standbys(threading.Thread):
         self._standby, self._over = standby, threading.Event()
 
     def run(self) -> None:
-        while not self._over.wait(LOOK_EVERY_S):
+        while True:
             try:
                 self._standby.start()
             except Exception as error:  # the head comes back; until then a controller starts cold
                 log.warning("no standby is looked after: %s: %s", type(error).__name__, error)
+            if self._over.wait(LOOK_EVERY_S):
+                return
 
     def close(self) -> None:
         """They stay: another controller has the job."""
