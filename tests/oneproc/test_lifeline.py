@@ -298,7 +298,7 @@ def test_a_controller_that_is_stopped_and_goes_on_is_told_what_it_missed(realm: 
     first.goes_on.set()
     first.wait(lambda heard: len(heard) == number + 5001)
     assert [message.number for message in first.messages] == [*range(1, number + 5002)]
-    assert lifeline.send(note()) and not first.ended.is_set()
+    assert reader.is_alive() and not first.ended.is_set()
 
 
 def test_who_takes_nothing_is_left_and_the_next_one_told(
