@@ -12,13 +12,13 @@ QUICK := tidy core storage
 PARALLEL := -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo service-demo test test-alone test-quick lint bench bench-peers gpu chaos chaos-ray chaos-others soak fuzz mutants clean venv \
+.PHONY: help demo service-demo test test-alone test-quick lint bench bench-peers gpu chaos chaos-ray chaos-others soak soak-in-charge fuzz mutants clean venv \
   test-tidy test-core test-sim test-storage test-oneproc test-multiproc test-observe test-cli \
   test-ray test-chaos test-bench
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
-	@echo "also: make service-demo | test-quick | lint | bench | bench-peers | gpu | chaos | soak | fuzz | mutants | clean | test-<tier>"
+	@echo "also: make service-demo | test-quick | lint | bench | bench-peers | gpu | chaos | soak | soak-in-charge | fuzz | mutants | clean | test-<tier>"
 
 venv: $(STAMP)
 
@@ -104,6 +104,13 @@ soak: $(STAMP)
 	for tier in $(SOAK); do $(PYTEST) -m soak --timeout=7200 tests/$$tier || exit 1; done
 	for seed in 1000 2000 3000; do \
 	  $(BIN)/elastic-ft chaos soak --minutes $(SOAK_MINUTES) --seed $$seed || exit 1; done
+
+# Whoever is in charge on Ray is killed or stopped, each way TIMES times in random order; with the
+# figures, which benchmarks/results keeps. KIND: ddp, fsdp or fsdp-tp. COLD=1: without a standby.
+TIMES ?= 20
+soak-in-charge: $(STAMP)
+	ELASTIC_FT_IN_CHARGE_TIMES=$(TIMES) ELASTIC_FT_IN_CHARGE_OUT=benchmarks/results/in-charge-ray-soak.json \
+	  $(if $(COLD),ELASTIC_FT_IN_CHARGE_COLD=1) $(PYTEST) -s -m soak tests/ray/test_in_charge_soak.py $(if $(KIND),-k '[$(KIND)]')
 
 # Beside Ray Train, torchft and torchrun; it goes on where it was interrupted. Then the table in
 # docs/benchmarks.md is made anew.

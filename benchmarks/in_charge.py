@@ -5,7 +5,7 @@
 Two workers on two nodes; the faults below in random order, each so often. After each: every worker
 but a killed one still has its process, and steps go on. At the end: each step once, none lost, and
 losses are those of the same job undisturbed. The figure is the longest time between two trained
-steps. The same on Ray: ``pytest -m soak tests/ray/test_in_charge.py``.
+steps. The same on Ray: ``make soak-in-charge``.
 """
 
 from __future__ import annotations

@@ -138,13 +138,16 @@ class Heir:
                 self.executor.avoid_node(node, until_s - now_s)
         where = f"on {os.uname().nodename}"
         took_s = round(time.monotonic() - self._began_s, 4)
-        made_up = self._made_up
+        until_s = self.takeover.in_charge_until_s(heritage.last_s)
+        made_up, away_s = self._made_up, round(max(0.0, now_s - until_s), 3)
         reason = (
             f"controller {number} {where}, process {os.getpid()}, found {len(self.survivors)} "
-            f"workers and keepers alive, {state.phase}; {heritage.told} events were told again"
+            f"workers and keepers alive, {state.phase}; nobody was in charge for {away_s:.1f} s, "
+            f"{heritage.told} events were told again"
         )
         fields = {"controller": number, "host": os.uname().nodename, "pid": os.getpid()}
         fields |= {"adopted": sorted(self.survivors), "phase": state.phase, "took_s": took_s}
+        fields["away_s"] = away_s
         fields |= {"told_again": heritage.told, "made_up": made_up}
         self.observer.journal("in_charge", state.generation, reason, fields)
         yield ev.ControllerChanged(now_s, number, where)

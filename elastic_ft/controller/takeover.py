@@ -112,10 +112,13 @@ class Takeover:
     def adoptable_until_s(self, last_s: float) -> float:
         """Until when survivors can be counted on to be adopted (unix time). ``last_s``: when the
         controller before this one was last told anything."""
+        share_s = ADOPT_SHARE * self._job.elastic.controller_timeout_s
+        return self.in_charge_until_s(last_s) + share_s
+
+    def in_charge_until_s(self, last_s: float) -> float:
+        """When the controller before this one gave its last sign (unix time)."""
         sign = self._sign_at_start
-        if sign is not None and sign.in_charge:
-            last_s = max(last_s, sign.at_s)
-        return last_s + ADOPT_SHARE * self._job.elastic.controller_timeout_s
+        return max(last_s, sign.at_s) if sign is not None and sign.in_charge else last_s
 
     def complete(self, killed: tuple[str, ...]) -> tuple[CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from; None if it is known by now how the job ends.

@@ -5,13 +5,14 @@ and acknowledges what is durable; who loses its controller tells the next one th
 that one leaves out what it has. So nothing that was told is lost, and nothing counts twice.
 Heartbeats and the like are of the moment: they have no number, and are never told again.
 
-Who is silent is told nothing: a controller that is stopped takes no bytes, and once its buffers
-were full training would wait for it, and the kernel end the connection. It is told the rest as soon
-as it is heard again.
+Who is silent, or takes nothing, is told nothing: a controller that is stopped takes no bytes, and
+once its buffers were full training would wait for it, and the kernel end the connection. It is told
+the rest as soon as it is heard again, by the thread that hears it: no other waits for that.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import typing
 from collections import deque
@@ -23,6 +24,8 @@ from elastic_ft.transport.control import FaultFired, Note
 from elastic_ft.transport.messages import Encoded, Numbered
 from elastic_ft.transport.wire import Channel
 
+ROOM_S = 0.05  # that who is told has, to make room
+AT_ONCE = 64  # messages
 KEPT_MAX = 100_000  # messages, some 50 MB: an hour of steps, ten a second
 NUMBERED = frozenset({*typing.get_args(ev.Event), Note, FaultFired})
 
@@ -56,28 +59,34 @@ class LineOutbox:
         if not self._keeps:
             return self._channel.send(message)
         if type(message) not in NUMBERED:
-            return not self._is_silent() and self._channel.send(message)
+            return self._takes_more() and self._channel.send(message)
         with self._changed:  # they go out in the order of their numbers
             self._number += 1
             encoded = Encoded(Numbered(self._number, message))
             self._kept.append((self._number, encoded))
-            if self._told < self._number - 1 or self._is_silent():
+            if self._told < self._number - 1 or not self._takes_more():
                 return False
-            return self._tell(self._number, encoded)
+            if self._channel.send(encoded):
+                self._told = self._number
+            return self._told == self._number
 
-    def _tell(self, number: int, encoded: Encoded) -> bool:
-        if self._channel.send(encoded):
-            self._told = number
-        return self._told == number
+    def _takes_more(self) -> bool:
+        return not self._is_silent() and self._channel.has_room(ROOM_S)
 
     def catch_up(self) -> None:
-        """The controller was heard: it is told what was held back."""
+        """The controller was heard: it is told what was held back. In the thread that receives."""
+        while untold := self._untold():
+            for number, encoded in untold:
+                if not self._channel.send(encoded):
+                    return  # it has ended: the next one is told
+                with self._changed:
+                    self._told = number
+
+    def _untold(self) -> list[tuple[int, Encoded]]:
+        """The oldest. As long as there are some, nobody else tells anything."""
         with self._changed:
-            if self._told == self._number:
-                return
-            for number, encoded in self._kept:
-                if number > self._told and not self._tell(number, encoded):
-                    break  # it has ended: the next one is told
+            known = len(self._kept) - (self._number - self._told)  # kept, and told
+            return list(itertools.islice(self._kept, max(0, known), max(0, known) + AT_ONCE))
 
     def acknowledge(self, number: int) -> None:
         """All up to ``number`` need not be told again."""
@@ -92,8 +101,9 @@ class LineOutbox:
         with self._changed:
             self.acknowledge(heard)
             self._channel, self._told = channel, self._number - len(self._kept)
-            self.catch_up()
-            return len(self._kept)
+            again = len(self._kept)
+        self.catch_up()
+        return again
 
     def await_room(self) -> None:
         """Waits while so much is kept that no more is to be made: nothing is ever dropped.

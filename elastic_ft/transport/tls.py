@@ -197,6 +197,9 @@ class TlsSocket:
     def setsockopt(self, level: int, option: int, value: int | bytes) -> None:
         self._socket.setsockopt(level, option, value)
 
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def getsockname(self) -> Any:
         return self._socket.getsockname()
 
@@ -216,6 +219,13 @@ def readable(line: AnySocket, timeout_s: float) -> bool:
         return line.readable(timeout_s)
     waiting = select.poll()
     waiting.register(line.fileno(), select.POLLIN)
+    return bool(waiting.poll(timeout_s * 1000))
+
+
+def writable(line: AnySocket, timeout_s: float) -> bool:
+    """Whether there is room, within ``timeout_s``, for more than a few bytes of what is sent."""
+    waiting = select.poll()
+    waiting.register(line.fileno(), select.POLLOUT)
     return bool(waiting.poll(timeout_s * 1000))
 
 

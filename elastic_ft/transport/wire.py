@@ -23,7 +23,7 @@ from typing import Any
 
 from elastic_ft.transport.handshake import HANDSHAKE_S, Session, greet
 from elastic_ft.transport.messages import Encoded, MessageRefused, Messages, encode
-from elastic_ft.transport.tls import AnySocket, JobKey, call, readable
+from elastic_ft.transport.tls import AnySocket, JobKey, call, readable, writable
 
 LENGTH = struct.Struct("!I")
 NUMBER = struct.Struct("!Q")
@@ -157,6 +157,14 @@ class Channel:
             return bool(self._come) or readable(self._socket, timeout_s)
         except (OSError, ValueError) as error:
             raise EOFError(str(error)) from None
+
+    def has_room(self, timeout_s: float) -> bool:
+        """Whether a message of some kilobytes can be sent without waiting, within ``timeout_s``;
+        True as well of one that has ended."""
+        try:
+            return writable(self._socket, timeout_s)
+        except (OSError, ValueError):  # ``send`` says so
+            return True
 
     def limit(self, send_s: float) -> None:
         """From now on sending fails that can't go on for ``send_s``, and ends the connection."""

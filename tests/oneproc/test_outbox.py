@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from elastic_ft.core.assignment import Member
 from elastic_ft.core.events import StepHeld
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
-from elastic_ft.transport.control import TO_CONTROLLER, Heartbeat, Hello
+from elastic_ft.transport.control import TO_CONTROLLER, TO_WORKER, Heartbeat, Hello
+from elastic_ft.transport.handshake import Session
 from elastic_ft.transport.messages import Encoded, MessageRefused, Numbered, pack
 from elastic_ft.transport.outbox import LineOutbox
 from elastic_ft.transport.succession import Search, format_address, parse_address
 from elastic_ft.transport.tls import new_key
+from elastic_ft.transport.wire import Channel
 
+WAIT_S, SECRET = 60.0, b"s" * 32
 MEMBER = Member("w0", "n0", "host", 1)
 
 
@@ -28,8 +32,14 @@ class Wire:
 
     def __init__(self, most: int = 1000) -> None:
         self.most, self.sent = most, list[Any]()
+        self.room, self.goes_on = True, threading.Event()  # it has; what is sent arrives
+        self.goes_on.set()
+
+    def has_room(self, timeout_s: float) -> bool:
+        return self.room
 
     def send(self, message: Any) -> bool:
+        self.goes_on.wait()
         if len(self.sent) == self.most:
             return False
         body = message.body if isinstance(message, Encoded) else Encoded(message).body
@@ -82,6 +92,55 @@ def test_nothing_is_dropped_where_too_much_is_kept() -> None:
     box.send(held(4))
     box.close()
     box.await_room()  # nobody will acknowledge anything
+
+
+def test_nobody_waits_while_the_next_controller_is_told_the_rest() -> None:
+    """An outage's thousands of messages, to one that has just begun: steps waited for all of it."""
+    first, last = Wire(most=0), Wire()
+    box = outbox(first)
+    for step in range(1, 201):
+        box.send(held(step))
+    last.goes_on.clear()
+    telling = threading.Thread(target=box.go_on, args=[last, 10], daemon=True)
+    telling.start()
+    trains = threading.Thread(target=box.send, args=[held(201)], daemon=True)
+    trains.start()
+    trains.join(WAIT_S)
+    assert not trains.is_alive() and last.sent == []
+    last.goes_on.set()
+    telling.join(WAIT_S)
+    assert last.numbers() == list(range(11, 202))
+    assert box.send(held(202)) and last.numbers()[-1] == 202
+
+
+def test_nobody_waits_for_a_controller_that_takes_nothing() -> None:
+    """It is stopped, its buffers are full: steps waited for seconds, and then the line ended."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here = socket.create_connection(server.getsockname())
+        there, _ = server.accept()
+    mine = Channel(here, Session(1, SECRET, SECRET), TO_WORKER)
+    its = Channel(there, Session(1, SECRET, SECRET), TO_CONTROLLER)
+    box, count = LineOutbox(mine), 0
+
+    def train() -> None:
+        nonlocal count
+        while box.send(held(count + 1)):
+            count += 1
+        box.send(Heartbeat("w0", 1, 1, 1, "forward"))
+        for step in range(count + 2, count + 100):
+            assert not box.send(held(step))
+
+    trains = threading.Thread(target=train, daemon=True)
+    trains.start()
+    trains.join(2 * WAIT_S)
+    assert not trains.is_alive()
+    telling = threading.Thread(target=box.catch_up, daemon=True)
+    telling.start()
+    numbers = [its.receive(WAIT_S).number for _ in range(count + 99)]
+    telling.join(WAIT_S)
+    mine.close()
+    its.close()
+    assert numbers == list(range(1, count + 100))
 
 
 @pytest.mark.parametrize("number", [0, -1, True, "1", None])

@@ -170,6 +170,69 @@ def test_nobody_waits_for_a_template_that_can_not_load(
     assert over.wait(WAIT_S)
 
 
+LISTENS = """
+import os, socket, sys
+socket.socket(fileno=int(sys.argv[1])).listen()
+os.write(int(sys.argv[2]), b'+')
+sys.stdin.read()
+"""
+
+
+def test_a_template_that_is_stopped_is_not_waited_for_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever was to be forked waited for half a minute, the next controller among them."""
+    monkeypatch.setattr(warm_nodes, "fork_server", SimpleNamespace(__name__="listens"))
+    monkeypatch.setattr(fork_client, "WAIT_S", 1e6)
+    looks, over = threading.Event(), threading.Event()
+    ends: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        ends.append(seconds)
+        if len(ends) > 1:  # the second child's, with this test
+            over.set()
+            threading.Event().wait()
+
+    monkeypatch.setattr(warm_nodes, "time", SimpleNamespace(sleep=sleep))
+    await_end = warm_nodes._await_end
+
+    def look(process: Any) -> int:
+        looks.wait()
+        monkeypatch.setattr(warm_nodes, "LOOK_STOPPED_S", 0.01)
+        return await_end(process)
+
+    monkeypatch.setattr(warm_nodes, "_await_end", look)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "listens.py").write_text(LISTENS)
+
+    def children() -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if "listens" in process.cmdline():
+                    found.append(process)
+        return found
+
+    template = Template("n")
+    wait_for(lambda: bool(children()) and bool(template.where()), WAIT_S, "it has loaded")
+    (stopped,) = children()
+    wait_for(lambda: listens_at("n") == stopped.pid, WAIT_S, "it listens")
+    stopped.suspend()
+    with pytest.raises(TimeoutError, match="stands still"):
+        fork_client.ask_template(ASKED)
+    looks.set()
+    wait_for(lambda: not stopped.is_running(), WAIT_S, "it is killed")
+    wait_for(lambda: listens_at("n") in [p.pid for p in children()], WAIT_S, "another listens")
+    children()[0].kill()
+    assert over.wait(WAIT_S)
+
+
+def listens_at(node: str) -> int:
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(fork_client.name_of(node))
+        return fork_client.listener_of(link)
+
+
 def test_what_a_node_says_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that answered too late was cold for ever."""
     answers: list[Future[str]] = []

@@ -8,32 +8,67 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 from trial import START_S, Seen
 
+from elastic_ft.config import parse_job
+from elastic_ft.hosts.local import run_local
+from elastic_ft.hosts.ray import fork_client, fork_server
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
-from elastic_ft.hosts.ray.names import RunNames, actor_named
+from elastic_ft.hosts.ray.controller_place import LABEL
+from elastic_ft.hosts.ray.names import ROOT, RunNames, actor_named, actors_of, groups_of
+from elastic_ft.hosts.ray.warm_standby import whose
+from elastic_ft.observe.run_reader import read_lines
 
 DRIVER = Path(__file__).parent / "in_charge_driver.py"
 BACK_S = 90.0  # for a controller to be back, cold, on two shared cores
 AFTER_STEPS = 8  # committed after each fault
+TWO: dict[str, Any] = {
+    "elastic": {"min_workers": 1, "max_workers": 2, "gather_s": 60},
+    "parallel": {"strategy": "fsdp"},
+    "checkpoint": {"every_steps": 10_000},
+    "optimizer": {"schedule": "constant"},  # the same for however many steps
+}
+
+
+@contextlib.contextmanager
+def two_and_two(cpus: float = 1) -> Iterator[LocalCluster]:
+    """Two nodes with room for workers, two that may have the controller."""
+    away = {"durable_head": True, "controllers_on_head": False}
+    with LocalCluster(2, cpus, **away, templates=False) as cluster:  # for its own driver alone
+        cluster.connect()
+        while len(cluster.node_ids) < 4:
+            cluster.add_node(cpus=0, labels={LABEL: "true"})
+        yield cluster
+        wait_for(lambda: not actors_of(ROOT) and not groups_of(ROOT), 30, "nothing is left")
+        assert {entry["state"] for entry in placement_group_table().values()} <= {"REMOVED"}
 
 
 class DrivenJob(Seen):
-    """A context manager: what it started is gone at its end."""
+    """A context manager: what it started is gone at its end.
 
-    def __init__(self, cluster: LocalCluster, values: dict[str, Any], folder: Path) -> None:
+    Args:
+        patience: times each time limit: of a soak beside other work.
+    """
+
+    def __init__(
+        self, cluster: LocalCluster, values: dict[str, Any], folder: Path, patience: float = 1
+    ) -> None:
         self.cluster, self.values, self.folder = cluster, values, folder
+        self._patience = patience
         self._driver = self._start_driver()
 
     def __enter__(self) -> DrivenJob:
@@ -66,6 +101,17 @@ class DrivenJob(Seen):
         steps = self.lines("steps.jsonl")
         return int(steps[-1]["world_size"]) if steps else 0
 
+    def ready_standbys(self) -> list[str]:
+        """The nodes where a controller would be forked."""
+        return [node for node in self.cluster.node_ids if self._is_ready(node)]
+
+    def _is_ready(self, node: str) -> bool:
+        with socket.socket(socket.AF_UNIX) as link, contextlib.suppress(OSError, psutil.Error):
+            link.connect(fork_client.name_of(node, whose(self.names.prefix)))
+            listener = psutil.Process(fork_client.listener_of(link))
+            return fork_server.__name__ in listener.cmdline()
+        return False
+
     def pids(self) -> list[int]:
         return sorted(member["pid"] for member in self.members())
 
@@ -76,7 +122,7 @@ class DrivenJob(Seen):
 
     def wait(self, what: str, condition: Callable[[], bool], timeout_s: float = BACK_S) -> None:
         try:
-            wait_for(condition, timeout_s, what)
+            wait_for(condition, timeout_s * self._patience, what)
         except TimeoutError as error:
             for line in self.lines("events.jsonl"):
                 print(json.dumps(line))
@@ -95,11 +141,12 @@ class DrivenJob(Seen):
         keepers = len({member["node"] for member in self.members()})
         self.wait("keepers", lambda: len(self.events("keeper_ready")) >= keepers)
 
-    def gap_s(self, since_s: float) -> float:
-        """The longest time between two trained steps from just before ``since_s`` on."""
+    def gap_s(self, since_s: float, until_s: float = math.inf) -> float:
+        """The longest time between two trained steps, of which one is after ``since_s`` and one
+        before ``until_s``."""
         at_s = [line["applied_at_s"] for line in self.lines("steps.jsonl")]
-        recent = [at for at in at_s if at > since_s - 2]
-        return max((b - a for a, b in itertools.pairwise(recent)), default=0.0)
+        pairs = [(a, b) for a, b in itertools.pairwise(at_s) if b > since_s and a < until_s]
+        return max((b - a for a, b in pairs), default=0.0)
 
     # ------------------------------------------------------------------ what is done
 
@@ -145,3 +192,23 @@ def alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def undisturbed(values: dict[str, Any], steps: int, folder: Path) -> list[float]:
+    """Losses of the same job with nobody killed: on plain processes, at full speed."""
+    data = values["data"] | {"kwargs": {"pause_s": 0.0}}
+    run_local(parse_job(values | {"steps": steps, "data": data}), str(folder))
+    return [line["loss"] for line in read_lines(folder / "steps.jsonl")]
+
+
+def check_nothing_lost(run: DrivenJob, pids: list[int], tmp_path: Path) -> None:
+    losses = run.losses()
+    assert all(map(alive, pids)), "a worker's process has ended"
+    assert run.stop()["status"] == "stopped"
+    assert run.events("controller_restarted") == run.events("rolled_back") == []
+    same = undisturbed(run.values, len(losses), tmp_path / "undisturbed")
+    if len(run.events("generation_formed")) > 1:  # another world adds up in another order
+        assert losses == pytest.approx(same, rel=1e-4)
+    else:
+        assert losses == same
+    assert len(run.events("job_started")) == 1

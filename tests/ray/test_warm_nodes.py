@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from typing import Any
@@ -56,6 +57,9 @@ def test_processes_are_forked_from_a_template() -> None:
 
         first, second = look(), look()
         (template,) = {first["parents"][0]} & {second["parents"][0]}
+        with socket.socket(socket.AF_UNIX) as link:  # who is stopped is not waited for
+            link.connect(fork_client.name_of(node))
+            assert fork_client.listener_of(link) == template
         assert cluster.raylet_pid(node) in first["parents"]
         assert first["torch"] and first["arena"] == "1" and first["interrupt"]
         assert first["drawn"] != second["drawn"]  # of ids, each draws its own

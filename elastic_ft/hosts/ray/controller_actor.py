@@ -58,7 +58,7 @@ from elastic_ft.hosts.ray.submission import (
     read_submission,
 )
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
-from elastic_ft.hosts.ray.warm_standby import end_standby
+from elastic_ft.hosts.ray.warm_standby import Standbys
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup
 from elastic_ft.observe.run_folder import RunFolder
@@ -125,6 +125,10 @@ class ElasticController(TrainController):
         except StoreFailed as error:  # raised here, it would end the actor: Ray tries again so
             log.error("the controller ends, for another to begin: %s", error)
             os._exit(UNREAD)
+        self._standbys: Standbys | None = None
+        if (standby := self._submission.standby) is not None:
+            self._standbys = Standbys(standby)
+            self._standbys.start()
         self._hosting: Hosting | None = None
         self._asking = threading.Lock()  # calls of group ALIVE come in a thread of their own
         self._asked: list[str] = []  # to stop, before there is anything to be stopped
@@ -204,10 +208,12 @@ class ElasticController(TrainController):
         finally:
             is_ours = self._hosting is None or not self._hosting.host.is_left
             self._delivered.close()
+            if self._standbys is not None:
+                self._standbys.close()
             if is_ours:
                 forget_submission(self._submitted)
-                if self._submission.job.elastic.standby:
-                    await end_standby(self._submission.prefix)
+                if self._standbys is not None:
+                    await self._standbys.end()
             self._is_over.set()
             await asyncio.sleep(LINGER_S)
             if is_ours or await self._is_current():

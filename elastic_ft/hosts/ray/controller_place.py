@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ Selector = dict[str, str]
 class ControllerPlaces:
     """Attributes:
     selectors: of nodes, the ones that are wished most first.
-    likely: nodes among those, of which the controller has one as long as one of them lives.
+    likely: nodes that are there now and have what is wished most.
     """
 
     selectors: list[Selector]
@@ -46,11 +47,10 @@ class ControllerPlaces:
         fallback = [{"label_selector": selector} for selector in others]
         return {"label_selector": first, "fallback_strategy": fallback}
 
-    def likeliest(self, count: int) -> ControllerPlaces:
-        """Of all these nodes, ``count`` before the others."""
-        likely = self.likely[:count]
-        first = {RAY_NODE_ID_KEY: f"in({','.join(likely)})"}
-        return ControllerPlaces([first, *self.selectors], likely)
+    def in_order(self, order: Sequence[NodeId]) -> ControllerPlaces:
+        """The controller is on the first of ``order`` that lives."""
+        each: list[Selector] = [{RAY_NODE_ID_KEY: node} for node in order]
+        return ControllerPlaces([*each, *self.selectors], self.likely)
 
 
 def controller_places(run_url: str) -> ControllerPlaces:

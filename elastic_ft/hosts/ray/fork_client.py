@@ -21,6 +21,8 @@ import stat
 import sys
 
 WAIT_S = 30.0  # for a template that still imports, or has others to fork first
+BACKLOG = 64  # clients that wait
+LOOK_S = 0.5  # one that is stopped (SIGSTOP) is not waited for
 GO = b"+"
 FOLDER = f"/tmp/elastic_ft-{os.getuid()}"
 OF = "--of="  # the first argument: whose template it is, where it is not anyone's on that node
@@ -40,6 +42,32 @@ def node_in(arguments: list[str]) -> str:
     return found[0] if found else ""
 
 
+def listener_of(link: socket.socket) -> int:
+    """Its process, as the kernel tells: the template itself, once it has imported."""
+    pid, _, _ = array.array("i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid
+
+
+def is_stopped(link: socket.socket) -> bool:
+    """Whether the template at the other end stands still, SIGSTOPped."""
+    try:
+        with open(f"/proc/{listener_of(link)}/stat") as file:  # noqa: PTH123  # pathlib takes 10 ms
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended: another one listens soon
+        return False
+
+
+def said_go(link: socket.socket) -> bool:
+    """What it says first. Raises OSError where it says nothing."""
+    for _ in range(int(WAIT_S / LOOK_S)):
+        try:
+            return link.recv(1) == GO
+        except TimeoutError:
+            if is_stopped(link):
+                break
+    raise TimeoutError("the template stands still")
+
+
 def ask_template(arguments: list[str], of: str = "") -> bool:
     """Whether the template of this node has taken it on. Raises OSError where there is none."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
@@ -52,7 +80,8 @@ def ask_template(arguments: list[str], of: str = "") -> bool:
             [len(request).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)]
         )
         link.sendall(request)
-        if link.recv(1) != GO:
+        link.settimeout(LOOK_S)
+        if not said_go(link):
             return False
         link.sendall(GO)
         link.settimeout(None)  # from here on it may be there already: no second one is started

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_ft.hosts.ray.fork_client import GO
+from elastic_ft.hosts.ray.fork_client import BACKLOG, GO
 from elastic_ft.transport.title import set_title
 from elastic_ft.worker.forked import draw_apart, imported_for_all
 
@@ -116,6 +116,7 @@ def _serve_nodes(told: socket.socket) -> Request | None:
 
 def _serve(listener: socket.socket) -> Request | None:
     """Returns the request in each process that was forked for one; None in the end."""
+    listener.listen(BACKLOG)  # again: from now on clients see that it is this process
     while True:
         ready, _, _ = select.select([listener, sys.stdin], [], [])
         if sys.stdin in ready:  # who has started this is gone

@@ -25,6 +25,7 @@ from ray import cloudpickle
 from elastic_ft.config import Job
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.faults import PointFault
+from elastic_ft.hosts.ray.warm_standby import Standby
 from elastic_ft.observe.lines import local_path
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import FailureKind
@@ -56,6 +57,7 @@ class Submission:
     run_url: the run folder; an earlier run in it is continued.
     prefix: of the names of all that the run has on its cluster.
     trainer: what Ray Train's controller takes.
+    standby: what to keep ready for the next controller.
     """
 
     job: Job
@@ -65,6 +67,7 @@ class Submission:
     faults: tuple[PointFault, ...]
     accept_changes: bool
     trainer: dict[str, Any]
+    standby: Standby | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from elastic_ft.hosts.ray.trainer_parts import (
     WholeJobPolicy,
     as_checkpoint,
 )
-from elastic_ft.hosts.ray.warm_standby import standby_executable, start_standby
+from elastic_ft.hosts.ray.warm_standby import standby_executable, standby_of
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.outcome import complete
 from elastic_ft.observe.run_reader import RunReader
@@ -217,6 +217,11 @@ class ElasticTrainer(DataParallelTrainer):
             time.sleep(ASK_AGAIN_S)
 
     def _start(self, kwargs: dict[str, Any]) -> None:
+        places, standby = controller_places(self.run_url), None
+        environment = self._controller_environment
+        if self._has_standby:
+            standby = standby_of(self._names.prefix, places, environment["env_vars"])
+            places = places.in_order(standby.order)
         kwargs["scaling_policy"] = WholeJobPolicy(self.scaling_config)
         kwargs["failure_policy"] = RaiseAlways(self.run_config.failure_config)
         kwargs["train_fn_ref"] = ByValue(kwargs["train_fn_ref"].get())
@@ -229,12 +234,9 @@ class ElasticTrainer(DataParallelTrainer):
                 self._faults,
                 self._accept_changes,
                 kwargs,
+                standby,
             )
         )
-        places = controller_places(self.run_url)
-        environment = self._controller_environment
-        if self._has_standby:
-            places = start_standby(self._names.prefix, places, environment)
         actor_class = ray.remote(
             num_cpus=0,
             max_concurrency=CONTROLLER_CONCURRENCY,

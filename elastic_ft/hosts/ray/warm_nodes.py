@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -32,7 +33,7 @@ LOOK_EVERY_S = 1.0
 ANSWER_TIMEOUT_S = 20.0  # of a node's actor: then jobs start cold
 ASK_EVERY_S = 10.0
 AGAIN_S, LOAD_AGAIN_S = 0.5, 60.0
-BACKLOG = 64  # processes that wait to be forked
+LOOK_STOPPED_S = 5.0  # at the template
 NEW = ".new"  # a socket that does not listen yet
 
 
@@ -81,8 +82,18 @@ class Template:
         os.close(loaded)
         with os.fdopen(ready, "rb") as pipe:
             self._loads = pipe.read(1) == fork_client.GO
-        log.info("the template has ended with %d", process.wait())
+        log.info("the template has ended with %d", _await_end(process))
         return self._loads
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code. One that is stopped (SIGSTOP) forks nobody: it is killed, and replaced."""
+    while True:
+        try:
+            return process.wait(LOOK_STOPPED_S)
+        except subprocess.TimeoutExpired:
+            if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+                process.kill()
 
 
 def listener_for(node: NodeId, of: str = "") -> socket.socket:
@@ -94,7 +105,7 @@ def listener_for(node: NodeId, of: str = "") -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new = f"{path}{NEW}"
     listener.bind(new)
-    listener.listen(BACKLOG)
+    listener.listen(fork_client.BACKLOG)
     os.replace(new, path)  # noqa: PTH105  # of an earlier actor there may be one
     return listener
 

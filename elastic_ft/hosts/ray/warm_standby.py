@@ -1,8 +1,12 @@
 """``elastic.standby``: where a job's controller may run next, its imports are made already.
 
 Ray starts a controller again within a moment; 5 to 10 s of importing come after it, in which a
-worker that is lost waits. So on two of the nodes where it may run there is a template of the job's
-own (``warm_nodes``), from which it is forked. They are detached, and end with the job.
+worker that is lost waits. So on two nodes there is a template of the job's own (``warm_nodes``),
+from which it is forked: its own node, and the one where it is next should that die. They are
+detached. The controller replaces one that has gone with its node, and ends them with the job.
+
+A template takes nothing over by itself: who is in charge next is Ray's to start, cold or forked,
+and the store's to let write (``storage.owners``).
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import threading
 import uuid
-from functools import partial
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -19,51 +25,125 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from elastic_ft.core.assignment import NodeId
 from elastic_ft.hosts.ray.cluster_nodes import ask_gcs
-from elastic_ft.hosts.ray.controller_place import ControllerPlaces
-from elastic_ft.hosts.ray.names import NAMESPACE, reap
+from elastic_ft.hosts.ray.controller_place import HEAD, LABEL, ControllerPlaces
+from elastic_ft.hosts.ray.names import NAMESPACE, actors_of, reap
 from elastic_ft.hosts.ray.warm_nodes import Template, executable_here
 
 log = logging.getLogger(__name__)
 NODES = 2
-OF_DIGITS = 12
+ORDERED_MAX = 8  # nodes, of which the controller's is the first that lives
+LOOK_EVERY_S = 5.0
 END_TIMEOUT_S = 10.0
+OF_DIGITS = 12
 
 
-def _of(prefix: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """Of one run.
+
+    Attributes:
+        prefix: of its actors' names.
+        order: nodes, the first of which that lives has the controller.
+        variables: the controller's environment; what is forked has read the template's.
+    is_tied: the controller is on no other node.
+    """
+
+    prefix: str
+    order: Sequence[NodeId]
+    variables: dict[str, str]
+    is_tied: bool
+
+    def start(self) -> None:
+        """A template where there is none. Blocks while the GCS is away."""
+        names = [name.removeprefix(self._root) for name in actors_of(self._root)]
+        have = {name.partition("/")[0] for name in names}
+        nodes = [n for n in ray.nodes() if not self.is_tied or n["NodeID"] in self.order]
+        for node in standby_nodes(self.order, nodes):
+            if node not in have:
+                log.info("node %.12s is made ready for the next controller", node)
+                self._template(node)
+
+    @property
+    def _root(self) -> str:
+        return f"{self.prefix}standby/"
+
+    def _template(self, node: NodeId) -> None:
+        ray.remote(
+            num_cpus=0,
+            max_restarts=-1,
+            lifetime="detached",
+            name=f"{self._root}{node}/{uuid.uuid4().hex[:8]}",  # an earlier one may not be gone yet
+            namespace=NAMESPACE,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+            runtime_env={"env_vars": self.variables},
+        )(Template).remote(node, whose(self.prefix))
+
+    def end(self) -> None:
+        """Blocks while the GCS is away."""
+        reap(self._root)
+
+
+class Standbys(threading.Thread):
+    """Of the controller's process: sees to it that there are as many as there should be."""
+
+    def __init__(self, standby: Standby) -> None:
+        super().__init__(name="standbys", daemon=True)
+        self._standby, self._over = standby, threading.Event()
+
+    def run(self) -> None:
+        while True:
+            try:
+                self._standby.start()
+            except Exception as error:  # the head comes back; until then a controller starts cold
+                log.warning("no standby is looked after: %s: %s", type(error).__name__, error)
+            if self._over.wait(LOOK_EVERY_S):
+                return
+
+    def close(self) -> None:
+        """They stay: another controller has the job."""
+        self._over.set()
+
+    async def end(self) -> None:
+        """Bounded: while the GCS is away they stay, for the next start on that cluster to end."""
+        self.close()
+        try:
+            await asyncio.wait_for(ask_gcs(self._end_all), END_TIMEOUT_S)
+        except TimeoutError:
+            prefix = self._standby.prefix
+            log.warning("the GCS does not answer: %sstandby/... stays; elastic-ft gc", prefix)
+
+    def _end_all(self) -> None:
+        self.join(END_TIMEOUT_S)
+        self._standby.end()
+
+
+def whose(prefix: str) -> str:
+    """``Template``'s ``of``."""
     return hashlib.sha256(prefix.encode()).hexdigest()[:OF_DIGITS]
 
 
 def standby_executable(prefix: str) -> str:
     """What Ray is to start in place of Python for the controller of the run with that prefix."""
-    return executable_here(_of(prefix))
+    return executable_here(whose(prefix))
 
 
-def start_standby(
-    prefix: str, places: ControllerPlaces, environment: dict[str, Any]
-) -> ControllerPlaces:
-    """Returns where the controller is to be. ``environment``: the controller's runtime environment;
-    what is forked has read the template's. Returns at once."""
-    places = places.likeliest(NODES)
-    for node in places.likely:
-        _template(prefix, node, {"env_vars": environment["env_vars"]})
-    return places
+def standby_of(prefix: str, places: ControllerPlaces, variables: dict[str, str]) -> Standby:
+    """The first are asked for. Blocks while the GCS is away."""
+    standby = Standby(prefix, places.likely[:ORDERED_MAX], variables, len(places.selectors) == 1)
+    standby.start()
+    return standby
 
 
-def _template(prefix: str, node: NodeId, environment: dict[str, Any]) -> None:
-    ray.remote(
-        num_cpus=0,
-        max_restarts=-1,
-        lifetime="detached",
-        name=f"{prefix}standby/{node}/{uuid.uuid4().hex[:8]}",  # an earlier one may not be gone yet
-        namespace=NAMESPACE,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        runtime_env=environment,
-    )(Template).remote(node, _of(prefix))
+def standby_nodes(
+    order: Sequence[NodeId], nodes: Collection[dict[str, Any]], count: int = NODES
+) -> list[NodeId]:
+    """Where the controller is, and where it is next, should that node die; not on the head unless
+    there is nothing else. ``nodes``: as ``ray.nodes()`` has them."""
+    rank = {node: place for place, node in enumerate(order)}
 
+    def place(node: dict[str, Any]) -> tuple[int, bool, bool]:
+        of_order = rank.get(node["NodeID"], len(rank))
+        return of_order, node.get("Labels", {}).get(LABEL) != "true", HEAD in node["Resources"]
 
-async def end_standby(prefix: str) -> None:
-    """Bounded: while the GCS is away they stay, for the next start on that cluster to end."""
-    try:
-        await asyncio.wait_for(ask_gcs(partial(reap, f"{prefix}standby/")), END_TIMEOUT_S)
-    except TimeoutError:
-        log.warning("the GCS does not answer: %sstandby/... stays; elastic-ft gc ends it", prefix)
+    living = sorted((node for node in nodes if node["Alive"]), key=place)
+    return [str(node["NodeID"]) for node in living[:count]]
