@@ -162,13 +162,16 @@ def have_paused(turn: Turn) -> bool:
     where that has changed: nobody else can be told of what is formed.
 
     They only become fewer in a pause, and none takes its answer back: those at the front of
-    ``asked`` that are dealt with are looked at once.
+    ``asked`` that are dealt with are looked at once. Who is asked last often answers last.
     """
     state = turn.state
     first, asked, paused, ready = state.answered, state.asked, state.paused, state.ready
+    if asked and asked[-1] not in paused and asked[-1] in ready:
+        return False
     while first < len(asked) and (asked[first] in paused or asked[first] not in ready):
         first += 1
-    turn.set(answered=first)
+    if first != state.answered:
+        turn.set(answered=first)
     is_known = state.adoption is None or not state.adoption.workers
     return first == len(asked) and is_known
 
