@@ -27,7 +27,8 @@ from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
-from elastic_ft.service.office import NotKnown, Office, ShareStanding, entry_of
+from elastic_ft.service.office import NotKnown, Office, entry_of
+from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store

@@ -11,7 +11,8 @@ from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import SharedJob, slots_of
 from elastic_ft.service.cluster_watch import Sight
-from elastic_ft.service.office import ShareStanding, entry_of
+from elastic_ft.service.office import entry_of
+from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 
 
