@@ -22,7 +22,7 @@ from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
 from elastic_ft.service.job_orders import JobOrder, Notice, told_of
 from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
 from elastic_ft.service.share_standing import Decision, JobEnd, ShareStanding
-from elastic_ft.service.standing_snapshots import Kept, StandingSnapshots
+from elastic_ft.service.standing_snapshots import ShareSnapshot, StandingSnapshots
 
 log = logging.getLogger(__name__)
 TOGETHER_MAX = 256  # events in one object of the journal
@@ -95,7 +95,7 @@ class Office:
         if self._tail < max(TAIL_LINES, len(self.standing.sharing.jobs) // 4):
             return
         number, nonce = self._chronicle.newest
-        kept = Kept(number, nonce, self._lines, self._read_terms, self.standing)
+        kept = ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)
         if self._snapshots.begin_to_write(kept):
             self._tail = 0
 

@@ -39,7 +39,7 @@ FORM = 1  # to be raised where a part gets another meaning
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ShareSnapshot:
     """Attributes:
     number, nonce: of the journal's object after which things stood so.
     lines: of the journal by then.
@@ -68,7 +68,7 @@ class StandingSnapshots:
 
     # ------------------------------------------------------------------------------- it is read
 
-    def newest(self, is_of_journal: Callable[[int, str], bool]) -> Kept | None:
+    def newest(self, is_of_journal: Callable[[int, str], bool]) -> ShareSnapshot | None:
         """The newest that can be read and is of this journal. Raises StoreFailed."""
         for number in reversed(self._numbers()):
             try:
@@ -86,7 +86,7 @@ class StandingSnapshots:
         names = (OURS.fullmatch(key.rpartition("/")[2]) for key in self._store.list(FOLDER))
         return sorted(int(name[1]) for name in names if name is not None)
 
-    def _read(self, number: int) -> tuple[Kept, list[str]]:
+    def _read(self, number: int) -> tuple[ShareSnapshot, list[str]]:
         """Raises Unreadable, StoreFailed."""
         try:
             found = json.loads(self._store.get(_snapshot_key(number)))
@@ -107,7 +107,7 @@ class StandingSnapshots:
 
     # ---------------------------------------------------------------------------- it is written
 
-    def begin_to_write(self, kept: Kept) -> bool:
+    def begin_to_write(self, kept: ShareSnapshot) -> bool:
         """False while the one before is still being written: then later."""
         if self._writing is not None and self._writing.is_alive():
             return False
@@ -117,7 +117,7 @@ class StandingSnapshots:
         self._writing.start()
         return True
 
-    def _write(self, kept: Kept) -> None:
+    def _write(self, kept: ShareSnapshot) -> None:
         try:
             self._write_orders(kept.standing.orders)
             self._store.put(_snapshot_key(kept.number), _content(kept, self._orders))
@@ -141,7 +141,7 @@ def _snapshot_key(number: int) -> str:
     return f"{FOLDER}/{number:08d}.json"
 
 
-def _content(kept: Kept, orders: list[str]) -> bytes:
+def _content(kept: ShareSnapshot, orders: list[str]) -> bytes:
     standing = kept.standing
     content = {
         "form": FORM,
@@ -160,7 +160,7 @@ def _content(kept: Kept, orders: list[str]) -> bytes:
     return json.dumps(content).encode()
 
 
-def _kept(found: dict[str, Any], number: int, orders: dict[str, JobOrder]) -> Kept:
+def _kept(found: dict[str, Any], number: int, orders: dict[str, JobOrder]) -> ShareSnapshot:
     """Raises ConfigError, KeyError, ValueError, TypeError: none is half read."""
     wishes = decoder(dict[str, Wish])(found["wishes"])
     if wishes.keys() != orders.keys():
@@ -177,4 +177,4 @@ def _kept(found: dict[str, Any], number: int, orders: dict[str, JobOrder]) -> Ke
         Table(decoder(dict[str, int])(found["counts"])),
     )
     terms = sharing_terms_of(found["terms"])
-    return Kept(number, str(found["nonce"]), int(found["lines"]), terms, standing)
+    return ShareSnapshot(number, str(found["nonce"]), int(found["lines"]), terms, standing)
