@@ -225,6 +225,9 @@ def _asked(
     line = told.to_json()
     if decided := [each for each in decided if each is not None]:
         line["decided"] = [{"job": job, "what": d.what, "why": d.why} for job, d in decided]
+    for command in commands:
+        if isinstance(command, asks.AskAutoscaler):
+            line["asked"] = {"bundles": command.bundles, "why": command.reason}
     return after, line
 
 
@@ -253,10 +256,10 @@ def _told(
     elif isinstance(event, asks.StopAsked) and told.now:
         standing = replace(standing, hurried=standing.hurried | {event.job})
     why = {c.job: c.reason for c in commands if isinstance(c, asks.GiveUpJob)}
-    for job in before.sharing.jobs:
-        if job not in sharing.jobs:
-            how = JobEnd(sharing.ended[job], why.get(job, told.note), event.at_s, told.step)
-            standing = replace(standing, ended=standing.ended.put(job, how))
+    job = getattr(event, "job", "")  # an event ends no other
+    if job in before.sharing.jobs and job not in sharing.jobs:
+        how = JobEnd(sharing.ended[job], why.get(job, told.note), event.at_s, told.step)
+        standing = replace(standing, ended=standing.ended.put(job, how))
     return _with_decisions(standing, event.at_s, commands), commands
 
 
