@@ -15,6 +15,7 @@ The rules are in the files of ``core.sharing``, see there: ``dealing`` has their
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,18 @@ from elastic_ft.core.sharing.admission import Admission
 from elastic_ft.core.sharing.asks import SharingCommand, SharingEvent, SharingTerms
 from elastic_ft.core.sharing.dealing import deal_slots
 from elastic_ft.core.sharing.desk import Desk, plural
-from elastic_ft.core.sharing.ledger import ENDED_KEPT, SharedJob, Sharing, count, removed
+from elastic_ft.core.sharing.ledger import (
+    ENDED_KEPT,
+    Bundles,
+    SharedJob,
+    Sharing,
+    count,
+    removed,
+)
+from elastic_ft.core.sharing.line import who_ages_next
 from elastic_ft.core.table import Table
 
+BUNDLES_MAX = 4096  # workers for which the autoscaler is asked; who waits behind has its turn
 ROUNDS_MAX = 8  # what is left to do after them waits for the next event
 OfAStart = asks.JobBegan | asks.StartFailed | asks.WorkersReleased | asks.JobSuspended
 
@@ -38,10 +48,11 @@ def decide(
     desk = Desk(state, terms, event.at_s)
     handlers[type(event)](desk, event)
     found = _deal_out(desk)
-    if terms.autoscaler:
-        _size_cluster(desk, found)
-    _arm(desk)
-    return _next_state(desk), tuple(desk.commands)
+    asked = _ask_autoscaler(desk, found)
+    lacks = state.lacks if state.lacks == found.lacks else Table(found.lacks)
+    after = replace(desk.settled(), lacks=lacks, asked=asked)
+    wake_at_s = _arm(desk, after)
+    return replace(after, wake_at_s=wake_at_s), tuple(desk.commands)
 
 
 def _deal_out(desk: Desk) -> Admission:
@@ -49,23 +60,15 @@ def _deal_out(desk: Desk) -> Admission:
     before its start was told is looked at once more then, and no third time."""
     looked_again = False
     for _ in range(ROUNDS_MAX):
-        jobs, told = dict(desk.jobs), len(desk.commands)
+        jobs, told = dict(desk.jobs.items()), len(desk.commands)
         desk.wakes.clear()
         found = deal_slots(desk)
-        if len(desk.commands) == told and _is_settled(jobs, desk.jobs):
+        if len(desk.commands) == told and desk.jobs.is_as(jobs):
             if looked_again or not desk.barred:
                 break
             desk.barred.clear()
             looked_again = True
     return found
-
-
-def _is_settled(before: dict[str, SharedJob], after: dict[str, SharedJob]) -> bool:
-    """Nothing has changed but words, which decide nothing."""
-    if before.keys() != after.keys():
-        return False
-    changed = (name for name, job in after.items() if job is not before[name])
-    return all(after[name] == replace(before[name], why=after[name].why) for name in changed)
 
 
 # ------------------------------------------------------------------------------------ who comes
@@ -245,11 +248,7 @@ def _unknown(desk: Desk, job: asks.JobId) -> str:
 
 def _capacity_changed(desk: Desk, event: asks.CapacityChanged) -> None:
     nodes = {node: slots for node, slots in event.nodes if slots > 0}
-    desk.state = replace(
-        desk.state,
-        nodes=Table(nodes),
-        returning=tuple(node for node in desk.state.returning if node in nodes),
-    )
+    desk.state = replace(desk.state, nodes=Table(nodes))
     for job in list(desk.jobs.values()):
         held = tuple(place for place in job.held if place[0] in nodes)
         if held == job.held:
@@ -273,59 +272,52 @@ def _ticked(desk: Desk, event: asks.Ticked) -> None:
     """What is due is found by whoever watches it."""
 
 
-def _size_cluster(desk: Desk, found: Admission) -> None:
-    """Asks for what no room is found for, and gives back what idles."""
+def _ask_autoscaler(desk: Desk, found: Admission) -> Bundles:
+    """What it is asked for: all minima together, those included that no room is found for. For it
+    sizes a cluster for what it is told, whatever runs there. Nothing, if nothing is missing."""
     state = desk.state
-    missing = sum(job.least * job.slots for job in found.blocked)
-    missing += sum(job.owed * job.slots for job in desk.running())
-    if missing != state.missing:
-        names = ", ".join(job.job for job in found.blocked[:3])
-        why = f"{names} can't start without" if names else "nobody waits for more"
-        desk.do(asks.AskAutoscaler(missing, why))
-    used = {node for job in desk.jobs.values() for node, _ in job.held}
-    idle: Table[str, float] = Table()
-    if not missing and not desk.waiting():
-        since = {n: state.idle_since_s.get(n, desk.at_s) for n in state.nodes if n not in used}
-        idle = Table(since)
-    returning = state.returning if not missing else ()
-    most = len(state.nodes) - len(returning) - desk.terms.nodes_min
-    due = [n for n, at_s in idle.items() if desk.at_s >= at_s + desk.terms.idle_s]
-    due = [n for n in due if n not in returning][: max(0, most)]
-    if due:
-        returning = (*returning, *due)
-        desk.do(asks.ReturnNodes(tuple(due), f"idle for {desk.terms.idle_s:g} s"))
-    waits = [at_s for node, at_s in idle.items() if node not in returning]
-    if waits and most > len(due):
-        desk.wake(min(waits) + desk.terms.idle_s, "nodes idle")
-    desk.state = replace(state, missing=missing, idle_since_s=idle, returning=returning)
+    running = desk.running()
+    asked: Bundles = ()
+    if desk.terms.autoscaler and (found.blocked or any(job.owed for job in running)):
+        sizes: Counter[int] = Counter()
+        late = (job for job in found.grants if not desk.jobs[job.job].has_room)
+        for job in (*running, *late):
+            sizes[job.slots] += job.least
+        for kind, jobs in found.blocked.items():
+            room = max(0, BUNDLES_MAX - sizes.total()) // kind.least
+            sizes[kind.slots] += min(jobs, room) * kind.least
+        asked = tuple(sorted(sizes.items()))
+    if asked != state.asked:
+        desk.do(asks.AskAutoscaler(asked, _why_asked(found) if asked else "nothing is missing"))
+    return asked
+
+
+def _why_asked(found: Admission) -> str:
+    if not found.blocked:
+        return "workers that went with a lost node have no room"
+    jobs = sum(found.blocked.values())
+    kind = next(iter(found.blocked))
+    each = f"queue {kind.queue}, priority {kind.priority}, {plural(kind.least)}"
+    return f"{jobs} job{'s' * (jobs != 1)} can't start without: the first of {each}"
 
 
 # ---------------------------------------------------------------------------------------- time
 
 
-def _arm(desk: Desk) -> None:
+def _arm(desk: Desk, after: Sharing) -> float | None:
     """When time alone may change something: a ``Ticked`` is due then."""
     ageing_s = desk.terms.ageing_s
-    for job in desk.jobs.values():
-        if job.phase in ("queued", "suspended"):
-            desk.wake(job.not_before_s, f"{job.job} may be started again")
-            waited_s = job.waited_s + desk.at_s - job.waits_since_s
-            left_s = ageing_s - waited_s % ageing_s
-            desk.wake(desk.at_s + left_s, f"{job.job} has waited long")
+    apart = (after.jobs[name] for name in after.apart)
+    waits = [job for job in apart if job.phase in ("queued", "suspended")]
+    for job in (*waits, *who_ages_next(after, desk.at_s, ageing_s)):
+        desk.wake(job.not_before_s, f"{job.job} may be started again")
+        desk.wake(job.ages_at_s(desk.at_s, ageing_s), f"{job.job} has waited long")
     at_s, reason = min(desk.wakes, default=(None, ""))
-    armed = desk.state.wake_at_s
+    armed = after.wake_at_s
     if at_s is not None and (armed is None or armed <= desk.at_s or at_s < armed):
         desk.do(asks.WakeAt(at_s, reason))
-        desk.state = replace(desk.state, wake_at_s=at_s)
-
-
-def _next_state(desk: Desk) -> Sharing:
-    before = desk.state.jobs
-    jobs = before.without(job for job in before if job not in desk.jobs)
-    for name, job in desk.jobs.items():
-        if before.get(name) is not job:
-            jobs = jobs.put(name, job)
-    return replace(desk.state, jobs=jobs)
+        return at_s
+    return armed
 
 
 handlers: dict[type[Any], Callable[[Desk, Any], None]] = {

@@ -1,4 +1,5 @@
-"""The core's state as JSON and back, type by type: a run's inbox may begin with one.
+"""The core's state as JSON and back, type by type: a run's inbox may begin with one, and the
+service's journal need not be read from its first line.
 
 Each value that JSON does not know by itself comes as ``{"is": its type, "has": its parts}``. Types
 are those of ``elastic_ft.core``: data alone, and nothing else is ever made from what is read.
@@ -10,17 +11,19 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
+from elastic_ft.core.sharing.ledger import Sharing
 from elastic_ft.core.state import State
 from elastic_ft.core.table import Table
 from elastic_ft.errors import ConfigError
 
+T = TypeVar("T")
 CORE = "elastic_ft.core."
 VERSION = 4  # of the form; to be raised where a part of the state gets another meaning
 
 
-def as_plain_values(state: State) -> Any:
+def as_plain_values(state: State | Sharing) -> Any:
     """Raises TypeError where a value is of no type that a state may have."""
     return {"version": VERSION, "state": _encode(state)}
 
@@ -45,8 +48,16 @@ def _encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> State:
-    """The state that ``encode`` was given. Raises ConfigError where it was not written by
-    ``encode``, or by that of a version whose state has other parts: none is half read."""
+    """As ``decode_as``, of a job's state."""
+    return decode_as(State, value)
+
+
+def decode_as(kind: type[T], value: Any) -> T:
+    """The state, of that kind, that ``as_plain_values`` was given.
+
+    Raises ConfigError where it was not written by that, or by that of a version whose state has
+    other parts: none is half read.
+    """
     try:
         found = value.get("version", 1)
         if found != VERSION:
@@ -58,7 +69,7 @@ def decode(value: Any) -> State:
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"a snapshot of the core's state can't be understood: {why}") from None
-    if not isinstance(state, State):
+    if not isinstance(state, kind):
         raise ConfigError(f"a snapshot is of {type(state).__name__:.40}, not of the core's state")
     return state
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from elastic_ft.errors import StorageError, StoreFailed, Superseded
 from elastic_ft.storage.shards import parallel
-from elastic_ft.storage.store import Store
+from elastic_ft.storage.store import Store, if_there
 
 log = logging.getLogger(__name__)
 FOLDER = "journal"
@@ -36,33 +36,52 @@ class NumberTaken(Exception):
 
 class Chronicle:
     """Attributes:
+    store: of the service's folder.
     trouble: why nothing can be written just now; empty where it can.
     """
 
     def __init__(self, store: Store) -> None:
-        self._store, self._next = store, 1
+        self.store, self._next, self._nonce = store, 1, ""
         self._ended = threading.Event()
         self.trouble = ""
+
+    @property
+    def newest(self) -> tuple[int, str]:
+        """Number and nonce of the object up to which this one has read or written."""
+        return self._next - 1, self._nonce
+
+    def is_at(self, number: int, nonce: str) -> bool:
+        """Whether that object is there, and is of this journal. Raises StoreFailed."""
+        content = if_there(lambda: self.store.get(_key(number)))
+        try:
+            return content is not None and json.loads(content.split(b"\n")[0])["nonce"] == nonce
+        except (ValueError, KeyError, TypeError):
+            return False
+
+    def go_on_after(self, number: int, nonce: str) -> None:
+        """What came before is known."""
+        self._next, self._nonce = number + 1, nonce
 
     def read(self) -> list[Entry]:
         """The lines that were not read yet. Raises StoreFailed; StorageError where one is none of
         ours."""
-        unread, where = self._unread(), f"{self._store.url}/{FOLDER}"
+        unread, where = self._unread(), f"{self.store.url}/{FOLDER}"
         if _missing(unread, self._next):  # of a list that was made while others wrote?
             unread = self._unread()
             if gap := _missing(unread, self._next):
                 raise StorageError(f"{where}: {_key(gap)} is not there, and later ones are")
-        contents = parallel(self._store.get, [_key(each) for each in unread], READ_THREADS)
+        contents = parallel(self.store.get, [_key(each) for each in unread], READ_THREADS)
         try:
             lines = [json.loads(text) for found in contents for text in found.splitlines()]
         except ValueError as error:
             raise StorageError(f"{where}: not a service's journal: {error}") from None
         self._next = 1 + max(unread, default=self._next - 1)
+        self._nonce = [self._nonce, *(str(line["nonce"]) for line in lines if "nonce" in line)][-1]
         return [line for line in lines if "nonce" not in line]
 
     def _unread(self) -> list[int]:
         """Numbers. What else lies there (a copy, a folder's mark) is none of ours."""
-        names = (key.rpartition("/")[2] for key in self._store.list(FOLDER))
+        names = (key.rpartition("/")[2] for key in self.store.list(FOLDER))
         numbers = (int(name.partition(".")[0]) for name in names if OURS.fullmatch(name))
         return sorted(number for number in numbers if number >= self._next)
 
@@ -74,11 +93,11 @@ class Chronicle:
         content = "".join(json.dumps(line) + "\n" for line in lines).encode()
 
         def put() -> None:
-            if not self._store.put_if_absent(key, content) and self._store.get(key) != content:
+            if not self.store.put_if_absent(key, content) and self.store.get(key) != content:
                 raise NumberTaken(key)
 
         self.insist(put)
-        self._next += 1
+        self._next, self._nonce = self._next + 1, nonce
 
     def insist(self, action: Callable[[], T]) -> T:
         """Its answer, however long the store is away. Raises what it raises, Superseded where the

@@ -30,6 +30,7 @@ class Sight:
     hosts: machine by node.
     held: by run prefix, workers' places by node; "" for one that waits for a node.
     led: prefixes of runs whose controller lives, or is being restarted.
+    kind: what a slot is: CPU or GPU.
     """
 
     asked_s: float = 0.0
@@ -37,6 +38,7 @@ class Sight:
     hosts: dict[str, str] = field(default_factory=dict)
     held: dict[str, Counter[str]] = field(default_factory=dict)
     led: frozenset[str] = frozenset()
+    kind: str = "CPU"
 
 
 class ClusterWatch:
@@ -89,4 +91,5 @@ def look_at_ray() -> Sight:
         {node["NodeID"]: node["NodeManagerHostname"] for node in alive},
         held,
         frozenset(led),
+        kind,
     )

@@ -12,21 +12,22 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from elastic_ft.core.scheduling import decide, refuses
 from elastic_ft.core.sharing import asks
-from elastic_ft.core.sharing.ledger import SharedJob, Sharing
-from elastic_ft.core.table import Table
 from elastic_ft.errors import ConfigError, Superseded, UsageError
 from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
 from elastic_ft.service.job_orders import JobOrder, Notice, told_of
 from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
+from elastic_ft.service.share_standing import Decision, JobEnd, ShareStanding
+from elastic_ft.service.standing_snapshots import ShareSnapshot, StandingSnapshots
 
 log = logging.getLogger(__name__)
 TOGETHER_MAX = 256  # events in one object of the journal
 DECISIONS_KEPT = 100  # of a job
+TAIL_LINES = 1500  # of the journal; then comes a snapshot: told again within seconds
 TERMS = "TermsChanged"  # of the journal: what was decided after it was decided by these
 QUIET = (asks.Ticked, asks.CapacityChanged)
 
@@ -37,41 +38,6 @@ class Refused(UsageError):
 
 class NotKnown(UsageError):
     """There is no such job."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobEnd:
-    status: str
-    reason: str
-    at_s: float
-    step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    at_s: float
-    what: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class ShareStanding:
-    """How things stand. ``began_s``: when a job's workers first trained. ``hurried``: jobs that are
-    to stop without a checkpoint."""
-
-    sharing: Sharing = field(default_factory=Sharing)
-    orders: Table[str, JobOrder] = field(default_factory=Table)
-    ended: Table[str, JobEnd] = field(default_factory=Table)
-    began_s: Table[str, float] = field(default_factory=Table)
-    decisions: Table[str, tuple[Decision, ...]] = field(default_factory=Table)
-    requests: Table[str, str] = field(default_factory=Table)
-    hurried: frozenset[str] = frozenset()
-    wishes: Table[str, asks.Wish] = field(default_factory=Table)
-    counts: Table[str, int] = field(default_factory=Table)  # of decisions, by kind
-
-    def job(self, job: str) -> SharedJob | None:
-        found: SharedJob | None = self.sharing.jobs.get(job)
-        return found
 
 
 Question = Callable[[ShareStanding], "Notice | str"]  # a string: an answer that needs no event
@@ -94,25 +60,44 @@ class Office:
     ) -> None:
         self.terms, self.standing = terms, ShareStanding()
         self._chronicle, self._check, self._on_superseded = chronicle, check, on_superseded
+        self._snapshots = StandingSnapshots(chronicle.store)
+        self._lines = self._tail = 0  # of the journal; of them, those after the newest snapshot
         self._read_terms = asks.SharingTerms()  # as the journal has them
         self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
 
     def open(self) -> int:
-        """Goes on where the journal ends. Returns how many lines it has. Raises StoreFailed,
-        StorageError, Superseded; ConfigError where a queue that has jobs is not there any more."""
-        lines = self._chronicle.read()
-        self._hear(lines)
+        """Goes on where the journal ends, from its newest snapshot. Returns how many lines it has.
+        Raises StoreFailed, StorageError, Superseded; ConfigError where a queue that has jobs is not
+        there any more."""
+        if (kept := self._snapshots.newest(self._chronicle.is_at)) is not None:
+            self._chronicle.go_on_after(kept.number, kept.nonce)
+            self.standing, self._read_terms, self._lines = kept.standing, kept.terms, kept.lines
+        self._hear(self._chronicle.read())
         while self._read_terms != self.terms:
             self._check_queues()
             try:
                 said = {"event": TERMS, "at_s": time.time(), "terms": terms_to_json(self.terms)}
                 self._chronicle.append([said])
                 self._read_terms = self.terms
+                self._count(1)
             except NumberTaken:
                 self._catch_up()
+        self._keep()
         self._thread.start()
-        return len(lines)
+        return self._lines
+
+    def _count(self, lines: int) -> None:
+        self._lines, self._tail = self._lines + lines, self._tail + lines
+
+    def _keep(self) -> None:
+        """A snapshot, if one is due: in another thread, for it is replaced, never changed."""
+        if self._tail < max(TAIL_LINES, len(self.standing.sharing.jobs) // 4):
+            return
+        number, nonce = self._chronicle.newest
+        kept = ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)
+        if self._snapshots.begin_to_write(kept):
+            self._tail = 0
 
     def _check_queues(self) -> None:
         """Raises ConfigError."""
@@ -128,6 +113,7 @@ class Office:
                 self._read_terms = sharing_terms_of(line["terms"])
             else:
                 self.standing, _ = _told(self.standing, told_of(line), self._read_terms)
+        self._count(len(lines))
 
     def _catch_up(self) -> None:
         """With what the service before this one wrote before it saw that it was superseded. Raises
@@ -183,10 +169,12 @@ class Office:
             try:
                 if lines:
                     self._chronicle.append(lines)
+                    self._count(len(lines))
                 break
             except NumberTaken:
                 self._catch_up()
         self.standing = standing
+        self._keep()
         for (_, future), answer in zip(asked, answers, strict=True):
             if isinstance(answer, Exception):
                 future.set_exception(answer)
@@ -237,6 +225,9 @@ def _asked(
     line = told.to_json()
     if decided := [each for each in decided if each is not None]:
         line["decided"] = [{"job": job, "what": d.what, "why": d.why} for job, d in decided]
+    for command in commands:
+        if isinstance(command, asks.AskAutoscaler):
+            line["asked"] = {"bundles": command.bundles, "why": command.reason}
     return after, line
 
 
@@ -265,10 +256,10 @@ def _told(
     elif isinstance(event, asks.StopAsked) and told.now:
         standing = replace(standing, hurried=standing.hurried | {event.job})
     why = {c.job: c.reason for c in commands if isinstance(c, asks.GiveUpJob)}
-    for job in before.sharing.jobs:
-        if job not in sharing.jobs:
-            how = JobEnd(sharing.ended[job], why.get(job, told.note), event.at_s, told.step)
-            standing = replace(standing, ended=standing.ended.put(job, how))
+    job = getattr(event, "job", "")  # an event ends no other
+    if job in before.sharing.jobs and job not in sharing.jobs:
+        how = JobEnd(sharing.ended[job], why.get(job, told.note), event.at_s, told.step)
+        standing = replace(standing, ended=standing.ended.put(job, how))
     return _with_decisions(standing, event.at_s, commands), commands
 
 

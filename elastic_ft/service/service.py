@@ -17,17 +17,19 @@ from typing import Any
 
 from elastic_ft.config import Job, parse_job, parse_text
 from elastic_ft.core.sharing import asks
-from elastic_ft.core.sharing.ledger import SharedJob
+from elastic_ft.core.sharing.ledger import Bundles, SharedJob
 from elastic_ft.errors import ConfigError, Superseded
 from elastic_ft.hosts.ray.names import abandoned, clear_away
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service import views
 from elastic_ft.service.chronicle import Chronicle
+from elastic_ft.service.cluster_size import Ask, ClusterSize, ask_rays_autoscaler
 from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
-from elastic_ft.service.office import NotKnown, Office, ShareStanding, entry_of
+from elastic_ft.service.office import NotKnown, Office, entry_of
+from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
@@ -48,7 +50,7 @@ class Service:
     """Attributes:
     folder: where its journal is, and ``jobs/<id>`` with each job's run folder.
 
-    ``look``: at the cluster; by default at Ray's.
+    ``look``: at the cluster; by default at Ray's. ``ask``: its autoscaler, if the terms have one.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Service:
         submit: Submit,
         on_superseded: Callable[[Superseded], object],
         look: Callable[[], Sight] | None = None,
+        ask: Ask = ask_rays_autoscaler,
     ) -> None:
         local = local_path(folder)
         self.folder = folder.rstrip("/") if local is None else str(local)
@@ -66,6 +69,7 @@ class Service:
         self.office = Office(Chronicle(self._store), terms, self._check_claim, on_superseded)
         self._on_superseded = on_superseded
         self._watch = ClusterWatch(self._saw, look)
+        self._size = ClusterSize(self._wanted, lambda: self._watch.sight.kind, ask)
         self._hands: dict[str, JobHand] = {}
         self._ended: OrderedDict[str, JobStory] = OrderedDict()
         self._ended_turn = threading.Lock()
@@ -82,15 +86,26 @@ class Service:
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
         self.lines = self.office.open()
         self._watch.start()
+        if self.terms.autoscaler:
+            self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
 
     def close(self) -> None:
         self._over.set()
+        self._size.close()
         self._watch.close()
         self.office.close()
 
+    def let_go(self) -> None:
+        """Of what outlives this service, and no next one would end. Before ``close``."""
+        if self.terms.autoscaler:
+            self._size.let_go()
+
     # --------------------------------------------------------------------------------- its work
+
+    def _wanted(self) -> Bundles:
+        return self.office.standing.sharing.asked
 
     def _saw(self, sight: Sight) -> None:
         nodes = tuple(sorted(sight.nodes.items()))

@@ -135,6 +135,8 @@ class ServiceActor:
         if why is not None:
             log.error("the service ends: %s", why)
         self._warm.close()
+        if why is None:
+            self._service.let_go()
         self._service.close()
         ray.kill(self._itself)
 

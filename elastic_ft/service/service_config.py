@@ -43,6 +43,7 @@ class ServiceConfig(Section):
     ageing_s: Seconds = TERMS.ageing_s  # one priority higher after each
     starts_max: int = Field(TERMS.starts_max, ge=1)  # failed ones in a row
     retry_s: Delay = TERMS.retry_s  # after the first of them
+    autoscaler: bool = TERMS.autoscaler  # the cluster has one: it is asked for what is missing
     warm: bool = False  # a template on each node, from which jobs' processes are forked
 
     users: dict[str, UserConfig] = Field(default_factory=dict)  # none: loopback alone, and anybody
@@ -54,7 +55,7 @@ class ServiceConfig(Section):
     @property
     def terms(self) -> SharingTerms:
         queues = {name: QueueTerms(**queue.model_dump()) for name, queue in self.queues.items()}
-        names = ("cooldown_s", "ageing_s", "starts_max", "retry_s")
+        names = ("cooldown_s", "ageing_s", "starts_max", "retry_s", "autoscaler")
         return SharingTerms(queues, **{name: getattr(self, name) for name in names})
 
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import slots_of
-from elastic_ft.service.office import ShareStanding
+from elastic_ft.service.share_standing import ShareStanding
 
 PREFIX = "elastic_ft_service_"
 STATES = (*asks.LIVE, *asks.ENDED)

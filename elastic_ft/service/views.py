@@ -9,9 +9,10 @@ from typing import Any
 
 from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.core.sharing import asks
-from elastic_ft.core.sharing.ledger import SharedJob, slots_of
+from elastic_ft.core.sharing.ledger import SharedJob, slots_of, why_waits
 from elastic_ft.service.cluster_watch import Sight
-from elastic_ft.service.office import ShareStanding, entry_of
+from elastic_ft.service.office import entry_of
+from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 
 
@@ -47,7 +48,7 @@ def job_view(
         "tokens_per_s": tokens,
         "loss": story.last.get("loss") if story else None,
         "eta_s": (order.steps - step) / rate if rate and known else None,
-        "why": trouble or (live.why if live and not live.has_room else ""),
+        "why": trouble or (why_waits(standing.sharing, live) if live else ""),
         "reason": ended.reason if ended else "",
     }
 
@@ -106,6 +107,9 @@ def service_view(
             _queue(name, terms.queues[name], jobs)
             for name in sorted(terms.queues)
             if may_read(name)
+        ],
+        "asked_of_autoscaler": [
+            {"slots": slots, "workers": workers} for slots, workers in standing.sharing.asked
         ],
         "cluster_seen_s_ago": round(time.monotonic() - sight.asked_s, 3) if sight.asked_s else None,
     }

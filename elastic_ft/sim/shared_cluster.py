@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from elastic_ft.core.scheduling import decide
 from elastic_ft.core.sharing import asks
-from elastic_ft.core.sharing.ledger import Sharing
+from elastic_ft.core.sharing.ledger import Bundles, Sharing
 
 EVENTS_MAX = 1_000_000  # of one world: more is a core that never comes to rest
 DealCheck = Callable[
@@ -85,6 +85,7 @@ def _workers(run: JobRun) -> int:
 class SharedCluster:
     """Attributes:
     check: called after each event that the core has decided on.
+    on_asked: the autoscaler, told what the cluster should hold; None: there is none.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class SharedCluster:
         self.events = 0
         self.refused: dict[str, str] = {}
         self.reasons: list[str] | None = None
+        self.on_asked: Callable[[Bundles], None] | None = None
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._wake = 0
@@ -176,6 +178,9 @@ class SharedCluster:
                 self.jobs[job].ended_s, self.jobs[job].status = self.now_s, "failed"
             case asks.Refuse(job=job, reason=reason):
                 self.refused[job] = reason
+            case asks.AskAutoscaler(bundles=bundles):
+                if self.on_asked is not None:
+                    self.on_asked(bundles)
             case asks.WakeAt(at_s=at_s):
                 self._wake += 1
                 turn = self._wake

@@ -6,7 +6,7 @@ from collections import Counter
 
 from elastic_ft.core.scheduling import decide
 from elastic_ft.core.sharing import asks
-from elastic_ft.core.sharing.ledger import Sharing, count
+from elastic_ft.core.sharing.ledger import Sharing, alike, count, why_waits
 from elastic_ft.sim.shared_cluster import SharedCluster
 
 TO_A_JOB = (asks.StartJob, asks.ResizeJob, asks.SuspendJob, asks.StopJob, asks.GiveUpJob)
@@ -19,6 +19,7 @@ def check_all(
     commands: tuple[asks.SharingCommand, ...],
 ) -> None:
     check_nodes(world)
+    check_line(world)
     check_sizes(world)
     check_queues(world)
     check_commands(world, before, event, commands)
@@ -36,6 +37,19 @@ def check_nodes(world: SharedCluster) -> None:
         assert slots <= world.nodes.get(node, 0), f"{node}: {slots} slots are promised"
     for name, run in world.jobs.items():
         assert not run.places or name in world.state.jobs, f"{name} has ended and has workers"
+
+
+def check_line(world: SharedCluster) -> None:
+    """Each job is in the line among its like, or apart."""
+    state = world.state
+    waits = [name for names in state.line.values() for name in names]
+    assert sorted([*waits, *state.apart]) == sorted(state.jobs)
+    for kind, names in state.line.items():
+        jobs = [state.jobs[name] for name in names]
+        assert all(alike(job.wish) == kind and job.phase == "queued" for job in jobs)
+        assert [job.number for job in jobs] == sorted(job.number for job in jobs)
+    for job in state.jobs.values():
+        assert job.has_room or job.releasing or job.phase == "stopping" or why_waits(state, job)
 
 
 def check_sizes(world: SharedCluster) -> None:

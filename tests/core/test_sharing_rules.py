@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 from elastic_ft.core.scheduling import decide
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms, Wish
-from elastic_ft.core.sharing.ledger import SharedJob, Sharing
+from elastic_ft.core.sharing.ledger import SharedJob, Sharing, why_waits
 
 
 class Shared:
@@ -49,6 +50,9 @@ class Shared:
     def job(self, job: str) -> SharedJob:
         return self.state.jobs[job]
 
+    def why(self, job: str) -> str:
+        return why_waits(self.state, self.job(job))
+
     def targets(self) -> dict[str, int]:
         return {name: job.target for name, job in self.state.jobs.items()}
 
@@ -67,7 +71,7 @@ def test_who_is_next_priority_then_age() -> None:
 def test_all_or_nothing_in_multiples() -> None:
     shared = Shared(3)
     assert shared.submit("wide", 4, 4) == []
-    assert shared.job("wide").why == "waits for 4 workers: the nodes that there are hold 3"
+    assert shared.why("wide") == "waits for 4 workers: the nodes that there are hold 3"
     shared.submit("pairs", 1, 8, multiple_of=2)
     assert shared.targets() == {"wide": 0, "pairs": 2}
 
@@ -100,7 +104,7 @@ def test_equals_never_suspend_one_another() -> None:
     shared = Shared(2)
     shared.submit("one", 2, 2)
     assert shared.submit("two", 2, 2) == []
-    assert "jobs that it may not suspend need 2 of 2 slots" in shared.job("two").why
+    assert "jobs that it may not suspend need 2 of 2 slots" in shared.why("two")
 
 
 def test_a_quota_is_its_queues_own_and_borrowed_when_idle() -> None:
@@ -143,7 +147,7 @@ def test_a_slot_is_free_when_it_was_left() -> None:
     shared.wait(100.0)
     shared.submit("two", 1, 1, trains=False)
     assert shared.targets() == {"one": 1, "two": 0}
-    assert "released by others first" in shared.job("two").why
+    assert "released by others first" in shared.why("two")
     assert [type(c).__name__ for c in shared.release("one")] == ["StartJob"]
 
 
@@ -174,8 +178,41 @@ def test_a_start_that_fails_is_tried_again_and_given_up() -> None:
     shared = Shared(1, SharingTerms(starts_max=2, retry_s=10.0))
     shared.submit("one", 1, 1, trains=False)
     shared.tell(asks.StartFailed(0.0, "one", 1, "no room"))
-    assert shared.job("one").why == "waits 10 s: a start failed: no room"
+    assert shared.why("one") == "waits 10 s: a start failed: no room"
     assert [type(c).__name__ for c in shared.wait(10.0)] == ["StartJob"]
     (given_up,) = shared.tell(asks.StartFailed(10.0, "one", 2, "no room"))
     assert given_up.reason == "2 starts failed; the last: no room"
     assert shared.state.ended["one"] == "failed"
+
+
+def test_the_autoscaler_is_asked_for_all_minima_while_one_is_missing() -> None:
+    """It sizes a cluster for what it is told, whatever runs there: so what runs is told, too."""
+    shared = Shared(2, SharingTerms(autoscaler=True))
+    assert shared.submit("one", 1, 4) == [asks.StartJob("one", 1, (("n0", 1), ("n1", 1)), ANY)]
+    found = shared.submit("wide", 3, 3, slots_per_worker=2)
+    assert found == [
+        asks.AskAutoscaler(
+            ((1, 1), (2, 3)),
+            "1 job can't start without: the first of queue default, priority 0, 3 workers",
+        )
+    ]
+    assert shared.wait(1.0) == []  # once
+    nodes = (("n0", 1), ("n1", 1), *((f"big{i}", 2) for i in range(3)))
+    found = shared.tell(asks.CapacityChanged(2.0, nodes))
+    assert [type(c) for c in found] == [asks.StartJob, asks.AskAutoscaler]
+    assert found[1] == asks.AskAutoscaler((), "nothing is missing")
+
+
+def test_the_autoscaler_is_not_asked_for_what_a_ceiling_forbids_nor_for_endless_queues() -> None:
+    terms = SharingTerms({"default": QueueTerms(), "few": QueueTerms(ceiling=1)}, autoscaler=True)
+    shared = Shared(1, terms)
+    shared.submit("few-1", 1, 1, queue="few")
+    assert shared.submit("few-2", 1, 1, queue="few") == []
+    for number in range(3):
+        shared.submit(f"wide-{number}", 2000, 2000)
+    assert shared.state.asked == ((1, 4001),)  # two of the three: no more than BUNDLES_MAX
+
+
+def test_where_there_is_no_autoscaler_none_is_asked() -> None:
+    shared = Shared(1)
+    assert shared.submit("wide", 3, 3) == []

@@ -13,8 +13,8 @@ import pytest
 
 from elastic_ft.core.sharing.asks import SharingTerms
 from elastic_ft.observe.catalogue import METRICS
-from elastic_ft.service.office import ShareStanding
 from elastic_ft.service.service_metrics import exposition
+from elastic_ft.service.share_standing import ShareStanding
 from tests.observe.conftest import tool
 from tests.observe.test_rules import RECORDED
 

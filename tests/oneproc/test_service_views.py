@@ -13,7 +13,7 @@ from elastic_ft.core.sharing.ledger import Sharing
 from elastic_ft.core.table import Table
 from elastic_ft.service import job_logs
 from elastic_ft.service.cluster_watch import Sight
-from elastic_ft.service.office import ShareStanding
+from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.views import service_view
 
 NODES = 50

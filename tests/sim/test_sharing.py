@@ -13,6 +13,7 @@ import pytest
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms, Wish
+from elastic_ft.core.sharing.ledger import Bundles
 from elastic_ft.observe.snapshots import as_plain_values
 from elastic_ft.sim.shared_cluster import JobRun, SharedCluster, SubmittedWork, Times
 from elastic_ft.sim.sharing_checks import check_all
@@ -39,7 +40,6 @@ class Disorder:
             ageing_s=rng.choice((600.0, 3600.0)),
             starts_max=100,
             autoscaler=rng.random() < 0.3,
-            idle_s=1e9,
         )
         jobs = [self._job(i, total) for i in range(rng.randint(2, 25))]
         times = Times(
@@ -160,6 +160,52 @@ def test_a_state_is_data_and_events_replay() -> None:
     halfway.world.run(HEALED_S / 2)
     text = json.dumps(as_plain_values(halfway.world.state))  # type: ignore[arg-type]
     assert '"sharing.ledger.SharedJob"' in text or not halfway.world.state.jobs
+
+
+class Scaled:
+    """A cluster of one node at first, and an autoscaler with ``most`` of them to give. Nodes come
+    after a minute; what is idle goes once nothing is asked for."""
+
+    def __init__(self, seed: int, most: int = 12, slots: int = 4) -> None:
+        rng = random.Random(f"scaled {seed}")
+        jobs = []
+        for number in range(20):
+            least = rng.randint(1, most * slots // 2)
+            wish = Wish(least, least + rng.randint(0, 8), priority=rng.choice((0, 0, 5)))
+            jobs.append(
+                SubmittedWork(rng.uniform(0, 2000), f"j{number}", wish, least, rng.uniform(9, 900))
+            )
+        self.most, self.slots, self.made = most, slots, 1
+        self.asked: Bundles = ()
+        terms = SharingTerms(autoscaler=True, cooldown_s=5.0)
+        self.world = SharedCluster(terms, [("n0", slots)], jobs, Times(start_s=5.0), check_all)
+        self.world.on_asked = self._on_asked
+
+    def _on_asked(self, bundles: Bundles) -> None:
+        self.asked = bundles
+        self.world.at(self.world.now_s + 60.0, self._resize)
+
+    def _resize(self) -> None:
+        world = self.world
+        wanted = -(-sum(size * count for size, count in self.asked) // self.slots)
+        before = dict(world.nodes)
+        while len(world.nodes) < min(wanted, self.most):
+            world.nodes[f"n{self.made}"] = self.slots
+            self.made += 1
+        used = {node for job in world.state.jobs.values() for node, _ in job.held}
+        if not self.asked:
+            world.nodes = {n: s for n, s in world.nodes.items() if n in used or n == "n0"}
+        if world.nodes != before:
+            world.tell_nodes()
+
+
+def test_an_autoscaler_is_asked_for_what_is_missing_and_for_nothing_in_the_end() -> None:
+    for seed in range(FIRST, FIRST + COUNT // 3):
+        scaled = Scaled(seed)
+        scaled.world.run(END_S)
+        assert not scaled.world.state.jobs, f"seed {seed}: {scaled.world.state.jobs}"
+        assert scaled.made > 1 and scaled.asked == (), f"seed {seed}: {scaled.asked}"
+        assert {run.status for run in scaled.world.jobs.values()} == {"completed"}
 
 
 @pytest.mark.soak

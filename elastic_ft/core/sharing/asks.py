@@ -61,8 +61,7 @@ class SharingTerms:
         ageing_s: a job that waits so long counts as one priority higher, twice as long as two.
         starts_max: failed starts in a row, before a job is given up.
         retry_s: until a failed start is tried again; doubled each time.
-        idle_s: a node that idles so long is given back, where ``autoscaler`` is true.
-        nodes_min: nodes that are not given back.
+        autoscaler: the cluster has one, and is asked for what is missing.
     """
 
     queues: dict[str, QueueTerms] = field(default_factory=lambda: {"default": QueueTerms()})
@@ -71,8 +70,6 @@ class SharingTerms:
     starts_max: int = 5
     retry_s: float = 10.0
     autoscaler: bool = False
-    idle_s: float = 300.0
-    nodes_min: int = 0
 
 
 # ------------------------------------------------------------------------------ events
@@ -248,17 +245,10 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class AskAutoscaler:
-    """So many slots are missing, beyond all that there are. 0: none any more."""
+    """The cluster should hold these workers together: slots that one takes, and how many there are.
+    It replaces what was asked before; none: nothing is missing any more, and what idles may go."""
 
-    slots: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnNodes:
-    """Nobody needs them: nothing is placed there unless they are named again after they went."""
-
-    nodes: tuple[str, ...]
+    bundles: tuple[tuple[int, int], ...]
     reason: str
 
 
@@ -271,13 +261,5 @@ class WakeAt:
 
 
 SharingCommand = (
-    StartJob
-    | ResizeJob
-    | SuspendJob
-    | StopJob
-    | GiveUpJob
-    | Refuse
-    | AskAutoscaler
-    | ReturnNodes
-    | WakeAt
+    StartJob | ResizeJob | SuspendJob | StopJob | GiveUpJob | Refuse | AskAutoscaler | WakeAt
 )

@@ -11,13 +11,14 @@ placed only where slots are free, and those of workers told to go are not until 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 
 from elastic_ft.core.sharing import admission
 from elastic_ft.core.sharing.asks import JobId, Places, StartJob
 from elastic_ft.core.sharing.desk import Desk, named, plural
 from elastic_ft.core.sharing.fair import ideal_shares
-from elastic_ft.core.sharing.ledger import SharedJob, added, count, removed, slots_of
+from elastic_ft.core.sharing.ledger import SharedJob, added, count, removed
 from elastic_ft.core.sharing.rooms import Rooms
 
 
@@ -26,9 +27,8 @@ def deal_slots(desk: Desk) -> admission.Admission:
     rooms = desk.rooms()
     _place_owed(desk, rooms)
     found = _admit(desk, rooms)
-    granted = {job.job for job in found.grants}
-    for held in [job for job in desk.jobs.values() if job.reserved and job.job not in granted]:
-        desk.change(held.job, reserved=())
+    for name in desk.jobs.reserving - {job.job for job in found.grants}:
+        desk.change(name, reserved=())
     for victim, beneficiary in found.victims.items():
         _suspend(desk, victim, beneficiary)
     grants = list(found.grants)
@@ -39,9 +39,9 @@ def deal_slots(desk: Desk) -> admission.Admission:
     late = [job for job in grants if job.job not in started]
     _grow(desk, rooms, started, late, ideal)
     _even_out(desk, rooms, late, ideal)
-    for job, why in found.why.items():
-        if desk.jobs[job].why != why:
-            desk.change(job, why=why)
+    for job in found.refused:
+        if desk.jobs[job.job].why:  # by now it waits for what all of its kind wait for
+            desk.change(job.job, why="")
     return found
 
 
@@ -64,15 +64,13 @@ def _pending(desk: Desk) -> int:
 
 def _avoided(desk: Desk, job: SharedJob) -> frozenset[str]:
     """Nodes that are reserved for others."""
-    others = (other.reserved for other in desk.jobs.values() if other.job != job.job)
-    return frozenset(node for nodes in others for node in nodes)
+    others = desk.jobs.reserving - {job.job}
+    return frozenset(node for other in others for node in desk.jobs[other].reserved)
 
 
 def _admit(desk: Desk, rooms: Rooms) -> admission.Admission:
-    waiting = desk.waiting()
-    counter = admission.Walk(desk.running(), waiting, sum(rooms.slots.values()), desk.terms)
-    ever = {size: rooms.holds_ever(size) for size in {job.slots for job in waiting}}
-    return admission.walk(counter, waiting, desk.at_s, ever)
+    slots, holds_ever = sum(rooms.slots.values()), functools.cache(rooms.holds_ever)
+    return admission.admitted(desk.running(), desk.waiting(), slots, desk.terms, holds_ever)
 
 
 def _suspend(desk: Desk, victim: JobId, beneficiary: JobId) -> None:
@@ -200,8 +198,7 @@ def _fits_ceiling(desk: Desk, job: SharedJob, workers: int) -> bool:
     ceiling = desk.terms.queues[job.wish.queue].ceiling
     if ceiling is None:
         return True
-    inside = (other for other in desk.jobs.values() if other.wish.queue == job.wish.queue)
-    return sum(slots_of(other) for other in inside) + workers * job.slots <= ceiling
+    return desk.jobs.used_slots(job.wish.queue) + workers * job.slots <= ceiling
 
 
 def _reserve(desk: Desk, rooms: Rooms, job: SharedJob, started: Collection[JobId]) -> str:
@@ -209,7 +206,8 @@ def _reserve(desk: Desk, rooms: Rooms, job: SharedJob, started: Collection[JobId
 
     One job at a time; of a higher priority before another. Returns what it waits for.
     """
-    holder = next((other for other in desk.jobs.values() if other.reserved), None)
+    reserving = sorted(map(desk.jobs.__getitem__, desk.jobs.reserving), key=lambda j: j.number)
+    holder = reserving[0] if reserving else None
     if holder is not None and holder.job != job.job:
         if holder.wish.priority >= job.wish.priority:
             return f"free slots lie apart, and nodes are being cleared for {holder.job}"

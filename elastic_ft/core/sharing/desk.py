@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.admission import Waiting
 from elastic_ft.core.sharing.ledger import SharedJob, Sharing, added, removed
+from elastic_ft.core.sharing.line import JobsNow
 from elastic_ft.core.sharing.rooms import Rooms
 
 
 class Desk:
     def __init__(self, state: Sharing, terms: asks.SharingTerms, at_s: float) -> None:
         self.state, self.terms, self.at_s = state, terms, at_s
-        self.jobs: dict[asks.JobId, SharedJob] = dict(state.jobs)
+        self.jobs = JobsNow(state)
         self.commands: list[asks.SharingCommand] = []
         self.wakes: list[tuple[float, str]] = []
         self.barred: set[asks.JobId] = set()  # was about to start, and gave way: not in this event
@@ -29,6 +31,10 @@ class Desk:
                     break
         self.commands.append(command)
 
+    def settled(self) -> Sharing:
+        """The state that this event has made."""
+        return self.jobs.settled(self.state)
+
     def wake(self, at_s: float, reason: str) -> None:
         if at_s > self.at_s:
             self.wakes.append((at_s, reason))
@@ -37,25 +43,23 @@ class Desk:
         self.jobs[job] = found = replace(self.jobs[job], **changes)
         return found
 
-    def usable(self) -> dict[str, int]:
-        """Slots by node, of nodes that are not given back."""
-        gone = self.state.returning
-        return {node: n for node, n in self.state.nodes.items() if node not in gone}
-
     def rooms(self) -> Rooms:
-        return Rooms(self.usable(), self.jobs.values())
+        return Rooms(dict(self.state.nodes.items()), self.jobs.values())
 
     def running(self) -> list[SharedJob]:
-        return [job for job in self.jobs.values() if job.has_room]
+        """In the order of submission."""
+        running = [job for job in self.jobs.values() if job.has_room]
+        return sorted(running, key=lambda job: job.number)
 
-    def waiting(self) -> list[SharedJob]:
+    def waiting(self) -> Waiting:
         """Those that could start now; what they had before is released."""
         waits = (job for job in self.jobs.values() if job.phase in ("queued", "suspended"))
-        return [
+        apart = [
             job
             for job in waits
             if not job.releasing and job.not_before_s <= self.at_s and job.job not in self.barred
         ]
+        return Waiting(apart, self.jobs.line(), self.jobs.__getitem__, self.at_s)
 
     def is_cool(self, job: SharedJob) -> bool:
         return self.at_s >= job.resized_at_s + self.terms.cooldown_s

@@ -53,8 +53,15 @@ def _fill(
     def at(level: float, job: SharedJob) -> int:
         return max(job.least, min(job.most, job.floor(int(level * weight[job.job]))))
 
+    rows = [(job.least, job.most, job.unit, job.slots, weight[job.job]) for job in jobs]
+
     def cost(level: float) -> int:
-        return sum((at(level, job) - job.least) * job.slots for job in jobs)
+        total = 0
+        for least, most, unit, slots, own in rows:
+            workers = int(level * own) // unit * unit
+            if workers > least:
+                total += ((workers if workers < most else most) - least) * slots
+        return total
 
     full = max(job.most / weight[job.job] for job in jobs) + 1
     low, high = 0.0, full

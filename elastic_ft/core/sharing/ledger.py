@@ -33,7 +33,7 @@ class SharedJob:
         failed_starts: in a row.
         not_before_s: no start before that.
         reserved: nodes on which it waits for room that lies apart now: nobody else gets any there.
-        why: why it waits, in words.
+        why: why it waits, in words; "": see ``why_waits``.
     """
 
     job: JobId
@@ -96,19 +96,69 @@ class SharedJob:
         waited_s = self.waited_s + max(0.0, at_s - self.waits_since_s)
         return self.wish.priority + int(waited_s // ageing_s)
 
+    def ages_at_s(self, at_s: float, ageing_s: float) -> float:
+        """When it will count as one higher."""
+        waited_s = self.waited_s + at_s - self.waits_since_s
+        return at_s + (ageing_s - waited_s % ageing_s)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Alike:
+    """Of jobs that wait, what decides whether there is room: it is the same for all alike.
+
+    Attributes:
+        least: workers that it starts with.
+        slots: that one of them takes.
+    """
+
+    queue: str
+    priority: int
+    least: int
+    slots: int
+
+    @property
+    def need(self) -> int:
+        return self.least * self.slots
+
+
+def alike(wish: Wish) -> Alike:
+    return Alike(wish.queue, wish.priority, wish.least, wish.slots_per_worker)
+
+
+Bundles = tuple[tuple[int, int], ...]  # slots of one worker, and how many of those
+
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """The state. ``missing`` slots were asked of the autoscaler, ``returning`` nodes given back."""
+    """The state.
+
+    Attributes:
+        jobs: all that have not ended, in the order of submission.
+        line: those of them that were never started and have nothing of their own to say, alike by
+            alike, in the order of submission; thousands may wait (``core.sharing.line``).
+        apart: the others.
+        lacks: why those wait that have room nowhere, in words.
+        ended: how jobs ended.
+        nodes: slots.
+        asked: of the autoscaler: what the cluster should hold; empty if nothing is missing.
+    """
 
     jobs: Table[JobId, SharedJob] = field(default_factory=Table)
-    ended: Table[JobId, str] = field(default_factory=Table)  # and how
-    nodes: Table[str, int] = field(default_factory=Table)  # slots
-    idle_since_s: Table[str, float] = field(default_factory=Table)  # where that is watched
+    line: Table[Alike, tuple[JobId, ...]] = field(default_factory=Table)
+    apart: tuple[JobId, ...] = ()
+    lacks: Table[Alike, str] = field(default_factory=Table)
+    ended: Table[JobId, str] = field(default_factory=Table)
+    nodes: Table[str, int] = field(default_factory=Table)
     submitted: int = 0
-    missing: int = 0
-    returning: tuple[str, ...] = ()
+    asked: Bundles = ()
     wake_at_s: float | None = None
+
+
+def why_waits(state: Sharing, job: SharedJob) -> str:
+    """In words; "" if it has room."""
+    if job.has_room:
+        return ""
+    return job.why or str(state.lacks.get(alike(job.wish), ""))
 
 
 def slots_of(job: SharedJob) -> int:

@@ -1,0 +1,69 @@
+"""What the cluster's autoscaler is asked for: the workers that the core wants it to hold.
+
+Ray keeps the last request for good, whoever made it: so the first thing a service does is to make
+its own, and a service that is stopped asks for nothing. Nodes that idle then are the autoscaler's
+to end, after its own idle timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from elastic_ft.core.sharing.ledger import Bundles
+
+log = logging.getLogger(__name__)
+EVERY_S = 0.5
+Ask = Callable[[list[dict[str, float]]], object]
+
+
+class ClusterSize:
+    """Asks in a thread of its own: while the head is away a call blocks, and nobody waits for it.
+
+    ``ask`` replaces what was asked before; ``wanted``: slots of a worker, and how many of those;
+    ``kind``: what a slot is, CPU or GPU.
+    """
+
+    def __init__(self, wanted: Callable[[], Bundles], kind: Callable[[], str], ask: Ask) -> None:
+        self._wanted, self._kind, self._ask = wanted, kind, ask
+        self._asked: tuple[str, Bundles] | None = None
+        self._turn = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._always, name="cluster-size", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def let_go(self) -> None:
+        """Nothing is wanted any more."""
+        self._over.set()
+        self._tell(())
+
+    def _always(self) -> None:
+        while not self._over.is_set():
+            self._tell(self._wanted())
+            self._over.wait(EVERY_S)
+
+    def _tell(self, wanted: Bundles) -> None:
+        with self._turn:
+            if (asked := (self._kind(), wanted)) == self._asked:
+                return
+            each = [{asked[0]: float(size)} for size, count in wanted for _ in range(count)]
+            try:
+                self._ask(each)
+            except Exception as error:  # the head is away: asked again
+                log.warning("the autoscaler: %s: %s", type(error).__name__, error)
+                return
+            log.info("the autoscaler is asked for %d workers in all", len(each))
+            self._asked = asked
+
+
+def ask_rays_autoscaler(bundles: list[dict[str, float]]) -> None:
+    """Imported here: it brings much along that a service without one has no use for."""
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=bundles)

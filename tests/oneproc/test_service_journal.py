@@ -1,0 +1,133 @@
+"""The service's journal is not read from its first line: snapshots of how things stood."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.asks import SharingTerms
+from elastic_ft.errors import StorageError
+from elastic_ft.service import office
+from elastic_ft.service.chronicle import Chronicle
+from elastic_ft.service.job_orders import JobOrder, Notice
+from elastic_ft.service.office import Office
+from elastic_ft.storage.store import open_store
+
+WAIT_S = 60.0
+TAIL = 20
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(office, "TAIL_LINES", TAIL)
+
+
+def opened(folder: Path) -> tuple[Office, int]:
+    found = Office(Chronicle(open_store(str(folder))), SharingTerms(), int, print)
+    return found, found.open()
+
+
+def submitted(number: int, wish: asks.Wish) -> Notice:
+    id = f"j-{number}"
+    order = JobOrder(id, "j", "ann", float(number), f"r{number}", {"steps": number})
+    return Notice(asks.JobSubmitted(float(number), id, wish), "ann", order=order)
+
+
+def lived(folder: Path, jobs: int = 40) -> Office:
+    """A service that has ended, and all of whose snapshots are written."""
+    found, _ = opened(folder)
+    found.tell(asks.CapacityChanged(0.0, (("n0", 2), ("n1", 2)))).result(WAIT_S)
+    for number in range(1, jobs + 1):
+        notice = submitted(number, asks.Wish(1, 1 + number % 3, priority=number % 2))
+        found.ask(lambda standing, notice=notice: notice).result(WAIT_S)  # type: ignore[misc]
+        settled()
+        if number % 4 == 0:
+            job = next(j for j in found.standing.sharing.jobs.values() if j.has_room)
+            found.tell(asks.JobBegan(number + 0.1, job.job, job.start)).result(WAIT_S)
+            found.tell(asks.JobEnded(number + 0.2, job.job, "completed"), step=3).result(WAIT_S)
+    found.tell(asks.PriorityChanged(jobs + 1.0, f"j-{jobs}", 7)).result(WAIT_S)
+    found.close()
+    settled()
+    return found
+
+
+def settled() -> None:
+    """No snapshot is being written."""
+    for thread in threading.enumerate():
+        if thread.name == "snapshot":
+            thread.join(WAIT_S)
+
+
+def test_the_next_service_reads_a_snapshot_and_what_came_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = lived(tmp_path)
+    told: list[object] = []
+    original = office.told_of
+    monkeypatch.setattr(office, "told_of", lambda line: told.append(line) or original(line))
+    again, lines = opened(tmp_path)
+    again.close()
+    assert again.standing == before.standing
+    assert list(again.standing.orders) == list(before.standing.orders)
+    assert lines == sum(
+        "nonce" not in line
+        for file in (tmp_path / "journal").iterdir()
+        for line in map(json.loads, file.read_text().splitlines())
+    )
+    assert 0 < len(told) < 2 * TAIL < lines
+
+    told.clear()
+    shutil.rmtree(tmp_path / "snapshots")
+    whole, counted = opened(tmp_path)
+    whole.close()
+    assert whole.standing == before.standing and counted == lines
+    assert len(told) == lines
+
+
+def test_what_is_before_a_snapshot_may_be_moved_away(tmp_path: Path) -> None:
+    before = lived(tmp_path)
+    newest = max(int(path.stem) for path in (tmp_path / "snapshots").iterdir())
+    assert len(list((tmp_path / "snapshots").iterdir())) == 2
+    for number in range(1, newest):
+        (tmp_path / f"journal/{number:08d}.jsonl").unlink()
+    again, _ = opened(tmp_path)
+    again.close()
+    assert again.standing == before.standing
+
+    (tmp_path / f"journal/{newest:08d}.jsonl").unlink()
+    with pytest.raises(StorageError, match="is not there, and later ones are"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut", "form", "part", "order"])
+def test_a_snapshot_that_can_not_be_read_is_told_again(tmp_path: Path, damage: str) -> None:
+    before = lived(tmp_path)
+    for path in (tmp_path / "snapshots").iterdir():
+        found = json.loads(path.read_text())
+        if damage == "form":
+            found["form"] += 1
+        elif damage == "part":
+            found["sharing"]["state"]["has"]["unheard_of"] = 1
+        text = json.dumps(found)
+        path.write_text(text[: len(text) // 2] if damage == "cut" else text)
+    if damage == "order":
+        next((tmp_path / "orders").iterdir()).unlink()
+    again, _ = opened(tmp_path)
+    again.close()
+    assert again.standing == before.standing
+
+
+def test_a_snapshot_of_another_journal_is_not_used(tmp_path: Path) -> None:
+    lived(tmp_path / "one")
+    other = lived(tmp_path / "two", jobs=44)
+    for name in ("snapshots", "orders"):
+        shutil.rmtree(tmp_path / "two" / name)
+        shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
+    again, _ = opened(tmp_path / "two")
+    again.close()
+    assert again.standing == other.standing
