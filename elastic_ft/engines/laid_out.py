@@ -47,6 +47,7 @@ from elastic_ft.engines.tensor_parallel import (
 from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
 from elastic_ft.groups.groups import Groups
+from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import block_modules
 from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import Attention, Decoder, DecoderStage
@@ -135,7 +136,7 @@ def wrapped(laid_out: LaidOut) -> DistributedDataParallel:
         **torch_private.buffer_sync(bool(laid_out.buffers)),
     )
     laid_out.replicas.keep_ddp_from_summing(runner)
-    return runner
+    return WAITS.watch(runner)
 
 
 def is_cut_alone(job: Job, layout: Layout, device: torch.device) -> bool:

@@ -22,13 +22,15 @@ from elastic_ft.core.batches import deal, job_order, step_batch
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
-from elastic_ft.engines.base import Compiled, Engine, MicroBatch, Update
+from elastic_ft.engines.base import Engine, MicroBatch, Update
 from elastic_ft.errors import GroupBroken
 from elastic_ft.state.digest import state_digest
 from elastic_ft.transport.control import Note
 from elastic_ft.worker.agreement import Agreed, places, sum_over_members
 from elastic_ft.worker.device_marks import DeviceMarks
 from elastic_ft.worker.layer_timer import LayerTimer
+from elastic_ft.worker.notes import of_cadence, of_compiled
+from elastic_ft.worker.overlap import Overlap
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.spent import Spent
 from elastic_ft.worker.step import Step
@@ -122,6 +124,7 @@ class Loop:
         self._step_s = 0.0  # of the step before
         self._held_step = 0  # of the newest copy made here for others
         self._spent = Spent()
+        self._overlap = Overlap(tools.snapshots, self.engine.device, layout)
         self._pace: LayerTimer | None = None
         if not layout.waits_within_layers:
             self._pace = LayerTimer(self.engine.blocks, self.engine.device)
@@ -138,6 +141,7 @@ class Loop:
             if self._pace is not None:
                 self._pace.close()
             self._marks.close()
+            self._overlap.close()
 
     def _steps(self) -> Iterator[Any]:
         self._resume()
@@ -178,6 +182,7 @@ class Loop:
         if self._pace is not None:
             self._pace.begin()
         self._marks.begin()
+        self._overlap.begin()
         self.tools.points("data")
         with self._spent.on("data_s"):
             return self._load(number)
@@ -209,13 +214,15 @@ class Loop:
             "step_time_s": round(time.perf_counter() - began, 6),
             "applied_at_s": round(time.time(), 6),
         }
+        metrics |= self._overlapped(metrics["step_time_s"])
         if update.metrics:
             metrics["metrics"] = dict(update.metrics)
         if update.skipped:
             metrics["skipped"] = True
             self._note_skip(self.step, update.note)
         if update.compiled is not None:
-            self._note_compiled(self.step, update.compiled)
+            told = of_compiled(self.step, update.compiled, self.tools.worker)
+            self.note("compiled", *told)
         if agreed.sample_ids:
             metrics["sample_ids"] = agreed.sample_ids
         return metrics
@@ -299,7 +306,7 @@ class Loop:
         total, count, squares, pause, stop, checkpoint, cost, step, *others = summed
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
-            self._note_cadence()
+            self.note("snapshot_interval", *of_cadence(self.cadence))
         # Not into the flags: a request that came during the all-reduce would be lost.
         self.pausing, self.stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
@@ -376,31 +383,19 @@ class Loop:
         if self.job.comm.compress_replicas is not None:
             cast(Engine, self.engine).share_residuals(self.progress)
 
-    def _note_cadence(self) -> None:
-        every, cost_s, step_s = self.cadence.every, self.cadence.cost_s, self.cadence.step_s
-        reason = (
-            f"a snapshot costs {cost_s * 1e3:.1f} ms, a step takes {step_s * 1e3:.0f} ms: one "
-            f"every {every} steps is {cost_s / (step_s * every):.1%} of the time"
-        )
-        fields = {"every_steps": every, "cost_s": round(cost_s, 6), "step_s": round(step_s, 6)}
-        self.note("snapshot_interval", reason, fields)
+    def _overlapped(self, step_s: float) -> dict[str, Any]:
+        """What this rank's computing waited for, in steps where that is measured."""
+        found = self._overlap.measured()
+        if not found:
+            return {}
+        self._spent.add("exposed_s", sum(found["exposed_s"].values()))
+        if self.groups.rank == 0 and (reason := self._overlap.news(step_s, **found)):
+            self.note("overlap", reason, {"step": self.step, "step_s": step_s, **found})
+        return found
 
     def _note_skip(self, step: int, note: str) -> None:
         if note and self.groups.rank == 0:
             self.note("step_skipped", note, {"step": step})
-
-    def _note_compiled(self, step: int, compiled: Compiled) -> None:
-        """Of each worker once, and whenever a step had to compile."""
-        reason = f"{compiled.graphs} graphs of layers compiled in step {step}"
-        if compiled.warmed:
-            reason += f", {compiled.warmed} before the worker was ready ({compiled.warmed_s:.1f} s)"
-        fields: dict[str, Any] = {
-            "step": step,
-            "graphs": compiled.graphs,
-            "warmed": compiled.warmed,
-        }
-        fields |= {"warmed_s": round(compiled.warmed_s, 3), "worker": self.tools.worker}
-        self.note("compiled", reason, fields)
 
     def _held(self, step: int) -> None:
         self.send(StepHeld(time.time(), self.tools.worker, self.generation, step))
