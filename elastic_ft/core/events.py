@@ -226,7 +226,7 @@ class StepApplied:
     pace_s: float = 0.0  # computing alone, the same work on every rank; 0: not measured
     took_s: float = 0.0  # all of the step
     # Since the step before: data_s waiting for data, save_s for snapshots and uploads; exposed_s
-    # for collectives and snapshots, where the step's overlap was measured.
+    # for collectives and snapshots, links_s of it for links, where the step's overlap was measured.
     spent: dict[str, float] = field(default_factory=dict)
 
 

@@ -22,6 +22,7 @@ from elastic_ft.core.batches import deal, job_order, step_batch
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
+from elastic_ft.core.layouts.calibration import on_links
 from elastic_ft.engines.base import Engine, MicroBatch, Update
 from elastic_ft.errors import GroupBroken
 from elastic_ft.state.digest import state_digest
@@ -389,6 +390,7 @@ class Loop:
         if not found:
             return {}
         self._spent.add("exposed_s", sum(found["exposed_s"].values()))
+        self._spent.add("links_s", on_links(found["exposed_s"]))
         if self.groups.rank == 0 and (reason := self._overlap.news(step_s, **found)):
             self.note("overlap", reason, {"step": self.step, "step_s": step_s, **found})
         return found
