@@ -21,7 +21,7 @@ from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import (
     STEPS_MIN,
     Calibration,
-    applied,
+    as_measured,
     calibrate,
     on_links,
 )
@@ -70,7 +70,7 @@ def plan(
     work, can = _describe(job)
     measured = None if run is None else measure(job, work, there, run)
     if measured is not None:
-        there = applied(there, measured.flops_per_s, measured.links)
+        there = as_measured(there, measured.flops_per_s, measured.links)
         if measured.waited_s is not None:  # that is measured on CPUs alone
             there = on_cpus(there)
     limits = _limits(job, allowed(work.model, there.count, can), can, max_tp, max_pp)

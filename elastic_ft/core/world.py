@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ft.core.assignment import Member, NodeId
 from elastic_ft.core.events import ResizeRequested, StepApplied
-from elastic_ft.core.layouts.calibration import STEPS_MAX, applied, calibrate
+from elastic_ft.core.layouts.calibration import STEPS_MAX, as_measured, calibrate
 from elastic_ft.core.layouts.layout import Layout, plan_layout
 from elastic_ft.core.layouts.layout_plan import NoLayout
 from elastic_ft.core.layouts.moved import Previous
@@ -95,7 +95,7 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
 
 
 def _measured(turn: Turn, planning: Planning) -> Devices:
-    return applied(planning.devices, turn.state.flops_per_s, turn.state.links)
+    return as_measured(planning.devices, turn.state.flops_per_s, turn.state.links)
 
 
 def learn_rate(turn: Turn) -> None:

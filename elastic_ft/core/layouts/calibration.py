@@ -69,7 +69,7 @@ class Calibration:
         )
 
 
-def applied(devices: Devices, flops_per_s: float | None, links: float | None) -> Devices:
+def as_measured(devices: Devices, flops_per_s: float | None, links: float | None) -> Devices:
     """``devices`` as they were measured, where they were."""
     times = links or 1.0
     return replace(
@@ -107,7 +107,7 @@ def calibrate(
     )
 
     def predicted(flops_per_s: float, links: float = 1.0) -> StepTime:
-        there = applied(devices, flops_per_s, links)
+        there = as_measured(devices, flops_per_s, links)
         return step_time(work, choice, Interconnect.of(there, there.nodes))
 
     measured_s = median(steps_s[-STEPS_MAX:])
