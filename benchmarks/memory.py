@@ -1,6 +1,7 @@
 """Predicted against measured peak memory of the native engine, on CPU processes.
 
     python benchmarks/memory.py --micro-batch 4 --out benchmarks/results/memory.json
+    python benchmarks/memory.py --newer --out benchmarks/results/memory_newer.json
 
 For each layout, ranks train three steps of two micro-batches each. What malloc has handed out
 (glibc's ``mallinfo2``, every arena) is read after each operator of the last step; its highest, less
@@ -17,6 +18,7 @@ import json
 import multiprocessing
 import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,24 @@ from elastic_ft.models.describe import describe_job
 
 VOCABULARY, MICRO_BATCHES, STEPS = 4096, 2, 3
 DEADLINE_S = 600.0
+NEWER: list[tuple[Layout, dict[str, dict[str, Any]]]] = [  # and what the job file says
+    (Layout(tp=2), {}),
+    (Layout(dp_shard=2, tp=2), {}),
+    (Layout(pp=2), {}),
+    (Layout(pp=2), {"parallel": {"schedule": "gpipe"}}),
+    (Layout(pp=2, dp_shard=2), {}),
+    (Layout(cp=2), {}),
+    (Layout(dp_shard=2, cp=2), {}),
+    (Layout(dp_shard=2), {"parallel": {"activation_checkpointing": "selective"}}),
+    (Layout(dp_shard=2), {"parallel": {"loss_chunk_tokens": 64}}),
+    (Layout(dp_shard=2), {"parallel": {"reshard_after_backward": False}}),
+    (Layout(dp_shard=2), {"parallel": {"reduce_gradients": "step"}}),
+    (Layout(dp_shard=3), {}),
+    (Layout(dp_shard=4), {"precision": {"dtype": "bf16"}}),
+    (Layout(dp_shard=2), {"comm": {"compress_shards": "int8"}}),
+    (Layout(dp_replicate=2), {"comm": {"compress_replicas": "int8"}}),
+    (Layout(dp_replicate=2), {"comm": {"compress_replicas": "powersgd"}}),
+]
 CASES = [  # layout, dtype, recomputation
     (Layout(), "fp32", False),
     (Layout(dp_replicate=2), "fp32", False),
@@ -80,19 +100,28 @@ class Peak(TorchDispatchMode):
         return result
 
 
-def make_job(preset: str, layout: Layout, dtype: str, recompute: bool, micro_batch: int) -> Job:
+def make_job(
+    preset: str, layout: Layout, micro_batch: int, sections: dict[str, dict[str, Any]]
+) -> Job:
     size = micro_batch * MICRO_BATCHES * layout.data_parallel_size
-    return parse_job(
-        {
-            "name": "memory",
-            "steps": STEPS,
-            "model": {"preset": preset},
-            "data": {"url": "stdlib:", "vocab_size": VOCABULARY},
-            "batch": {"global_batch_size": size, "micro_batch_size": micro_batch},
-            "precision": {"dtype": dtype},
-            "parallel": {"activation_checkpointing": recompute},
-        }
-    )
+    strategy = "fsdp" if layout.dp_replicate == 1 else "hsdp" if layout.dp_shard > 1 else "ddp"
+    job: dict[str, dict[str, Any]] = {
+        "model": {"preset": preset} | sections.get("model", {}),
+        "data": {"url": "stdlib:", "vocab_size": VOCABULARY},
+        "batch": {"global_batch_size": size, "micro_batch_size": micro_batch},
+        "parallel": {"strategy": strategy} | sections.get("parallel", {}),
+    }
+    return parse_job({"name": "memory", "steps": STEPS, **sections, **job})
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[tuple[Layout, int, dict[str, dict[str, Any]]]]:
+    """Layout, micro-batch size, sections of the job file."""
+    for micro_batch in arguments.micro_batch:
+        for layout, dtype, recompute in [] if arguments.newer else CASES:
+            parallel = {"activation_checkpointing": recompute}
+            yield layout, micro_batch, {"precision": {"dtype": dtype}, "parallel": parallel}
+        for layout, sections in NEWER if arguments.newer else []:
+            yield layout, micro_batch, sections | {"model": {"kwargs": {"n_kv_heads": 2}}}
 
 
 def peak_of_rank(groups: Groups, job: Job) -> int:
@@ -169,28 +198,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="decoder-4m")
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--newer", action="store_true", help="the other layouts")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = []
-    for micro_batch in arguments.micro_batch:
-        for layout, dtype, recompute in CASES:
-            job = make_job(arguments.preset, layout, dtype, recompute, micro_batch)
-            choice = Choice(layout, micro_batch, recompute)
-            predicted = memory(describe_job(job), choice, fused=False).total
-            measured = measure(job, layout)
-            line = {"layout": str(layout), "dtype": dtype, "recompute": recompute}
-            line |= {"micro_batch": micro_batch, "preset": arguments.preset}
-            line |= {"predicted_bytes": round(predicted), "measured_bytes": measured}
-            lines.append(line | {"ratio": round(predicted / measured, 4)})
-            again = ", recomputing" if recompute else ""
-            print(
-                f"{layout!s:8} {dtype}, micro-batch {micro_batch}{again}: predicted "
-                f"{predicted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
-                f"{predicted / measured - 1:+.1%}",
-                flush=True,
-            )
-            if arguments.out is not None:
-                arguments.out.write_text(json.dumps(lines, indent=1) + "\n")
+    for layout, micro_batch, sections in cases(arguments):
+        job = make_job(arguments.preset, layout, micro_batch, sections)
+        parallel = job.parallel
+        choice = Choice(layout, micro_batch, parallel.activation_checkpointing, parallel.schedule)
+        predicted = memory(describe_job(job), choice, fused=False).total
+        measured = measure(job, layout)
+        line: dict[str, Any] = {"layout": str(layout), "dtype": job.precision.dtype}
+        line |= {"recompute": parallel.activation_checkpointing, "job": sections}
+        line |= {"micro_batch": micro_batch, "preset": arguments.preset}
+        line |= {"predicted_bytes": round(predicted), "measured_bytes": measured}
+        lines.append(line | {"ratio": round(predicted / measured, 4)})
+        print(
+            f"{layout!s:8} {sections}, micro-batch {micro_batch}: predicted "
+            f"{predicted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
+            f"{predicted / measured - 1:+.1%}",
+            flush=True,
+        )
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(lines, indent=1) + "\n")
 
 
 if __name__ == "__main__":

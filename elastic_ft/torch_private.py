@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -44,10 +45,12 @@ __all__ = [
     "is_reduced",
     "local_shape_and_offset",
     "nccl_backends",
+    "on_waits",
     "pin",
     "pretended_world",
     "process_groups",
     "queue_a_kernel_without_end",
+    "reducer_times",
     "reset_group_names",
     "run_out_of_device_memory",
     "sees_gpu",
@@ -55,6 +58,7 @@ __all__ = [
     "set_up_compiler",
     "split_dimension",
     "spoil_next_output",
+    "time_every",
     "undo_fully_shard",
     "unpin",
 ]
@@ -208,6 +212,53 @@ def split_dimension(
 ) -> dist.DeviceMesh:
     """The mesh with ``dimension`` split into others, by name, the outermost first. Makes groups."""
     return mesh._unflatten(dimension, tuple(sizes.values()), tuple(sizes))
+
+
+# By c10d's OpType. Gloo gives its reduce-scatter none.
+WORKS = dict.fromkeys((1, 2, 3), "all_reduce") | dict.fromkeys((4, 5, 6), "all_gather")
+WORKS |= dict.fromkeys((9, 16, 100), "reduce_scatter") | dict.fromkeys((10, 11), "all_to_all")
+WORKS |= dict.fromkeys((12, 13, 14), "send_recv") | {0: "broadcast"}
+FUNCTIONAL = "functional"  # of those that are differentiated: which, their waits don't say
+
+
+def on_waits(wanted: Callable[[], bool], told: Callable[[str, float], None]) -> None:
+    """From now on, whenever a thread waits from Python for a collective and ``wanted`` says so, as
+    it begins to, ``told`` is called: with the collective's kind, and the seconds."""
+    of_work, of_tensor = dist.Work.wait, _functional_collectives.wait_tensor
+
+    def wait(self: dist.Work, *args: Any, **options: Any) -> Any:
+        if not wanted():
+            return of_work(self, *args, **options)
+        began_s = time.perf_counter()
+        found = of_work(self, *args, **options)
+        told(WORKS.get(self._get_op_type(), "other"), time.perf_counter() - began_s)
+        return found
+
+    def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or not wanted():
+            return of_tensor(tensor)
+        began_s = time.perf_counter()
+        found: torch.Tensor = of_tensor(tensor)
+        told(FUNCTIONAL, time.perf_counter() - began_s)
+        return found
+
+    dist.Work.wait = wait  # type: ignore[method-assign, assignment]
+    _functional_collectives.wait_tensor = wait_tensor
+
+
+def time_every(module: torch.nn.parallel.DistributedDataParallel, steps: int) -> None:
+    """Has DDP time one in so many of its synchronised backwards, beside the first ten."""
+    module._set_ddp_runtime_logging_sample_rate(steps)
+
+
+def reducer_times(module: torch.nn.parallel.DistributedDataParallel) -> tuple[float, float]:
+    """Of the last backward that DDP has timed, seconds from its first bucket's all-reduce to the
+    end of all: after the gradients were there, when the thread but waits, and before."""
+    module.logger.set_runtime_stats_and_log()  # type: ignore[union-attr]
+    found = module._get_ddp_logging_data()
+    whole_ns = max(0, found.get("backward_comm_time", 0))
+    hidden_ns = min(whole_ns, max(0, found.get("backward_compute_comm_overlap_time", 0)))
+    return (whole_ns - hidden_ns) / 1e9, hidden_ns / 1e9
 
 
 def nccl_backends() -> list[Any]:

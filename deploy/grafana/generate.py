@@ -98,6 +98,12 @@ OVERVIEW: dict[str, tuple[Panel, ...]] = {
             Query(metric("_step_seconds"), "step"),
         ),
         lines(
+            "What computing waits for",
+            "s",
+            "Of a step in ten, on one rank, by kind: collectives, slower ranks, snapshots.",
+            Query(metric("_exposed_seconds"), "{{kind}}"),
+        ),
+        lines(
             "Learning rate and gradient norm",
             "none",
             "A norm that jumps after a recovery would mean other mathematics.",

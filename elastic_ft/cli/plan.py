@@ -18,7 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from elastic_ft.config import Job, load_job
-from elastic_ft.core.layouts.calibration import STEPS_MIN, Calibration, calibrate
+from elastic_ft.core.layouts.calibration import (
+    STEPS_MIN,
+    Calibration,
+    as_measured,
+    calibrate,
+    on_links,
+)
 from elastic_ft.core.layouts.layout import DIMENSIONS, Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
@@ -63,8 +69,10 @@ def plan(
     there = parse_devices(devices, flops, intra, inter)
     work, can = _describe(job)
     measured = None if run is None else measure(job, work, there, run)
-    if measured is not None and measured.flops_per_s is not None:
-        there = replace(there, flops_per_s=measured.flops_per_s)
+    if measured is not None:
+        there = as_measured(there, measured.flops_per_s, measured.links)
+        if measured.waited_s is not None:  # that is measured on CPUs alone
+            there = on_cpus(there)
     limits = _limits(job, allowed(work.model, there.count, can), can, max_tp, max_pp)
     try:
         ranked = plans(work, there, limits, top=top)
@@ -144,10 +152,10 @@ def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:
     if not formed or not steps:
         raise ConfigError(f"--run: {run}: not a run folder, or no step of it is committed")
     counts: Counter[str] = Counter()
-    steps_s: list[float] = []
+    mine: list[dict[str, Any]] = []
     for line in reversed(formed):  # the last one that has trained for a while
-        steps_s = [s["step_time_s"] for s in steps if s["generation"] == line["generation"]]
-        if len(steps_s) >= STEPS_MIN:
+        mine = [step for step in steps if step["generation"] == line["generation"]]
+        if len(mine) >= STEPS_MIN:
             counts = Counter(member["node"] for member in line["members"])
             break
     else:
@@ -158,10 +166,17 @@ def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:
         schedules=(job.parallel.schedule,),
     )
     devices = replace(there, nodes=tuple(counts.values()))
-    layout = Layout.parse(line["layout"])
-    found = calibrate(work, devices, limits, layout, steps_s)
+    timed = [step for step in mine if "exposed_s" in step and step["step_time_s"] > 0]
+    waited = [on_links(step["exposed_s"]) / step["step_time_s"] for step in timed]
+    layout, steps_s = Layout.parse(line["layout"]), [step["step_time_s"] for step in mine]
+    devices = on_cpus(devices) if waited else devices
+    found = calibrate(work, devices, limits, layout, steps_s, waited)
     assert found is not None
     return found
+
+
+def on_cpus(devices: Devices) -> Devices:
+    return replace(devices, fused=False, overlaps=False)
 
 
 def without_last(there: Devices, count: int) -> tuple[Devices, tuple[int, ...]]:

@@ -93,7 +93,13 @@ class SnapshotConfig(Section):
     max_cost: float = Field(0.01, gt=0, lt=1)  # auto: share of the step time
     max_steps: Count = 50  # auto: at most; what a failure may make redo
     copies: int = Field(Policy.copies, ge=1, le=8)  # of each shard, on as many nodes
-    domain_label: str | None = None  # Ray node label of what fails together: a rack, a zone
+    # Ray node label of what fails together: a rack, a zone. Or several, the outermost first.
+    domain_label: str | tuple[str, ...] | None = None
+
+    @property
+    def domain_labels(self) -> tuple[str, ...]:
+        label = self.domain_label
+        return (label,) if isinstance(label, str) else label or ()
 
 
 class CheckpointConfig(Section):

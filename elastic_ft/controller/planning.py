@@ -46,6 +46,7 @@ def planning_of(job: Job) -> Planning:
         intra_bytes_per_s=device.intra_gb_per_s * 1e9,
         inter_bytes_per_s=device.inter_gb_per_s * 1e9,
         fused=_on_gpus(job),
+        overlaps=_on_gpus(job),
     )
     return Planning(work, devices, limits, memory_bytes)
 

@@ -37,7 +37,9 @@ class Member:
     host: str
     pid: int
     raylet_pid: int | None = None
-    domain: str = ""  # what fails together with the node's neighbours (a rack, a zone), if known
+    # What fails together with the node's neighbours (a rack, a zone), if known. Nested ones are
+    # parted by "/", the outermost first; who shares more of them is nearer.
+    domain: str = ""
     memory_bytes: int = 0  # of its device, if known
 
 

@@ -22,7 +22,7 @@ def choose_buddies(
     if copies < 2 or len(members) < 2 or not layout.is_cut:
         return ((),) * len(members)
     kept, where = _Kept(len(members)), [member.node for member in members]
-    domains = [member.domain for member in members]
+    domains = _failing_together(members)
     everywhere = set(domains)
     nodes_of: dict[int, set[str]] = {}  # by the first rank that has the shard
     buddies: list[tuple[int, ...]] = []
@@ -47,6 +47,15 @@ def choose_buddies(
             nodes = nodes | {where[buddy]}
         buddies.append(tuple(chosen))
     return tuple(buddies)
+
+
+def _failing_together(members: Sequence[Member]) -> list[str]:
+    """Of each, its failure domain: of nested ones the outermost of which there are several."""
+    paths = [member.domain.split("/") for member in members]
+    depths = range(1, max(map(len, paths)) + 1)
+    several = (depth for depth in depths if len({*(tuple(path[:depth]) for path in paths)}) > 1)
+    depth = next(several, len(depths))
+    return ["/".join(path[:depth]) for path in paths]
 
 
 class _Kept:

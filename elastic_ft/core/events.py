@@ -225,7 +225,8 @@ class StepApplied:
     metrics: dict[str, Any] = field(default_factory=dict)
     pace_s: float = 0.0  # computing alone, the same work on every rank; 0: not measured
     took_s: float = 0.0  # all of the step
-    # Since the step before: data_s waiting for data, save_s for snapshots and uploads.
+    # Since the step before: data_s waiting for data, save_s for snapshots and uploads; exposed_s
+    # for collectives and snapshots, links_s of it for links, where the step's overlap was measured.
     spent: dict[str, float] = field(default_factory=dict)
 
 

@@ -59,7 +59,9 @@ class State:
     paces: Table[WorkerId, tuple[float, ...]] = field(default_factory=Table)  # newest last
     evicted: tuple[NodeId, ...] = ()  # nodes of evicted stragglers
     steps_s: tuple[float, ...] = ()  # of this generation, where the planner lays out
+    waited: tuple[float, ...] = ()  # of some of these, the share waited for links
     flops_per_s: float | None = None  # that devices reach, as far as that was measured
+    links: float | None = None  # times the bandwidths assumed, likewise
     releasing: frozenset[WorkerId] = frozenset()  # released, and not known to have ended
     # Lost or released, the last ones: an id is never used again.
     gone: Table[WorkerId, None] = field(default_factory=Table)
@@ -121,7 +123,9 @@ class Changes(TypedDict, total=False):
     paces: Table[WorkerId, tuple[float, ...]]
     evicted: tuple[NodeId, ...]
     steps_s: tuple[float, ...]
+    waited: tuple[float, ...]
     flops_per_s: float | None
+    links: float | None
     releasing: frozenset[WorkerId]
     gone: Table[WorkerId, None]
     abort: bool
@@ -250,11 +254,14 @@ class Turn:
         return newest.generation + 1 if newest and self.takes_part(worker) else 0
 
     def _by_rank(self, members: Iterable[Member]) -> list[Member]:
-        """Survivors in rank order, then joiners, those on nodes without a member first."""
+        """Survivors in rank order, then joiners, those on nodes without a member first; of a first
+        world, where failure domains are known, by these: neighbours in rank order share most."""
         left = {member.worker: member for member in members}
         ranked = [left.pop(m.worker) for m in self.members if m.worker in left]
         if not left:
             return ranked
+        if not ranked and any(member.domain for member in left.values()):
+            return sorted(left.values(), key=lambda member: (member.domain, member.node))
         taken = {m.node for m in self.members if m.worker in self.state.ready}
         return [*ranked, *sorted(left.values(), key=lambda member: member.node in taken)]
 

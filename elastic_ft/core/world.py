@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from elastic_ft.core.assignment import Member, NodeId
 from elastic_ft.core.events import ResizeRequested, StepApplied
-from elastic_ft.core.layouts.calibration import STEPS_MAX, calibrate
+from elastic_ft.core.layouts.calibration import STEPS_MAX, as_measured, calibrate
 from elastic_ft.core.layouts.layout import Layout, plan_layout
 from elastic_ft.core.layouts.layout_plan import NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.planner import Limits, Planning, best
+from elastic_ft.core.layouts.work import Devices
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import Turn, is_current
 
@@ -75,10 +76,9 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     assert planning is not None
     placed = [member for on_node in nodes.values() for member in on_node]
     devices = replace(
-        planning.devices,
+        _measured(turn, planning),
         nodes=tuple(map(len, nodes.values())),
         memory_bytes=_memory_bytes(planning, placed),
-        flops_per_s=turn.state.flops_per_s or planning.devices.flops_per_s,
     )
     previous = None
     if (old := turn.state.assignment) is not None:
@@ -94,19 +94,25 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     return World(chosen, plan.layout, why, idle, "the plan has no rank for it" * bool(idle))
 
 
+def _measured(turn: Turn, planning: Planning) -> Devices:
+    return as_measured(planning.devices, turn.state.flops_per_s, turn.state.links)
+
+
 def learn_rate(turn: Turn) -> None:
-    """What the generation that ends has shown of its devices: the next layout is planned by it."""
-    planning, old, steps_s = turn.policy.planning, turn.state.assignment, turn.state.steps_s
-    turn.set(steps_s=())
+    """What the generation that ends has shown of its devices and links: the next layout is planned
+    by it."""
+    planning, old, state = turn.policy.planning, turn.state.assignment, turn.state
+    turn.set(steps_s=(), waited=())
     if planning is None or old is None:
         return
     counts = tuple(map(len, by_node(old.members).values()))
-    known = turn.state.flops_per_s or planning.devices.flops_per_s
-    devices = replace(planning.devices, nodes=counts, flops_per_s=known)
-    found = calibrate(planning.work, devices, planning.limits, old.layout, steps_s)
+    devices = replace(_measured(turn, planning), nodes=counts)
+    steps = state.steps_s, state.waited
+    found = calibrate(planning.work, devices, planning.limits, old.layout, *steps)
     if found is None:
         return
-    turn.set(flops_per_s=found.flops_per_s or turn.state.flops_per_s)
+    links = state.links if found.links is None else (state.links or 1.0) * found.links
+    turn.set(flops_per_s=found.flops_per_s or state.flops_per_s, links=links)
     turn.journal(
         "calibrated",
         str(found),
@@ -114,6 +120,8 @@ def learn_rate(turn: Turn) -> None:
         measured_s=found.measured_s,
         predicted_s=found.predicted_s,
         flops_per_s=found.flops_per_s,
+        waited_s=found.waited_s,
+        links=links,
     )
 
 
@@ -251,6 +259,9 @@ def note_step(turn: Turn, event: StepApplied) -> None:
         return
     if policy.planning is not None and rank == 0 and event.took_s:
         turn.set(steps_s=(*state.steps_s, event.took_s)[-STEPS_MAX:])
+        if "links_s" in event.spent:
+            share = event.spent["links_s"] / event.took_s
+            turn.set(waited=(*state.waited, share)[-STEPS_MAX:])
     if policy.evict_stragglers and event.pace_s:
         kept = policy.straggler_window_steps * 2
         paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]

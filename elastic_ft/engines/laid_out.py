@@ -50,6 +50,7 @@ from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
+from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import block_modules
 from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import Attention, Decoder, DecoderStage
@@ -173,7 +174,7 @@ def wrapped(
     )
     runner = make() if along is None else along.wrap(module, make)
     laid_out.replicas.keep_ddp_from_summing(runner)
-    return runner, along
+    return WAITS.watch(runner), along
 
 
 def is_cut_alone(job: Job, layout: Layout, device: torch.device) -> bool:

@@ -38,6 +38,7 @@ from elastic_ft.engines.own_step import OwnStep
 from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
 from elastic_ft.groups.groups import Groups
+from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import block_modules
 from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor
@@ -193,11 +194,13 @@ class OwnEngine(OwnStep):
     def _wrap_each(self) -> None:
         for number, model in enumerate(self.models):
             if any(p.requires_grad for p in model.parameters()):
-                self._runners[number] = DistributedDataParallel(
-                    Whole(model),
-                    init_sync=False,
-                    gradient_as_bucket_view=True,
-                    **torch_private.buffer_sync(False),
+                self._runners[number] = WAITS.watch(
+                    DistributedDataParallel(
+                        Whole(model),
+                        init_sync=False,
+                        gradient_as_bucket_view=True,
+                        **torch_private.buffer_sync(False),
+                    )
                 )
 
     def _cut(self, groups: Groups) -> None:

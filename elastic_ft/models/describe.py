@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from elastic_ft.config import Job, ModelConfig
-from elastic_ft.core.layouts.work import ModelShape, Work
+from elastic_ft.core.layouts.work import Compression, ModelShape, Work
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models.build import block_modules, build_model, preset_of
 from elastic_ft.models.decoder import DecoderConfig
@@ -79,6 +79,11 @@ def describe_job(job: Job) -> Work:
         loss_chunk_tokens=job.parallel.loss_chunk_tokens,
         offloads=job.parallel.offload_activations,
         offloads_optimizer=job.optimizer.offload is not None,
+        compression=Compression(
+            job.comm.compress_shards is not None,
+            job.comm.compress_replicas,
+            job.comm.powersgd_rank,
+        ),
     )
 
 

@@ -45,6 +45,15 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         _gauge("learning_rate", "1", "Of the last committed step."),
         _gauge("gradient_norm", "1", "Of the last committed step, before clipping."),
         _gauge("step_seconds", "seconds", "Duration of the last committed step."),
+        _gauge(
+            "exposed_seconds",
+            "seconds",
+            "Of the last step that was measured, what computing waited for, by kind "
+            "(docs/operations.md, Overlap).",
+            "kind",
+        ),
+        _gauge("hidden_seconds", "seconds", "What went on while it computed.", "kind"),
+        _gauge("exposed_ratio", "1", "Of such a step, the share in which computing waited."),
         _counter("steps_total", "steps", "Committed steps."),
         _counter("tokens_total", "tokens", "Tokens in committed steps."),
         _counter("samples_total", "samples", "Samples in committed steps."),
@@ -118,6 +127,12 @@ GROUPS: dict[str, tuple[Metric, ...]] = {
         ),
         _gauge("rank_data_wait_seconds", "seconds", "Its wait for data in its last step.", *RANK),
         _gauge("rank_save_wait_seconds", "seconds", "Its wait for snapshots, likewise.", *RANK),
+        _gauge(
+            "rank_exposed_seconds",
+            "seconds",
+            "Its waits for collectives and snapshots in its last step that was measured.",
+            *RANK,
+        ),
         _gauge("rank_silent_seconds", "seconds", "Since its training thread last moved.", *RANK),
     ),
     "The controller": (

@@ -123,7 +123,7 @@ class Metrics:
         for dimension, ranks in zip(DIMENSIONS, layout.sizes, strict=True):
             self._of("layout_ranks", dimension=dimension).set(ranks)
         self._of("state_copies").set(state_copies(assignment))
-        for name in ("pace", "data_wait", "save_wait", "silent"):
+        for name in ("pace", "data_wait", "save_wait", "exposed", "silent"):
             self._metrics[f"rank_{name}_seconds"].clear()
         self._rank_series.clear()
         self._ranks = tuple(
@@ -141,6 +141,17 @@ class Metrics:
         self._of("learning_rate").set(line.get("lr", math.nan))
         self._of("gradient_norm").set(line.get("grad_norm", math.nan))
         self._of("step_seconds").set(line.get("step_time_s", math.nan))
+        if "exposed_s" in line:
+            self._overlap(line)
+
+    def _overlap(self, line: dict[str, Any]) -> None:
+        """Of a step in which it was measured."""
+        exposed = line["exposed_s"]
+        self._of("exposed_ratio").set(sum(exposed.values()) / max(line["step_time_s"], 1e-9))
+        for name in ("exposed", "hidden"):
+            self._metrics[f"{name}_seconds"].clear()
+            for kind, seconds in line[f"{name}_s"].items():
+                self._of(f"{name}_seconds", kind=kind).set(seconds)
 
     def event(self, event: str, line: dict[str, Any]) -> None:
         """A line of the journal."""
@@ -172,6 +183,8 @@ class Metrics:
         if rank is not None and rank < len(self._ranks):
             self._of_rank("data_wait", rank).set(event.spent.get("data_s", 0.0))
             self._of_rank("save_wait", rank).set(event.spent.get("save_s", 0.0))
+            if "exposed_s" in event.spent:
+                self._of_rank("exposed", rank).set(event.spent["exposed_s"])
             if event.pace_s:
                 self._of_rank("pace", rank).set(event.pace_s)
 

@@ -58,6 +58,7 @@ class Snapshots:
         self._late: Future[None] | None = None  # a copy of an epoch before that has not ended
         self._epoch = 0  # a copy of an epoch before is of no use, however it ends
         self._cost_s = 0.0
+        self._busy_s = self._waited_s = 0.0
 
     # ------------------------------------------------------------------ taking
 
@@ -89,7 +90,7 @@ class Snapshots:
         epoch = self._epoch
 
         def run() -> None:
-            cpu_began = time.thread_time()
+            cpu_began, run_began = time.thread_time(), time.perf_counter()
             kept = self._fill(shard, source, reach, epoch, partial)
             if exchange is not None and on_held is not None:
                 reach("buddy_send", step)
@@ -100,10 +101,15 @@ class Snapshots:
                     self._unkept(self._memory.why)
             if not self._memory.pinned:  # it takes processor time from training, not only bandwidth
                 self._cost_s += time.thread_time() - cpu_began
+            self._busy_s += time.perf_counter() - run_began
 
         self._running = self._thread.submit(run)
-        self._cost_s += time.perf_counter() - began
+        self._delayed(time.perf_counter() - began)
         return shard
+
+    def _delayed(self, seconds: float) -> None:
+        self._cost_s += seconds
+        self._waited_s += seconds
 
     def _fill(
         self, shard: HostShard, source: _Source, reach: Reach, epoch: int, partial: bool
@@ -130,6 +136,13 @@ class Snapshots:
         """Seconds by which snapshots have delayed training since this was last asked."""
         cost_s, self._cost_s = self._cost_s, 0.0
         return cost_s
+
+    def take_overlap(self) -> tuple[float, float]:
+        """Seconds since this was last asked that training waited for snapshots, and that these took
+        while it did not."""
+        waited_s, busy_s = self._waited_s, self._busy_s
+        self._waited_s = self._busy_s = 0.0
+        return waited_s, max(0.0, busy_s - waited_s)
 
     def _exchange(self, own: HostShard, exchange: _Exchange, epoch: int) -> None:
         incoming = []
@@ -183,7 +196,7 @@ class Snapshots:
         except FutureTimeout:
             raise GroupBroken("a snapshot was not complete in time") from None
         finally:
-            self._cost_s += time.perf_counter() - began
+            self._delayed(time.perf_counter() - began)
 
     def quiesce(self, deadline_s: float) -> bool:
         """At the safe point: lets the copy under way end, whatever becomes of it.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from elastic_ft.engines.base import MicroBatch
+from elastic_ft.groups.waits import WAITS
 
 GATHERED_MAX = 4  # members
 
@@ -48,11 +49,12 @@ def sum_over_members(values: list[float], world_size: int) -> list[float]:
     if world_size == 1:
         return [float(value) for value in values]
     packed = torch.tensor(values, dtype=torch.float64)
-    if world_size > GATHERED_MAX:
-        dist.all_reduce(packed)
-        return packed.tolist()
-    gathered = packed.new_empty(world_size, len(values))
-    dist.all_gather(list(gathered.unbind()), packed)
+    with WAITS.named("agreement"):
+        if world_size > GATHERED_MAX:
+            dist.all_reduce(packed)
+            return packed.tolist()
+        gathered = packed.new_empty(world_size, len(values))
+        dist.all_gather(list(gathered.unbind()), packed)
     return gathered.sum(0).tolist()
 
 

@@ -32,6 +32,7 @@ from elastic_ft.worker import notes
 from elastic_ft.worker.agreement import Agreed, Contribution, places, sum_over_members
 from elastic_ft.worker.device_marks import DeviceMarks
 from elastic_ft.worker.layer_timer import LayerTimer
+from elastic_ft.worker.overlap import Overlap
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.spent import Spent
 from elastic_ft.worker.step import Step
@@ -145,6 +146,7 @@ class Loop:
         self._step_s = 0.0  # of the step before
         self._held_step = 0  # of the newest copy made here for others
         self._spent = Spent()
+        self._overlap = Overlap(tools.snapshots, self.engine.device, layout)
         self._pace: LayerTimer | None = None
         if not layout.waits_within_layers:
             self._pace = LayerTimer(self.engine.blocks, self.engine.device)
@@ -162,6 +164,7 @@ class Loop:
             if self._pace is not None:
                 self._pace.close()
             self._marks.close()
+            self._overlap.close()
 
     def _steps(self) -> Iterator[Any]:
         self._resume()
@@ -204,6 +207,7 @@ class Loop:
         if self._pace is not None:
             self._pace.begin()
         self._marks.begin()
+        self._overlap.begin()
         self.tools.points("data")
         with self._spent.on("data_s"):
             return self._load(number)
@@ -235,6 +239,8 @@ class Loop:
             "step_time_s": round(time.perf_counter() - began, 6),
             "applied_at_s": round(time.time(), 6),
         }
+        note = self.note if self.groups.rank == 0 else None
+        metrics |= self._overlap.told(self.step, metrics["step_time_s"], self._spent, note)
         if update.metrics:
             metrics["metrics"] = dict(update.metrics)
         if update.skipped:

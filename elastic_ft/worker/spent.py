@@ -19,11 +19,11 @@ class Spent:
         try:
             yield
         finally:
-            self._add(name, time.perf_counter() - began)
+            self.add(name, time.perf_counter() - began)
 
     def take(self) -> dict[str, float]:
         taken, self._seconds = self._seconds, {}
         return {name: round(seconds, 6) for name, seconds in taken.items()}
 
-    def _add(self, name: str, seconds: float) -> None:
+    def add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

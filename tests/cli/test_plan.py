@@ -189,6 +189,12 @@ def test_a_runs_steps_say_what_its_devices_reach(
     found = json.loads(capfd.readouterr().out)
     assert found["measured"]["measured_s"] == 1.5
     assert found["plans"][0]["step_s"]["total"] > 0.1  # at that rate, not the default's
+    timed = step | {"exposed_s": {"all_reduce": 0.9, "agreement": 0.1}}
+    (run / "steps.jsonl").write_text((json.dumps(timed) + "\n") * 8)
+    assert run_command([*asked, "--json"]) == COMPLETED
+    found = json.loads(capfd.readouterr().out)
+    assert found["measured"]["waited_s"] == pytest.approx(0.9)
+    assert 0 < found["measured"]["links"] < 1
     (run / "steps.jsonl").write_text((json.dumps(step) + "\n") * 3)
     assert run_command(asked) == BAD_USAGE
     assert "no generation has trained for 8 steps" in capfd.readouterr().err

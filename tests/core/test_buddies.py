@@ -159,3 +159,18 @@ def test_as_if_everybody_were_looked_at_for_every_copy(
     members = [replace(m, domain=racks[int(m.node[1:])]) for m in people(*nodes)]
     layout, _ = plan_layout(LayoutWish(strategy=strategy, shard_size=shard_size), len(members))  # type: ignore[arg-type]
     assert choose_buddies(members, layout, copies) == dumb(members, layout, copies)
+
+
+def test_of_nested_failure_domains_the_outermost_counts() -> None:
+    """Two pods of two racks each: a copy goes to the other pod, whichever rack is next."""
+    where = ["p1/r1", "p1/r2", "p2/r1", "p2/r2"]
+    members = [
+        replace(m, domain=where[int(m.node[1:]) - 1]) for m in people("n1", "n2", "n3", "n4")
+    ]
+    buddies = choose_buddies(members, Layout(dp_shard=4), 2)
+    pods = [domain.partition("/")[0] for domain in where]
+    assert all(pods[buddy] != pods[rank] for rank, (buddy,) in enumerate(buddies))
+    one_pod = [replace(m, domain=m.domain.replace("p2", "p1")) for m in members]
+    racks = [m.domain for m in one_pod]
+    for rank, (buddy,) in enumerate(choose_buddies(one_pod, Layout(dp_shard=4), 2)):
+        assert racks[buddy] != racks[rank]

@@ -508,3 +508,38 @@ def test_workers_say_how_much_memory_they_have() -> None:
             there = replace(member(f"w{number}", "n0"), memory_bytes=memory_bytes)
             script.tell(WorkerReady, there)
         assert (len(script.assignment.layout.shards()) == 1) == whole
+
+
+def test_measured_waits_say_what_its_links_reach() -> None:
+    """Of a step's time, what is not waited for links is computing: both are explained, and by both
+    the next layout is planned."""
+    script = eight(planned(80e9))
+    planning = script.policy.planning
+    assert planning is not None
+    choice = Choice(script.assignment.layout, 1)
+    slow = replace(planning.devices, nodes=(4, 4), flops_per_s=5e12)
+    slow = replace(slow, intra_bytes_per_s=3e9, inter_bytes_per_s=0.4e9)
+    time = step_time(planning.work, choice, Interconnect.of(slow, slow.nodes))
+    assert 0 < time.on_links < time.total
+    for number in range(1, 12):
+        spent = {"links_s": time.on_links} if number in (3, 10) else {}
+        for worker in script.ranks:
+            told = {"took_s": time.total, "spent": spent}
+            script.tell(StepApplied, worker, 1, number, {"loss": 1.0}, **told)
+    lose(script, "w7", 11)
+    assert script.state.flops_per_s == pytest.approx(5e12, rel=1e-3)
+    assert script.state.links == pytest.approx(0.01, rel=1e-2)
+    (found,) = script.journalled("calibrated")
+    assert "s are waited for links, which reach 0.01 times what was assumed" in found
+    assert script.state.waited == ()
+
+
+def test_a_first_world_has_those_who_are_near_as_neighbours() -> None:
+    """Racks of two nodes, each in a pod: replicas of hsdp are racks, whoever was ready first."""
+    where = {"a": "p2/r3", "b": "p1/r1", "c": "p2/r3", "d": "p1/r1", "e": "p1/r2", "f": "p1/r2"}
+    script = script_of(6, 6, strategy="hsdp", shard_size=2)
+    for worker, domain in where.items():
+        script.tell(WorkerReady, replace(member(worker, f"n-{worker}"), domain=domain))
+    order = [where[m.worker] for m in script.assignment.members]
+    assert order == ["p1/r1", "p1/r1", "p1/r2", "p1/r2", "p2/r3", "p2/r3"]
+    assert str(script.assignment.layout) == "hsdp3x2"

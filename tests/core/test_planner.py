@@ -19,6 +19,7 @@ from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import (
     RECOMPUTES,
     Choice,
+    Compression,
     Devices,
     ModelShape,
     Recompute,
@@ -588,3 +589,47 @@ def test_published_trainings_have_a_layout_near_what_was_used(
     )
     assert plan.time.total <= used_s * 1.03
     assert used_s <= 1.3 * plan.time.total
+
+
+def test_mixtral_shares_its_experts_out_inside_nodes() -> None:
+    """As its published recipe does, which has stages besides: one of eight experts each."""
+    expert = 3 * 4096 * 14_336
+    mixtral = ModelShape(
+        layers=32,
+        dim=4096,
+        heads=32,
+        kv_heads=8,
+        ffn_dim=2 * 14_336,
+        vocabulary=32_000,
+        sequence_length=8192,
+        block_parameters=2 * 4096 * (4096 + 1024) + 8 * (expert + 4096) + 2 * 4096,
+        embedding_parameters=32_000 * 4096,
+        output_parameters=32_000 * 4096 + 4096,
+        idle_parameters=6 * expert,
+        experts=8,
+        expert_parameters=8 * expert,
+    )
+    assert mixtral.parameters == pytest.approx(46.7e9, rel=0.01)
+    plan = best(Work(mixtral, 512), devices(*(8,) * 8, **H100), Limits(ep_max=8))
+    assert plan.layout == Layout(dp_shard=64, ep=8)
+    assert plan.peers_inside
+
+
+def test_compression_is_counted_where_a_job_asks_for_it() -> None:
+    """A quarter of the bytes of shards; of replicas, too, but after the backward, and with as many
+    residuals as there are numbers, and as many again within a step."""
+    there = devices(2, 2, intra_bytes_per_s=1e8, inter_bytes_per_s=1e8, latency_s=0.0)
+    links = Interconnect.of(there, there.nodes)
+    work = Work(SMALL, 8, compute_bytes=4)
+    packed = replace(work, compression=Compression(shards=True))
+    choice = Choice(Layout(dp_shard=4), 2)
+    before, after = (step_time(w, choice, links).dp for w in (work, packed))
+    assert after < 0.3 * before
+    assert memory(packed, choice) == memory(work, choice)
+    choice = Choice(Layout(dp_replicate=4), 2)
+    for method in ("int8", "powersgd"):
+        packed = replace(work, compression=Compression(replicas=method))
+        assert step_time(packed, choice, links).dp < 0.3 * step_time(work, choice, links).dp
+        more = memory(packed, choice).optimizer - memory(work, choice).optimizer
+        assert more == 8 * SMALL.parameters
+        assert packed.state_bytes - work.state_bytes == 4 * SMALL.parameters

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import plan_layout
 from elastic_ft.engines.base import MicroBatch
+from elastic_ft.groups.waits import WAITS, SecondsByKind
 from tests.multiproc import pool
 from tests.multiproc.harness import make_job
 
@@ -141,6 +142,19 @@ def train_from_the_start(
     with attached(port, generation, rank, world, job) as (engine, data, groups):
         found = pool.train(job, engine, data, groups, range(1, steps + 1))
         return str(groups.assignment.layout), found
+
+
+def timed_from_the_start(
+    port: int, generation: int, rank: int, world: int, job: Job, steps: int
+) -> tuple[str, list[dict[str, float]], tuple[SecondsByKind, SecondsByKind]]:
+    """As ``train_from_the_start``, and what ``WAITS.take`` says of the last step."""
+    with attached(port, generation, rank, world, job) as (engine, data, groups):
+        found = pool.train(job, engine, data, groups, range(1, steps))
+        WAITS.begin()
+        found += pool.train(job, engine, data, groups, [steps])
+        waits = WAITS.take()
+        WAITS.forget()
+        return str(groups.assignment.layout), found, waits
 
 
 def collectives_of(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ft.groups.waits import SecondsByKind
 from tests.multiproc.harness import make_job
 from tests.multiproc.layouts import (
     COMMON,
@@ -20,6 +21,7 @@ from tests.multiproc.layouts import (
     STEPS,
     VARIANTS,
     job_of,
+    timed_from_the_start,
     train_from_the_start,
     variant_of,
 )
@@ -30,7 +32,18 @@ TOLERANCE = 1e-5  # relative
 TRAINED = 5  # of the golden steps; test_moves goes on with most of these layouts to step 80
 pytestmark = pytest.mark.timeout(600)  # the first test's includes all the training
 
-Found = tuple[str, list[dict[str, float]]]
+Found = tuple[str, list[dict[str, float]], tuple[SecondsByKind, SecondsByKind]]
+# What each rank waits for in Python, whatever else; DDP's own waits are in C++.
+WAITED = {
+    "ddp4": {"all_reduce"},
+    "fsdp4": {"all_gather", "reduce_scatter"},
+    "hsdp2x2": {"all_gather", "reduce_scatter", "all_reduce"},
+    "ddp2-tp2": {"functional"},
+    "pp2-ddp1 1f1b": {"send_recv"},
+    "ddp1-cp2": {"all_gather", "reduce_scatter"},
+    "fsdp4-ep2": {"all_gather", "reduce_scatter", "functional"},
+    "fsdp3 zero3": {"all_gather"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +53,7 @@ def trained() -> Iterator[dict[str, list[Found] | Exception]]:
     with Pool(max(world for _, world, _ in LAYOUTS.values())) as pool:
         for name, (_, world, _) in LAYOUTS.items():
             try:
-                found[name] = pool(train_from_the_start, job_of(name), TRAINED, world=world)
+                found[name] = pool(timed_from_the_start, job_of(name), TRAINED, world=world)
             except RuntimeError as error:
                 found[name] = error
     yield found
@@ -51,11 +64,24 @@ def test_trains_as_one_process_does(trained: dict[str, Any], name: str) -> None:
     if isinstance(trained[name], Exception):
         raise trained[name]
     golden: dict[str, list[float]] = json.loads(GOLDEN.read_text())[variant_of(name)]
-    for layout, steps in trained[name]:
+    for layout, steps, _ in trained[name]:
         assert layout == name.split()[0]
         for key, expected in golden.items():
             losses = [step[key] for step in steps]
             assert losses == pytest.approx(expected[:TRAINED], rel=TOLERANCE, abs=0)
+
+
+@pytest.mark.parametrize("name", WAITED)
+def test_what_a_step_waits_for_is_timed(trained: dict[str, Any], name: str) -> None:
+    """FSDP2 on Gloo waits for whatever it sends; DDP sends behind its backward."""
+    if isinstance(trained[name], Exception):
+        raise trained[name]
+    for _, _, (exposed, hidden) in trained[name]:
+        assert exposed.keys() >= WAITED[name], exposed
+        assert min(exposed.values()) >= 0 and sum(exposed.values()) > 0
+        is_ddp = name == "ddp4"
+        assert hidden.keys() == ({"all_reduce"} if is_ddp else set())
+        assert not is_ddp or hidden["all_reduce"] + exposed["all_reduce"] > 0
 
 
 def make_golden() -> None:

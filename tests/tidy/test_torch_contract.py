@@ -52,6 +52,12 @@ CALLABLES = {
         "checkpoint_impl",
     ],
     "torch.nn.parallel:DistributedDataParallel._check_reducer_finalized": ["self"],
+    "torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data": ["self"],
+    "torch.nn.parallel:DistributedDataParallel._set_ddp_runtime_logging_sample_rate": [
+        "self",
+        "sample_rate",
+    ],
+    "torch.distributed._functional_collectives:wait_tensor": ["tensor"],
     "torch.distributed.fsdp:FSDPModule._get_fsdp_state": ["self"],
     "torch.distributed.fsdp:FSDPModule.set_custom_all_gather": ["self", "comm"],
     "torch.distributed.fsdp:FSDPModule.set_custom_reduce_scatter": ["self", "comm"],
@@ -124,6 +130,11 @@ def test_group_backends_can_be_asked_for() -> None:
     assert callable(dist.ProcessGroupGloo.abort)
     if dist.is_nccl_available():
         assert callable(dist.ProcessGroupNCCL.abort)
+
+
+def test_works_of_collectives_say_their_kind_and_can_be_waited_for() -> None:
+    """``torch_private.on_waits`` replaces ``wait``; tests/oneproc/test_overlap.py waits."""
+    assert callable(dist.Work._get_op_type) and callable(dist.Work.wait)
 
 
 def test_ddp_takes_what_it_is_told_about_buffers() -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
-from elastic_ft.core.layouts.work import Choice, Recompute, Work, stage_layers
+from elastic_ft.core.layouts.work import RESIDUAL_BYTES, Choice, Recompute, Work, stage_layers
 
 LOSS_BYTES = 12  # per logit at the peak of the loss: float32 log-probabilities and two gradients
+EXCHANGE = {"int8": 6.6, "powersgd": 3.1}  # times the float32 numbers exchanged: measured
+EXCHANGE_NUMBERS = 32 << 20
 CHUNK_LOSS_BYTES = 8  # in chunks, whose gradient takes the place of the float32 logits
 
 
@@ -104,7 +106,7 @@ def memory(work: Work, choice: Choice, fused: bool = True) -> Memory:
 
 
 def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> Memory:
-    """Returns the peak of a rank of a pipeline stage: the worst of four moments of a step.
+    """Returns the peak of a rank of a pipeline stage: the worst of the moments of a step.
 
     A change of layout has less on a device: the state alone, as the old shard leaves it first.
     """
@@ -115,9 +117,11 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
     own = root + layers * block
     local = root / layout.state_shards + layers * local_block
     count = choice.micro_batches(work)
+    # Of each number one that it owes, and in a step one that it will.
+    residuals = 2 * RESIDUAL_BYTES if work.compression.replicas else 0
     base = Memory(
         parameters=local * work.parameter_bytes,
-        optimizer=0.0 if work.offloads_optimizer else local * work.optimizer_bytes,
+        optimizer=0.0 if work.offloads_optimizer else local * (work.optimizer_bytes + residuals),
         gradients=_gradients(work, choice, own, local, count),
     )
     tokens = ceil(choice.micro_batch * model.sequence_length / layout.cp)
@@ -143,6 +147,7 @@ def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> 
         base._replace(gathered=whole + unit + first * sharded, activations=held + again),
         base._replace(gathered=whole + rooted * sharded),
         base._replace(gathered=scratch),
+        base._replace(gathered=whole + _exchanged(work, own, local)),
         key=lambda m: m.total,
     )
 
@@ -175,6 +180,16 @@ def host_bytes(work: Work, choice: Choice) -> float:
         return 0.0
     each = work.parameter_bytes + work.optimizer_bytes + work.gradient_bytes
     return held_parameters(work, choice) * each
+
+
+def _exchanged(work: Work, own: float, local: float) -> float:
+    """Of compressed gradients, what their exchange takes for a moment: as many numbers at a time
+    as ``engines.replica_comm`` takes, or one parameter."""
+    method, model = work.compression.replicas, work.model
+    if method is None:
+        return 0.0
+    largest = max(model.embedding_parameters, model.output_parameters) * local / own
+    return EXCHANGE[method] * 4 * min(local, max(EXCHANGE_NUMBERS, largest))
 
 
 def _gathered_kv_bytes(work: Work, choice: Choice) -> float:

@@ -40,6 +40,16 @@ class StepTime(NamedTuple):
     def total(self) -> float:
         return sum(self)
 
+    @property
+    def on_links(self) -> float:
+        """Waited for what bandwidths decide, but for messages between stages: a rank waits for
+        these as it waits for its turn."""
+        return self.tp + self.cp + self.ep + self.dp
+
+    @property
+    def without_links(self) -> float:
+        return self.total - self.on_links
+
 
 @dataclass(frozen=True, slots=True)
 class Interconnect:
@@ -205,28 +215,36 @@ def _data_parallel_s(
     forward and each backward, and reduces in each backward, unless the work says once; over
     replicas, in the last one.
     """
-    layout = choice.layout
+    layout, packed = choice.layout, work.compression
     shards, stride = layout.state_shards, layout.tp
     experts, own = _widest_stage(work.model, layout)
     held = own / shards + experts / layout.expert_shards
-    replicas_s = 2 * links.ring(held * work.gradient_bytes, layout.dp_replicate, stride * shards)
+    each = packed.replica_bytes(work.model, shards) if packed.replicas else work.gradient_bytes
+    replicas_s = 2 * links.ring(held * each, layout.dp_replicate, stride * shards)
+    after_s, replicas_s = (replicas_s, 0.0) if packed.replicas else (0.0, replicas_s)
     if shards == 1:
-        return _late(replicas_s, backward_s)
+        return _late(replicas_s, backward_s) + after_s
     gather_s, reduce_s = (
         links.ring(own * nbytes, shards, stride)
         + links.ring(experts * nbytes, layout.expert_shards, stride * layout.ep)
-        for nbytes in (work.compute_bytes, work.gradient_bytes)
+        for nbytes in (work.gather_bytes, work.scatter_bytes)
     )
+    late = _late if links.devices.overlaps else _all_of
     if layout.pp > 1:
-        return _late(gather_s, forward_s) + _late(reduce_s + replicas_s, backward_s)
+        return late(gather_s, forward_s) + late(reduce_s + replicas_s, backward_s)
     again_s = 0.0 if work.gathers_once else gather_s  # in backward
     early_s = again_s + (0.0 if work.reduces_once else reduce_s)
     forwards = 1 if work.gathers_once else micro_batches
     return (
-        _late(gather_s, forward_s) * forwards
-        + _late(early_s, backward_s) * (micro_batches - 1)
-        + _late(again_s + reduce_s + replicas_s, backward_s)
+        late(gather_s, forward_s) * forwards
+        + late(early_s, backward_s) * (micro_batches - 1)
+        + late(again_s + reduce_s + replicas_s, backward_s)
+        + after_s
     )
+
+
+def _all_of(communication_s: float, _behind_s: float) -> float:
+    return communication_s
 
 
 def _late(communication_s: float, behind_s: float) -> float:

@@ -13,6 +13,8 @@ Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"]
 # Of a layer in backward: nothing, what is cheap (neither products nor attention), or all.
 Recompute = Literal[False, "selective", True]
 RECOMPUTES: tuple[Recompute, ...] = (False, "selective", True)  # the fastest first
+INT8_BYTES = 260 / 256  # of a number in blocks of 256 with a float32 scale each
+RESIDUAL_BYTES = 4
 RESERVED = 0.08  # of a device's memory: context, communication buffers, fragmentation
 
 
@@ -83,6 +85,28 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Compression:
+    """What ranks send in fewer bytes. Packing takes computing, too, which is not counted.
+
+    Attributes:
+        shards: FSDP's gathers and scatters, as int8.
+        replicas: gradients summed over them, after the backward, with residuals that are state.
+        rank: of powersgd.
+    """
+
+    shards: bool = False
+    replicas: Literal["int8", "powersgd"] | None = None
+    rank: int = 4
+
+    def replica_bytes(self, model: ModelShape, shards: int) -> float:
+        """Of one of a shard's numbers, each way. powersgd: as of the feed-forward's matrices."""
+        if self.replicas == "int8":
+            return INT8_BYTES
+        rows, columns = model.dim / shards, model.ffn_dim
+        return min(1.0, self.rank * (rows + columns) / (rows * columns)) * 4
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """One step of a job: model, global batch in samples, bytes per number of each kind."""
 
@@ -97,11 +121,24 @@ class Work:
     loss_chunk_tokens: int | None = None  # whose logits are there at a time; None: all
     offloads: bool = False  # what layers keep for backward waits in host memory
     offloads_optimizer: bool = False  # its state, and the weights that it steps, are there
+    compression: Compression = Compression()
+
+    @property
+    def gather_bytes(self) -> float:
+        """Of one of a parameter's numbers, as FSDP sends it."""
+        return INT8_BYTES if self.compression.shards else self.compute_bytes
+
+    @property
+    def scatter_bytes(self) -> float:
+        """Of one of a gradient's."""
+        return INT8_BYTES if self.compression.shards else self.gradient_bytes
 
     @property
     def state_bytes(self) -> int:
         """Of parameters and optimizer: what a checkpoint holds, and a change of layout moves."""
-        return self.model.parameters * (self.parameter_bytes + self.optimizer_bytes)
+        residual = RESIDUAL_BYTES if self.compression.replicas else 0
+        each = self.parameter_bytes + self.optimizer_bytes + residual
+        return self.model.parameters * each
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +154,7 @@ class Devices:
     latency_s: float = 10e-6  # of one message
     layer_s: float = 100e-6  # the least time of one layer's forward: launching its kernels
     fused: bool = True  # fused norms and a multi-tensor optimizer, as on GPUs
+    overlaps: bool = True  # FSDP sends while it computes, as on GPUs; on Gloo it waits
 
     def __post_init__(self) -> None:
         if not self.nodes or min(self.nodes) < 1:

@@ -398,7 +398,7 @@ class ElasticController(TrainController):
             on_ended=on_ended,
             on_survivors=self._resume,
             reports=lambda: self._rounds.opened,
-            domain_label=self._submission.job.snapshot.domain_label,
+            domain_labels=self._submission.job.snapshot.domain_labels,
             start_timeout_s=self._submission.job.elastic.start_timeout_s,
             executable=executable_of(self._train_run_context.run_config),
         )

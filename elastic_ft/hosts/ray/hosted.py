@@ -54,6 +54,6 @@ class Launch:
     on_ended: Callable[[WorkerId], None]
     on_survivors: Callable[[dict[WorkerId, WorkerLook]], None]
     reports: Callable[[], int]  # rounds of ray.train.report so far
-    domain_label: str | None
+    domain_labels: tuple[str, ...]
     start_timeout_s: float
     executable: str = ""

@@ -267,7 +267,7 @@ class RayHost:
             hosted.worker,
             hosted.node,
             self._launch.train_loop,
-            self._launch.domain_label,
+            self._launch.domain_labels,
         )
         starting = self._group.start_worker(handle, task, self._launch.controller)
         hosted.handle = handle

@@ -76,7 +76,7 @@ class Task:
     worker: WorkerId
     node: NodeId
     train_loop: Callable[[], Any] | None
-    domain_label: str | None = None  # of the nodes: what fails together
+    domain_labels: tuple[str, ...] = ()  # of the nodes: what fails together, outermost first
 
 
 @dataclass
@@ -334,7 +334,7 @@ def _own_gpu(worker: WorkerId) -> dict[str, str]:
 
 def _member_here(task: Task) -> Member:
     labels = ray.get_runtime_context().get_node_labels()
-    domain = str(labels.get(task.domain_label, "")) if task.domain_label else ""
+    domain = "/".join(str(labels.get(label, "")) for label in task.domain_labels).strip("/")
     host = os.uname().nodename
     return Member(task.worker, task.node, host, os.getpid(), find_raylet_pid(), domain)
 

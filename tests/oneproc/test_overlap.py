@@ -1,0 +1,112 @@
+"""What a step waits for, and what the journal is told of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.groups.waits import EVERY_STEPS, WAITS
+from elastic_ft.state.snapshot import Snapshots
+from elastic_ft.worker.overlap import FIRST, Overlap
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    WAITS.forget()
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def overlap() -> Overlap:
+    return Overlap(Snapshots("w0", pinned=False, unkept=print), CPU, Layout(dp_shard=2))
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_waits_count_by_kind_between_begin_and_take() -> None:
+    dist.all_reduce(torch.ones(1))  # nobody asked
+    WAITS.begin()
+    dist.all_reduce(torch.ones(1))
+    with WAITS.named("agreement"):
+        dist.broadcast(torch.ones(1), src=0)
+    dist.all_to_all_single(torch.ones(1), torch.ones(1))
+    exposed, hidden = WAITS.take()
+    dist.all_reduce(torch.ones(1))  # nobody asks any more
+    assert exposed.keys() == {"all_reduce", "agreement", "all_to_all"}
+    assert min(exposed.values()) > 0 and hidden == {}
+    WAITS.begin()
+    assert WAITS.take() == ({}, {})
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_waits_of_other_threads_do_not_count() -> None:
+    WAITS.begin()
+    other = threading.Thread(target=dist.all_reduce, args=(torch.ones(1),))
+    other.start()
+    other.join()
+    assert WAITS.take() == ({}, {})
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_ddp_says_what_its_backward_hides() -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    runner = WAITS.watch(DistributedDataParallel(model))
+    WAITS.begin()
+    runner(torch.ones(8, 64)).sum().backward()
+    exposed, hidden = WAITS.take()
+    assert exposed["all_reduce"] >= 0 and hidden["all_reduce"] >= 0
+    assert exposed["all_reduce"] + hidden["all_reduce"] > 0
+    runner.reducer = runner.logger = None  # as an engine lets go of it
+    WAITS.begin()
+    assert WAITS.take() == ({}, {})
+
+
+def test_one_step_in_so_many_is_measured(overlap: Overlap) -> None:
+    measured = []
+    for step in range(1, 2 * EVERY_STEPS + 2):
+        overlap.begin()
+        if overlap.measured():
+            measured.append(step)
+    assert measured == [FIRST, EVERY_STEPS, 2 * EVERY_STEPS]
+
+
+def test_on_gpus_nothing_is_measured() -> None:
+    snapshots = Snapshots("w0", pinned=False, unkept=print)
+    overlap = Overlap(snapshots, torch.device("cuda"), Layout(dp_shard=2))
+    for _ in range(FIRST):
+        overlap.begin()
+    assert overlap.measured() == {}
+
+
+def test_the_journal_is_told_when_the_share_has_changed(overlap: Overlap) -> None:
+    """But ever more seldom: a machine with other things to do has no steady share."""
+    hidden, told = {"snapshot": 0.01}, []
+    for step in range(1, 8 * EVERY_STEPS + 1):
+        overlap.begin()
+        waited_s = 0.05 if step <= FIRST else 0.02 * (step % 3)
+        if overlap.measured() and overlap.news(0.1, {"all_gather": waited_s}, hidden):
+            told.append(step)
+    assert told[0] == FIRST and len(told) <= 5
+    assert all(later >= 2 * earlier for earlier, later in pairwise(told))
+
+
+def test_its_words(overlap: Overlap) -> None:
+    overlap.begin()
+    found = overlap.news(0.1, {"all_gather": 0.02, "agreement": 0.001}, {"snapshot": 0.03})
+    assert found == (
+        "of a step of 100.0 ms, computing waits 21%: all_gather 20.0 ms, agreement 1.0 ms; "
+        "hidden behind it: snapshot 30.0 ms"
+    )
+    unchanged = overlap.news(0.1, {"all_gather": 0.021}, {})
+    assert unchanged == ""
