@@ -33,7 +33,7 @@ from elastic_ft.core.sharing.ledger import (
     count,
     removed,
 )
-from elastic_ft.core.sharing.line import who_ages_next
+from elastic_ft.core.sharing.waiting_line import who_ages_next
 from elastic_ft.core.table import Table
 
 BUNDLES_MAX = 4096  # workers for which the autoscaler is asked; who waits behind has its turn

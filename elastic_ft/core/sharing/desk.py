@@ -8,8 +8,8 @@ from typing import Any
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.admission import Waiting
 from elastic_ft.core.sharing.ledger import SharedJob, Sharing, added, removed
-from elastic_ft.core.sharing.line import JobsNow
 from elastic_ft.core.sharing.rooms import Rooms
+from elastic_ft.core.sharing.waiting_line import JobsNow
 
 
 class Desk:

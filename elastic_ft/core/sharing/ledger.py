@@ -135,7 +135,7 @@ class Sharing:
     Attributes:
         jobs: all that have not ended, in the order of submission.
         line: those of them that were never started and have nothing of their own to say, alike by
-            alike, in the order of submission; thousands may wait (``core.sharing.line``).
+            alike, in the order of submission; thousands may wait (``core.sharing.waiting_line``).
         apart: the others.
         lacks: why those wait that have room nowhere, in words.
         ended: how jobs ended.

@@ -15,7 +15,7 @@ from elastic_ft.core.sharing.asks import JobId
 from elastic_ft.core.sharing.ledger import Alike, SharedJob, Sharing, alike, slots_of
 from elastic_ft.core.table import Table
 
-Line = dict[Alike, tuple[JobId, ...]]
+WaitingLine = dict[Alike, tuple[JobId, ...]]
 
 
 class JobsNow:
@@ -95,7 +95,7 @@ class JobsNow:
 
     # -------------------------------------------------------------------------------- the line
 
-    def line(self) -> Line:
+    def line(self) -> WaitingLine:
         """Without those that are apart by now."""
         found = dict(self._state.line.items())
         for name, job in self._left.items():
@@ -138,14 +138,14 @@ def _place_of(state: Sharing, names: tuple[JobId, ...], job: SharedJob) -> int:
     return bisect_left(names, job.number, key=lambda name: state.jobs[name].number)
 
 
-def _take_out(state: Sharing, line: Line, name: JobId, job: SharedJob) -> None:
+def _take_out(state: Sharing, line: WaitingLine, name: JobId, job: SharedJob) -> None:
     names = line.get(alike(job.wish), ())
     at = _place_of(state, names, job)
     if names[at : at + 1] == (name,):
         line[alike(job.wish)] = names[:at] + names[at + 1 :]
 
 
-def _put_in(state: Sharing, line: Line, job: SharedJob) -> bool:
+def _put_in(state: Sharing, line: WaitingLine, job: SharedJob) -> bool:
     """Whether it has a place there: who was submitted later has waited for no longer."""
     names = line.get(alike(job.wish), ())
     at = _place_of(state, names, job)
