@@ -12,16 +12,19 @@ On a GPU they would have to be known before the backward that is queued behind t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from operator import add
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft.engines.modules import TermCounts
+from elastic_ft.errors import ModelError
 from elastic_ft.groups.groups import Groups
 
 MEMBERS_MAX = 64
-NUMBERS_MAX = 64  # of each member
+NUMBERS_MAX = 64  # of each member; the first says how many follow
 WORDS = 4  # of a number
 NAME = "numbers_along"
 
@@ -36,9 +39,10 @@ class Along:
 
     def __init__(self, rank: int, members: int) -> None:
         self._rank, self._members = rank, members
-        self._carrier = nn.Parameter(torch.zeros(members, NUMBERS_MAX * WORDS))
+        shape, exact = (members, NUMBERS_MAX * WORDS), {"dtype": torch.float32, "device": "cpu"}
+        self._carrier = nn.Parameter(torch.zeros(shape, **exact))  # type: ignore[arg-type]
         self._say: Say | None = None
-        self._count = 0
+        self._told: list[list[float]] = []  # of each member
         self.is_told = False
 
     def wrap(
@@ -56,23 +60,37 @@ class Along:
         self._say, self.is_told = say, False
 
     def backward(self, loss: Tensor, total: float, tokens: int) -> None:
-        """A step's last. ``total``, ``tokens``: of this rank, ``loss`` included."""
+        """A step's last. ``total``, ``tokens``: of this rank, ``loss`` included.
+
+        Raises ModelError, on all members alike, where they have not as many numbers to tell."""
         said = self._say(total, tokens) if self._say is not None else []
-        fits, self._say = 0 < len(said) <= NUMBERS_MAX, None
+        self._say, mine = None, [float(len(said)), *said][:NUMBERS_MAX]
         words = torch.zeros_like(self._carrier)
-        if fits:
-            mine = torch.tensor(said, dtype=torch.float64).view(torch.int16)
-            words[self._rank, : len(mine)] = mine
+        words[self._rank, : len(mine) * WORDS] = torch.tensor(mine, dtype=torch.float64).view(
+            torch.int16
+        )
         self._carrier.grad = None
         torch.autograd.backward((loss, self._carrier), (None, words))
-        self.is_told, self._count = fits, len(said)
+        self._hear(self._carrier.grad)
+
+    def _hear(self, mean: Tensor | None) -> None:
+        assert mean is not None
+        words = (mean * self._members).round().to(torch.int16)
+        counts, *numbers = zip(*words.view(torch.float64).tolist(), strict=True)
+        if len({*counts}) > 1:
+            raise ModelError(
+                "ranks have another number of sums to tell in a step "
+                f"({', '.join(f'{count:.0f}' for count in counts)}): the named metrics of a model "
+                "are the same in every micro-batch"
+            )
+        count = int(counts[0])
+        self.is_told, self._told = 0 < count < NUMBERS_MAX, [[*one] for one in numbers[:count]]
 
     def told(self) -> list[float]:
-        """The sum of each number over all members, in float64, the same on each."""
-        assert self.is_told and self._carrier.grad is not None
-        mean = self._carrier.grad[:, : self._count * WORDS]
-        words = (mean * self._members).round().to(torch.int16)
-        return words.view(torch.float64).sum(0).tolist()
+        """The sum of each number over all members, in float64, in their order, so that it is the
+        same on each to the last bit."""
+        assert self.is_told
+        return [reduce(add, one) for one in self._told]
 
 
 def run_backward(loss: Tensor, along: Along | None, total: Tensor, tokens: TermCounts) -> None:

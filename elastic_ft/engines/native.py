@@ -47,6 +47,7 @@ from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import micro_batches_to_run, run_watched
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
+from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import computed_buffers, initial_parts
 from elastic_ft.models.loss import loss_and_named
 from elastic_ft.models.named import NamedSums
@@ -166,6 +167,7 @@ class NativeEngine:
         self._replicated = self._replicated and whole and in_use is None and not unfilled
         if self.reference is not None:
             self.reference.left(self._frozen_parts, self._groups)
+        WAITS.forget()  # what a thread that is left behind still uses is asked nothing more
         runner, self._runner, self._groups, self.along = self._runner, None, None, None
         if in_use is not None:
             in_use += [runner, self._laid_out]

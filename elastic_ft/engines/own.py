@@ -176,7 +176,7 @@ class OwnEngine(OwnStep):
         parameters = dict(self._parameters())
         self._listed = list(parameters.values())
         self._trained = [dict(model.named_parameters()) for model in self.models]
-        self._laid_out = LaidOut(self.models, blocks, parameters, {}, self._kept[0])
+        self._laid_out = LaidOut(self.models, blocks, parameters, {**parameters}, {}, self._kept[0])
         return kept
 
     def _wrap(self) -> None:
@@ -233,6 +233,7 @@ class OwnEngine(OwnStep):
             own = {*self.own.tensors, *(f"model.{name}" for name in self._buffers.kept)}
             state = {n: t if n not in own else _copied(t) for n, t in state.items()}
         self._replicated = self._replicated and whole
+        WAITS.forget()  # what a thread that is left behind still uses is asked nothing more
         runners, self._groups = dict(self._runners), None
         self._runners.clear()
         self.running = None

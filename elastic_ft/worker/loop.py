@@ -84,8 +84,9 @@ class Making:
             terms, squares = sum_over_members([float(tokens), squares], world)
             return replace(self.agreed, tokens=int(terms), squares=squares)
         said = self._said or self._loop.say(self.micro_batches, loss, tokens, more)
-        squares, *summed = sum_over_members([squares, *said.values], world)
-        self.agreed = self._loop.settle(said, summed, squares)
+        loss, terms, *rest = said.values
+        loss, terms, squares, *rest = sum_over_members([loss, terms, squares, *rest], world)
+        self.agreed = self._loop.settle(said, [loss, terms, *rest], squares)
         return self.agreed
 
 

@@ -117,6 +117,8 @@ def device_of_worker(monkeypatch: pytest.MonkeyPatch, **parallel: Any) -> torch.
     given: list[torch.device] = []
 
     class Engine:
+        reference = None
+
         def __init__(self, job: Job, factory: Any, device: torch.device, tokens: int) -> None:
             self.device = device
             given.append(device)

@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups.waits import EVERY_STEPS, WAITS
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.worker.overlap import FIRST, Overlap
+from tests.oneproc.alone import job_of
 
 CPU = torch.device("cpu")
 
@@ -68,6 +70,20 @@ def test_ddp_says_what_its_backward_hides() -> None:
     assert exposed["all_reduce"] >= 0 and hidden["all_reduce"] >= 0
     assert exposed["all_reduce"] + hidden["all_reduce"] > 0
     runner.reducer = runner.logger = None  # as an engine lets go of it
+    WAITS.begin()
+    assert WAITS.take() == ({}, {})
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_who_is_left_behind_is_asked_nothing_more() -> None:
+    """Its thread may hold the reducer's lock for good, inside the backward that it never ends."""
+    job = job_of(parallel={"strategy": "ddp"})
+    engine = NativeEngine(job, lambda: nn.Linear(2, 2), CPU, 1)
+    engine.prepare()
+    runner = WAITS.watch(DistributedDataParallel(nn.Linear(2, 2)))
+    engine._runner, in_use = runner, list[object]()
+    engine.detach(in_use)
+    assert runner in in_use and runner.logger is not None
     WAITS.begin()
     assert WAITS.take() == ({}, {})
 
