@@ -23,7 +23,7 @@ def choose_buddies(
         return ((),) * len(members)
     kept, where = _Kept(len(members)), [member.node for member in members]
     domains = _failing_together(members)
-    everywhere = set(domains)
+    everywhere = {*domains} - {""}
     nodes_of: dict[int, set[str]] = {}  # by the first rank that has the shard
     buddies: list[tuple[int, ...]] = []
     for rank in range(len(members)):
@@ -50,11 +50,14 @@ def choose_buddies(
 
 
 def _failing_together(members: Sequence[Member]) -> list[str]:
-    """Of each, its failure domain: of nested ones the outermost of which there are several."""
+    """Of each, its failure domain: of nested ones the outermost of which there are several. Where
+    a node has no label, none is known."""
     paths = [member.domain.split("/") for member in members]
-    depths = range(1, max(map(len, paths)) + 1)
-    several = (depth for depth in depths if len({*(tuple(path[:depth]) for path in paths)}) > 1)
-    depth = next(several, len(depths))
+    deepest = max(map(len, paths))
+    for depth in range(1, deepest + 1):
+        known = {tuple(path[:depth]) for path in paths if len(path) >= depth and path[depth - 1]}
+        if len(known) > 1:
+            break
     return ["/".join(path[:depth]) for path in paths]
 
 

@@ -130,6 +130,8 @@ def dumb(members: list[Member], layout: Layout, copies: int) -> tuple[tuple[int,
         while len({members[h].node for h in holding}) < copies and len(layout.shards()) > 1:
             nodes = {members[h].node for h in holding}
             domains = {members[h].domain for h in holding if members[h].domain}
+            if len({member.domain for member in members} - {""}) < 2:
+                domains = set()  # nobody is known to be elsewhere
             others = [r for r in range(count) if members[r].node not in nodes]
             if not others and len(holding) == 1:
                 others = [r for r in range(count) if r != rank]
@@ -174,3 +176,13 @@ def test_of_nested_failure_domains_the_outermost_counts() -> None:
     racks = [m.domain for m in one_pod]
     for rank, (buddy,) in enumerate(choose_buddies(one_pod, Layout(dp_shard=4), 2)):
         assert racks[buddy] != racks[rank]
+
+
+def test_a_node_without_labels_is_no_failure_domain() -> None:
+    """Else it would keep a copy of everyone's."""
+    where = ["zone/r1", "zone/r2", "zone/r1", "", "/r2"]
+    members = [
+        replace(m, domain=where[int(m.node[1:]) - 1]) for m in people("n1", "n2", "n3", "n4", "n5")
+    ]
+    buddies = choose_buddies(members, Layout(dp_shard=5), 2)
+    assert sorted(buddy for (buddy,) in buddies) == [0, 1, 2, 3, 4]

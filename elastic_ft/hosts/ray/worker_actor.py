@@ -334,7 +334,7 @@ def _own_gpu(worker: WorkerId) -> dict[str, str]:
 
 def _member_here(task: Task) -> Member:
     labels = ray.get_runtime_context().get_node_labels()
-    domain = "/".join(str(labels.get(label, "")) for label in task.domain_labels).strip("/")
+    domain = "/".join(str(labels.get(label, "")) for label in task.domain_labels).rstrip("/")
     host = os.uname().nodename
     return Member(task.worker, task.node, host, os.getpid(), find_raylet_pid(), domain)
 
