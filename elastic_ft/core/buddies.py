@@ -23,7 +23,7 @@ def choose_buddies(
         return ((),) * len(members)
     kept, where = _Kept(len(members)), [member.node for member in members]
     domains = _failing_together(members)
-    everywhere = {*domains} - {""}
+    everywhere = set(domains)
     nodes_of: dict[int, set[str]] = {}  # by the first rank that has the shard
     buddies: list[tuple[int, ...]] = []
     for rank in range(len(members)):
@@ -34,7 +34,7 @@ def choose_buddies(
         nodes = nodes_of[replicas.start]
         while len(nodes) < copies:
             avoid: set[str] = set()
-            if len(everywhere) > 1:
+            if len(everywhere - {""}) > 1:
                 avoid = {domains[h] for h in (*replicas, *chosen)} - {""}
                 avoid = avoid if avoid < everywhere else set()  # none is better than another
             buddy = _next_buddy(rank, where, nodes, domains, avoid, kept)
