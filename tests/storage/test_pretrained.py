@@ -149,18 +149,22 @@ def test_what_contradicts_it_in_the_job_is_refused() -> None:
 
 
 def test_a_base_that_was_replaced_is_not_read(tmp_path: Path) -> None:
-    """What is open from the start is the run's; whatever is looked at later is held against it."""
+    """Also by who has found it at the start, and was given all its rows by peers since."""
     folder, model = tmp_path / "base", save(tmp_path / "base")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     reference, store = Reference(str(folder), model), open_store(str(folder))
     reference.digest = open_pretrained(str(folder)).digest
     reference.open()
+    joiner = Reference(str(folder), model)
+    joiner.digest = reference.digest
+    joiner.open()
     wanted = {f"model.{n}": state_tensor(torch.empty_like(p)) for n, p in model.named_parameters()}
     assert reference.read(store, reference.find(store), wanted) > 0
     for name, parameter in model.named_parameters():
         assert torch.equal(wanted[f"model.{name}"].local, parameter), name
     reference.find(store)  # anew: the same
     save(folder, seed=8)
-    with pytest.raises(ModelError, match="other weights than the run began with"):
-        reference.find(store)
+    for one in (reference, joiner):
+        with pytest.raises(ModelError, match="other weights than the run began with"):
+            one.find(store)
