@@ -56,7 +56,8 @@ def prepare(
     def away(why: str) -> None:
         send(Note(worker, 0, "base_away", why, {"worker": worker}))
 
-    read, digest, by_peers = _model_read(job, welcome.data, away)
+    may_lack = welcome.begun or job.model.lora is not None  # else step 0 is made of the folder
+    read, digest, by_peers = _model_read(job, welcome.data if may_lack else {}, away)
     check_data_of_run(welcome.data, data, digest)
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
