@@ -51,8 +51,8 @@ def make_room(
     """The old shard leaves its GPU before a new one is laid out there: both may be too much.
 
     It is in host memory then, so that nothing is lost where forming breaks again, if it was not
-    there anyway (``optimizer.offload``). Where every rank has all, it stays in place. Frozen weights
-    leave it, too, also where a restore that broke off has left no live state.
+    there anyway (``optimizer.offload``). Where every rank has all, it stays in place. Frozen
+    weights leave it, too, also where a restore that broke off has left no live state.
     """
     if groups.rank is None or engine.keeps(groups.assignment.layout):
         return

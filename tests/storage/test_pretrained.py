@@ -12,12 +12,12 @@ from torch import nn
 
 from elastic_ft.cli.check_model import check_weights
 from elastic_ft.config import ModelConfig, parse_job
+from elastic_ft.core.terms import data_terms
+from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.initial_weights import load
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.pretrained import config_text, open_pretrained, resolved, with_model_read
-from elastic_ft.core.terms import data_terms
-from elastic_ft.data.dataset import DataBundle
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.faults import Points
 from elastic_ft.models import build_model
