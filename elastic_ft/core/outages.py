@@ -1,4 +1,4 @@
-"""A source that can't be read: nothing in it is given up for that.
+"""A source, or the folder of frozen weights, that can't be read: nothing is given up for that.
 
 A store is tried again, after growing pauses, until ``suspend_timeout_s`` has passed; a keeper a few
 times at once: if it has ended, or hangs, that is known soon. A worker that alone can't read what
@@ -41,6 +41,7 @@ def note_unread(turn: Turn, event: SourceRefused) -> bool:
             tries=old.tries + 1,
             waiting=True,
             blamed=blamed,
+            frozen=not event.holder,
         )
     )
     past_s = turn.at_s - old.since_s
@@ -121,9 +122,12 @@ def _node_of(turn: Turn, worker: WorkerId) -> str:
 
 
 def waits_for_store(turn: Turn, source: Source | None = None) -> bool:
-    """Whether ``source``, if it is given, is not to be read before the timer."""
+    """Whether ``source``, if it is given, is not to be read before the timer. What is in memory
+    needs no store, but for frozen weights that nobody has."""
     outage = turn.state.outage
-    return outage is not None and outage.waiting and (source is None or bool(source.url))
+    if outage is None or not outage.waiting:
+        return False
+    return source is None or bool(source.url) or outage.frozen
 
 
 def suspend_reading(turn: Turn) -> None:

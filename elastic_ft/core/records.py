@@ -115,6 +115,7 @@ class Outage:
     """The store can't be read, by whoever tried.
 
     Attributes:
+        frozen: the source was in memory: it is the folder of frozen weights that can't be read.
         generation: the last one that could not.
         waiting: nobody tries until the timer.
         said: the journal has that the job is suspended.
@@ -130,6 +131,7 @@ class Outage:
     said: bool = False
     blamed: dict[WorkerId, int] = field(default_factory=dict)
     left_out: bool = False
+    frozen: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,12 +45,11 @@ class Reference:
         self.held: LocalState = {}
         self.space, self.shard, self.in_place = "", "", False
         self._model = model
-        self._found: InFolder | None = None
 
     def open(self) -> None:
         """Before the first generation: whether the folder has them. Raises ModelError, BaseAway."""
         try:
-            self._found = self._match(open_store(self.url))
+            self._match(open_store(self.url))
         except StoreFailed as error:
             raise BaseAway(f"{KEY}: {error}") from None
         except StorageError as error:
@@ -62,14 +61,11 @@ class Reference:
         return folder.tensors, match(self._model, specs, folder.url, KEY, frozen_only=True)
 
     def find(self, store: Store) -> InFolder:
-        """What is in ``store``, which is at ``url``: looked at anew but for the first time, just
-        after ``open``, as somebody may have replaced it. Raises StoreFailed, StorageError,
-        ModelError."""
-        found, self._found = self._found, None
-        if found is None:
-            found = self._match(store)
-            folder = SafetensorsFolder(store, found[0])
-            check_same(folder, known_config(folder), self.digest)
+        """What is in ``store``, which is at ``url``: looked at anew each time, as somebody may have
+        replaced it. Raises StoreFailed, StorageError, ModelError."""
+        found = self._match(store)
+        folder = SafetensorsFolder(store, found[0])
+        check_same(folder, known_config(folder), self.digest)
         return found
 
     def read(self, store: Store, found: InFolder, parts: LocalState) -> int:

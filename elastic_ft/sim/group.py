@@ -139,6 +139,8 @@ class Group:
     def _unread(self) -> list[WorkerId]:
         """Who can't read the store, of those who are to."""
         source, store = self.assignment.source, self.world.store
+        if store.base_away:
+            return [worker.id for worker in self.members]
         if not source.url:
             return []
         readers = self.all.values() if source.holders else self.members

@@ -46,12 +46,14 @@ class ObjectStore:
         found: the checkpoints that were there when it took the store over.
         unread_on: nodes that can't read.
         silent: of what is published nobody hears.
+        base_away: nobody can read the frozen weights that no member has.
     """
 
     published: list[SimCheckpoint] = field(default_factory=list)  # newest last
     down: bool = False
     unread_on: set[str] = field(default_factory=set)
     silent: bool = False
+    base_away: bool = False
     owner: int = 0
     found: frozenset[str] = frozenset()
 

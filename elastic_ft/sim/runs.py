@@ -132,7 +132,7 @@ class Chaos:
         """No more faults; everything comes back."""
         world, self.healed = self.world, True
         self.waiting.clear()
-        world.store.down = world.store.silent = False
+        world.store.down = world.store.silent = world.store.base_away = False
         world.store.unread_on.clear()
         world.duplicates = 0.0
         for node in world.nodes:
@@ -349,6 +349,9 @@ class Chaos:
 
     def _store_down(self, fault: SimFault) -> None:
         self._for_a_while(fault, self.world.store, "down")
+
+    def _base_away(self, fault: SimFault) -> None:
+        self._for_a_while(fault, self.world.store, "base_away")
 
     def _slow_network(self, fault: SimFault) -> None:
         def fast() -> None:

@@ -74,6 +74,7 @@ class Welcome:
     owner: int = 0  # this controller's number at the checkpoint URL (``storage.owners``)
     successor_s: float = 0.0  # how long the next one is looked for when this is gone; 0: none comes
     heard: int = 0  # of this sender's numbered messages, all up to this one
+    begun: bool = False  # steps are committed: nobody makes the state of step 0 any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,6 @@ TO_WORKER = Messages(  # and to keepers
     cmd.TakeCheckpoint,
     cmd.DropKept,
 )
-
 
 NUMBERS = ("loss", "lr", "grad_norm", "tokens", "step_time_s")  # of a step's metrics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -56,7 +56,7 @@ def prepare(
     def away(why: str) -> None:
         send(Note(worker, 0, "base_away", why, {"worker": worker}))
 
-    read, digest, by_peers = _model_read(job, welcome.data, away)
+    read, digest, by_peers = _model_read(welcome, away)
     check_data_of_run(welcome.data, data, digest)
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
@@ -98,12 +98,12 @@ def _open_reference(
             awaited(engine.reference.open)
 
 
-def _model_read(
-    job: Job, known: Mapping[str, Any], tell: Callable[[str], None]
-) -> tuple[Job, str | None, bool]:
+def _model_read(welcome: Welcome, tell: Callable[[str], None]) -> tuple[Job, str | None, bool]:
     """The job with what ``model.pretrained`` says, that folder's digest, and whether both are the
-    run's, of which ``known`` are the terms: where the folder can't be read, its workers know it."""
-    if PRETRAINED not in known or PRETRAINED_CONFIG not in known:
+    run's by its terms: where the folder can't be read, its workers know it."""
+    job, known = welcome.job, welcome.data
+    has_to = job.model.lora is None and not welcome.begun  # read it: step 0 may be made of it here
+    if has_to or PRETRAINED not in known or PRETRAINED_CONFIG not in known:
         return *_awaited(lambda: with_model_read(job), job, tell), False
     try:
         return *with_model_read(job), False

@@ -51,12 +51,13 @@ def make_room(
     """The old shard leaves its GPU before a new one is laid out there: both may be too much.
 
     It is in host memory then, so that nothing is lost where forming breaks again, if it was not
-    there anyway (``optimizer.offload``). Where every rank has all, it stays in place.
+    there anyway (``optimizer.offload``). Where every rank has all, it stays in place. Frozen
+    weights leave it, too, also where a restore that broke off has left no live state.
     """
-    found = live()
-    if found is None or groups.rank is None or engine.keeps(groups.assignment.layout):
+    if groups.rank is None or engine.keeps(groups.assignment.layout):
         return
-    if is_on_gpu(found[1]):
+    found = live()
+    if found is not None and is_on_gpu(found[1]):
         if found[0].step >= groups.assignment.source.step:  # else nobody can go on from it
             snapshots.move_out(*found)
         forget_live()

@@ -182,6 +182,26 @@ def test_memory_needs_no_store() -> None:
     assert assignment_in(script.paused("a", *whole)).source.url == ""
 
 
+def test_frozen_weights_that_can_not_be_read_are_waited_for_though_all_is_in_memory() -> None:
+    """With the pauses of a checkpoint: generation after generation formed at once."""
+    script = Script(Policy(1, 2, max_generations_without_progress=2), REFS[1])
+    script.run(a="n1", b="n2").train(81)
+    script.tell(WorkerLost, "b", "killed")
+    held = script.live("a", 81)
+    script.paused("a", held)
+    pauses = []
+    for _ in range(6):
+        assert script.assignment.source.tier is Tier.LIVE and script.assignment.source.url == ""
+        commands = refuse(script, "a") + script.paused("a", held)
+        pauses += [c.after_s for c in commands if isinstance(c, StartTimer)][:1]
+        assert script.state.phase == "suspended"
+        again(script)
+    assert pauses == [1, 2, 4, 8, 16, 30]
+    assert len(script.journalled("suspended")) == 1
+    script.resume()
+    assert script.state.phase == "running" and script.state.committed == 81
+
+
 def test_the_job_can_be_stopped_while_it_waits_for_the_store() -> None:
     script = restarted()
     unread(script)

@@ -125,7 +125,8 @@ class BaseAway:
         if not self.lost:
             return
         self.gate(controller)
-        is_away, waits = not self.base.exists(), state.outage is not None and state.outage.tries > 0
+        is_away, waits = not self.base.exists(), state.outage is not None
+        waits = waits and state.phase == "suspended"
         if is_away and waits:
             self.elsewhere.rename(self.base)
             self.put_back += 1

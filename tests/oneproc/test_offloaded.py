@@ -59,11 +59,28 @@ def test_a_master_on_the_host_is_stepped_though_its_mesh_is_of_gpus(name: str) -
             assert torch.equal(local_part(kept[key]), expected)
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_frozen_weights_leave_the_gpu_whatever_else_is_there(on_host: bool) -> None:
+    """After a restore that broke off there is no live state: they stayed, beside the new cut's."""
+    left = list[str]()
+    reference = SimpleNamespace(leave_device=lambda: left.append("the GPU"))
+    engine: Any = SimpleNamespace(
+        device=torch.device("cuda"), keeps=lambda layout: False, reference=reference
+    )
+    groups: Any = SimpleNamespace(rank=0, assignment=SimpleNamespace(layout=None))
+    live: Any = (SimpleNamespace(step=3), {"model.w": state_tensor(torch.ones(2))})
+    make_room(engine, groups, SimpleNamespace(), lambda: live if on_host else None, left.clear)  # type: ignore[arg-type]
+    assert left == ["the GPU"]
+    groups.rank = None  # a donor lays nothing out
+    make_room(engine, groups, SimpleNamespace(), lambda: None, left.clear)  # type: ignore[arg-type]
+    assert left == ["the GPU"]
+
+
 def test_a_state_on_the_host_has_nothing_to_leave_its_gpu() -> None:
     """What a snapshot would be made of stays, and is what the next layout is filled from."""
     state = {"model.w": state_tensor(torch.ones(2))}
     engine: Any = SimpleNamespace(
-        reference=None, device=torch.device("cuda"), keeps=lambda layout: False
+        device=torch.device("cuda"), keeps=lambda layout: False, reference=None
     )
     groups: Any = SimpleNamespace(rank=0, assignment=SimpleNamespace(layout=None))
 

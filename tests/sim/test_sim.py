@@ -281,6 +281,44 @@ def test_a_keeper_that_can_not_be_reached_for_a_moment_costs_no_step() -> None:
     assert sum(report.steps_lost > 0 for report in struck) > 20
 
 
+def away_base(seed: int) -> SimScenario:
+    """A worker goes while the folder of frozen weights is away, and all else is in memory. Others
+    fail, or the controller does, meanwhile."""
+    away = SimFault("base_away", 3 + seed % 3, "running", 0.0, 0, 25.0)
+    crash = replace(away, kind="crash_worker", after_s=0.2, lasts_s=1.0)
+    kinds = ("crash_worker", "crash_node", "crash_controller", "drain_node", "damage_memory")
+    other = SimFault(kinds[seed % 5], 3, "suspended", seed % 4, seed % 3, 4.0)
+    return SimScenario(
+        seed=seed,
+        policy=sim_policy(2, 4, strategy=STRATEGIES[1 + seed % 2]),
+        nodes=4,
+        workers_per_node=1,
+        steps=12,
+        faults=(away, crash, *(other,) * (seed % 7 > 0)),
+    )
+
+
+def test_frozen_weights_that_are_away_are_waited_for_in_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the first loss alone, no step is lost, and few generations are tried."""
+    scenarios = [away_base(seed) for seed in range(140)]
+    assert not failures(scenarios)
+    alone = scenarios[::7]
+    paused = [simulate(scenario) for scenario in alone]
+    assert all(report.fired["base_away"] == 1 for report in paused)
+    assert not any(report.steps_lost for report in paused)
+
+    def at_once(turn: state.Turn, source: Source | None = None) -> bool:
+        outage = turn.state.outage
+        return outage is not None and outage.waiting and (source is None or bool(source.url))
+
+    monkeypatch.setattr(generations, "waits_for_store", at_once)
+    hurried = [simulate(scenario) for scenario in alone]
+    most = max(report.generations for report in paused)
+    assert most < sum(report.generations for report in hurried) / len(hurried)
+
+
 def slow_copies(seed: int) -> SimScenario:
     """Two nodes go at once: back to the checkpoint, while copies of later steps still run. Then one
     more node goes, which two copies of each step are to bear."""

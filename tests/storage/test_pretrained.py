@@ -12,15 +12,21 @@ from torch import nn
 
 from elastic_ft.cli.check_model import check_weights
 from elastic_ft.config import ModelConfig, parse_job
+from elastic_ft.core.terms import data_terms
+from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.initial_weights import load
 from elastic_ft.engines.native import state_tensor
-from elastic_ft.engines.pretrained import open_pretrained, resolved
+from elastic_ft.engines.pretrained import config_text, open_pretrained, resolved, with_model_read
 from elastic_ft.errors import ConfigError, ModelError
+from elastic_ft.faults import Points
 from elastic_ft.models import build_model
 from elastic_ft.models.build import computed_buffers
 from elastic_ft.storage.safetensors import INDEX, SINGLE
 from elastic_ft.storage.store import open_store
+from elastic_ft.transport.control import Welcome
+from elastic_ft.worker import prepare
+from tests.oneproc.alone import job_of
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # it has a thread
@@ -149,18 +155,53 @@ def test_what_contradicts_it_in_the_job_is_refused() -> None:
 
 
 def test_a_base_that_was_replaced_is_not_read(tmp_path: Path) -> None:
-    """What is open from the start is the run's; whatever is looked at later is held against it."""
+    """Also by who has found it at the start, and was given all its rows by peers since."""
     folder, model = tmp_path / "base", save(tmp_path / "base")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     reference, store = Reference(str(folder), model), open_store(str(folder))
     reference.digest = open_pretrained(str(folder)).digest
     reference.open()
+    joiner = Reference(str(folder), model)
+    joiner.digest = reference.digest
+    joiner.open()
     wanted = {f"model.{n}": state_tensor(torch.empty_like(p)) for n, p in model.named_parameters()}
     assert reference.read(store, reference.find(store), wanted) > 0
     for name, parameter in model.named_parameters():
         assert torch.equal(wanted[f"model.{name}"].local, parameter), name
     reference.find(store)  # anew: the same
     save(folder, seed=8)
-    with pytest.raises(ModelError, match="other weights than the run began with"):
-        reference.find(store)
+    for one in (reference, joiner):
+        with pytest.raises(ModelError, match="other weights than the run began with"):
+            one.find(store)
+
+
+@pytest.mark.parametrize(("lora", "begun"), [(False, False), (False, True), (True, False)])
+def test_who_may_have_to_make_step_0_needs_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool, begun: bool
+) -> None:
+    """It failed the whole job at step 0, having come in by what the others know of the folder."""
+    base, nothing = tmp_path / "base", list[Any]()
+    save(base)
+    model = {"pretrained": str(base)} | ({"lora": {"rank": 2}} if lora else {})
+    job = job_of(model=model, data={"path": "tests.multiproc.tiny:counted"})
+    read, digest = with_model_read(job)
+    known = data_terms(0, None, digest, config_text(read))
+    base.rename(tmp_path / "elsewhere")
+    bundle = DataBundle(nothing, None, 61, 8, "")
+    monkeypatch.setattr(prepare, "open_dataset", lambda *_: bundle)
+    made = list[Any]()
+
+    class Made(Exception):
+        """What comes after the model was read is not looked at here."""
+
+    def engine(job: Any, _: Any) -> None:
+        made.append(job.model.transformers)
+        raise Made
+
+    monkeypatch.setattr(prepare, "_engine", engine)
+    welcome = Welcome(job, "", "", ("localhost", 0), data=known, begun=begun)
+    points = Points("w0", (), lambda index: None)
+    with pytest.raises(Made if lora or begun else ModelError):
+        prepare.prepare("w0", welcome, points, lambda message: None, lambda why: None)
+    assert made == ([read.model.transformers] if lora or begun else [])
