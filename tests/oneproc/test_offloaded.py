@@ -62,7 +62,9 @@ def test_a_master_on_the_host_is_stepped_though_its_mesh_is_of_gpus(name: str) -
 def test_a_state_on_the_host_has_nothing_to_leave_its_gpu() -> None:
     """What a snapshot would be made of stays, and is what the next layout is filled from."""
     state = {"model.w": state_tensor(torch.ones(2))}
-    engine: Any = SimpleNamespace(device=torch.device("cuda"), keeps=lambda layout: False)
+    engine: Any = SimpleNamespace(
+        device=torch.device("cuda"), keeps=lambda layout: False, reference=None
+    )
     groups: Any = SimpleNamespace(rank=0, assignment=SimpleNamespace(layout=None))
 
     def fails(*_: Any) -> None:
