@@ -11,6 +11,7 @@ from elastic_ft.engines.averaged import averaged
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.models.decoder import Decoder, DecoderConfig
+from elastic_ft.torch_private import after_operations
 from tests.oneproc.alone import attached, job_of, run_step
 
 schedulefree = pytest.importorskip("schedulefree")
@@ -95,6 +96,31 @@ def test_an_evaluation_is_of_the_averages(way: str, name: str, offload: str | No
         assert same(live(engine), y) and same(listed(engine), state)
         engine.job = engine.job.model_copy(update={"optimizer": job_of().optimizer})
         assert engine.evaluate(held_out)[0] != loss
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_an_evaluation_that_breaks_as_it_begins_leaves_all_as_it_was(offload: str | None) -> None:
+    """Wherever memory is short: what is listed afterwards is what steps go on from."""
+    made = job("ddp", "schedule_free_sgd", offload)
+    with attached(made, lambda: Decoder(SIZES), tokens=12) as engine:
+        run_step(engine, 1, [batch(1)])
+        state, masters = listed(engine), dict(engine._model.masters)
+        entered, operations = False, 0
+
+        def short() -> None:
+            if not entered:
+                raise torch.OutOfMemoryError("as it were")
+
+        while not entered:
+            operations += 1
+            try:
+                with after_operations(operations, short), averaged(engine._model):
+                    entered = True
+            except torch.OutOfMemoryError:
+                assert all(engine._model.masters[n] is master for n, master in masters.items())
+                assert same(listed(engine), state)
+                assert same(live(engine), {key: state[key] for key in live(engine)})
+        assert operations > 2 * len(masters)
 
 
 @pytest.mark.parametrize("way", WAYS)
