@@ -166,7 +166,9 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="schedule-free-warm-up",
         ),
         pytest.param(
-            changed("optimizer", SCHEDULE_FREE | {"name": "schedule_free_adamw", "betas": [0, 0.99]}),
+            changed(
+                "optimizer", SCHEDULE_FREE | {"name": "schedule_free_adamw", "betas": [0, 0.99]}
+            ),
             "optimizer: betas: schedule_free_adamw averages with the first: expected above 0",
             id="schedule-free-beta",
         ),
