@@ -25,7 +25,12 @@ schedulefree = pytest.importorskip("schedulefree")
 
 Tensors = dict[str, torch.Tensor]
 STEPS, BETA = 3, 0.8
-TERMS = {"optimizer.name": "schedule_free_sgd", "optimizer.kwargs": {"momentum": BETA}}
+BETAS = [BETA, 0.99]
+TERMS = {
+    "by momentum": ("schedule_free_sgd", {"momentum": BETA}, [0.5, 0.5]),
+    "by betas": ("schedule_free_adamw", {}, BETAS),
+    "by path": ("schedulefree:RAdamScheduleFree", {"betas": BETAS}, [0.5, 0.5]),
+}
 
 
 def trained() -> tuple[dict[str, torch.nn.Parameter], Any]:
@@ -59,8 +64,11 @@ def listed(parameters: dict[str, torch.nn.Parameter], optimizer: Any) -> Tensors
     return state
 
 
-def written(state: Tensors, folder: Path) -> Any:
+def written(state: Tensors, folder: Path, by: str) -> Any:
     """A reader of a checkpoint of it."""
+    terms = dict(
+        zip(("optimizer.name", "optimizer.kwargs", "optimizer.betas"), TERMS[by], strict=True)
+    )
     store = open_store(str(folder))
     specs = {
         name: TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -81,7 +89,7 @@ def written(state: Tensors, folder: Path) -> Any:
         created_at_s=1.5,
         tensors=specs,
         entries=tuple(map(ShardEntry.from_dict, entries)),
-        extra={"terms": TERMS},
+        extra={"terms": terms},
     )
     return open_checkpoint(commit(store, manifest, 1).ref, store)
 
@@ -109,13 +117,15 @@ def exported(reader: Any, path: Path, format_: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("format_", ["torch", "dcp"])
+@pytest.mark.parametrize(
+    ("format_", "by"), [("dcp", "by momentum"), *(("torch", by) for by in TERMS)]
+)
 def test_the_package_goes_on_from_an_export_at_the_same_weights(
-    tmp_path: Path, format_: str
+    tmp_path: Path, format_: str, by: str
 ) -> None:
     parameters, optimizer = trained()
     state = listed(parameters, optimizer)
-    reader = averaging_reader(written(state, tmp_path / "checkpoints"))
+    reader = averaging_reader(written(state, tmp_path / "checkpoints", by))
     found = exported(reader, tmp_path / "exported", format_)
     optimizer.eval()
     for name, parameter in parameters.items():
