@@ -34,6 +34,7 @@ __all__ = [
     "checkpoint_wrapper",
     "compiled_graphs",
     "cut_parameters",
+    "empty_host_cache",
     "exchange_rows",
     "fail_an_assert",
     "forget_forwards",
@@ -194,6 +195,13 @@ def pin(memory: torch.Tensor) -> None:
 
 def unpin(memory: torch.Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def empty_host_cache() -> None:
+    """Gives back what torch has page-locked and no tensor uses any more: it keeps that for others
+    of the same size, and ``torch.cuda.empty_cache`` leaves it."""
+    if torch.cuda.is_initialized():
+        torch._C._host_emptyCache()
 
 
 def exchange_rows(

@@ -192,7 +192,21 @@ class OptimizerConfig(Section):
             )
         if "warmup_steps" in self.kwargs:
             raise ValueError("kwargs.warmup_steps: optimizer.warmup_steps is the warm-up")
+        for key in self.kwargs.keys() & {"betas", "momentum"}:
+            self._check_averaging(self.kwargs[key], f"kwargs.{key}")
+        if self.name == "schedule_free_adamw" and "betas" not in self.kwargs:
+            self._check_averaging(self.betas, "betas")
         return self
+
+    def _check_averaging(self, given: Any, key: str) -> None:
+        """x is made of y and z by a division by it."""
+        among = isinstance(given, list | tuple)
+        beta, which = (given[0], "the first") if among and given else (given, "it")
+        if not (isinstance(beta, int | float) and 0 < beta < 1):
+            raise ValueError(
+                f"{key}: {self.name} averages with {which}: expected above 0 and below 1, "
+                f"found {beta}"
+            )
 
     @model_validator(mode="after")
     def decays_in_some_steps(self) -> OptimizerConfig:

@@ -19,10 +19,10 @@ def averaged(model: LaidOut) -> Iterator[None]:
     the last bit. They are written to in place: nobody may be copying them."""
     before, betas = dict(model.masters), _betas(model)
     moved = [n for n, p in before.items() if id(p) in betas and n not in model.kept.fresh]
-    for name in moved:
-        if before[name] is model.parameters[name]:
-            model.masters[name] = before[name].detach().clone()
     try:
+        for name in moved:
+            if before[name] is model.parameters[name]:
+                model.masters[name] = before[name].detach().clone()
         for name in moved:
             z, beta = model.optimizer.state[before[name]]["z"], betas[id(before[name])]
             y = local_part(before[name].detach())

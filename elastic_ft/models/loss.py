@@ -85,6 +85,11 @@ def _next_token_loss(model: nn.Module, **batch: Tensor) -> tuple[Tensor, Tensor 
     tokens, targets, inputs = shifted(**batch)
     context = getattr(_bare(model), "context", None)
     if context is not None:  # after the shift: each rank has the targets of its own positions
+        if inputs:
+            raise ModelError(
+                "parallel.cp: ranks that share positions take tokens and labels, found "
+                f"{min(inputs)} in a batch"
+            )
         tokens, targets, there = context.cut(tokens, targets)
         if hasattr(_bare(model), "counts_tokens"):  # models.experts
             inputs = {"attention_mask": there}

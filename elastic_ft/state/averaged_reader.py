@@ -18,7 +18,11 @@ BETA = 0.9  # that the package has by itself
 
 
 class AveragedReader(Reader):
-    """A checkpoint's reader, whose ``model.<name>`` is x where there is ``optim.<name>.z``."""
+    """A checkpoint's reader, whose ``model.<name>`` is x where there is ``optim.<name>.z``.
+
+    What is kept is as the package has it beside x: ``train_mode`` is False, and of what was never
+    stepped z is x, where a checkpoint has 0.
+    """
 
     def __init__(self, reader: Reader, beta: float) -> None:
         super().__init__(reader._store, reader.manifest, reader.url)
@@ -31,10 +35,26 @@ class AveragedReader(Reader):
         for want, z in others:
             if z is None or not z.box.numel:
                 continue
-            x, end = (torch.frombuffer(w.out, dtype=torch.float32) for w in (want, z))
+            x, end = self._values(want), self._values(z)
             if end.any():  # of what was never stepped it is 0
                 x.lerp_(end, 1.0 - 1.0 / self._beta)
-        return nbytes
+        for want in given:
+            if want.tensor.startswith("engine.") and want.tensor.endswith(".train_mode"):
+                self._values(want).zero_()
+        return nbytes + super().read(filter(None, map(self._never_stepped, given)))
+
+    def _never_stepped(self, want: Want) -> Want | None:
+        """What is read instead of a z that was read, and is 0."""
+        kind, _, name = want.tensor.partition(".")
+        if kind != "optim" or not name.endswith(".z") or not want.box.numel:
+            return None
+        if self._values(want).any():
+            return None
+        return Want(f"model.{name.removesuffix('.z')}", want.box, want.out)
+
+    def _values(self, want: Want) -> torch.Tensor:
+        dtype = getattr(torch, self.manifest.tensors[want.tensor].dtype)
+        return torch.frombuffer(want.out, dtype=dtype)
 
     def _other(self, want: Want) -> Want | None:
         kind, _, name = want.tensor.partition(".")

@@ -99,7 +99,7 @@ class Snapshots:
                     on_held(step)
                 else:
                     self._unkept(self._memory.why)
-            if not self._memory.pinned:  # it takes processor time from training, not only bandwidth
+            if source.on_host:  # it takes processor time from training, not only bandwidth
                 self._cost_s += time.thread_time() - cpu_began
             self._busy_s += time.perf_counter() - run_began
 
@@ -387,9 +387,13 @@ class _Source:
 
     Tensors that a forward changes (buffers) are copied at once. On a GPU the others are copied on
     a stream of their own, which waits for what is queued by now.
+
+    Attributes:
+        on_host: all but tensors that a forward changes, as with ``optimizer.offload`` on a GPU.
     """
 
     def __init__(self, state: LocalState) -> None:
+        self.on_host = not any(t.local.is_cuda and not t.volatile for t in state.values())
         self.state = {
             key: replace(tensor, local=tensor.local.clone()) if tensor.volatile else tensor
             for key, tensor in state.items()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_ft import torch_private
 from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.box_owners import find_owners
 from elastic_ft.engines.base import StateEngine
@@ -68,10 +69,12 @@ def make_room(
     del found
     gc.collect()  # modules of before are in cycles
     torch.cuda.empty_cache()
+    torch_private.empty_host_cache()
 
 
 def is_on_gpu(state: LocalState) -> bool:
-    return any(tensor.local.is_cuda for tensor in state.values())
+    """Of an offloaded optimizer's state just buffers are, which are small."""
+    return any(tensor.local.is_cuda and not tensor.volatile for tensor in state.values())
 
 
 def restore(

@@ -166,6 +166,27 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="schedule-free-warm-up",
         ),
         pytest.param(
+            changed(
+                "optimizer", SCHEDULE_FREE | {"name": "schedule_free_adamw", "betas": [0, 0.99]}
+            ),
+            "optimizer: betas: schedule_free_adamw averages with the first: expected above 0",
+            id="schedule-free-beta",
+        ),
+        pytest.param(
+            changed("optimizer", SCHEDULE_FREE | {"kwargs": {"momentum": 0}}),
+            "optimizer: kwargs.momentum: schedule_free_sgd averages with it: expected above 0",
+            id="schedule-free-momentum",
+        ),
+        pytest.param(
+            changed(
+                "optimizer",
+                SCHEDULE_FREE
+                | {"name": "schedulefree:RAdamScheduleFree", "kwargs": {"betas": [1, 0.99]}},
+            ),
+            "optimizer: kwargs.betas: schedulefree:RAdamScheduleFree averages with the first: ",
+            id="schedule-free-kwargs-betas",
+        ),
+        pytest.param(
             changed("optimizer", SCHEDULE_FREE)
             | {"parallel": {"engine": "deepspeed", "zero_stage": 1}},
             "job: optimizer.name: schedule_free_sgd is of engine native",

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ft.config.trained import OFFLOADED, SCHEDULE_FREE
 from elastic_ft.engines.averaged import averaged
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.models.decoder import Decoder, DecoderConfig
+from elastic_ft.torch_private import after_operations
 from tests.oneproc.alone import attached, job_of, run_step
 
 schedulefree = pytest.importorskip("schedulefree")
@@ -21,7 +23,14 @@ WAYS = {
     "ddp": {"parallel": {"strategy": "ddp"}},
     "fsdp": {"parallel": {"strategy": "fsdp"}, "precision": {"dtype": "bf16"}},
 }
-KINDS = {"schedule_free_adamw": {"betas": [0.8, 0.9]}, "schedule_free_sgd": {"kwargs": {"r": 0.1}}}
+FP16 = {"dtype": "fp16", "initial_loss_scale": 2.0**21}
+HALF = {"parallel": {"strategy": "ddp"}, "precision": FP16}
+BY_PATH = "schedulefree:RAdamScheduleFree"
+KINDS = {
+    "schedule_free_adamw": {"betas": [0.8, 0.9]},
+    "schedule_free_sgd": {"kwargs": {"r": 0.1}},
+    BY_PATH: {"kwargs": {"betas": [0.8, 0.9], "silent_sgd_phase": False}},
+}
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:
@@ -51,6 +60,8 @@ def by_the_package(state: dict[str, torch.Tensor], name: str) -> dict[str, torch
     weights = {k: v.clone() for k, v in state.items() if k.startswith("model.")}
     if name == "schedule_free_adamw":
         optimizer = schedulefree.AdamWScheduleFree(weights.values(), betas=(0.8, 0.9))
+    elif name == BY_PATH:
+        optimizer = schedulefree.RAdamScheduleFree(weights.values(), betas=(0.8, 0.9))
     else:
         optimizer = schedulefree.SGDScheduleFree(weights.values())
     optimizer.train()
@@ -64,8 +75,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
-@pytest.mark.parametrize("offload", [None, "cpu"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "offload"), [*((name, None) for name in KINDS), *((n, "cpu") for n in SCHEDULE_FREE)]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_evaluation_is_of_the_averages(way: str, name: str, offload: str | None) -> None:
     with attached(job(way, name, offload), lambda: Decoder(SIZES), tokens=12) as engine:
@@ -97,15 +109,46 @@ def test_an_evaluation_is_of_the_averages(way: str, name: str, offload: str | No
         assert engine.evaluate(held_out)[0] != loss
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_in_host_memory_steps_are_the_same_to_the_last_bit(way: str) -> None:
-    """fp32 and bf16; what is listed is what was stepped, and not the device's copy."""
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_an_evaluation_that_breaks_as_it_begins_leaves_all_as_it_was(offload: str | None) -> None:
+    """Wherever memory is short: what is listed afterwards is what steps go on from."""
+    made = job("ddp", "schedule_free_sgd", offload)
+    with attached(made, lambda: Decoder(SIZES), tokens=12) as engine:
+        run_step(engine, 1, [batch(1)])
+        state, masters = listed(engine), dict(engine._model.masters)
+        entered, operations = False, 0
+
+        def short() -> None:
+            if not entered:
+                raise torch.OutOfMemoryError("as it were")
+
+        while not entered:
+            operations += 1
+            try:
+                with after_operations(operations, short), averaged(engine._model):
+                    entered = True
+            except torch.OutOfMemoryError:
+                assert all(engine._model.masters[n] is master for n, master in masters.items())
+                assert same(listed(engine), state)
+                assert same(live(engine), {key: state[key] for key in live(engine)})
+        assert operations > 2 * len(masters)
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+@pytest.mark.parametrize("way", [*WAYS, "fp16"])
+def test_in_host_memory_steps_are_the_same_to_the_last_bit(way: str, name: str) -> None:
+    """fp32, bf16, and fp16 with steps that are skipped; what is listed is what was stepped, and not
+    the device's copy. As all of it is equal, either goes on from the other's checkpoints."""
     found = []
     for offload in (None, "cpu"):
-        sections = WAYS[way] | {"optimizer": {"lr": 1e-2, "offload": offload}}
+        schedule = "constant" if name in SCHEDULE_FREE else "cosine"
+        optimizer = {"name": name, "lr": 1e-2, "schedule": schedule, "offload": offload}
+        sections = WAYS.get(way, HALF) | {"optimizer": optimizer}
         with attached(job_of(**sections), lambda: Decoder(SIZES), tokens=12) as engine:
-            losses = [run_step(engine, step, [batch(step)] * 2)[0] for step in range(1, 4)]
-            found.append((losses, listed(engine)))
+            steps = [run_step(engine, step, [batch(step)] * 2) for step in range(1, 5)]
+            skipped = {update.skipped for *_, update in steps}
+            assert skipped == ({False, True} if way == "fp16" else {False})
+            found.append(([loss for loss, *_ in steps], listed(engine)))
             model = engine._model
             apart = [n for n, p in model.parameters.items() if model.masters[n] is not p]
             assert len(apart) == (0 if offload is None else len(model.parameters))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from elastic_ft import torch_private
 from elastic_ft.core.assignment import Assignment, Holding, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.engines import optimizer_state
 from elastic_ft.engines.native import NativeEngine
@@ -25,7 +27,7 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
 from elastic_ft.models.build import build_model
 from elastic_ft.state.snapshot import Snapshots
-from elastic_ft.state.tensors import LocalState
+from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.worker import restore
 from tests.oneproc.alone import CPU, TIMEOUT_S, job_of, reach, run_step
 
@@ -254,3 +256,28 @@ def test_a_state_older_than_the_source_leaves_no_copy(generations: Generations) 
         )
     assert generations.live is None
     assert generations.snapshots.holdings() == ()
+
+
+def test_buffers_on_the_gpu_alone_move_no_state_that_is_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An offloaded optimizer's: a mixture's biases, a BatchNorm's statistics. And what torch keeps
+    of page-locked memory for other sizes goes."""
+    emptied: list[str] = []
+    monkeypatch.setattr(torch_private, "empty_host_cache", lambda: emptied.append("host"))
+    with torch_private.FakeTensorMode():
+        bias = StateTensor((2,), Box.whole((2,)), torch.empty(2, device="cuda"), volatile=True)
+    state = {"model.w": StateTensor((2,), Box.whole((2,)), torch.ones(2)), "model.bias": bias}
+    engine: Any = SimpleNamespace(
+        device=torch.device("cuda"), keeps=lambda layout: False, reference=None
+    )
+    groups: Any = SimpleNamespace(rank=0, assignment=SimpleNamespace(layout=LAYOUT))
+
+    def fails(*_: Any) -> None:
+        raise AssertionError("it is where it is to be")
+
+    snapshots: Any = SimpleNamespace(move_out=fails)
+    live: Any = SimpleNamespace(step=3), state
+    groups.assignment.source = SimpleNamespace(step=3)
+    restore.make_room(engine, groups, snapshots, lambda: live, fails)
+    assert emptied == ["host"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -17,16 +19,18 @@ from elastic_ft.core.layouts.memory_costs import block_activation_bytes
 from elastic_ft.core.layouts.work import Work
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.laid_out import check_parallel
+from elastic_ft.engines.laid_out import check_parallel, share_positions
 from elastic_ft.engines.pipeline import cut, joined, tokens_and_targets
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model
 from elastic_ft.models.build import initial_state
-from elastic_ft.models.decoder import rotations
+from elastic_ft.models.context_parallel import ContextShare
+from elastic_ft.models.decoder import Decoder, DecoderConfig, rotations
 from elastic_ft.models.describe import describe_decoder
 from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder, MixtureOfExperts
 from elastic_ft.models.loss import loss_sum, shifted
 from elastic_ft.models.mixture_stage import MixtureStage
+from elastic_ft.torch_private import pretended_world
 
 TINY = MixtureConfig(
     vocab_size=61,
@@ -279,3 +283,24 @@ def test_the_planner_shares_no_positions_of_packed_documents() -> None:
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="experts_per_token 6 is more than n_experts 5"):
         dataclasses.replace(TINY, experts_per_token=6)
+
+
+DENSE = DecoderConfig(
+    vocab_size=61, n_layers=1, dim=16, n_heads=2, n_kv_heads=1, ffn_dim=24, max_sequence_length=12
+)
+
+
+@pytest.mark.parametrize("make", [filled, lambda: Decoder(DENSE)], ids=["mixture", "decoder"])
+def test_a_mask_of_ones_own_is_refused_where_ranks_share_positions(
+    make: Callable[[], MixtureDecoder | Decoder],
+) -> None:
+    """Only a job's first sample is looked at before it starts: this batch is a later one."""
+    tokens = torch.arange(18).reshape(2, 9) % 61
+    mask = torch.ones_like(tokens)
+    mask[0, 5:] = 0
+    with pretended_world(2):
+        model = make()
+        share_positions(model, ContextShare(dist.group.WORLD))
+        with pytest.raises(ModelError, match=r"^parallel\.cp: .*found attention_mask in a batch"):
+            loss_sum(model, {"tokens": tokens, "attention_mask": mask})
+        loss_sum(model, {"tokens": tokens, "labels": tokens})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import threading
 import time
@@ -270,4 +271,17 @@ def test_a_keeper_without_room_for_what_is_moved_out_has_the_next_snapshot() -> 
     take(snapshots, 62, at_once)
     snapshots.wait(time.monotonic() + DEADLINE_S)
     assert why == ["no room"]  # of a snapshot it is told, and asked no more
+    snapshots.close()
+
+
+def test_copies_from_host_memory_count_as_cost_though_it_is_page_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an offloaded optimizer's state: the processor that steps makes them."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(time, "thread_time", itertools.count(0.0, 1e6).__next__)
+    snapshots = Snapshots("a", True, lambda reason: None)
+    take(snapshots, 1, at_once)
+    snapshots.wait(time.monotonic() + DEADLINE_S)
+    assert snapshots.take_cost_s() >= 1e6
     snapshots.close()

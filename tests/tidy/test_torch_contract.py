@@ -121,6 +121,12 @@ def test_a_kernel_can_be_made_to_last() -> None:
     assert callable(torch.cuda._sleep)
 
 
+def test_page_locked_memory_can_be_given_back() -> None:
+    if torch.version.cuda is not None:  # a torch for CPUs has no such cache
+        assert callable(torch._C._host_emptyCache)
+    torch_private.empty_host_cache()
+
+
 def test_the_random_tracker_is_a_module_variable() -> None:
     assert hasattr(importlib.import_module("torch.distributed.tensor._random"), "_rng_tracker")
 
