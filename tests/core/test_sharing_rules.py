@@ -213,6 +213,19 @@ def test_the_autoscaler_is_not_asked_for_what_a_ceiling_forbids_nor_for_endless_
     assert shared.state.asked == ((1, 4001),)  # two of the three: no more than BUNDLES_MAX
 
 
+def test_the_autoscaler_is_asked_for_no_more_of_a_queue_than_its_ceiling_lets_start() -> None:
+    terms = SharingTerms({"default": QueueTerms(), "few": QueueTerms(ceiling=9)}, autoscaler=True)
+    shared = Shared(4, terms)
+    for number in range(20):
+        shared.submit(f"pair-{number}", 2, 2, queue="few")
+    assert shared.state.asked == ((1, 8),)  # two run, and two more may
+    shared.submit("three", 3, 3, queue="few")  # it might, if those two did not come first
+    assert shared.state.asked == ((1, 8),)
+    assert "jobs that it may not suspend need" in shared.why("three")
+    (asked,) = shared.submit("free", 1, 1)
+    assert asked.bundles == ((1, 9),) and asked.reason.startswith("3 jobs can't start without")
+
+
 def test_where_there_is_no_autoscaler_none_is_asked() -> None:
     shared = Shared(1)
     assert shared.submit("wide", 3, 3) == []

@@ -43,7 +43,7 @@ class Admission:
     victims: who is suspended, and for whom; "": because of a lost node.
     refused: of those apart, who has none.
     lacks: why, in words.
-    blocked: how many wait for room, not for their queue's ceiling.
+    blocked: how many wait for room: as many as their queue's ceiling lets start, too.
     """
 
     grants: list[SharedJob] = field(default_factory=list)
@@ -304,6 +304,20 @@ class Walk:
                 found.lacks[kind] = self._in_words(kind, lack)
                 if lack is not Lack.CEILING:
                     found.blocked[kind] = left
+        found.blocked = self._within_ceilings(found.blocked)
+        return found
+
+    def _within_ceilings(self, blocked: dict[Alike, int]) -> dict[Alike, int]:
+        """Those of them that would start if there were nodes for all."""
+        found = dict[Alike, int]()
+        used = dict(self.used)
+        for kind, jobs in blocked.items():
+            ceiling = self.terms.queues[kind.queue].ceiling
+            if ceiling is not None:
+                jobs = min(jobs, (ceiling - used[kind.queue]) // kind.need)
+            if jobs > 0:
+                found[kind] = jobs
+                used[kind.queue] += jobs * kind.need
         return found
 
     def _in_words(self, kind: Alike, lack: Lack) -> str:
