@@ -59,8 +59,8 @@ class Admission:
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Who waits and could start. ``line``: those that are alike, in the order of submission, and
-    so with who has waited for longest first; ``apart``: the others. ``later``: who waits and may not
-    start yet: it still has workers to release, or a start of it has just failed."""
+    so with who has waited for longest first; ``apart``: the others. ``later``: who waits and may
+    not start yet: it still has workers to release, or a start of it has just failed."""
 
     apart: Sequence[SharedJob]
     line: dict[Alike, tuple[JobId, ...]]
