@@ -36,6 +36,7 @@ OURS = re.compile(r"(\d{8,})\.json")
 KEPT = 2  # the one before, should the newest not be readable
 READ_THREADS = 16
 FORM = 1  # to be raised where a part gets another meaning
+AWAY = (FailureKind.UNREACHABLE, FailureKind.BUSY)  # then the journal can't be read either
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class StandingSnapshots:
             orders = [decoder(JobOrder)(line) for line in lines]
             return _kept(found, number, {order.id: order for order in orders}), keys
         except StoreError as error:
-            if error.kind is not FailureKind.MISSING:
+            if error.kind in AWAY:
                 raise
             raise Unreadable(str(error)) from None
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
