@@ -105,7 +105,7 @@ def test_what_is_before_a_snapshot_may_be_moved_away(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "form", "part", "order"])
+@pytest.mark.parametrize("damage", ["cut", "form", "part", "order", "denied"])
 def test_a_snapshot_that_can_not_be_read_is_told_again(tmp_path: Path, damage: str) -> None:
     before = lived(tmp_path)
     for path in (tmp_path / "snapshots").iterdir():
@@ -118,6 +118,10 @@ def test_a_snapshot_that_can_not_be_read_is_told_again(tmp_path: Path, damage: s
         path.write_text(text[: len(text) // 2] if damage == "cut" else text)
     if damage == "order":
         next((tmp_path / "orders").iterdir()).unlink()
+    if damage == "denied":  # neither missing nor away: it can't be read, however often
+        path = next((tmp_path / "orders").iterdir())
+        path.unlink()
+        path.mkdir()
     again, _ = opened(tmp_path)
     again.close()
     assert again.standing == before.standing
@@ -151,3 +155,21 @@ def test_changed_terms_decide_at_once(tmp_path: Path) -> None:
         newest = max((tmp_path / "journal").iterdir())
         assert "Ticked" in newest.read_text()
         newest.unlink()
+
+
+def test_snapshots_of_an_undone_branch_give_way(tmp_path: Path) -> None:
+    """The journal was put back to what it was: they are of objects that it has no more, and have
+    higher numbers than those that are written next."""
+    lived(tmp_path)
+    undone = {path.name for path in (tmp_path / "snapshots").iterdir()}
+    for path in (tmp_path / "journal").iterdir():
+        if int(path.stem) > 2:
+            path.unlink()
+    again, _ = opened(tmp_path)
+    for number in range(101, 101 + TAIL):
+        again.ask(lambda _, n=number: submitted(n, asks.Wish(9, 9))).result(WAIT_S)  # type: ignore[misc]
+        settled()
+    again.close()
+    settled()
+    (left,) = (tmp_path / "snapshots").iterdir()
+    assert left.name not in undone
