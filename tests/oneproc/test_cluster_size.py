@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,18 @@ def nobody(job: Any, run_url: str) -> None:
     raise AssertionError("no job has room here")
 
 
-def wait_for(true: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
+class Autoscaler:
+    """Attributes:
+    told: all that it was asked for, in order.
+    """
+
+    def __init__(self) -> None:
+        self.told: list[Told] = []
+        self.heard = threading.Event()
+
+    def ask(self, bundles: Told) -> None:
+        self.told.append(bundles)
+        self.heard.set()
 
 
 def test_what_could_not_be_asked_is_asked_again() -> None:
@@ -118,19 +124,19 @@ def left_asking(folder: Path) -> None:
 
 def test_nothing_is_asked_for_before_it_is_known_what_a_slot_is(tmp_path: Path) -> None:
     left_asking(tmp_path)
-    told: list[Told] = []
+    autoscaler = Autoscaler()
 
     def look() -> Sight:
         return Sight(time.monotonic(), {"n0": 1}, kind="GPU")
 
     terms = SharingTerms(autoscaler=True)
-    service = Service(str(tmp_path), terms, nobody, print, look, told.append)
+    service = Service(str(tmp_path), terms, nobody, print, look, autoscaler.ask)
     service.start()
     try:
-        wait_for(lambda: bool(told))
+        assert autoscaler.heard.wait(WAIT_S)
     finally:
         service.close()
-    assert told[0] == [{"GPU": 1.0}] * 4
+    assert autoscaler.told[0] == [{"GPU": 1.0}] * 4
 
 
 def test_a_slot_stays_a_gpu_once_there_was_one() -> None:
@@ -145,11 +151,11 @@ def test_what_the_one_before_asked_for_is_taken_back_where_there_is_no_autoscale
     tmp_path: Path,
 ) -> None:
     left_asking(tmp_path)
-    told: list[Told] = []
-    service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, told.append)
+    autoscaler = Autoscaler()
+    service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, autoscaler.ask)
     service.start()
     try:
-        wait_for(lambda: bool(told))
+        assert autoscaler.heard.wait(WAIT_S)
     finally:
         service.close()
-    assert told == [[]]
+    assert autoscaler.told == [[]]
