@@ -281,7 +281,7 @@ def _ask_autoscaler(desk: Desk, found: Admission) -> Bundles:
     if desk.terms.autoscaler and (found.blocked or any(job.owed for job in running)):
         sizes: Counter[int] = Counter()
         late = (job for job in found.grants if not desk.jobs[job.job].has_room)
-        for job in (*running, *late):
+        for job in (*running, *late, *found.later):
             sizes[job.slots] += job.least
         for kind, jobs in found.blocked.items():
             room = max(0, BUNDLES_MAX - sizes.total()) // kind.least

@@ -3,7 +3,8 @@ service's journal need not be read from its first line.
 
 Each value that JSON does not know by itself comes as ``{"is": its type, "has": its parts}``. Types
 are those of ``elastic_ft.core``: data alone, and nothing else is ever made from what is read.
-A snapshot is of one version's state, part by part: another version refuses it.
+A snapshot is of one version's state, part by part: another version refuses it. A job's state and
+the service's have numbers of their own.
 """
 
 from __future__ import annotations
@@ -20,12 +21,17 @@ from elastic_ft.errors import ConfigError
 
 T = TypeVar("T")
 CORE = "elastic_ft.core."
-VERSION = 4  # of the form; to be raised where a part of the state gets another meaning
+VERSION = 4  # of a job's state; to be raised where a part of it gets another meaning
+SHARING_VERSION = 4  # likewise, of the service's: an upgrade that raises it needs the whole journal
 
 
 def as_plain_values(state: State | Sharing) -> Any:
     """Raises TypeError where a value is of no type that a state may have."""
-    return {"version": VERSION, "state": _encode(state)}
+    return {"version": _version_of(type(state)), "state": _encode(state)}
+
+
+def _version_of(kind: type) -> int:
+    return SHARING_VERSION if kind is Sharing else VERSION
 
 
 def _encode(value: Any) -> Any:
@@ -59,9 +65,9 @@ def decode_as(kind: type[T], value: Any) -> T:
     other parts: none is half read.
     """
     try:
-        found = value.get("version", 1)
-        if found != VERSION:
-            what = f"of form {found!r:.20}, and this version of elastic-ft reads form {VERSION}"
+        found, reads = value.get("version", 1), _version_of(kind)
+        if found != reads:
+            what = f"of form {found!r:.20}, and this version of elastic-ft reads form {reads}"
             raise ConfigError(
                 f"a snapshot of the core's state is {what}: use the one that wrote it"
             )

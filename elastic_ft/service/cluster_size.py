@@ -15,6 +15,7 @@ from elastic_ft.core.sharing.ledger import Bundles
 
 log = logging.getLogger(__name__)
 EVERY_S = 0.5
+LET_GO_S = 10.0  # for the head's answer when the service is stopped
 Ask = Callable[[list[dict[str, float]]], object]
 
 
@@ -22,14 +23,13 @@ class ClusterSize:
     """Asks in a thread of its own: while the head is away a call blocks, and nobody waits for it.
 
     ``ask`` replaces what was asked before; ``wanted``: slots of a worker, and how many of those;
-    ``kind``: what a slot is, CPU or GPU.
+    ``kind``: what a slot is, CPU or GPU; "" while it is not known: then nothing is asked for.
     """
 
     def __init__(self, wanted: Callable[[], Bundles], kind: Callable[[], str], ask: Ask) -> None:
         self._wanted, self._kind, self._ask = wanted, kind, ask
         self._asked: tuple[str, Bundles] | None = None
-        self._turn = threading.Lock()
-        self._over = threading.Event()
+        self._over, self._lets_go = threading.Event(), False
         self._thread = threading.Thread(target=self._always, name="cluster-size", daemon=True)
 
     def start(self) -> None:
@@ -39,27 +39,34 @@ class ClusterSize:
         self._over.set()
 
     def let_go(self) -> None:
-        """Nothing is wanted any more."""
+        """Nothing is wanted any more. Of a service that has never asked for anything: nothing."""
+        if not self._thread.is_alive():
+            return
+        self._lets_go = True
         self._over.set()
-        self._tell(())
+        self._thread.join(LET_GO_S)
+        if self._thread.is_alive():
+            log.warning("the head does not answer: the autoscaler keeps what was asked for last")
 
     def _always(self) -> None:
         while not self._over.is_set():
             self._tell(self._wanted())
             self._over.wait(EVERY_S)
+        if self._lets_go:
+            self._tell(())
 
     def _tell(self, wanted: Bundles) -> None:
-        with self._turn:
-            if (asked := (self._kind(), wanted)) == self._asked:
-                return
-            each = [{asked[0]: float(size)} for size, count in wanted for _ in range(count)]
-            try:
-                self._ask(each)
-            except Exception as error:  # the head is away: asked again
-                log.warning("the autoscaler: %s: %s", type(error).__name__, error)
-                return
-            log.info("the autoscaler is asked for %d workers in all", len(each))
-            self._asked = asked
+        kind = self._kind() if wanted else ""
+        if (wanted and not kind) or (asked := (kind, wanted)) == self._asked:
+            return
+        each = [{kind: float(size)} for size, count in wanted for _ in range(count)]
+        try:
+            self._ask(each)
+        except Exception as error:  # the head is away: asked again
+            log.warning("the autoscaler: %s: %s", type(error).__name__, error)
+            return
+        log.info("the autoscaler is asked for %d workers in all", len(each))
+        self._asked = asked
 
 
 def ask_rays_autoscaler(bundles: list[dict[str, float]]) -> None:

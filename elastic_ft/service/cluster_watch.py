@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
@@ -30,7 +31,7 @@ class Sight:
     hosts: machine by node.
     held: by run prefix, workers' places by node; "" for one that waits for a node.
     led: prefixes of runs whose controller lives, or is being restarted.
-    kind: what a slot is: CPU or GPU.
+    kind: what a slot is: CPU or GPU; "": nobody has looked yet.
     """
 
     asked_s: float = 0.0
@@ -38,7 +39,7 @@ class Sight:
     hosts: dict[str, str] = field(default_factory=dict)
     held: dict[str, Counter[str]] = field(default_factory=dict)
     led: frozenset[str] = frozenset()
-    kind: str = "CPU"
+    kind: str = ""
 
 
 class ClusterWatch:
@@ -50,7 +51,7 @@ class ClusterWatch:
         self, on_sight: Callable[[Sight], object], look: Callable[[], Sight] | None = None
     ) -> None:
         self.sight = Sight()
-        self._on_sight, self._look = on_sight, look or look_at_ray
+        self._on_sight, self._look = on_sight, look or (lambda: look_at_ray(self.sight.kind))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
 
@@ -70,12 +71,20 @@ class ClusterWatch:
             self._on_sight(self.sight)
 
 
-def look_at_ray() -> Sight:
-    """Blocks while the GCS is away."""
+def slots_by_node(alive: list[dict[str, Any]], kind: str) -> tuple[str, dict[str, int]]:
+    """What a slot is, and how many each has, of nodes as Ray tells of them. ``kind``: what it was:
+    a GPU stays one when the last node that has any is gone."""
+    has_gpus = any(node["Resources"].get("GPU") for node in alive)
+    kind = "GPU" if has_gpus or kind == "GPU" else "CPU"
+    slots = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in alive}
+    return kind, {node: count for node, count in slots.items() if count > 0}
+
+
+def look_at_ray(kind: str) -> Sight:
+    """``kind``: as ``slots_by_node``'s. Blocks while the GCS is away."""
     asked_s = time.monotonic()
     alive = [node for node in ray.nodes() if node["Alive"]]
-    kind = "GPU" if any(node["Resources"].get("GPU") for node in alive) else "CPU"
-    slots = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in alive}
+    kind, slots = slots_by_node(alive, kind)
     led = {run_of(name) for name in actors_of(ROOT) if name == f"{run_of(name)}controller"}
     held: dict[str, Counter[str]] = {}
     for entry in placement_group_table().values():
@@ -87,7 +96,7 @@ def look_at_ray() -> Sight:
             held.setdefault(run_of(entry["name"]), Counter())[node] += 1
     return Sight(
         asked_s,
-        {node: count for node, count in slots.items() if count > 0},
+        slots,
         {node["NodeID"]: node["NodeManagerHostname"] for node in alive},
         held,
         frozenset(led),

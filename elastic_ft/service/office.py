@@ -63,6 +63,7 @@ class Office:
         self._snapshots = StandingSnapshots(chronicle.store)
         self._lines = self._tail = 0  # of the journal; of them, those after the newest snapshot
         self._read_terms = asks.SharingTerms()  # as the journal has them
+        self._terms_are_news = False  # nothing was decided by them yet
         self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
 
@@ -79,12 +80,14 @@ class Office:
             try:
                 said = {"event": TERMS, "at_s": time.time(), "terms": terms_to_json(self.terms)}
                 self._chronicle.append([said])
-                self._read_terms = self.terms
+                self._read_terms, self._terms_are_news = self.terms, True
                 self._count(1)
             except NumberTaken:
                 self._catch_up()
         self._keep()
         self._thread.start()
+        if self._terms_are_news:
+            self._tell_time()
         return self._lines
 
     def _count(self, lines: int) -> None:
@@ -109,7 +112,8 @@ class Office:
 
     def _hear(self, lines: list[Entry]) -> None:
         for line in lines:
-            if line["event"] == TERMS:
+            self._terms_are_news = line["event"] == TERMS
+            if self._terms_are_news:
                 self._read_terms = sharing_terms_of(line["terms"])
             else:
                 self.standing, _ = _told(self.standing, told_of(line), self._read_terms)
@@ -142,7 +146,10 @@ class Office:
         """If a timer of the core's is due."""
         wake_s = self.standing.sharing.wake_at_s
         if wake_s is not None and wake_s <= time.time():
-            self.tell(asks.Ticked(time.time())).add_done_callback(lambda done: done.exception())
+            self._tell_time()
+
+    def _tell_time(self) -> None:
+        self.tell(asks.Ticked(time.time())).add_done_callback(lambda done: done.exception())
 
     def _work(self) -> None:
         while (first := self._asked.get()) is not None:

@@ -86,7 +86,7 @@ class Service:
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
         self.lines = self.office.open()
         self._watch.start()
-        if self.terms.autoscaler:
+        if self.terms.autoscaler or self.office.standing.sharing.asked:
             self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
@@ -99,13 +99,13 @@ class Service:
 
     def let_go(self) -> None:
         """Of what outlives this service, and no next one would end. Before ``close``."""
-        if self.terms.autoscaler:
-            self._size.let_go()
+        self._size.let_go()
 
     # --------------------------------------------------------------------------------- its work
 
     def _wanted(self) -> Bundles:
-        return self.office.standing.sharing.asked
+        """Without an autoscaler nothing: what the service before this one had asked for goes."""
+        return self.office.standing.sharing.asked if self.terms.autoscaler else ()
 
     def _saw(self, sight: Sight) -> None:
         nodes = tuple(sorted(sight.nodes.items()))

@@ -36,6 +36,7 @@ OURS = re.compile(r"(\d{8,})\.json")
 KEPT = 2  # the one before, should the newest not be readable
 READ_THREADS = 16
 FORM = 1  # to be raised where a part gets another meaning
+AWAY = (FailureKind.UNREACHABLE, FailureKind.BUSY)  # then the journal can't be read either
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class StandingSnapshots:
         self._store = store
         self._orders: list[str] = []  # keys of what is written, in order
         self._ordered = 0  # jobs in them
+        self._others: set[int] = set()  # numbers of those that are of another journal
         self._writing: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------- it is read
@@ -79,6 +81,7 @@ class StandingSnapshots:
             if is_of_journal(found.number, found.nonce):
                 self._orders, self._ordered = orders, len(found.standing.orders)
                 return found
+            self._others.add(number)
             log.warning("%s is not used: it is of another journal", _snapshot_key(number))
         return None
 
@@ -98,7 +101,7 @@ class StandingSnapshots:
             orders = [decoder(JobOrder)(line) for line in lines]
             return _kept(found, number, {order.id: order for order in orders}), keys
         except StoreError as error:
-            if error.kind is not FailureKind.MISSING:
+            if error.kind in AWAY:
                 raise
             raise Unreadable(str(error)) from None
         except (ConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -120,7 +123,11 @@ class StandingSnapshots:
     def _write(self, kept: ShareSnapshot) -> None:
         try:
             self._write_orders(kept.standing.orders)
+            self._others.discard(kept.number)
             self._store.put(_snapshot_key(kept.number), _content(kept, self._orders))
+            while self._others:  # else they would count as newer
+                self._store.delete(_snapshot_key(min(self._others)))
+                self._others.remove(min(self._others))
             for number in self._numbers()[:-KEPT]:
                 self._store.delete(_snapshot_key(number))
         except StoreFailed as error:

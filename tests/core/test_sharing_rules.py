@@ -118,6 +118,16 @@ def test_a_quota_is_its_queues_own_and_borrowed_when_idle() -> None:
     assert refused == [asks.Refuse("big", "it needs 4 slots at least, queue guest may use 3")]
 
 
+def test_who_is_stopping_waits_for_nothing() -> None:
+    shared = Shared(2)
+    shared.submit("one", 2, 2)
+    shared.submit("two", 2, 2)
+    shared.submit("three", 2, 2)
+    shared.tell(asks.StopAsked(0.0, "one"))
+    assert shared.job("one").phase == "stopping" and shared.why("one") == ""
+    assert shared.why("three")
+
+
 def test_what_is_left_goes_by_weight() -> None:
     queues = {"a": QueueTerms(weight=3.0), "b": QueueTerms(weight=1.0)}
     shared = Shared(12, SharingTerms(queues))
@@ -211,6 +221,40 @@ def test_the_autoscaler_is_not_asked_for_what_a_ceiling_forbids_nor_for_endless_
     for number in range(3):
         shared.submit(f"wide-{number}", 2000, 2000)
     assert shared.state.asked == ((1, 4001),)  # two of the three: no more than BUNDLES_MAX
+
+
+def test_the_autoscaler_is_asked_for_no_more_of_a_queue_than_its_ceiling_lets_start() -> None:
+    terms = SharingTerms({"default": QueueTerms(), "few": QueueTerms(ceiling=9)}, autoscaler=True)
+    shared = Shared(4, terms)
+    for number in range(20):
+        shared.submit(f"pair-{number}", 2, 2, queue="few")
+    assert shared.state.asked == ((1, 8),)  # two run, and two more may
+    shared.submit("three", 3, 3, queue="few")  # it might, if those two did not come first
+    assert shared.state.asked == ((1, 8),)
+    assert "jobs that it may not suspend need" in shared.why("three")
+    (asked,) = shared.submit("free", 1, 1)
+    assert asked.bundles == ((1, 9),) and asked.reason.startswith("3 jobs can't start without")
+
+
+def test_what_is_asked_of_the_autoscaler_stands_while_a_job_releases_or_backs_off() -> None:
+    shared = Shared(2, SharingTerms(autoscaler=True, starts_max=9, retry_s=10.0))
+    shared.submit("two", 2, 2)
+    assert shared.state.asked == ()
+    shared.tell(asks.CapacityChanged(0.0, (("n0", 1),)))
+    assert shared.job("two").releasing and shared.state.asked == ((1, 2),)
+    shared.tell(asks.JobSuspended(0.0, "two", 1))
+    assert shared.state.asked == ((1, 2),)
+    (started, nothing) = shared.tell(asks.CapacityChanged(0.0, (("n0", 1), ("n1", 1))))
+    assert isinstance(started, asks.StartJob) and nothing.bundles == ()
+    shared.tell(asks.StartFailed(0.0, "two", 2, "its node went"))
+    assert shared.state.asked == ()  # it has room once it is due
+    (asked,) = shared.tell(asks.CapacityChanged(1.0, (("n0", 1),)))
+    assert asked.bundles == ((1, 2),)
+    (asked,) = shared.submit("wide", 5, 5)
+    assert asked.bundles == ((1, 7),)
+    assert asked.reason.startswith("2 jobs can't start without")
+    assert shared.tell(asks.CapacityChanged(2.0, (("n0", 1), ("n1", 1)))) == []
+    assert shared.state.asked == ((1, 7),)  # with room for who has some once it is due
 
 
 def test_where_there_is_no_autoscaler_none_is_asked() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ft.core.membership import step as decide
 from elastic_ft.core.policy import Policy
+from elastic_ft.core.sharing.ledger import Sharing
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import inbox_file, replay, snapshots
@@ -121,6 +122,19 @@ def test_no_snapshot_is_half_read(change: Any, said: str) -> None:
     change(written["state"]["has"])
     with pytest.raises(ConfigError, match=said):
         snapshots.decode(written)
+
+
+def test_the_service_reads_its_own_where_a_jobs_state_has_another_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each has a number of its own: what was before the service's snapshots may be gone."""
+    sharing = snapshots.as_plain_values(Sharing(submitted=3))
+    assert sharing["version"] == 4  # as those that were written while there was one number
+    monkeypatch.setattr(snapshots, "VERSION", snapshots.VERSION + 1)
+    assert snapshots.as_plain_values(State())["version"] == snapshots.VERSION
+    assert snapshots.decode_as(Sharing, sharing) == Sharing(submitted=3)
+    with pytest.raises(ConfigError, match=r"is of form 4, and this version .* reads form 5"):
+        snapshots.decode_as(State, sharing)
 
 
 def test_a_snapshot_of_something_else_is_refused() -> None:

@@ -3,19 +3,53 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from elastic_ft.core.sharing import asks
+from elastic_ft.core.sharing.asks import SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import Bundles
+from elastic_ft.service import cluster_size
+from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_size import ClusterSize
+from elastic_ft.service.cluster_watch import Sight, slots_by_node
+from elastic_ft.service.job_orders import JobOrder, Notice
+from elastic_ft.service.office import Office
+from elastic_ft.service.service import Service
+from elastic_ft.storage.store import open_store
 
 WAIT_S = 60.0
+ASKED = ((1, 4),)
+Told = list[dict[str, float]]
+
+
+def nobody(job: Any, run_url: str) -> None:
+    raise AssertionError("no job has room here")
+
+
+class Autoscaler:
+    """Attributes:
+    told: all that it was asked for, in order.
+    """
+
+    def __init__(self) -> None:
+        self.told: list[Told] = []
+        self.heard = threading.Event()
+
+    def ask(self, bundles: Told) -> None:
+        self.told.append(bundles)
+        self.heard.set()
 
 
 def test_what_could_not_be_asked_is_asked_again() -> None:
-    told: list[list[dict[str, float]]] = []
+    told: list[Told] = []
     tries: list[int] = []
     heard = threading.Event()
 
-    def ask(bundles: list[dict[str, float]]) -> None:
+    def ask(bundles: Told) -> None:
         tries.append(len(bundles))
         if len(tries) == 1:
             raise ConnectionError("the head is away")
@@ -29,3 +63,99 @@ def test_what_could_not_be_asked_is_asked_again() -> None:
     size.let_go()
     assert tries == [3, 3, 0]  # nothing is asked twice
     assert told == [[{"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 4.0}], []]
+
+
+def test_who_has_let_go_asks_for_nothing_more() -> None:
+    """The thread had just looked at what is wanted."""
+    told: list[Told] = []
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def wanted() -> Bundles:
+        looks.set()
+        assert goes_on.wait(WAIT_S)
+        return ASKED
+
+    size = ClusterSize(wanted, lambda: "CPU", told.append)
+    size.start()
+    assert looks.wait(WAIT_S)
+    ended = threading.Thread(target=size.let_go, daemon=True)
+    ended.start()
+    ended.join(0.5)
+    goes_on.set()
+    ended.join(WAIT_S)
+    for thread in threading.enumerate():
+        if thread.name == "cluster-size":
+            thread.join(WAIT_S)
+    assert told[-1] == []
+
+
+def test_a_head_that_is_away_keeps_nobody_from_letting_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_size, "LET_GO_S", 0.1)
+    away, back = threading.Event(), threading.Event()
+
+    def ask(bundles: Told) -> None:
+        away.set()
+        assert back.wait(WAIT_S)
+
+    size = ClusterSize(lambda: ASKED, lambda: "CPU", ask)
+    size.start()
+    assert away.wait(WAIT_S)
+    ended = threading.Thread(target=size.let_go, daemon=True)
+    ended.start()
+    ended.join(5.0)
+    hangs = ended.is_alive()
+    back.set()
+    assert not hangs
+
+
+# ------------------------------------------------------------------- of a service that starts
+
+
+def left_asking(folder: Path) -> None:
+    """What a service has left that asked for nodes."""
+    office = Office(Chronicle(open_store(str(folder))), SharingTerms(autoscaler=True), int, print)
+    office.open()
+    order = JobOrder("j-1", "j", "ann", 1.0, "r1", {"steps": 1})
+    notice = Notice(asks.JobSubmitted(time.time(), "j-1", Wish(4, 4)), "ann", order=order)
+    office.ask(lambda standing: notice).result(WAIT_S)
+    office.close()
+    assert office.standing.sharing.asked == ASKED
+
+
+def test_nothing_is_asked_for_before_it_is_known_what_a_slot_is(tmp_path: Path) -> None:
+    left_asking(tmp_path)
+    autoscaler = Autoscaler()
+
+    def look() -> Sight:
+        return Sight(time.monotonic(), {"n0": 1}, kind="GPU")
+
+    terms = SharingTerms(autoscaler=True)
+    service = Service(str(tmp_path), terms, nobody, print, look, autoscaler.ask)
+    service.start()
+    try:
+        assert autoscaler.heard.wait(WAIT_S)
+    finally:
+        service.close()
+    assert autoscaler.told[0] == [{"GPU": 1.0}] * 4
+
+
+def test_a_slot_stays_a_gpu_once_there_was_one() -> None:
+    with_gpus = {"NodeID": "g", "Resources": {"CPU": 8.0, "GPU": 2.0}}
+    without = {"NodeID": "c", "Resources": {"CPU": 8.0}}
+    assert slots_by_node([without], "CPU") == ("CPU", {"c": 8})
+    assert slots_by_node([with_gpus, without], "CPU") == ("GPU", {"g": 2})
+    assert slots_by_node([without], "GPU") == ("GPU", {})
+
+
+def test_what_the_one_before_asked_for_is_taken_back_where_there_is_no_autoscaler(
+    tmp_path: Path,
+) -> None:
+    left_asking(tmp_path)
+    autoscaler = Autoscaler()
+    service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, autoscaler.ask)
+    service.start()
+    try:
+        assert autoscaler.heard.wait(WAIT_S)
+    finally:
+        service.close()
+    assert autoscaler.told == [[]]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ft.core.sharing import asks
-from elastic_ft.core.sharing.asks import SharingTerms
+from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
 from elastic_ft.errors import StorageError
 from elastic_ft.service import office
 from elastic_ft.service.chronicle import Chronicle
@@ -27,8 +27,9 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(office, "TAIL_LINES", TAIL)
 
 
-def opened(folder: Path) -> tuple[Office, int]:
-    found = Office(Chronicle(open_store(str(folder))), SharingTerms(), int, print)
+def opened(folder: Path, terms: SharingTerms | None = None) -> tuple[Office, int]:
+    store = open_store(str(folder))
+    found = Office(Chronicle(store), terms or SharingTerms(), int, print)
     return found, found.open()
 
 
@@ -104,7 +105,7 @@ def test_what_is_before_a_snapshot_may_be_moved_away(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "form", "part", "order"])
+@pytest.mark.parametrize("damage", ["cut", "form", "part", "order", "denied"])
 def test_a_snapshot_that_can_not_be_read_is_told_again(tmp_path: Path, damage: str) -> None:
     before = lived(tmp_path)
     for path in (tmp_path / "snapshots").iterdir():
@@ -117,6 +118,10 @@ def test_a_snapshot_that_can_not_be_read_is_told_again(tmp_path: Path, damage: s
         path.write_text(text[: len(text) // 2] if damage == "cut" else text)
     if damage == "order":
         next((tmp_path / "orders").iterdir()).unlink()
+    if damage == "denied":  # neither missing nor away: it can't be read, however often
+        path = next((tmp_path / "orders").iterdir())
+        path.unlink()
+        path.mkdir()
     again, _ = opened(tmp_path)
     again.close()
     assert again.standing == before.standing
@@ -131,3 +136,40 @@ def test_a_snapshot_of_another_journal_is_not_used(tmp_path: Path) -> None:
     again, _ = opened(tmp_path / "two")
     again.close()
     assert again.standing == other.standing
+
+
+def test_changed_terms_decide_at_once(tmp_path: Path) -> None:
+    """Also where the service ended once they were written, and before it had decided."""
+    wide = SharingTerms({"default": QueueTerms(ceiling=4)})
+    first, _ = opened(tmp_path, SharingTerms({"default": QueueTerms(ceiling=1)}))
+    first.tell(asks.CapacityChanged(0.0, (("n0", 4),))).result(WAIT_S)
+    for number in (1, 2):
+        first.ask(lambda _, n=number: submitted(n, asks.Wish(1, 1))).result(WAIT_S)  # type: ignore[misc]
+    assert [job.target for job in first.standing.sharing.jobs.values()] == [1, 0]
+    first.close()
+    for _ in range(2):
+        second, _ = opened(tmp_path, wide)
+        second.ask(lambda _: "").result(WAIT_S)  # what it was told before is done
+        second.close()
+        assert [job.target for job in second.standing.sharing.jobs.values()] == [1, 1]
+        newest = max((tmp_path / "journal").iterdir())
+        assert "Ticked" in newest.read_text()
+        newest.unlink()
+
+
+def test_snapshots_of_an_undone_branch_give_way(tmp_path: Path) -> None:
+    """The journal was put back to what it was: they are of objects that it has no more, and have
+    higher numbers than those that are written next."""
+    lived(tmp_path)
+    undone = {path.name for path in (tmp_path / "snapshots").iterdir()}
+    for path in (tmp_path / "journal").iterdir():
+        if int(path.stem) > 2:
+            path.unlink()
+    again, _ = opened(tmp_path)
+    for number in range(101, 101 + TAIL):
+        again.ask(lambda _, n=number: submitted(n, asks.Wish(9, 9))).result(WAIT_S)  # type: ignore[misc]
+        settled()
+    again.close()
+    settled()
+    (left,) = (tmp_path / "snapshots").iterdir()
+    assert left.name not in undone

@@ -43,7 +43,8 @@ class Admission:
     victims: who is suspended, and for whom; "": because of a lost node.
     refused: of those apart, who has none.
     lacks: why, in words.
-    blocked: how many wait for room, not for their queue's ceiling.
+    later: who has room once it may start: see ``Waiting.later``.
+    blocked: how many wait for room: as many as their queue's ceiling lets start, too.
     """
 
     grants: list[SharedJob] = field(default_factory=list)
@@ -51,18 +52,21 @@ class Admission:
     victims: dict[JobId, JobId] = field(default_factory=dict)
     refused: list[SharedJob] = field(default_factory=list)
     lacks: dict[Alike, str] = field(default_factory=dict)
+    later: list[SharedJob] = field(default_factory=list)
     blocked: dict[Alike, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """Who waits and could start. ``line``: those that are alike, in the order of submission, and
-    so with who has waited for longest first; ``apart``: the others."""
+    so with who has waited for longest first; ``apart``: the others. ``later``: who waits and may
+    not start yet: it still has workers to release, or a start of it has just failed."""
 
     apart: Sequence[SharedJob]
     line: dict[Alike, tuple[JobId, ...]]
     job: Callable[[JobId], SharedJob]
     at_s: float
+    later: Sequence[SharedJob] = ()
 
     def all(self) -> list[SharedJob]:
         return [*self.apart, *(self.job(name) for names in self.line.values() for name in names)]
@@ -76,7 +80,7 @@ class Waiting:
             if found := names.intersection(waits):
                 apart.extend(self.job(name) for name in waits if name in found)
                 line[kind] = tuple(name for name in waits if name not in found)
-        return Waiting(apart, line, self.job, self.at_s)
+        return replace(self, apart=apart, line=line)
 
     def by_kind(self) -> dict[Alike, list[int]]:
         """How many, and who was submitted first of them; higher priorities first, then by that."""
@@ -304,6 +308,33 @@ class Walk:
                 found.lacks[kind] = self._in_words(kind, lack)
                 if lack is not Lack.CEILING:
                     found.blocked[kind] = left
+        for job in self.waiting.later:
+            self._count_later(job)
+        found.blocked = self._within_ceilings(found.blocked)
+        return found
+
+    def _count_later(self, job: SharedJob) -> None:
+        """After all that may start now: what is left to it is its own."""
+        kind, found = alike(job.wish), self.found
+        lack = self._lack(kind)
+        if lack is None:
+            self.left -= kind.need
+            self.used[kind.queue] += kind.need
+            found.later.append(job)
+        elif lack is not Lack.CEILING:
+            found.blocked[kind] = found.blocked.get(kind, 0) + 1
+
+    def _within_ceilings(self, blocked: dict[Alike, int]) -> dict[Alike, int]:
+        """Those of them that would start if there were nodes for all."""
+        found = dict[Alike, int]()
+        used = dict(self.used)
+        for kind, jobs in sorted(blocked.items(), key=lambda item: -item[0].priority):
+            ceiling = self.terms.queues[kind.queue].ceiling
+            if ceiling is not None:
+                jobs = min(jobs, (ceiling - used[kind.queue]) // kind.need)
+            if jobs > 0:
+                found[kind] = jobs
+                used[kind.queue] += jobs * kind.need
         return found
 
     def _in_words(self, kind: Alike, lack: Lack) -> str:

@@ -52,14 +52,13 @@ class Desk:
         return sorted(running, key=lambda job: job.number)
 
     def waiting(self) -> Waiting:
-        """Those that could start now; what they had before is released."""
-        waits = (job for job in self.jobs.values() if job.phase in ("queued", "suspended"))
-        apart = [
-            job
-            for job in waits
-            if not job.releasing and job.not_before_s <= self.at_s and job.job not in self.barred
-        ]
-        return Waiting(apart, self.jobs.line(), self.jobs.__getitem__, self.at_s)
+        """Those that could start now, what they had before being released; and those that will."""
+        apart, later = list[SharedJob](), list[SharedJob]()
+        for job in self.jobs.values():
+            if job.phase in ("queued", "suspended"):
+                barred = job.job in self.barred or job.not_before_s > self.at_s
+                (later if job.releasing or barred else apart).append(job)
+        return Waiting(apart, self.jobs.line(), self.jobs.__getitem__, self.at_s, later)
 
     def is_cool(self, job: SharedJob) -> bool:
         return self.at_s >= job.resized_at_s + self.terms.cooldown_s

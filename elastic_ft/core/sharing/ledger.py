@@ -155,8 +155,8 @@ class Sharing:
 
 
 def why_waits(state: Sharing, job: SharedJob) -> str:
-    """In words; "" if it has room."""
-    if job.has_room:
+    """In words; "" if it has room, or is to stop."""
+    if job.phase not in ("queued", "suspended"):
         return ""
     return job.why or str(state.lacks.get(alike(job.wish), ""))
 
