@@ -115,7 +115,7 @@ def test_nobody_waits_while_the_next_controller_is_told_the_rest() -> None:
 
 
 def test_nobody_waits_for_a_controller_that_takes_nothing() -> None:
-    """Its buffers are full: steps waited for seconds, or who hears it did, and then the line ended."""
+    """Its buffers are full: steps, or who hears it, waited for seconds, and the line ended."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         here = socket.create_connection(server.getsockname())
         there, _ = server.accept()
