@@ -67,7 +67,7 @@ class Standby:
 
     @property
     def _root(self) -> str:
-        return root_of(self.prefix)
+        return standby_root(self.prefix)
 
     def _template(self, node: NodeId) -> None:
         ray.remote(
@@ -119,14 +119,14 @@ class Standbys(threading.Thread):
         self._standby.end()
 
 
-def root_of(prefix: str) -> str:
+def standby_root(prefix: str) -> str:
     """Of the templates' names."""
     return f"{prefix}standby/"
 
 
 def end_standbys(prefix: str) -> None:
     """Of the run with that prefix. Blocks while the GCS is away."""
-    reap(root_of(prefix))
+    reap(standby_root(prefix))
 
 
 def whose(prefix: str) -> str:
