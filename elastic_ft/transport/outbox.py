@@ -74,11 +74,12 @@ class LineOutbox:
         return not self._is_silent() and self._channel.has_room(ROOM_S)
 
     def catch_up(self) -> None:
-        """The controller was heard: it is told what was held back. In the thread that receives."""
+        """The controller was heard: it is told what was held back, as far as it takes that without
+        waiting; the rest once it is heard again. In the thread that receives."""
         while untold := self._untold():
             for number, encoded in untold:
-                if not self._channel.send(encoded):
-                    return  # it has ended: the next one is told
+                if not self._channel.has_room(ROOM_S) or not self._channel.send(encoded):
+                    return  # if it has ended the next one is told
                 with self._changed:
                     self._told = number
 

@@ -205,26 +205,66 @@ def test_a_template_that_is_stopped_is_not_waited_for_and_replaced(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "listens.py").write_text(LISTENS)
 
-    def children() -> list[psutil.Process]:
-        found = []
-        for process in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                if "listens" in process.cmdline():
-                    found.append(process)
-        return found
-
     template = Template("n")
-    wait_for(lambda: bool(children()) and bool(template.where()), WAIT_S, "it has loaded")
-    (stopped,) = children()
+    wait_for(lambda: bool(children("listens")) and bool(template.where()), WAIT_S, "it has loaded")
+    (stopped,) = children("listens")
     wait_for(lambda: listens_at("n") == stopped.pid, WAIT_S, "it listens")
     stopped.suspend()
     with pytest.raises(TimeoutError, match="stands still"):
         fork_client.ask_template(ASKED)
     looks.set()
     wait_for(lambda: not stopped.is_running(), WAIT_S, "it is killed")
-    wait_for(lambda: listens_at("n") in [p.pid for p in children()], WAIT_S, "another listens")
-    children()[0].kill()
+    wait_for(
+        lambda: listens_at("n") in [p.pid for p in children("listens")], WAIT_S, "another listens"
+    )
+    children("listens")[0].kill()
     assert over.wait(WAIT_S)
+
+
+STOPS_ONCE = """
+import os, pathlib, signal, sys
+if not (before := pathlib.Path(__file__).with_name("before")).exists():
+    before.touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.write(int(sys.argv[2]), b'+')
+sys.stdin.read()
+"""
+
+
+def test_a_template_that_is_stopped_while_it_loads_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its actor waited for it for ever, and each process half a minute."""
+    over, pauses = threading.Event(), list[float]()
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) > 1:  # the second child's, with this test
+            over.set()
+            threading.Event().wait()
+
+    monkeypatch.setattr(warm_nodes, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(warm_nodes, "fork_server", SimpleNamespace(__name__="stops_once"))
+    monkeypatch.setattr(warm_nodes, "LOOK_STOPPED_S", 0.01)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "stops_once.py").write_text(STOPS_ONCE)
+    template = Template("n")
+    try:
+        wait_for(lambda: bool(pauses) and bool(template.where()), WAIT_S, "another one loads")
+    finally:
+        for child in children("stops_once"):
+            child.kill()
+    assert over.wait(WAIT_S)
+    assert pauses[0] == warm_nodes.LOAD_AGAIN_S
+
+
+def children(module: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if module in process.cmdline():
+                found.append(process)
+    return found
 
 
 def listens_at(node: str) -> int:

@@ -35,6 +35,8 @@ from elastic_ft.observe.run_reader import read_lines
 
 DRIVER = Path(__file__).parent / "in_charge_driver.py"
 BACK_S = 90.0  # for a controller to be back, cold, on two shared cores
+READY_S = 300.0  # for standbys, which import torch beside a job that trains
+LINK_S = 1.0  # while a template imports its backlog fills: no link is to be had then
 AFTER_STEPS = 8  # committed after each fault
 TWO: dict[str, Any] = {
     "elastic": {"min_workers": 1, "max_workers": 2, "gather_s": 60},
@@ -107,6 +109,7 @@ class DrivenJob(Seen):
 
     def _is_ready(self, node: str) -> bool:
         with socket.socket(socket.AF_UNIX) as link, contextlib.suppress(OSError, psutil.Error):
+            link.settimeout(LINK_S)
             link.connect(fork_client.name_of(node, whose(self.names.prefix)))
             listener = psutil.Process(fork_client.listener_of(link))
             return fork_server.__name__ in listener.cmdline()

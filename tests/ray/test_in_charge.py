@@ -13,14 +13,22 @@ from pathlib import Path
 
 import psutil
 import pytest
-from in_charge import AFTER_STEPS, TWO, DrivenJob, alive, check_nothing_lost, two_and_two
+from in_charge import (
+    AFTER_STEPS,
+    READY_S,
+    TWO,
+    DrivenJob,
+    alive,
+    check_nothing_lost,
+    two_and_two,
+)
 from trial import job
 
 from elastic_ft.hosts.ray import fork_server
 from elastic_ft.hosts.ray.cluster import LocalCluster
 from elastic_ft.hosts.ray.controller_place import LABEL
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +65,7 @@ def test_controllers_node_and_a_worker_are_killed(cluster: LocalCluster, tmp_pat
     values = job("both", **TWO | {"elastic": TWO["elastic"] | {"standby": True}})
     with DrivenJob(cluster, values, tmp_path / "both") as run:
         run.wait_for_start(2)
-        run.wait("standbys", lambda: len(run.ready_standbys()) == 2)
+        run.wait("standbys", lambda: len(run.ready_standbys()) == 2, READY_S)
         before = len(run.events("in_charge"))
         run.kill_controllers_node()
         victim = run.kill_worker(1)
@@ -68,6 +76,6 @@ def test_controllers_node_and_a_worker_are_killed(cluster: LocalCluster, tmp_pat
         parent = psutil.Process(cluster.controller_pid()).parent()
         assert parent is not None and fork_server.__name__ in parent.cmdline()
         node = cluster.add_node(cpus=0, labels={LABEL: "true"})
-        run.wait("another standby", lambda: node in run.ready_standbys())
+        run.wait("another standby", lambda: node in run.ready_standbys(), READY_S)
         check_nothing_lost(run, [survivor], tmp_path)
         assert {line["steps_lost"] for line in run.events("recovered")} == {0}

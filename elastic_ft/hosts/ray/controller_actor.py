@@ -28,10 +28,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.assignment import Assignment, WorkerId
 from elastic_ft.core.state import State
-from elastic_ft.errors import StoreFailed
+from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.hosts.ray.controller_thread import ControllerThread
 from elastic_ft.hosts.ray.hosted import Launch
-from elastic_ft.hosts.ray.names import RunNames
+from elastic_ft.hosts.ray.names import RunNames, run_of
 from elastic_ft.hosts.ray.placement_groups import Placements
 from elastic_ft.hosts.ray.ray_host import RayHost
 from elastic_ft.hosts.ray.ray_private import (
@@ -58,7 +58,7 @@ from elastic_ft.hosts.ray.submission import (
     read_submission,
 )
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
-from elastic_ft.hosts.ray.warm_standby import Standbys
+from elastic_ft.hosts.ray.warm_standby import Standbys, end_standbys
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup
 from elastic_ft.observe.run_folder import RunFolder
@@ -119,12 +119,15 @@ class ElasticController(TrainController):
 
     def __init__(self, submitted: Submitted, key: JobKey) -> None:
         self._key = key
-        count_start(submitted)
         try:
+            count_start(submitted)
             self._submitted, self._submission = submitted, read_submission(submitted)
         except StoreFailed as error:  # raised here, it would end the actor: Ray tries again so
             log.error("the controller ends, for another to begin: %s", error)
             os._exit(UNREAD)
+        except JobFailed:  # nobody begins again
+            end_standbys(run_of(ray.get_runtime_context().get_actor_name() or ""))
+            raise
         self._standbys: Standbys | None = None
         if (standby := self._submission.standby) is not None:
             self._standbys = Standbys(standby)
@@ -211,9 +214,9 @@ class ElasticController(TrainController):
             if self._standbys is not None:
                 self._standbys.close()
             if is_ours:
-                forget_submission(self._submitted)
-                if self._standbys is not None:
+                if self._standbys is not None:  # first: who can't begin again has nobody to end
                     await self._standbys.end()
+                forget_submission(self._submitted)
             self._is_over.set()
             await asyncio.sleep(LINGER_S)
             if is_ours or await self._is_current():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -81,19 +82,26 @@ class Template:
         )
         os.close(loaded)
         with os.fdopen(ready, "rb") as pipe:
+            while not select.select([pipe], [], [], LOOK_STOPPED_S)[0]:
+                _kill_stopped(process)
             self._loads = pipe.read(1) == fork_client.GO
         log.info("the template has ended with %d", _await_end(process))
         return self._loads
 
 
 def _await_end(process: subprocess.Popen[bytes]) -> int:
-    """Its exit code. One that is stopped (SIGSTOP) forks nobody: it is killed, and replaced."""
+    """Its exit code."""
     while True:
         try:
             return process.wait(LOOK_STOPPED_S)
         except subprocess.TimeoutExpired:
-            if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
-                process.kill()
+            _kill_stopped(process)
+
+
+def _kill_stopped(process: subprocess.Popen[bytes]) -> None:
+    """One that is stopped (SIGSTOP) loads nothing and forks nobody: it is replaced."""
+    if psutil.Process(process.pid).status() == psutil.STATUS_STOPPED:
+        process.kill()
 
 
 def listener_for(node: NodeId, of: str = "") -> socket.socket:

@@ -54,18 +54,20 @@ class Standby:
     is_tied: bool
 
     def start(self) -> None:
-        """A template where there is none. Blocks while the GCS is away."""
+        """A template where there is none. For the controller's process alone, which ends them with
+        the job. Blocks while the GCS is away."""
         names = [name.removeprefix(self._root) for name in actors_of(self._root)]
         have = {name.partition("/")[0] for name in names}
         nodes = [n for n in ray.nodes() if not self.is_tied or n["NodeID"] in self.order]
-        for node in standby_nodes(self.order, nodes):
+        own = ray.get_runtime_context().get_node_id()
+        for node in standby_nodes(own, self.order, nodes):
             if node not in have:
                 log.info("node %.12s is made ready for the next controller", node)
                 self._template(node)
 
     @property
     def _root(self) -> str:
-        return f"{self.prefix}standby/"
+        return standby_root(self.prefix)
 
     def _template(self, node: NodeId) -> None:
         ray.remote(
@@ -80,7 +82,7 @@ class Standby:
 
     def end(self) -> None:
         """Blocks while the GCS is away."""
-        reap(self._root)
+        end_standbys(self.prefix)
 
 
 class Standbys(threading.Thread):
@@ -117,6 +119,16 @@ class Standbys(threading.Thread):
         self._standby.end()
 
 
+def standby_root(prefix: str) -> str:
+    """Of the templates' names."""
+    return f"{prefix}standby/"
+
+
+def end_standbys(prefix: str) -> None:
+    """Of the run with that prefix. Blocks while the GCS is away."""
+    reap(standby_root(prefix))
+
+
 def whose(prefix: str) -> str:
     """``Template``'s ``of``."""
     return hashlib.sha256(prefix.encode()).hexdigest()[:OF_DIGITS]
@@ -128,22 +140,22 @@ def standby_executable(prefix: str) -> str:
 
 
 def standby_of(prefix: str, places: ControllerPlaces, variables: dict[str, str]) -> Standby:
-    """The first are asked for. Blocks while the GCS is away."""
-    standby = Standby(prefix, places.likely[:ORDERED_MAX], variables, len(places.selectors) == 1)
-    standby.start()
-    return standby
+    """For the controller to start."""
+    return Standby(prefix, places.likely[:ORDERED_MAX], variables, len(places.selectors) == 1)
 
 
 def standby_nodes(
-    order: Sequence[NodeId], nodes: Collection[dict[str, Any]], count: int = NODES
+    own: NodeId, order: Sequence[NodeId], nodes: Collection[dict[str, Any]], count: int = NODES
 ) -> list[NodeId]:
-    """Where the controller is, and where it is next, should that node die; not on the head unless
-    there is nothing else. ``nodes``: as ``ray.nodes()`` has them."""
+    """Its ``own``, where the controller is, and where it is next, should that node die; not on the
+    head unless there is nothing else. Once ``order`` is used up that is Ray's choice, and this but
+    a guess, the same each time. ``nodes``: as ``ray.nodes()`` has them."""
     rank = {node: place for place, node in enumerate(order)}
 
-    def place(node: dict[str, Any]) -> tuple[int, bool, bool]:
-        of_order = rank.get(node["NodeID"], len(rank))
-        return of_order, node.get("Labels", {}).get(LABEL) != "true", HEAD in node["Resources"]
+    def place(node: dict[str, Any]) -> tuple[bool, int, bool, bool, str]:
+        name, labels = node["NodeID"], node.get("Labels", {})
+        of_order = rank.get(name, len(rank))
+        return name != own, of_order, labels.get(LABEL) != "true", HEAD in node["Resources"], name
 
     living = sorted((node for node in nodes if node["Alive"]), key=place)
     return [str(node["NodeID"]) for node in living[:count]]
