@@ -249,7 +249,8 @@ class Loop:
             if update.note and self.groups.rank == 0:
                 self.note("step_skipped", update.note, {"step": self.step})
         if update.compiled is not None:
-            self.note(*notes.note_on_compiling(self.step, update.compiled, self.tools.worker))
+            told = notes.note_on_compiling(self.step, update.compiled, self.tools.worker)
+            self.note("compiled", *told)
         if agreed.sample_ids:
             metrics["sample_ids"] = agreed.sample_ids
         return metrics
@@ -332,7 +333,7 @@ class Loop:
         total, count, pause, stop, checkpoint, cost, step, *others = summed
         learned = self.cadence.learn(cost / max(holding, 1), step / world)
         if learned and self.groups.rank == 0:
-            self.note(*notes.note_on_cadence(self.cadence))
+            self.note("snapshot_interval", *notes.note_on_cadence(self.cadence))
         # Not into the flags: a request that came during the all-reduce would be lost.
         self.pausing, self.stopping = pause > 0, stop > 0
         self._checkpointing = checkpoint > 0
@@ -429,7 +430,7 @@ class Loop:
         if not self._await_uploads():
             return
         state, held = self.engine.state(), tools.snapshots.bytes_allocated
-        self.note(*notes.note_on_memory(state, held, self.groups.rank))
+        self.note("host_memory", *notes.note_on_memory(state, held, self.groups.rank))
         owned = tools.checkpointer.owned_state(self.engine.state(), self.formed.owned)
         # It takes as long as the state is large: this is no hang.
         digest = state_digest(self.groups, owned, lambda: tools.points("finishing", self.step))

@@ -16,6 +16,7 @@ from elastic_ft.data.dataset import DataBundle, open_dataset
 from elastic_ft.data.draws import Draws
 from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.engines.base import Engine, StateEngine
+from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.engines.pretrained import as_told, config_text, with_model_read
 from elastic_ft.errors import BaseAway, ModelError
@@ -56,12 +57,15 @@ def prepare(
     def away(why: str) -> None:
         send(Note(worker, 0, "base_away", why, {"worker": worker}))
 
-    read, digest, by_peers = _model_read(welcome, away)
+    read, digest, by_peers, known = _model_read(welcome, away)
     check_data_of_run(welcome.data, data, digest)
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
     engine.prepare()
-    _open_reference(engine, digest, by_peers, lambda read: _awaited(read, job, away))
+    if engine.reference is not None:
+        engine.reference.digest = digest or ""
+        if not by_peers:
+            _open(engine.reference, known, job, away)
     model_s = time.monotonic() - opened_s
     on_gpu = engine.device.type == "cuda"
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
@@ -86,30 +90,33 @@ def prepare(
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
 
 
-def _open_reference(
-    engine: StateEngine,
-    digest: str | None,
-    by_peers: bool,
-    awaited: Callable[[Callable[[], None]], None],
-) -> None:
-    if engine.reference is not None:
-        engine.reference.digest = digest or ""
-        if not by_peers:
-            awaited(engine.reference.open)
+def _open(reference: Reference, known: bool, job: Job, tell: Callable[[str], None]) -> None:
+    """``known``: the run's other workers have the weights, should the folder have gone by now."""
+    try:
+        if known:
+            reference.open()
+        else:
+            _awaited(reference.open, job, tell)
+    except ModelError as error:
+        if not known:
+            raise
+        tell(f"{error}; the run's other workers have it")
 
 
-def _model_read(welcome: Welcome, tell: Callable[[str], None]) -> tuple[Job, str | None, bool]:
-    """The job with what ``model.pretrained`` says, that folder's digest, and whether both are the
-    run's by its terms: where the folder can't be read, its workers know it."""
+def _model_read(
+    welcome: Welcome, tell: Callable[[str], None]
+) -> tuple[Job, str | None, bool, bool]:
+    """The job with what ``model.pretrained`` says, that folder's digest, whether both are the
+    run's by its terms as the folder can't be read, and whether they could be."""
     job, known = welcome.job, welcome.data
     has_to = job.model.lora is None and not welcome.begun  # read it: step 0 may be made of it here
     if has_to or PRETRAINED not in known or PRETRAINED_CONFIG not in known:
-        return *_awaited(lambda: with_model_read(job), job, tell), False
+        return *_awaited(lambda: with_model_read(job), job, tell), False, False
     try:
-        return *with_model_read(job), False
+        return *with_model_read(job), False, True
     except ModelError as error:
         tell(f"{error}; the run's other workers have it")
-        return as_told(job, known[PRETRAINED_CONFIG]), known[PRETRAINED], True
+        return as_told(job, known[PRETRAINED_CONFIG]), known[PRETRAINED], True, True
 
 
 def _awaited(read: Callable[[], T], job: Job, tell: Callable[[str], None]) -> T:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_ft import torch_private
 from elastic_ft.engines import left_behind
 from elastic_ft.errors import GroupBroken
 
@@ -28,6 +29,7 @@ POLL_S = 0.05  # while what runs is broken
 CALM_S = 0.25  # while it is not: a look takes the thread that trains its interpreter
 ASLEEP_S = 0.3  # a closed connection ends what waits for it in milliseconds, or never
 TORCH = str(Path(torch.__file__).parent)
+IN_TORCH = (TORCH, torch_private.__file__)
 
 
 @dataclass
@@ -140,11 +142,11 @@ def _serve(runs: SimpleQueue[_Run | None]) -> None:
 def _sleeps_in_torch(thread: threading.Thread) -> int:
     """How often ``thread`` has gone to sleep, if it is asleep in a call of torch; else 0.
 
-    Torch's collectives are called from its own Python. User code that sleeps is not in it, and
-    would go on with a model that others use by then.
+    Torch's collectives are called from its own Python, or from ours around it. User code that
+    sleeps is not in it, and would go on with a model that others use by then.
     """
     frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None or not frame.f_code.co_filename.startswith(TORCH):
+    if frame is None or not frame.f_code.co_filename.startswith(IN_TORCH):
         return 0
     status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()
     values = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from elastic_ft import torch_private
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.store_links import inet_sockets, shut_down
+from elastic_ft.groups.waits import WAITS
 from elastic_ft.worker.training_thread import TrainingThread
 from tests.multiproc.harness import make_job, run_job
 from tests.multiproc.pool import Pool
@@ -61,6 +62,7 @@ def test_who_waits_for_half_a_payload_is_left_behind(tmp_path: Path) -> None:
 
     def steps() -> Iterator[int]:
         yield 1
+        WAITS.begin()  # a wait that is timed has a frame of ours in between
         try:
             for _ in range(PAYLOADS):
                 dist.broadcast(received, src=1)
