@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from elastic_ft.hosts.ray.reports import REPORT, Barrier, Rounds
 from elastic_ft.hosts.ray.train_calls import SEQUENCES, WorkerRefused
 from elastic_ft.hosts.ray.worker_actor import ElasticWorker, Polled
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
+from elastic_ft.transport.tls import JobKey
 
 
 class Callback:
@@ -443,6 +445,25 @@ def test_an_answer_that_was_lost_is_given_again(monkeypatch: pytest.MonkeyPatch)
     ]
     assert [p.report_index for p in (first, second)] == [1, 2]
     assert worker.poll_status(second.sequence).training_report is None
+
+
+def test_what_fails_before_the_train_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a worker that nobody missed; imports of two threads at once had met halfway."""
+    worker, order = ElasticWorker(), list[str]()
+    worker._importing.join()
+    worker._importing = threading.Thread(target=lambda: order.append("imported"))
+
+    def fails(worker_id: str) -> dict[str, str]:
+        order.append("began")
+        raise ImportError("partially initialized")
+
+    monkeypatch.setattr(worker_actor, "_own_gpu", fails)
+    monkeypatch.setattr(worker, "_tell_end", order.append)
+    worker._importing.start()
+    task = worker_actor.Task(("", 0), JobKey(b""), "w0", "n0", None)
+    with pytest.raises(ImportError):
+        worker._train(task)
+    assert order == ["imported", "began", "ImportError: partially initialized"]
 
 
 @pytest.mark.timeout(20)

@@ -165,7 +165,8 @@ class ElasticWorker(RayTrainWorker):
         self._answering = threading.Lock()  # a poll by one controller, a look by the next
         self._polled_s = time.monotonic()
         # It takes seconds: Ray Train's calls, that come before the training thread, need not wait.
-        threading.Thread(target=_import_worker, name="import", daemon=True).start()
+        self._importing = threading.Thread(target=_import_worker, name="import", daemon=True)
+        self._importing.start()
 
     def init_train_context(self, *args: Any, **kwargs: Any) -> None:
         actor = kwargs["synchronization_actor"]
@@ -274,16 +275,17 @@ class ElasticWorker(RayTrainWorker):
         )
 
     def _train(self, task: Task) -> Any:
-        from elastic_ft.worker.this_process import run_worker
-
-        os.environ.update(_own_gpu(task.worker))
         returned: list[Any] = []
 
         def train_loop() -> None:
             assert task.train_loop is not None
             returned.append(task.train_loop())
 
-        try:
+        try:  # all of it: what failed untold would leave a worker that nobody waits for or replaces
+            self._importing.join()  # two threads in one circle of imports see halves of modules
+            from elastic_ft.worker.this_process import run_worker
+
+            os.environ.update(_own_gpu(task.worker))
             run_worker(
                 task.address,
                 task.key,
