@@ -57,15 +57,13 @@ def prepare(
     def away(why: str) -> None:
         send(Note(worker, 0, "base_away", why, {"worker": worker}))
 
-    read, digest, by_peers, known = _model_read(welcome, away)
+    read, digest, *how = _model_read(welcome, away)
     check_data_of_run(welcome.data, data, digest)
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
     engine.prepare()
     if engine.reference is not None:
-        engine.reference.digest = digest or ""
-        if not by_peers:
-            _open(engine.reference, known, job, away)
+        _open(engine.reference, digest, *how, job, away)
     model_s = time.monotonic() - opened_s
     on_gpu = engine.device.type == "cuda"
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
@@ -90,8 +88,18 @@ def prepare(
     return tools, {"data_s": round(opened_s - began_s, 3), "model_s": round(model_s, 3)}
 
 
-def _open(reference: Reference, known: bool, job: Job, tell: Callable[[str], None]) -> None:
+def _open(
+    reference: Reference,
+    digest: str | None,
+    by_peers: bool,
+    known: bool,
+    job: Job,
+    tell: Callable[[str], None],
+) -> None:
     """``known``: the run's other workers have the weights, should the folder have gone by now."""
+    reference.digest = digest or ""
+    if by_peers:
+        return
     try:
         if known:
             reference.open()
