@@ -62,8 +62,7 @@ def prepare(
 
     engine: StateEngine = _engine(read, data) if own is None else own.engine
     engine.prepare()
-    if engine.reference is not None:
-        _open(engine.reference, digest, *how, job, away)
+    _open(engine.reference, digest, *how, job, away)
     model_s = time.monotonic() - opened_s
     on_gpu = engine.device.type == "cuda"
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
@@ -89,7 +88,7 @@ def prepare(
 
 
 def _open(
-    reference: Reference,
+    reference: Reference | None,
     digest: str | None,
     by_peers: bool,
     known: bool,
@@ -97,6 +96,8 @@ def _open(
     tell: Callable[[str], None],
 ) -> None:
     """``known``: the run's other workers have the weights, should the folder have gone by now."""
+    if reference is None:
+        return
     reference.digest = digest or ""
     if by_peers:
         return
