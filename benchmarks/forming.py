@@ -101,7 +101,8 @@ def state_of(shapes: Shapes, layout: Layout, place: ShardPlace) -> LocalState:
     alike: dict[tuple[int, ...], StateTensor] = {}
     for shape in set(shapes.values()):
         cut = Cut(0 if len(shape) > 1 and layout.tp > 1 else None, 0 if shape else None)
-        alike[shape] = StateTensor(shape, cut.box(shape, layout, place), local)
+        (box,) = cut.boxes(shape, layout, place)
+        alike[shape] = StateTensor(shape, box, local)
     return {name: alike[shape] for name, shape in shapes.items()}
 
 

@@ -34,6 +34,7 @@ class WorkerReady:
     started_at_s: float = 0.0  # unix time of its process's start, 0 if that is not known
     data: dict[str, Any] = field(default_factory=dict)  # what it reads: core.terms.data_terms
     spent: dict[str, float] = field(default_factory=dict)  # by part of its start
+    experts: int = 0  # of each of its model's layers, that ranks can share out; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from elastic_ft.core.restoring import (
 from elastic_ft.core.standby import bench, dismiss, idle_in_words, release
 from elastic_ft.core.state import State, Turn, is_current
 from elastic_ft.core.table import Table
-from elastic_ft.core.world import World, choose_world, learn_rate, why_idle
+from elastic_ft.core.world import World, choose_world, deal_experts, learn_rate, why_idle
 
 # ----------------------------------------------------------------------------------- how one ends
 
@@ -206,7 +206,7 @@ def form(turn: Turn) -> None:
     if source.step < turn.state.committed:
         roll_back(turn, source.step, why)
     count_redone(turn, source.step)
-    _begin(turn, world, source, why)
+    _begin(turn, deal_experts(turn, world, source), source, why)
 
 
 def _must_wait(turn: Turn, source: Source, why: str) -> bool:

@@ -34,6 +34,7 @@ from elastic_ft.core.world import (
     choose_world,
     has_joiners,
     joiners,
+    note_experts,
     note_step,
     wanted,
     why_not_resized,
@@ -95,6 +96,7 @@ def _worker_ready(turn: Turn, event: ev.WorkerReady) -> None:
     if member.worker in state.ready or member.worker in state.gone:
         return
     turn.set(ready=state.ready.put(member.worker, member))
+    note_experts(turn, event.experts)
     turn.journal("worker_ready", "up and warm", worker=member.worker, node=member.node)
     if keeper := state.keepers.get(member.node):
         turn.do(cmd.UseKeeper(member.worker, keeper))

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 
+from elastic_ft.core.layouts.expert_owners import experts_at, part_of, runs_of
 from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.sharding import Box, Holders, Replicas
 
@@ -22,30 +24,49 @@ class Cut:
     """Along which axis a tensor is cut in equal chunks, the last ones shorter: by tensor
     parallelism, and what that leaves by shards. None: not at all.
 
-    Experts, if they are shared out, are cut along ``ep`` by that, and what it leaves by shards.
+    Experts, if they are shared out, are cut along ``ep`` by that, and what it leaves by shards: a
+    box for each run of them that a rank has.
     """
 
     tp: int | None
     shard: int | None
     ep: int | None = None
 
-    def box(self, shape: tuple[int, ...], layout: Layout, place: ShardPlace) -> Box:
-        offsets, sizes = [0] * len(shape), list(shape)
-        shard, expert = divmod(place.dp_shard, 1 if self.ep is None else layout.ep)
-        shards = layout.state_shards if self.ep is None else layout.expert_shards
-        for axis, index, count in (
-            (self.tp, place.tp, layout.tp),
-            (self.ep, expert, layout.ep),
-            (self.shard, shard, shards),
-        ):
-            if axis is not None:
-                chunk = -(-sizes[axis] // count)
-                first = min(index * chunk, sizes[axis])
-                offsets[axis] += first
-                sizes[axis] = min(chunk, sizes[axis] - first)
-                if not sizes[axis]:  # where torch has an empty one
-                    offsets[axis] = shape[axis]
-        return Box(tuple(offsets), tuple(sizes))
+    def boxes(self, shape: tuple[int, ...], layout: Layout, place: ShardPlace) -> tuple[Box, ...]:
+        """In order; an empty one where nothing is left."""
+        by_tp, index, shards = (self.tp, place.tp, layout.tp), place.dp_shard, layout.state_shards
+        if self.ep is None:
+            return (_evenly(shape, by_tp, (self.shard, index, shards)),)
+        index, rank = divmod(place.dp_shard, layout.ep)
+        shards, of_experts = layout.expert_shards, self.shard == self.ep
+        if len(layout.owners) != shape[self.ep]:  # in runs
+            by_ep = (self.ep, rank, layout.ep)
+            return (_evenly(shape, by_tp, by_ep, (self.shard, index, shards)),)
+        box = _evenly(shape, by_tp, (None if of_experts else self.shard, index, shards))
+        experts = experts_at(layout, shape[self.ep], rank)
+        runs = runs_of(part_of(experts, index, shards) if of_experts else experts)
+        return tuple(
+            Box(_put(box.offsets, self.ep, first), _put(box.sizes, self.ep, count))
+            for first, count in runs or [(shape[self.ep], 0)]
+        )
+
+
+def _evenly(shape: tuple[int, ...], *cuts: tuple[int | None, int, int]) -> Box:
+    """``cuts``: along which axis, which part, of how many."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis, index, count in cuts:
+        if axis is not None:
+            chunk = -(-sizes[axis] // count)
+            first = min(index * chunk, sizes[axis])
+            offsets[axis] += first
+            sizes[axis] = min(chunk, sizes[axis] - first)
+            if not sizes[axis]:  # where torch has an empty one
+                offsets[axis] = shape[axis]
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _put(values: tuple[int, ...], axis: int, value: int) -> tuple[int, ...]:
+    return *values[:axis], value, *values[axis + 1 :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +78,10 @@ class TensorKind:
     shape: tuple[int, ...]
     cut: Cut | Box
 
-    def box(self, layout: Layout, place: ShardPlace) -> Box:
+    def boxes(self, layout: Layout, place: ShardPlace) -> tuple[Box, ...]:
         if isinstance(self.cut, Box):
-            return self.cut
-        return self.cut.box(self.shape, layout, place)
+            return (self.cut,)
+        return self.cut.boxes(self.shape, layout, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +96,10 @@ class Listing:
 
     def boxes_of(self, layout: Layout, place: ShardPlace) -> Iterator[tuple[str, TensorKind, Box]]:
         """What the rank at ``place`` has. Raises IndexError where a tensor is of no kind."""
-        boxes = [kind.box(layout, place) for kind in self.kinds]
+        boxes = [kind.boxes(layout, place) for kind in self.kinds]
         for name, number in self.tensors:
-            yield name, self.kinds[number], boxes[number]
+            for box in boxes[number]:
+                yield name, self.kinds[number], box
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +120,23 @@ def list_parts(
 ) -> Listing:
     """The listing of a rank that has ``parts``: name, dtype, bytes per element, shape, box."""
     numbers: dict[TensorKind, int] = {}
-    known: dict[tuple[tuple[int, ...], Box], Cut | Box] = {}
+    known: dict[tuple[tuple[int, ...], tuple[Box, ...]], Cut | None] = {}
     tensors: list[tuple[str, int]] = []
-    for name, dtype, itemsize, shape, box in parts:
-        if (shape, box) not in known:
-            known[shape, box] = find_cut(shape, box, layout, place)
-        kind = TensorKind(dtype, itemsize, shape, known[shape, box])
-        tensors.append((name, numbers.setdefault(kind, len(numbers))))
+    for (name, dtype, itemsize, shape), some in groupby(parts, itemgetter(slice(4))):
+        boxes = tuple(part[4] for part in some)
+        if (shape, boxes) not in known:
+            known[shape, boxes] = find_cut(shape, boxes, layout, place)
+        cut = known[shape, boxes]
+        for how in boxes if cut is None else (cut,):
+            kind = TensorKind(dtype, itemsize, shape, how)
+            tensors.append((name, numbers.setdefault(kind, len(numbers))))
     return Listing(tuple(numbers), tuple(tensors))
 
 
-def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: ShardPlace) -> Cut | Box:
-    """The simplest cut of which ``box`` is what ``place`` gets, or ``box`` if none is.
+def find_cut(
+    shape: tuple[int, ...], boxes: tuple[Box, ...], layout: Layout, place: ShardPlace
+) -> Cut | None:
+    """The simplest cut by which ``boxes`` are what ``place`` gets; None if there is none.
 
     Where several are, it does not matter which: whoever lists the same one has checked it too.
     """
@@ -119,9 +146,9 @@ def find_cut(shape: tuple[int, ...], box: Box, layout: Layout, place: ShardPlace
     by_ep = (None, 0) if layout.shares_experts and shape else (None,)
     for ep, tp, shard in product(by_ep, by_tp, by_shard):
         cut = Cut(tp, shard, ep)
-        if cut.box(shape, layout, place) == box:
+        if cut.boxes(shape, layout, place) == boxes:
             return cut
-    return box
+    return None
 
 
 def place_parts(parts: Iterable[HolderPart]) -> dict[str, Replicas]:
@@ -143,9 +170,10 @@ def place_parts(parts: Iterable[HolderPart]) -> dict[str, Replicas]:
         alike = tuple(kinds)
         if alike not in known:
             known[alike] = _replicas(
-                (listings[number].kinds[kind].box(layout, place), who)
+                (box, who)
                 for number, layout, kind in alike
                 for place, who in holders[number, layout].items()
+                for box in listings[number].kinds[kind].boxes(layout, place)
             )
         if known[alike]:
             found[name] = known[alike]

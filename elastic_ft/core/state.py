@@ -62,6 +62,7 @@ class State:
     waited: tuple[float, ...] = ()  # of some of these, the share waited for links
     flops_per_s: float | None = None  # that devices reach, as far as that was measured
     links: float | None = None  # times the bandwidths assumed, likewise
+    experts: int = 0  # of each layer, as workers say
     releasing: frozenset[WorkerId] = frozenset()  # released, and not known to have ended
     # Lost or released, the last ones: an id is never used again.
     gone: Table[WorkerId, None] = field(default_factory=Table)
@@ -126,6 +127,7 @@ class Changes(TypedDict, total=False):
     waited: tuple[float, ...]
     flops_per_s: float | None
     links: float | None
+    experts: int
     releasing: frozenset[WorkerId]
     gone: Table[WorkerId, None]
     abort: bool

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
-from elastic_ft.core.assignment import Member, NodeId
+from elastic_ft.core.assignment import Member, NodeId, Source, Tier
 from elastic_ft.core.events import ResizeRequested, StepApplied
 from elastic_ft.core.layouts.calibration import STEPS_MAX, as_measured, calibrate
-from elastic_ft.core.layouts.layout import Layout, plan_layout
+from elastic_ft.core.layouts.expert_owners import allot, in_runs, weigh
+from elastic_ft.core.layouts.layout import EXPERTS_MAX, Layout, ShardPlace, plan_layout
 from elastic_ft.core.layouts.layout_plan import NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.planner import Limits, Planning, best
@@ -92,6 +93,36 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     idle = tuple(member for member in placed if member not in chosen)
     why = f"planned {plan.layout}: {'; '.join(plan.why)}"
     return World(chosen, plan.layout, why, idle, "the plan has no rank for it" * bool(idle))
+
+
+def note_experts(turn: Turn, experts: int) -> None:
+    """What a worker says of its model: all have the same."""
+    if 0 < experts <= EXPERTS_MAX:
+        turn.set(experts=experts)
+
+
+def deal_experts(turn: Turn, world: World, source: Source) -> World:
+    """Where ranks share experts out: who has which, so that the least of ``source`` is moved."""
+    layout, experts = world.layout, turn.state.experts
+    if not layout.shares_experts or not experts:
+        return world
+    former = Layout.of_shard_space(source.space) if source.space else Layout()
+    ranks = {member.worker: rank for rank, member in enumerate(world.members)}
+    held = [
+        (ranks[worker], ShardPlace.parse(shard), tier is Tier.LIVE)
+        for shard, holders in source.holders.items()
+        for worker, tier in dict(reversed(holders)).items()  # the nearest is first
+        if worker in ranks
+    ]
+    weights = weigh(experts, layout, former, held)
+    owners = allot(weights)
+    why = world.why
+    if held:
+        new = sum(not weights[owner][expert] for expert, owner in enumerate(owners))
+        why += f", of which {new} of {experts} go to ranks that have nothing of them"
+    if owners == in_runs(experts, layout.ep):
+        owners = ()
+    return replace(world, layout=replace(layout, owners=owners), why=why)
 
 
 def _measured(turn: Turn, planning: Planning) -> Devices:

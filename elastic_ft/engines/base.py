@@ -60,11 +60,13 @@ class StateEngine(Protocol):
     intact: the live state is that of one step: False while an optimizer step is under way.
     can_be_left: ``detach`` can do without the thread that is in a collective for good.
     reference: the frozen weights that are no state; None if there are none.
+    experts: of each of the model's layers, that ranks can share out, once prepared; 0: none.
     """
 
     device: torch.device
     intact: bool
     can_be_left: bool
+    experts: int
     reference: Reference | None
 
     def prepare(self) -> None:

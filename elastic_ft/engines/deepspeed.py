@@ -68,6 +68,7 @@ class DeepSpeedEngine:
 
     can_be_left = False
     reference = None
+    experts = 0
 
     def __init__(
         self,

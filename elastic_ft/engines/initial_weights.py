@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from elastic_ft.core.manifest import TensorSpec
 from elastic_ft.errors import ModelError
 from elastic_ft.models.lora import name_in_base
-from elastic_ft.state.tensors import LocalState, StateTensor
+from elastic_ft.state.tensors import LocalState, StateTensor, tensor_name
 from elastic_ft.storage.safetensors import CONFIG, Rows, SafetensorsFolder
 
 CONVERTED = ("float64", "float32", "float16", "bfloat16")  # into one another; nothing else is
@@ -149,27 +149,31 @@ def load(
 def fill(folder: SafetensorsFolder, matched: Matched, state: LocalState) -> int:
     """As ``load``, of a folder whose tensors are known. Returns bytes read. Raises StoreFailed."""
     specs = {name: stored.spec for name, stored in folder.tensors.items()}
-    targets: dict[str, StateTensor] = {}
+    targets: dict[str, dict[int, StateTensor]] = defaultdict(dict)  # and by the row after its last
+    named: dict[str, str] = {}
     wants: list[Rows] = []
-    for name, target in state.items():
-        if not name.startswith("model.") or not target.box.numel:
+    for key, target in state.items():
+        if not key.startswith("model.") or not target.box.numel:
             continue
-        source = matched.sources[name.removeprefix("model.")]
+        name = tensor_name(key).removeprefix("model.")
+        source = matched.sources[name]
         first, count = (target.box.offsets[0], target.box.sizes[0]) if target.shape else (0, 1)
-        assert source not in targets, f"{name} and another tensor of the state are tied"
-        targets[source] = target
+        same = named.setdefault(source, name) == name
+        assert same, f"{name} and another tensor of the state are tied"
+        targets[source][first + count] = target
         wants.append(Rows(source, first, first + count))
     with torch.no_grad():
         return folder.read(wants, lambda rows, data: _fill(targets, specs, rows, data))
 
 
 def _fill(
-    targets: Mapping[str, StateTensor],
+    targets: Mapping[str, Mapping[int, StateTensor]],
     specs: Mapping[str, TensorSpec],
     rows: Rows,
     data: memoryview,
 ) -> None:
-    target, spec = targets[rows.tensor], specs[rows.tensor]
+    spec, parts = specs[rows.tensor], targets[rows.tensor]
+    target = parts[min(stop for stop in parts if stop >= rows.stop)]
     part = torch.frombuffer(bytearray(data), dtype=getattr(torch, spec.dtype))
     with torch.no_grad():  # of this thread
         if not spec.shape:

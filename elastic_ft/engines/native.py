@@ -29,6 +29,7 @@ from elastic_ft.engines.averaged import averaged
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler, eagerly
+from elastic_ft.engines.expert_parallel import experts_of_each, is_shared_out, runs_of_experts
 from elastic_ft.engines.float8 import converting
 from elastic_ft.engines.initial_weights import load as load_weights
 from elastic_ft.engines.laid_out import LaidOut
@@ -51,7 +52,7 @@ from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import computed_buffers, initial_parts
 from elastic_ft.models.loss import loss_and_named
 from elastic_ft.models.named import NamedSums
-from elastic_ft.state.tensors import LocalState, StateTensor
+from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 from elastic_ft.storage.safetensors import open_folder
 
 log = logging.getLogger(__name__)
@@ -101,14 +102,15 @@ class NativeEngine:
         self._compiler: Compiler | None = None  # as the job wishes; prepared
         self.reference: Reference | None = None  # prepared
         self.along: Along | None = None  # attached
-        self.intact, self.named = True, NamedSums()
+        self.intact, self.named, self.experts = True, NamedSums(), 0
 
     # ------------------------------------------------------------------ layout
 
     def prepare(self) -> None:
         torch_private.forget_meshes()  # imports what the first teardown needs
         with torch.device("meta"):
-            laid_out.check_parallel(self.job, self._factory(), self._sequence_length)
+            laid_out.check_parallel(self.job, model := self._factory(), self._sequence_length)
+            self.experts = experts_of_each(model)
             laid_out.check_kernels(self.job, self.device)
             if self.job.model.lora is not None:
                 self.reference = Reference(str(self.job.model.weights), self._factory())
@@ -195,12 +197,19 @@ class NativeEngine:
         sources = dict(self._sources())
         if self._listed is None or not same_objects(sources, self._listed[0]):
             volatile = {f"model.{name}" for name in self._model.buffers}
-            listed = {
-                name: replace(state_tensor(tensor), volatile=name in volatile)
+            listed = keyed(
+                (name, replace(piece, volatile=name in volatile))
                 for name, tensor in sources.items()
-            }
+                for piece in self._pieces(tensor)
+            )
             self._listed = sources, listed
         return self._listed[1]
+
+    def _pieces(self, tensor: torch.Tensor) -> Iterable[StateTensor]:
+        """What this rank has of a tensor: of experts that are shared out, each run of them."""
+        layout = Layout() if self._groups is None else self._groups.assignment.layout
+        whole = state_tensor(tensor)
+        return runs_of_experts(tensor, whole, layout) if is_shared_out(tensor) else [whole]
 
     def _sources(self) -> Iterator[tuple[str, torch.Tensor]]:
         model, frozen = self._model, self.reference.names if self.reference else ()
@@ -237,13 +246,15 @@ class NativeEngine:
                 log.warning(remark)
 
     def _initialise_from_seed(self, state: LocalState) -> None:
-        wanted = {
-            name.removeprefix("model."): [target.box]
-            for name, target in state.items()
-            if name.startswith("model.")
-        }
-        for name, _, part in initial_parts(self._factory, self.job.seed, wanted):
-            state[f"model.{name}"].local.copy_(part)
+        targets: dict[tuple[str, Box], torch.Tensor] = {}
+        wanted: dict[str, list[Box]] = {}
+        for key, target in state.items():
+            if key.startswith("model."):
+                name = tensor_name(key).removeprefix("model.")
+                wanted.setdefault(name, []).append(target.box)
+                targets[name, target.box] = target.local
+        for name, box, part in initial_parts(self._factory, self.job.seed, wanted):
+            targets[name, box].copy_(part)
 
     def restored(self) -> None:
         self._loss_scale.restored()

@@ -79,7 +79,7 @@ class OwnEngine(OwnStep):
         # Also in a world of one: what is cut once stays cut, and keeps its objects.
         self._is_cut = job.parallel.strategy != "ddp"
         # A cut module can't be left to a thread that sleeps in it: it is the user's.
-        self.can_be_left, self.reference = not self._is_cut, None
+        self.can_be_left, self.reference, self.experts = not self._is_cut, None, 0
         self._told_last: bool | None = None  # what FSDP2's modules know of the micro-batch
         self._alike: int | None = None  # targets of a micro-batch whose loss came as a mean
         self._replicated = False

@@ -23,6 +23,7 @@ computed them.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -41,6 +42,7 @@ from elastic_ft.storage.store import Store
 GENERATION = 0
 STALE_S = 20.0  # a claim so old is somebody's who died, or can't write
 POLL_S = 0.5
+SPACE_MAX = 80  # letters of a shard space in a name
 PAUSE_S = 2.0  # before what failed is tried again; a new controller waits longer for a word
 BEGUN, HAS, CLAIM, DONE, ENDED = ".begun", ".has", ".claim", ".done", ".ended"
 
@@ -64,6 +66,8 @@ def keeper_name(node: NodeId, life: str) -> str:
 
 
 def shard_name(step: int, generation: int, space: str, shard: str) -> str:
+    if len(space) > SPACE_MAX:  # who has which experts may take more than a name has room for
+        space = hashlib.blake2b(space.encode(), digest_size=16).hexdigest()
     return plain(f"{step}-g{generation}-{space}-{shard}")
 
 

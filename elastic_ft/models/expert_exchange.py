@@ -57,27 +57,31 @@ def of_nothing(rows_ND: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     return None if len(rows_ND) else rows_ND * sum(weight.sum() for weight in weights)
 
 
-def shared_out(experts: int, ranks: int) -> list[int]:
-    """How many experts each rank has, in order, as DTensor cuts them: the last may have fewer."""
-    most = -(-experts // ranks)
-    return [max(0, min(most, experts - most * rank)) for rank in range(ranks)]
-
-
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
     """Attributes:
     group: the ranks that share experts out.
+    owners: of each expert, which of them has it.
     """
 
     group: dist.ProcessGroup
+    owners: tuple[int, ...]
+
+    def slots(self, chosen: Tensor) -> Tensor:
+        """Experts by where they are: those of the first rank come first, each rank's in order."""
+        if self.owners == tuple(sorted(self.owners)):
+            return chosen
+        numbers = range(len(self.owners))
+        order = torch.tensor(sorted(numbers, key=lambda expert: (self.owners[expert], expert)))
+        return order.argsort().to(chosen.device)[chosen]
 
     def compute(self, experts: Compute, x_ND: Tensor, counts_X: Tensor) -> Tensor:
-        """What all ranks' experts make of ``x``: rows in the order of experts, ``counts`` of each.
+        """What all ranks' experts make of ``x``: rows in ``slots``' order, ``counts`` of each.
 
         ``experts``: this rank's, called with rows of everyone's and how many each of them gets.
         """
         ranks = dist.get_world_size(self.group)
-        shares_R = shared_out(len(counts_X), ranks)
+        shares_R = [self.owners.count(rank) for rank in range(ranks)]
         own = shares_R[dist.get_rank(self.group)]
         arriving = exchange_rows(counts_X, [own] * ranks, shares_R, self.group)
         arriving_RY = arriving.view(ranks, own)

@@ -149,7 +149,8 @@ class MixtureOfExperts(nn.Module):
         chosen_NS = (scores_NX.detach() + self.bias.float()).topk(per_token, dim=-1).indices
         weights_NS = scores_NX.gather(1, chosen_NS)
         weights_NS = weights_NS / weights_NS.sum(dim=-1, keepdim=True)
-        mixed_ND = by_experts(self._compute, flat_ND, chosen_NS, weights_NS, experts)
+        slots_NS = chosen_NS if self.share is None else self.share.slots(chosen_NS)
+        mixed_ND = by_experts(self._compute, flat_ND, slots_NS, weights_NS, experts)
         out_BTD = mixed_ND.view_as(x_BTD) + self.shared(x_BTD)
         taken_BTX = F.one_hot(chosen_NS, experts).sum(dim=1).unflatten(0, x_BTD.shape[:2])
         if valid_BT is None:

@@ -38,7 +38,8 @@ def share_out(module: nn.Module, share: ExpertShare) -> None:
         def compute(x_ND: Tensor, counts_X: Tensor) -> Tensor:
             return share.compute(own, x_ND, counts_X)
 
-        return by_experts(compute, hidden_states, top_k_index, top_k_weights, experts)
+        slots = share.slots(top_k_index)
+        return by_experts(compute, hidden_states, slots, top_k_weights, experts)
 
     def own(x_ND: Tensor, counts_Y: Tensor) -> Tensor:
         weights = [local(weight) for weight in module.parameters()]

@@ -182,7 +182,8 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
     scenario = _with_outages(scenario, random.Random(f"outages {seed}"))
     scenario = _with_successions(scenario, random.Random(f"successions {seed}"))
     from_scratch = random.Random(f"scratch {seed}").random() < 0.7
-    return _under(scenario, from_scratch=from_scratch)
+    ep = random.Random(f"experts {seed}").choice((1, 1, 2, 4))
+    return _under(scenario, from_scratch=from_scratch, ep=ep)
 
 
 def _under(scenario: SimScenario, **policy: Any) -> SimScenario:

@@ -26,6 +26,7 @@ from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
 from elastic_ft.sim.sim_worker import SimWorker
 
 STALL_TIMEOUT_S = 6.0
+EXPERTS = 7  # of each layer, where ranks share them out
 START_TIMEOUT_S = 20.0
 
 
@@ -174,7 +175,7 @@ class Machines(Kernel, ABC):
                 self.after(0.05, lambda: self.kill(worker, "exited with code 1"))
             elif worker.works():
                 worker.ready = True
-                worker.send(WorkerReady(self.now_s, worker.member))
+                worker.send(WorkerReady(self.now_s, worker.member, experts=EXPERTS))
 
         def overdue() -> None:
             if not worker.ready:

@@ -194,7 +194,8 @@ class Worker:
         data = data_terms(samples, fingerprint, tools.pretrained, tools.pretrained_config)
         started_at_s = round(psutil.Process().create_time(), 3)
         spent = birth.spent() | spent
-        send(WorkerReady(time.time(), member, started_at_s, data, spent))
+        experts = tools.engine.experts
+        send(WorkerReady(time.time(), member, started_at_s, data, spent, experts))
         return tools
 
     def _next_form(self) -> Form | None:

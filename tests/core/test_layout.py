@@ -193,6 +193,10 @@ def test_experts_that_are_shared_out_are_another_cut() -> None:
     assert plain.shards() == sharing.shards() and plain.mesh_dims() == sharing.mesh_dims()
     assert (plain.shard_space, sharing.shard_space) == ("pp1.s4.tp1", "pp1.s4.tp1.ep2")
     assert Layout.of_shard_space("pp1.s4.tp1.ep2") == sharing
+    dealt = Layout(dp_shard=4, ep=2, owners=(0, 1, 1, 0))
+    assert dealt.shard_space == "pp1.s4.tp1.ep2.0x1_1x2_0x1"
+    assert Layout.of_shard_space(dealt.shard_space) == dealt
+    assert (str(dealt), dealt.shards()) == (str(sharing), sharing.shards())
 
 
 @pytest.mark.parametrize(("cp", "ep", "together"), [(2, 1, 2), (2, 4, 4), (4, 2, 4), (2, 3, 6)])

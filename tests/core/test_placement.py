@@ -22,8 +22,18 @@ SHAPES = {"matrix": (7, 6), "vector": (5,), "scalar": (), "wide": (2, 9), "cube"
 ITEMSIZES = {"matrix": 4, "vector": 2, "scalar": 8, "wide": 4, "cube": 1}
 sizes = st.integers(1, 3)
 plain = st.builds(Layout, dp_replicate=sizes, dp_shard=st.integers(1, 5), pp=sizes, tp=sizes)
-sharing = st.builds(lambda shards, ep: Layout(dp_shard=shards * ep, ep=ep), sizes, sizes)
-layouts = st.one_of(plain, sharing)
+
+
+@st.composite
+def shared_out(draw: st.DrawFn) -> Layout:
+    """The rows of the matrix are experts, whoever has which."""
+    ep = draw(sizes)
+    owner, most = st.integers(0, ep - 1), SHAPES["matrix"][0]
+    owners = draw(st.one_of(st.just([]), st.lists(owner, min_size=most, max_size=most)))
+    return Layout(dp_shard=draw(sizes) * ep, ep=ep, owners=tuple(owners) if ep > 1 else ())
+
+
+layouts = st.one_of(plain, shared_out())
 
 
 @st.composite
@@ -57,8 +67,8 @@ def parts(
     for number, (name, shape) in enumerate(SHAPES.items()):
         if number % layout.pp == place.pp or not shape:
             how = cut[name]
-            box = (how.box if how else odd_part)(shape, layout, place)
-            found.append((name, "float32", ITEMSIZES[name], shape, box))
+            boxes = how.boxes(shape, layout, place) if how else (odd_part(shape, layout, place),)
+            found += [(name, "float32", ITEMSIZES[name], shape, box) for box in boxes]
     return found
 
 
@@ -118,18 +128,34 @@ def test_experts_are_cut_by_those_who_share_them_and_then_by_shards() -> None:
     """Seven experts over three ranks, and what each has over two: within experts, or of them."""
     layout, shape = Layout(dp_shard=6, ep=3), (7, 4)
     places = [layout.place_of(rank) for rank in range(6)]
-    within = [Cut(None, 1, 0).box(shape, layout, place) for place in places]
+    within = [box for place in places for box in Cut(None, 1, 0).boxes(shape, layout, place)]
     rows = [(0, 3), (3, 3), (6, 1)] * 2
     halves = [0, 0, 0, 2, 2, 2]
     assert within == [Box((at, half), (n, 2)) for (at, n), half in zip(rows, halves, strict=True)]
-    of_them = [Cut(None, 0, 0).box(shape, layout, place) for place in places]
+    of_them = [box for place in places for box in Cut(None, 0, 0).boxes(shape, layout, place)]
     assert [box.sizes[0] for box in of_them] == [2, 2, 1, 1, 1, 0]
     assert [box.offsets[0] for box in of_them] == [0, 3, 6, 2, 5, 7]
     for box, at in zip(within, places, strict=True):
-        assert find_cut(shape, box, layout, at) == Cut(None, 1, 0)
+        assert find_cut(shape, (box,), layout, at) == Cut(None, 1, 0)
+
+
+def test_whoever_has_which_experts_lists_the_same() -> None:
+    """A box for each run of them; where experts are cut, of those that a rank then has."""
+    owners = (0, 0, 1, 0, 1, 1, 2)
+    layout, shape = Layout(dp_shard=6, ep=3, owners=owners), (7, 4)
+    places = [layout.place_of(rank) for rank in range(6)]
+    within = [Cut(None, 1, 0).boxes(shape, layout, place) for place in places]
+    assert within[0] == (Box((0, 0), (2, 2)), Box((3, 0), (1, 2)))
+    assert within[4] == (Box((2, 2), (1, 2)), Box((4, 2), (2, 2)))
+    of_them = [Cut(None, 0, 0).boxes(shape, layout, place) for place in places]
+    assert of_them[3] == (Box((3, 0), (1, 4)),) and of_them[5] == (Box((7, 0), (0, 4)),)
+    for boxes, at in zip(within, places, strict=True):
+        listing = list_parts([("w", "float32", 4, shape, box) for box in boxes], layout, at)
+        assert [*listing.tensors] == [("w", 0)] and listing.kinds[0].cut == Cut(None, 1, 0)
 
 
 def test_a_box_that_no_cut_explains_is_listed_itself() -> None:
-    odd = Box((1,), (3,))
-    assert find_cut((8,), odd, Layout(dp_shard=4), ShardPlace(0, 1, 0)) == odd
-    assert find_cut((8,), Box((2,), (2,)), Layout(dp_shard=4), ShardPlace(0, 1, 0)) == Cut(None, 0)
+    odd, layout, at = Box((1,), (3,)), Layout(dp_shard=4), ShardPlace(0, 1, 0)
+    assert find_cut((8,), (odd,), layout, at) is None
+    assert list_parts([("w", "int8", 1, (8,), odd)], layout, at).kinds[0].cut == odd
+    assert find_cut((8,), (Box((2,), (2,)),), layout, at) == Cut(None, 0)

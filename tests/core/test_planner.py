@@ -506,8 +506,10 @@ def test_bytes_moved_where_experts_are_shared_out() -> None:
     plain, two, four = (Layout(dp_shard=4, ep=ep) for ep in (1, 2, 4))
     assert moved(two, two) == 0
     assert moved(plain, four) == pytest.approx(0)  # a quarter of the experts, as before
-    # Ranks 0 and 3 have half of what they need; the experts of 1 and 2 are others from now on.
-    assert moved(four, two) == pytest.approx(experts * 3 / 4)
+    # Ranks 0 and 2 share what they had, 1 and 3 too: each has half of what it needs.
+    assert moved(four, two) == pytest.approx(experts / 2)
+    dealt = replace(four, owners=(0, 0, 1, 1, 3, 3, 2, 2))
+    assert moved(dealt, four) == 0, "who has which is decided anew"
 
 
 def test_nothing_fits_says_what_is_needed() -> None:

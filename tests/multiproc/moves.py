@@ -203,6 +203,16 @@ class Chain:
                 return index
         raise AssertionError(f"nobody wrote down step {step}\n{self.run.story()}")
 
+    def kept(self, number: int) -> dict[str, list[str]]:
+        """Whose state each worker of generation ``number`` has: its own, and copies for peers."""
+        line = self.formed()[number]
+        ranks = [member["worker"] for member in line["members"]]
+        kept = {who: [who] for who in ranks}
+        for rank, buddies in enumerate(line["buddies"]):
+            for buddy in buddies:
+                kept[ranks[buddy]].append(ranks[rank])
+        return kept
+
     def _written(self, generation: int, step: int, kinds: Sequence[str]) -> dict[str, Any]:
         found = {}
         for kind in kinds:
@@ -293,16 +303,11 @@ def minimal_bytes(chain: Chain, number: int, copied: bool) -> int:
     """What workers need after a move, and had neither themselves nor, if they had got that far
     (``copied``), as a copy for a peer."""
     before, after = chain.states(number)
-    line = chain.formed()[number]
-    ranks = [member["worker"] for member in line["members"]]
-    kept = {who: [who] for who in ranks}
-    for rank, buddies in enumerate(line["buddies"] if copied else ()):
-        for buddy in buddies:
-            kept[ranks[buddy]].append(ranks[rank])
-    total = 0
+    kept, total = chain.kept(number), 0
     for who, listed in after.items():
         own: dict[str, list[Box]] = {}
-        for name, _, box, _ in chained.from_iterable(before.get(p, ()) for p in kept.get(who, ())):
+        peers = kept.get(who, []) if copied else [who]
+        for name, _, box, _ in chained.from_iterable(before.get(p, ()) for p in peers):
             own.setdefault(name, []).append(box)
         for name, _, box, values in listed:
             lacking = uncovered(box, own.get(name, ()))

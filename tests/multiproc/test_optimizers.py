@@ -7,6 +7,7 @@ ranks, for five more. One set of processes runs all cases.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,14 @@ MIXTRAL = {
 }
 
 
+QWEN3_MOE = {key: value for key, value in MIXTRAL.items() if key != "num_local_experts"} | {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 20,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 SHARED = {"strategy": "fsdp", "ep": 2}
+OWNERS = {"fsdp3-ep3": (0, 2, 1, 0), "fsdp2-ep2": (1, 0, 0, 1)}
 
 
 def job_of(
@@ -100,6 +108,7 @@ def train_on(
 ) -> list[Any]:
     """For ``pool.Pool``. Goes on from the whole tensors of ``state``; returns this rank's part."""
     layout, _ = plan_layout(job.parallel.wish, world)
+    layout = replace(layout, owners=OWNERS.get(str(layout), ()))
     engine, data = pool.make_engine(job)
     groups = pool.form(port, generation, rank, layout)
     try:
@@ -168,11 +177,22 @@ def test_as_plain_pytorch_through_a_loss(ranks: Pool, name: str, strategy: str) 
     check(ranks, job_of(name, strategy))
 
 
-@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "fsdp"}, SHARED], ids=str)
-def test_a_mixture_of_experts_through_a_loss(ranks: Pool, parallel: dict[str, Any]) -> None:
-    """Its routers' loss included, of each micro-batch. Four experts on three ranks: 2, 2 and none,
-    and then on two."""
-    check(ranks, job_of("adamw", model={"transformers": MIXTRAL}, **parallel))
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (MIXTRAL, {"strategy": "ddp"}),
+        (MIXTRAL, {"strategy": "fsdp"}),
+        (MIXTRAL, SHARED),
+        (QWEN3_MOE, SHARED),
+    ],
+    ids=lambda given: str(given.get("model_type", given)),
+)
+def test_a_mixture_of_experts_through_a_loss(
+    ranks: Pool, model: dict[str, Any], parallel: dict[str, Any]
+) -> None:
+    """Its routers' loss included, of each micro-batch. Four experts on three ranks: 2, 1 and 1, and
+    then on two."""
+    check(ranks, job_of("adamw", model={"transformers": model}, **parallel))
 
 
 @pytest.mark.parametrize(

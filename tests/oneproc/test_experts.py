@@ -11,15 +11,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.planning import planning_of
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import block_activation_bytes
 from elastic_ft.core.layouts.work import Work
+from elastic_ft.core.placement import Cut, list_parts
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.base import MicroBatch
+from elastic_ft.engines.expert_parallel import experts_of_each, runs_of_experts, shard_experts
 from elastic_ft.engines.laid_out import check_parallel, share_positions
+from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.pipeline import cut, joined, tokens_and_targets
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model
@@ -27,6 +33,7 @@ from elastic_ft.models.build import initial_state
 from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import Decoder, DecoderConfig, rotations
 from elastic_ft.models.describe import describe_decoder
+from elastic_ft.models.expert_exchange import ExpertShare
 from elastic_ft.models.experts import MIXTURES, MixtureConfig, MixtureDecoder, MixtureOfExperts
 from elastic_ft.models.loss import loss_sum, shifted
 from elastic_ft.models.mixture_stage import MixtureStage
@@ -278,6 +285,39 @@ def test_the_planner_shares_no_positions_of_packed_documents() -> None:
             elastic={"max_workers": 8},
         )
         assert (max(planning_of(job).limits.cp_sizes) == 1) is separate
+
+
+def test_tokens_find_experts_wherever_these_are() -> None:
+    """Rows lie rank by rank, and a rank's by its experts."""
+    group: Any = None
+    chosen = torch.tensor([[0, 4], [3, 1]])
+    assert ExpertShare(group, (0, 0, 1, 1, 2)).slots(chosen) is chosen
+    assert ExpertShare(group, (2, 0, 1, 0, 1)).slots(chosen).tolist() == [[4, 3], [1, 0]]
+
+
+def test_what_a_rank_has_of_experts_is_listed_by_runs_of_them() -> None:
+    """As the first of those that share seven by two, in two shards within experts, and in three of
+    them, as these divide nothing."""
+    for shards, runs in ((2, [(0, 1), (2, 2), (6, 1)]), (3, [(0, 1), (2, 1)])):
+        layout = Layout(dp_shard=2 * shards, ep=2, owners=(0, 1, 0, 0, 1, 1, 0))
+        with pretended_world(layout.world_size):
+            mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("efsdp", "ep"))
+            config = dataclasses.replace(TINY, n_experts=7)
+            with torch.device("meta"):
+                model = MixtureDecoder(config)
+            assert experts_of_each(model) == 7
+            shard_experts(model, mesh, layout, {"mp_policy": MixedPrecisionPolicy()})
+            down = model.layers[0].ffn.experts.down
+            model.layers[0].ffn.experts.to_empty(device="cpu")
+            pieces = [*runs_of_experts(down, state_tensor(down), layout)]
+        assert [(piece.box.offsets[0], piece.box.sizes[0]) for piece in pieces] == runs
+        listing = list_parts(
+            [("w", "float32", 4, piece.shape, piece.box) for piece in pieces],
+            layout,
+            layout.place_of(0),
+        )
+        assert [kind.cut for kind in listing.kinds] == [Cut(None, 1 if shards == 2 else 0, 0)]
+        assert all(tuple(piece.local.shape) == piece.box.sizes for piece in pieces)
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

@@ -68,7 +68,7 @@ def test_what_one_sends_another_receives_and_nobody_lacks_anything(
 def test_a_listing_arrives_as_it_was_sent() -> None:
     layout, odd = Layout(dp_shard=4, tp=2), Box((1,), (2,))
     parts = [
-        ("matrix", "float32", 4, (8, 6), Cut(1, 0).box((8, 6), layout, ShardPlace(0, 1, 1))),
+        ("matrix", "float32", 4, (8, 6), *Cut(1, 0).boxes((8, 6), layout, ShardPlace(0, 1, 1))),
         ("odd", "bfloat16", 2, (8,), odd),
         ("scalar", "float32", 4, (), Box((), ())),
     ]

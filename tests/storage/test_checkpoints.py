@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from elastic_ft.core.assignment import CheckpointRef
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
+from elastic_ft.core.placement import Cut
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage import shards
@@ -152,6 +154,40 @@ def test_any_cut_reads_back_bit_identical(url: str, world: int, axis: int) -> No
         for name, found in arrays.items():
             expected = cut(state[name], rows(state[name], world, rank, axis))
             assert found.tobytes() == expected.tobytes(), (name, rank)
+
+
+def test_experts_are_read_wherever_they_were_and_are(tmp_path: Path) -> None:
+    """Parts are named by experts: who has which is no matter of a checkpoint's."""
+    store, shape = open_store(str(tmp_path)), (8, 4, 3)
+    weight = np.random.default_rng(5).random(shape, np.float32)
+    four = Layout(dp_shard=4, ep=4, owners=(3, 0, 0, 2, 1, 2, 1, 3))
+    others = (
+        Layout(dp_shard=4, ep=4),
+        Layout(dp_shard=3, ep=3, owners=(0, 2, 1, 0, 1, 1, 2, 0)),
+        Layout(dp_shard=6, ep=3, owners=(0, 2, 1, 0, 1, 1, 2, 0)),
+        Layout(dp_shard=2),
+    )
+
+    def boxes(layout: Layout, rank: int) -> tuple[Box, ...]:
+        how = Cut(None, 1, 0) if layout.shares_experts else Cut(None, 0)
+        return how.boxes(shape, layout, layout.place_of(rank))
+
+    prefix, entries = attempt_prefix("run1", 1, 5), list[dict[str, Any]]()
+    for rank in range(4):
+        some = [("model.w", box, "float32", raw(cut(weight, box))) for box in boxes(four, rank)]
+        entries += write_shards(store, prefix, rank, iter(some))
+    manifest = dataclasses.replace(
+        write(store, {}, 5, world=1),
+        tensors={"model.w": TensorSpec("float32", shape)},
+        entries=tuple(map(ShardEntry.from_dict, entries)),
+    )
+    reader = open_checkpoint(commit(store, manifest, keep_last=1).ref)
+    for layout in others:
+        for rank in range(layout.world_size):
+            for box in boxes(layout, rank):
+                found = np.zeros(box.sizes, np.float32)
+                reader.read([Want("model.w", box, raw(found))])
+                assert found.tobytes() == cut(weight, box).tobytes(), (layout, rank)
 
 
 def test_one_box_of_the_middle(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from elastic_ft.cli.check_model import check_weights
 from elastic_ft.config import ModelConfig, parse_job
+from elastic_ft.core.sharding import Box
 from elastic_ft.core.terms import data_terms
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines.by_reference import Reference
@@ -22,6 +23,7 @@ from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.faults import Points
 from elastic_ft.models import build_model
 from elastic_ft.models.build import computed_buffers
+from elastic_ft.state.tensors import StateTensor, keyed
 from elastic_ft.storage.safetensors import INDEX, SINGLE
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import Welcome
@@ -83,6 +85,20 @@ def test_it_answers_as_from_pretrained_does(tmp_path: Path, kind: str) -> None:
     with torch.no_grad():
         expected, found = theirs(tokens).logits, ours(str(tmp_path))(tokens).logits
     assert torch.equal(found, expected)
+
+
+def test_each_run_of_rows_is_read(tmp_path: Path) -> None:
+    """A rank may have several of a tensor: of experts, where ranks share these out."""
+    model, url = save(tmp_path), str(tmp_path)
+    name, weight = "model.embed_tokens.weight", model.get_input_embeddings().weight.detach()
+    runs = [(2, 3), (7, 1), (40, 21)]
+    pieces = keyed(
+        (f"model.{name}", StateTensor((61, 16), Box((at, 4), (n, 8)), torch.zeros(n, 8)))
+        for at, n in runs
+    )
+    load(open_pretrained(url).folder, model, pieces)
+    for (at, n), piece in zip(runs, pieces.values(), strict=True):
+        assert torch.equal(piece.local, weight[at : at + n, 4:12])
 
 
 def test_the_digest_is_the_weights_own(tmp_path: Path, url: str) -> None:

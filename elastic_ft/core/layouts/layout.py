@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 from math import inf, isqrt, lcm, prod
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ Strategy = Literal["ddp", "fsdp", "hsdp"]
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a layout, the outermost first
 MODEL_DIMENSIONS = ("tp", "pp", "cp")  # those of them that share one sample's work; wished for
 WISHES = (*MODEL_DIMENSIONS, "ep")  # what a job file says the size of
+EXPERTS_MAX = 4096  # of a layer
 FEATURES = {  # of a layout, in words
     "pp": "pipeline stages",
     "tp": "tensor parallelism",
@@ -88,7 +89,8 @@ class Layout:
     """Sizes of the parallel dimensions; their product is the world size.
 
     ``ep`` is none of them: of the shards, so many neighbours share experts out, and hold these cut
-    otherwise than the rest of the state.
+    otherwise than the rest of the state. ``owners``: of each expert of a layer, which of them has
+    it; none: they have runs of them, see ``expert_owners``.
     """
 
     dp_replicate: int = 1
@@ -97,12 +99,15 @@ class Layout:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    owners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if min(*self.sizes, self.ep) < 1:
             raise ValueError(f"every dimension of a layout is at least 1, got {self}")
         if self.state_shards % self.ep:
             raise ValueError(f"ep {self.ep} does not divide {self.state_shards} shards")
+        if self.owners and (self.ep == 1 or not {*self.owners} <= {*range(self.ep)}):
+            raise ValueError(f"experts are of ranks that ep {self.ep} has not: {self.owners}")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -256,19 +261,25 @@ class Layout:
     @property
     def shard_space(self) -> str:
         """Names the way the state is cut. Layouts with one shard space have the same shards."""
-        return str(self.cuts) + f".ep{self.ep}" * self.shares_experts
+        runs = "_".join(f"{owner}x{len([*some])}" for owner, some in groupby(self.owners))
+        return str(self.cuts) + f".ep{self.ep}" * self.shares_experts + f".{runs}" * bool(runs)
 
     @staticmethod
     def of_shard_space(space: str) -> Layout:
         """The smallest layout whose ``shard_space`` is ``space``. Raises ValueError."""
-        cuts, _, ep = space.partition(".ep")
-        if not re.fullmatch(r"\d*", ep):
+        match = re.fullmatch(r"(.*?)(?:\.ep(\d+)(?:\.(\d+x\d+(?:_\d+x\d+)*))?)?", space)
+        if match is None:
             raise ValueError(f"not a shard space: {space!r}")
-        return Layout(**ShardPlace.parse(cuts)._asdict(), ep=int(ep or 1))
+        cuts, ep, runs = match.groups()
+        counted = [[*map(int, run.split("x"))] for run in runs.split("_")] if runs else []
+        if sum(count for _, count in counted) > EXPERTS_MAX:
+            raise ValueError(f"not a shard space, of over {EXPERTS_MAX} experts: {space!r:.80}")
+        owners = [owner for owner, count in counted for _ in range(count)]
+        return Layout(**ShardPlace.parse(cuts)._asdict(), ep=int(ep or 1), owners=tuple(owners))
 
     @staticmethod
     def parse(name: str) -> Layout:
-        """What ``str`` makes of a layout. Raises ValueError."""
+        """What ``str`` makes of a layout, which says nothing of ``owners``. Raises ValueError."""
         match = re.fullmatch(
             r"(?:pp(\d+)-)?(?:ddp(\d+)|fsdp(\d+)|hsdp(\d+)x(\d+))(?:-cp(\d+))?(?:-ep(\d+))?"
             r"(?:-tp(\d+))?",
