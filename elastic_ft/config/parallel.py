@@ -92,7 +92,7 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def shares_experts_alone(self) -> ParallelConfig:
         others = [key for key in ("tp", "pp") if getattr(self, key) > 1]
-        others += [key for key in ("compile", "unused_parameters") if getattr(self, key)]
+        others += ["unused_parameters"] * self.unused_parameters
         others += ["engine deepspeed"] * (self.engine != "native")
         if self.ep > 1 and others:
             raise ValueError(f"ep: not with {others[0]}")

@@ -1,5 +1,7 @@
 """Layers compiled one by one: before they are cut, with every hook outside, warmed up early.
 
+Of a layer with experts, all before these: what routers choose is of another size each time.
+
 All layers of a model are one graph. FSDP has a layer's weights whole as it runs, so that neither
 another world nor a module that is built anew compiles again: torch keeps what it has compiled by
 the code of ``forward``, for as long as the process lives (I6), and on the node's disk for the next
@@ -28,6 +30,7 @@ from elastic_ft.engines.base import Compiled
 from elastic_ft.engines.modules import DTYPES, mixed_precision, to_empty
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, rotations, who_attends
+from elastic_ft.models.experts import MixtureBlock, MixtureDecoder
 
 # Of one forward, over all generations: masked batches, precision. Beyond it torch runs eagerly.
 GRAPHS_MAX = 64
@@ -47,7 +50,10 @@ def check_compiler(on_gpu: bool) -> None:
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """From now on their forwards are compiled ones. Without a graph break, or not at all."""
     for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)  # type: ignore[assignment]
+        inner = getattr(block, "_checkpoint_wrapped_module", block)
+        part, name = (inner, "attended") if isinstance(inner, MixtureBlock) else (block, "forward")
+        compiled = torch.compile(getattr(part, name), fullgraph=True, dynamic=False)
+        setattr(part, name, compiled)
 
 
 class Compiler:
@@ -64,11 +70,13 @@ class Compiler:
         """Compiles one layer's forward and backward, of shapes as in a step: with no group, and
         while nobody waits. ``whole``: DDP, which computes in lower precision by autocast.
         """
-        assert isinstance(model, Decoder)
+        assert isinstance(model, Decoder | MixtureDecoder)
         began_s = time.monotonic()
         dtype = DTYPES[self._job.precision.dtype]
         holder: nn.ModuleList = nn.ModuleList([model.layers[0]])
         blocks: list[nn.Module] = [*holder]
+        if isinstance(layer := holder[0], MixtureBlock):
+            layer.ffn = Unmixed()
         if again := self._job.parallel.activation_checkpointing:
             blocks = checkpoint_activations(holder, blocks, again)
         compile_blocks(blocks)
@@ -82,12 +90,12 @@ class Compiler:
             to_empty(holder, self._device)
             with torch.autocast(self._device.type, dtype=dtype, enabled=autocast):
                 out = blocks[0](x, turns, attends=attends)
-            out.sum().backward()
+            (out[0] if isinstance(out, tuple) else out).sum().backward()
         graphs = torch_private.compiled_graphs()
         self._warmed = graphs - self._seen, time.monotonic() - began_s
         self._seen = graphs
 
-    def _inputs(self, model: Decoder, dtype: torch.dtype) -> tuple[Any, ...]:
+    def _inputs(self, model: Decoder | MixtureDecoder, dtype: torch.dtype) -> tuple[Any, ...]:
         """As ``Decoder.forward`` gives them to a layer."""
         config, batch = model.config, self._job.batch.micro_batch_size
         length = config.max_sequence_length
@@ -117,10 +125,24 @@ def eagerly(compiler: Compiler | None) -> contextlib.AbstractContextManager[Any]
     return torch.compiler.set_stance("force_eager")
 
 
+class Unmixed(nn.Module):
+    """In the place of a mixture, which needs room that only a step has."""
+
+    def forward(self, x: torch.Tensor, valid: None) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x.new_zeros(())
+
+
 def check_compiled(job: Job, model: nn.Module) -> None:
     """Raises ConfigError for a model whose layers are not compiled here."""
-    if job.parallel.compile and not isinstance(model, Decoder):
+    if not job.parallel.compile:
+        return
+    if not isinstance(model, Decoder | MixtureDecoder):
         raise ConfigError(
-            "parallel.compile: is of the built-in decoder (model.preset), found "
+            "parallel.compile: is of the built-in decoders (model.preset), found "
             f"{type(model).__name__}"
+        )
+    if isinstance(model, MixtureDecoder) and job.parallel.activation_checkpointing == "selective":
+        raise ConfigError(
+            "parallel.compile: of a mixture (model.preset) not with activation_checkpointing "
+            "selective, which would see nothing of what is compiled of a layer"
         )

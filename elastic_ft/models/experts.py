@@ -204,9 +204,17 @@ class MixtureBlock(nn.Module):
         attends: Tensor | None = None,
         valid_BT: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), turns, attends=attends)
-        mixed_BTD, router_sum = self.ffn(self.ffn_norm(x_BTD), valid_BT)
+        x_BTD, normed_BTD = self.attended(x_BTD, turns, attends)
+        mixed_BTD, router_sum = self.ffn(normed_BTD, valid_BT)
         return x_BTD + mixed_BTD, router_sum
+
+    def attended(
+        self, x_BTD: Tensor, turns: Tensor, attends: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """All but the mixture, of which sizes depend on what routers choose. Returns what passes it
+        by, and what goes into it."""
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), turns, attends=attends)
+        return x_BTD, self.ffn_norm(x_BTD)
 
 
 class MixtureDecoder(nn.Module):

@@ -251,7 +251,6 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             for named, other in (
                 ("tp", {"tp": 2}),
                 ("pp", {"pp": 2}),
-                ("compile", {"compile": True}),
                 ("unused_parameters", {"unused_parameters": True}),
                 ("engine deepspeed", {"engine": "deepspeed", "zero_stage": 1}),
             )

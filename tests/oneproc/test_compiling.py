@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.compiling import check_compiler
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
-from tests.oneproc.alone import attached, job_of, run_step
+from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
+from tests.oneproc.alone import attached, job_of, reach
 
 SIZES = DecoderConfig(
     vocab_size=97, n_layers=3, dim=16, n_heads=2, n_kv_heads=1, ffn_dim=24, max_sequence_length=12
@@ -23,21 +25,42 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"tokens": torch.randint(0, 97, (4, 13), generator=generator)}
 
 
-def losses(parallel: dict[str, Any], dtype: str) -> tuple[list[Any], list[Any]]:
+MIXED = MixtureConfig(**vars(SIZES), n_experts=5, expert_ffn_dim=8)
+
+
+def losses(
+    parallel: dict[str, Any], dtype: str, experts: bool = False
+) -> tuple[list[Any], list[Any]]:
+    def make() -> torch.nn.Module:
+        return MixtureDecoder(MIXED) if experts else Decoder(SIZES)
+
     job = job_of(parallel=parallel, precision={"dtype": dtype}, optimizer={"lr": 1e-3})
-    with attached(job, lambda: Decoder(SIZES), tokens=12) as engine:
-        steps = [run_step(engine, step, [batch(step), batch(9)]) for step in range(1, 4)]
-    return [s[0] for s in steps], [s[2].compiled for s in steps]
+    with attached(job, make, tokens=12) as engine:
+        found, compiled = [], []
+        for step in range(1, 4):
+            batches = [MicroBatch(number, batch(seed)) for number, seed in enumerate((step, 9))]
+            loss, terms = engine.run_batch(step, batches, reach)
+            engine.named.means(engine.named.sums())  # what experts were sent, among them
+            found.append(loss)
+            compiled.append(engine.apply(step, terms, engine.square_norm(), reach).compiled)
+    return found, compiled
 
 
 @pytest.mark.parametrize(
-    ("strategy", "dtype", "recompute"), [("ddp", "fp32", "selective"), ("fsdp", "bf16", False)]
+    ("strategy", "dtype", "recompute", "experts"),
+    [
+        ("ddp", "fp32", "selective", False),
+        ("fsdp", "bf16", False, False),
+        ("fsdp", "bf16", True, True),
+    ],
 )
-def test_steps_are_those_of_eager_layers(strategy: str, dtype: str, recompute: bool | str) -> None:
+def test_steps_are_those_of_eager_layers(
+    strategy: str, dtype: str, recompute: bool | str, experts: bool
+) -> None:
     """One graph for all layers, and none is left to compile in a step."""
     sections = {"strategy": strategy, "activation_checkpointing": recompute}
-    found, compiled = losses(sections | {"compile": True}, dtype)
-    expected, nothing = losses(sections, dtype)
+    found, compiled = losses(sections | {"compile": True}, dtype, experts)
+    expected, nothing = losses(sections, dtype, experts)
     assert found == pytest.approx(expected, rel=1e-5 if dtype == "fp32" else 0.01)
     assert nothing == [None] * 3
     first, *others = compiled

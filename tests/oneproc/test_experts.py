@@ -218,7 +218,7 @@ def test_the_planner_knows_what_a_layer_keeps_for_backward() -> None:
     [
         ({"tp": 2}, "parallel.tp"),
         ({"cp": 2, "pp": 2}, "parallel.cp: stages of a mixture"),
-        ({"compile": True}, "parallel.compile"),
+        ({"compile": True, "activation_checkpointing": "selective"}, "parallel.compile"),
         ({"loss_chunk_tokens": 8}, "parallel.loss_chunk_tokens"),
         ({"engine": "deepspeed", "zero_stage": 1, "strategy": "fsdp"}, "parallel.engine"),
         ({"ep": 9}, "parallel.ep: 9 ranks can't share 8 experts of a layer"),
