@@ -16,6 +16,7 @@ import pytest
 from elastic_ft.controller import rescue
 from elastic_ft.core.assignment import Holding, Tier
 from elastic_ft.core.commands import RecordStep
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StoreFailed
 from elastic_ft.keeper import emergency
@@ -385,3 +386,14 @@ def test_a_store_that_was_away_has_it_all_once_it_is_back(store: Store) -> None:
     assert failed == ()
     there = rescue.gather(store, RUN, {"n0": 0.0}, AT_ONCE)
     assert there.missing == [] and there.refused == [] and len(there.shards) == 4
+
+
+def test_names_are_short_enough_for_any_store() -> None:
+    """Who has which of many experts is part of a shard space, not of a name."""
+    spaces = [
+        Layout(dp_shard=64, ep=64, owners=tuple(x * step % 64 for x in range(512))).shard_space
+        for step in (5, 7)
+    ]
+    assert min(map(len, spaces)) > 255
+    names = {emergency.shard_name(10**6, 10**3, space, "pp0.s63.tp0") for space in spaces}
+    assert len(names) == 2 and max(map(len, names)) < 80
