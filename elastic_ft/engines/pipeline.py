@@ -187,7 +187,7 @@ class Pipeline:
         and of the loss what routers of theirs add.
         """
         batches = [self._read(m) for m in micro_batches]
-        tokens, targets, more = joined(batches)
+        tokens, targets, more = self._own(*joined(batches))
         shape = torch.Size((len(batches[0][0]), tokens.shape[1]))
         if shape != self._shape:
             self._runner, self._shape = self._make_runner(len(batches), shape), shape
@@ -206,11 +206,17 @@ class Pipeline:
         return total, int((targets != IGNORED_LABEL).sum()) if self.has_last else 0
 
     def _read(self, micro_batch: MicroBatch) -> Shifted:
-        """This rank's positions, where ranks share them."""
+        return tokens_and_targets(micro_batch, self._device, next(iter(self.stages.values())))
+
+    def _own(self, tokens: Tensor, targets: Tensor, more: dict[str, Tensor]) -> Shifted:
+        """This rank's positions, where ranks share them: of sequences that are equally long."""
         stage = next(iter(self.stages.values()))
-        tokens, targets, more = tokens_and_targets(micro_batch, self._device, stage)
-        if stage.context is not None:
-            tokens, targets, _ = stage.context.cut(tokens, targets)
+        if stage.context is None:
+            return tokens, targets, more
+        tokens, targets, _ = stage.context.cut(tokens, targets)
+        if isinstance(stage, PrunedStage):
+            places_t = stage.context.positions(tokens.shape[1], tokens.device)
+            more = {"position_ids": places_t.expand(len(tokens), -1)}
         return tokens, targets, more
 
     def _make_runner(self, micro_batches: int, shape_BT: torch.Size) -> Any:
@@ -258,7 +264,7 @@ class Pipeline:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
         total, count = 0.0, 0
         for micro_batch in micro_batches:
-            tokens, targets, more = self._read(micro_batch)
+            tokens, targets, more = self._own(*self._read(micro_batch))
             output = self._forward(tokens, more)
             if output is not None:
                 total += float(self.stages[self._count - 1].loss_sum(output, targets))

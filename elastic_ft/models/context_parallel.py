@@ -5,7 +5,8 @@ causal attention all have as much to do. Everything but attention is of one posi
 rank gathers keys and values of all positions, and merges what it finds in earlier chunks and in
 the chunk itself by their log-sum-exp: the two are plain attention, whole and causal, so there is no
 mask, and kernels are the fastest. In backward they are gathered again, and not kept (Llama Team,
-2024, 3.3.2).
+2024, 3.3.2). Where each position sees a window of those before it, queries are taken some at a
+time, and the window's far edge is causal attention backwards.
 
 Shape suffixes as in ``decoder``; t is T / ranks, C = t / 2 a chunk's positions.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,10 +76,22 @@ class ContextShare:
     def chunks(self) -> tuple[int, int]:
         return self.rank, 2 * self.ranks - 1 - self.rank
 
-    def attend(self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor) -> Tensor:
-        """Causal attention of this rank's positions to all before them: [B, t, H, E]."""
+    def attend(
+        self,
+        q_BtHE: Tensor,
+        k_BtKE: Tensor,
+        v_BtKE: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """Causal attention of this rank's positions to all before them: [B, t, H, E].
+
+        ``scale``: of scores; None: E^-0.5. ``window``: each position sees so many, itself the last
+        of them; None: all.
+        """
         kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
-        out_BHtE: Tensor = _Attend.apply(q_BtHE.transpose(1, 2).contiguous(), kv, self)
+        q_BHtE = q_BtHE.transpose(1, 2).contiguous()
+        out_BHtE: Tensor = _Attend.apply(q_BHtE, kv, self, scale, window)
         return out_BHtE.transpose(1, 2)
 
     def gather(self, kv_2BKtE: Tensor) -> Tensor:
@@ -105,48 +118,80 @@ class ContextShare:
         return [2 * c if c < ranks else 2 * (2 * ranks - 1 - c) + 1 for c in range(2 * ranks)]
 
 
-def _blocks(context: ContextShare, own: int) -> Iterator[tuple[slice, slice, bool]]:
-    """(queries here, keys in the sequence, whether causal): what attention is made of."""
-    chunk = own // 2
+Kind = Literal["causal", "all", "backwards"]
+
+
+class _Block(NamedTuple):
+    """One kernel's part of attention: queries here, and keys in the sequence, that they see.
+
+    Of as many keys as queries, query n sees those up to n ("causal"), or from n on ("backwards").
+    """
+
+    queries: slice
+    keys: slice
+    kind: Kind
+
+
+def _blocks(context: ContextShare, own: int, window: int | None) -> Iterator[_Block]:
+    """What attention is made of. Of some queries, the causal block with themselves comes first."""
+    chunk, seen = own // 2, window or own * context.ranks
     for half, number in enumerate(context.chunks):
-        mine = slice(half * chunk, (half + 1) * chunk)
-        yield mine, slice(number * chunk, (number + 1) * chunk), True
-        if number:
-            yield mine, slice(0, number * chunk), False
+        begin, end = number * chunk, (number + 1) * chunk
+        here = half * chunk - begin
+        for start in (begin, *range((begin // seen + 1) * seen, end, seen)):
+            stop = min(end, (start // seen + 1) * seen)  # no more than a window, nor across its end
+            queries = slice(start + here, stop + here)
+            yield _Block(queries, slice(start, stop), "causal")
+            if (first := max(0, stop - seen)) < start:
+                yield _Block(queries, slice(first, start), "all")
+            if start >= seen and stop - start > 1:  # what the last of the queries does not see
+                but_the_last = slice(start + here, stop - 1 + here)
+                far_edge = slice(start - seen + 1, stop - seen)
+                yield _Block(but_the_last, far_edge, "backwards")
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHtE: Tensor, kv_2BKtE: Tensor, context: ContextShare) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_BHtE: Tensor,
+        kv_2BKtE: Tensor,
+        context: ContextShare,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
         k_BHTE, v_BHTE = _expanded(context.gather(kv_2BKtE), q_BHtE.shape[1])
-        out = torch.empty_like(q_BHtE)
+        out = torch.empty_like(q_BHtE, dtype=torch.float32)
         lse = torch.empty(q_BHtE.shape[:3], dtype=torch.float32, device=q_BHtE.device)
-        merged: Any = None
-        for mine, keys, causal in _blocks(context, q_BHtE.shape[2]):
-            found = _attention(q_BHtE[:, :, mine], k_BHTE[:, :, keys], v_BHTE[:, :, keys], causal)
-            merged = found if causal else _merged(merged, found)
-            out[:, :, mine], lse[:, :, mine] = merged
+        for mine, keys, kind in _blocks(context, q_BHtE.shape[2], window):
+            of_block = q_BHtE[:, :, mine], k_BHTE[:, :, keys], v_BHTE[:, :, keys]
+            found = _attention(*of_block, kind, scale)
+            if kind != "causal":
+                found = _merged((out[:, :, mine], lse[:, :, mine]), found)
+            out[:, :, mine], lse[:, :, mine] = found
+        out = out.to(q_BHtE.dtype)
         ctx.save_for_backward(q_BHtE, kv_2BKtE, out, lse)
-        ctx.context = context
+        ctx.of = context, scale, window
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        context, dout = ctx.context, gradients[0].contiguous()
+        (context, scale, window), dout = ctx.of, gradients[0].contiguous()
         heads, kv_heads = q.shape[1], kv.shape[2]
         whole = context.gather(kv)
         k, v = _expanded(whole, heads)
         dq = torch.zeros_like(q, dtype=torch.float32)
         dwhole = torch.zeros_like(whole, dtype=torch.float32)
-        for mine, keys, causal in _blocks(context, q.shape[2]):
-            of_mine = (x[:, :, mine] for x in (dout, q, out, lse))
-            dq_, *dkv = _attention_backward(*of_mine, k[:, :, keys], v[:, :, keys], causal)
+        for mine, keys, kind in _blocks(context, q.shape[2], window):
+            of_block = [x[:, :, mine] for x in (dout, q, out, lse)]
+            of_block += [k[:, :, keys], v[:, :, keys]]
+            dq_, *dkv = _attention_backward(*of_block, kind, scale)
             dq[:, :, mine] += dq_
             for number, gradient in enumerate(dkv):
                 by_kv_head = gradient.float().unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
                 dwhole[number][:, :, keys] += by_kv_head
-        return dq.to(q.dtype), context.scatter(dwhole).to(kv.dtype), None
+        return dq.to(q.dtype), context.scatter(dwhole).to(kv.dtype), None, None, None
 
 
 def _expanded(kv_2BKTE: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -162,24 +207,42 @@ def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return sum(parts), lse  # type: ignore[return-value]
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _turned(kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What is seen from a position on is what is seen up to it, of all in reverse order."""
+    return tuple(x.flip(2) for x in tensors) if kind == "backwards" else tensors
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, kind: Kind, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """(output, float32 log-sum-exp) of one kernel."""
+    given = (*_turned(kind, q, k, v), 0.0, kind != "all")
     if q.device.type == "cpu":
-        out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(*given, scale=scale)
     else:
-        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        out, lse, *_ = _ops._scaled_dot_product_flash_attention(*given, scale=scale)
+    out, lse = _turned(kind, out, lse)
     return out, lse.float()
 
 
 def _attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: Kind,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
     """Of queries, keys and values; ``lse`` and ``out``: over all keys, not these alone."""
-    lse = lse.contiguous()
+    dout, q, out, lse, k, v = _turned(kind, dout, q, out, lse, k, v)
+    lse, causal = lse.contiguous(), kind != "all"
     if q.device.type == "cpu":
         name = _ops._scaled_dot_product_flash_attention_for_cpu_backward
-        found: tuple[Tensor, Tensor, Tensor] = name(dout, q, k, v, out, lse, 0.0, causal)
-        return found
+        found = name(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return _turned(kind, *found)
     lengths, none = (q.shape[2], k.shape[2]), torch.empty(0, dtype=torch.uint64, device=q.device)
     name = _ops._scaled_dot_product_flash_attention_backward
-    return name(dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, none, none)
+    given = (dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, none, none)
+    return _turned(kind, *name(*given, scale=scale))

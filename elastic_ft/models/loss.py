@@ -93,6 +93,8 @@ def _next_token_loss(model: nn.Module, **batch: Tensor) -> tuple[Tensor, Tensor 
         tokens, targets, there = context.cut(tokens, targets)
         if hasattr(_bare(model), "counts_tokens"):  # models.experts
             inputs = {"attention_mask": there}
+        elif _is_of_transformers(model):
+            inputs = {"position_ids": context.positions(tokens.shape[1], tokens.device)[None]}
     is_counted = bool(batch.keys() & {"labels", "attention_mask"}) or context is not None
     count = (targets != IGNORED_LABEL).sum() if is_counted else targets.numel()
     if getattr(_bare(model), "loss_chunk_tokens", None):
