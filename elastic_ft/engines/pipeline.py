@@ -187,7 +187,7 @@ class Pipeline:
         and of the loss what routers of theirs add.
         """
         batches = [self._read(m) for m in micro_batches]
-        tokens, targets, more = self._own(*joined(batches))
+        tokens, targets, more = own_positions(self._any, *joined(batches))
         shape = torch.Size((len(batches[0][0]), tokens.shape[1]))
         if shape != self._shape:
             self._runner, self._shape = self._make_runner(len(batches), shape), shape
@@ -205,19 +205,12 @@ class Pipeline:
         total = float(self._total + sum(stage.router_sum for stage in mixtures))
         return total, int((targets != IGNORED_LABEL).sum()) if self.has_last else 0
 
-    def _read(self, micro_batch: MicroBatch) -> Shifted:
-        return tokens_and_targets(micro_batch, self._device, next(iter(self.stages.values())))
+    @property
+    def _any(self) -> ModelStage:
+        return next(iter(self.stages.values()))
 
-    def _own(self, tokens: Tensor, targets: Tensor, more: dict[str, Tensor]) -> Shifted:
-        """This rank's positions, where ranks share them: of sequences that are equally long."""
-        stage = next(iter(self.stages.values()))
-        if stage.context is None:
-            return tokens, targets, more
-        tokens, targets, _ = stage.context.cut(tokens, targets)
-        if isinstance(stage, PrunedStage):
-            places_t = stage.context.positions(tokens.shape[1], tokens.device)
-            more = {"position_ids": places_t.expand(len(tokens), -1)}
-        return tokens, targets, more
+    def _read(self, micro_batch: MicroBatch) -> Shifted:
+        return tokens_and_targets(micro_batch, self._device, self._any)
 
     def _make_runner(self, micro_batches: int, shape_BT: torch.Size) -> Any:
         pipelining, stages = _pipelining(), []
@@ -264,7 +257,7 @@ class Pipeline:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
         total, count = 0.0, 0
         for micro_batch in micro_batches:
-            tokens, targets, more = self._own(*self._read(micro_batch))
+            tokens, targets, more = own_positions(self._any, *self._read(micro_batch))
             output = self._forward(tokens, more)
             if output is not None:
                 total += float(self.stages[self._count - 1].loss_sum(output, targets))
@@ -370,3 +363,17 @@ def joined(batches: Sequence[Shifted]) -> Shifted:
     inputs = {key: together(of[key] for of in named) for key in named[0]}
     targets = together((targets for _, targets, _ in batches), IGNORED_LABEL)
     return inputs.pop("tokens"), targets, inputs
+
+
+def own_positions(
+    stage: ModelStage, tokens: Tensor, targets: Tensor, more: dict[str, Tensor]
+) -> Shifted:
+    """This rank's, where ranks share positions. Of batches that are joined: where a rank's are
+    depends on how long all are."""
+    if stage.context is None:
+        return tokens, targets, more
+    tokens, targets, _ = stage.context.cut(tokens, targets)
+    if isinstance(stage, PrunedStage):
+        places_t = stage.context.positions(tokens.shape[1], tokens.device)
+        more = {"position_ids": places_t.expand(len(tokens), -1)}
+    return tokens, targets, more

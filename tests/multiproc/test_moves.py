@@ -134,6 +134,14 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
         ),
         {"model": {"transformers": LLAMA}},
     ),
+    # Ranks share positions of another transformers model, of which each sees a window.
+    "mistral": (
+        moves_through(
+            *("fsdp2-cp2", "ddp1-cp3", "pp2-ddp1-cp2"),
+            faults=[("backward", 1)],
+        ),
+        {"model": {"transformers": LLAMA | {"model_type": "mistral", "sliding_window": 5}}},
+    ),
     # Half the world goes at once, keeper included: stages, replicas and tensor-parallel groups.
     "nodes": (
         moves_through(

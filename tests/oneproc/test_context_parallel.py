@@ -17,12 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ft.config import ModelConfig
+from elastic_ft.controller.planning import planning_of
+from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.context_parallel import check_context_parallel, share_positions
-from elastic_ft.engines.pipeline import cut
+from elastic_ft.engines.pipeline import cut, joined, own_positions, tokens_and_targets
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model, context_parallel, loss_sum
 from elastic_ft.models.context_parallel import ContextShare
+from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.loss import IGNORED_LABEL
+from tests.oneproc.alone import job_of
 
 pytest.importorskip("transformers")
 
@@ -230,23 +234,33 @@ def test_models_of_others_train_as_one_process_does(name: str) -> None:
     assert_sums(found, gradients(whole))
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
+def decoder() -> Decoder:
+    config = DecoderConfig(VOCABULARY, 2, 16, 4, 2, 24, 32)
+    model = Decoder(config)
+    model.initialise(3)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "decoder"])
 def test_stages_that_share_positions_are_the_model(name: str) -> None:
-    whole, given = make(MODELS[name]), batch()
-    tokens, targets = given["tokens"][:, :-1], given["labels"][:, 1:]
-    expected, _ = loss_sum(whole, given)
+    """Of micro-batches that are not equally long."""
+    whole = decoder() if name == "decoder" else make(MODELS[name])
+    batches = [batch(24), batch(16)]
+    expected = sum(float(loss_sum(whole, given)[0].detach()) for given in batches)
     stages = [cut(whole, rank, 2, "1f1b")[rank] for rank in range(2)]
 
     def work(context: ContextShare) -> float:
-        own, own_targets, _ = context.cut(tokens, targets)
-        x: Tensor = own
-        for stage in copy.deepcopy(stages):
+        mine: list[Any] = copy.deepcopy(stages)
+        for stage in mine:
             share_positions(stage, context)
-            places = context.positions(own.shape[1], own.device).expand(len(own), -1)
-            x = stage(x, position_ids=places)
-        return float(stages[1].loss_sum(x, own_targets).detach())
+        read = [tokens_and_targets(MicroBatch(0, b), torch.device("cpu"), mine[0]) for b in batches]
+        x, targets, more = own_positions(mine[0], *joined(read))
+        for stage in mine:
+            stage.length = targets.shape[1]
+            x = stage(x, **more)
+        return float(mine[1].loss_sum(x, targets).detach())
 
-    assert sum(on_ranks(2, work)) == pytest.approx(float(expected.detach()), rel=1e-6)
+    assert sum(on_ranks(2, work)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_other_models_of_one_configuration_stay_as_they_are() -> None:
@@ -329,3 +343,19 @@ def test_a_model_of_ones_own_is_refused_though_it_is_made_of_anothers() -> None:
 
     with torch.device("meta"), pytest.raises(ConfigError, match="found Mine"):
         check_context_parallel(Mine(make(MODELS["llama"]).config), 2)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("name", "shares"), [("mistral", True), ("gemma2", True), (None, False)])
+def test_the_planner_shares_positions_of_models_that_can(name: str | None, shares: bool) -> None:
+    """And of no other, however long its sequences."""
+    capped = {"model_type": "gemma2", **WIDTH}
+    config = {**SIZES, **(MODELS[name] if name else capped)}
+    config |= {"max_position_embeddings": 32768, "vocab_size": 4096}
+    job = job_of(
+        parallel={"strategy": "auto", "devices": {"memory_gb": 1}},
+        model={"transformers": config},
+        data={"url": "stdlib:", "sequence_length": 32768},
+        batch={"global_batch_size": 8, "micro_batch_size": 1},
+        elastic={"max_workers": 8},
+    )
+    assert (max(planning_of(job).limits.cp_sizes) == 8) is shares
