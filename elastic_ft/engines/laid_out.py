@@ -25,7 +25,6 @@ from elastic_ft.engines.activations import checkpoint_activations, keep_in_host_
 from elastic_ft.engines.along import Along, along_of
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.compiling import check_compiled, compile_blocks
-from elastic_ft.engines.context_parallel import check_context_parallel, share_positions
 from elastic_ft.engines.expert_parallel import check_expert_parallel, shard_experts
 from elastic_ft.engines.float8 import check_float8
 from elastic_ft.engines.modules import DTYPES, inside, mixed_precision, plain_name, to_empty
@@ -42,6 +41,7 @@ from elastic_ft.engines.pipeline import (
 )
 from elastic_ft.engines.replica_comm import ReplicaComm
 from elastic_ft.engines.shard_comm import compress
+from elastic_ft.engines.shared_positions import check_context_parallel, share_positions
 from elastic_ft.engines.tensor_parallel import (
     check_stages_cut_alike,
     check_tensor_parallel,

@@ -118,7 +118,7 @@ class ContextShare:
         return [2 * c if c < ranks else 2 * (2 * ranks - 1 - c) + 1 for c in range(2 * ranks)]
 
 
-Kind = Literal["causal", "all", "backwards"]
+_Kind = Literal["causal", "all", "backwards"]
 
 
 class _Block(NamedTuple):
@@ -129,7 +129,7 @@ class _Block(NamedTuple):
 
     queries: slice
     keys: slice
-    kind: Kind
+    kind: _Kind
 
 
 def _blocks(context: ContextShare, own: int, window: int | None) -> Iterator[_Block]:
@@ -207,13 +207,13 @@ def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return sum(parts), lse  # type: ignore[return-value]
 
 
-def _turned(kind: Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _turned(kind: _Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
     """What is seen from a position on is what is seen up to it, of all in reverse order."""
     return tuple(x.flip(2) for x in tensors) if kind == "backwards" else tensors
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, kind: Kind, scale: float | None
+    q: Tensor, k: Tensor, v: Tensor, kind: _Kind, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """(output, float32 log-sum-exp) of one kernel."""
     given = (*_turned(kind, q, k, v), 0.0, kind != "all")
@@ -232,7 +232,7 @@ def _attention_backward(
     lse: Tensor,
     k: Tensor,
     v: Tensor,
-    kind: Kind,
+    kind: _Kind,
     scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Of queries, keys and values; ``lse`` and ``out``: over all keys, not these alone."""

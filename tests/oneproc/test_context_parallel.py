@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from elastic_ft.config import ModelConfig
 from elastic_ft.controller.planning import planning_of
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.context_parallel import check_context_parallel, share_positions
 from elastic_ft.engines.pipeline import cut, joined, own_positions, tokens_and_targets
+from elastic_ft.engines.shared_positions import check_context_parallel, share_positions
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model, context_parallel, loss_sum
 from elastic_ft.models.context_parallel import ContextShare

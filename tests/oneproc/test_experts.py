@@ -19,9 +19,9 @@ from elastic_ft.core.layouts.memory_costs import block_activation_bytes
 from elastic_ft.core.layouts.work import Work
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.context_parallel import share_positions
 from elastic_ft.engines.laid_out import check_parallel
 from elastic_ft.engines.pipeline import cut, joined, tokens_and_targets
+from elastic_ft.engines.shared_positions import share_positions
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model
 from elastic_ft.models.build import initial_state
