@@ -317,8 +317,8 @@ def run_watched(
 
 
 def check_batch(batch: Any, key: str = KEY, of_transformers: bool = False) -> None:
-    """Raises ConfigError for a micro-batch that a job with ``key`` can't have: ranks that share
-    positions would have to share masks, too."""
+    """Raises ConfigError for a micro-batch that a job with ``key`` can't have: what ranks that
+    share positions see has no mask."""
     who = "stages" if key == KEY else "ranks that share positions"
     is_named = isinstance(batch, Mapping)
     if is_named and of_transformers:
@@ -326,7 +326,7 @@ def check_batch(batch: Any, key: str = KEY, of_transformers: bool = False) -> No
     if not is_named or "tokens" not in batch:
         found = f"{sorted(batch)}" if is_named else f"a {type(batch).__name__}"
         raise ConfigError(f"{key}: {who} take batches with tokens, found {found}")
-    known = TOKEN_KEYS if key == KEY else {"tokens", "labels"}
+    known = TOKEN_KEYS - ({"attention_mask"} if key != KEY else set())
     if odd := batch.keys() - known:
         names = ", ".join(sorted(known))
         raise ConfigError(f"{key}: {who} take {names}, found {min(odd)} in a batch")
@@ -372,8 +372,6 @@ def own_positions(
     depends on how long all are."""
     if stage.context is None:
         return tokens, targets, more
-    tokens, targets, _ = stage.context.cut(tokens, targets)
-    if isinstance(stage, PrunedStage):
-        places_t = stage.context.positions(tokens.shape[1], tokens.device)
-        more = {"position_ids": places_t.expand(len(tokens), -1)}
-    return tokens, targets, more
+    cut = stage.context.cut
+    more = stage.context.inputs(more, tokens, isinstance(stage, PrunedStage))
+    return cut(tokens), cut(targets, IGNORED_LABEL), more

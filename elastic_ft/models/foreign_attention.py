@@ -61,7 +61,8 @@ def why_not_shared(model: nn.Module) -> str | None:
 
 def attend_over_ranks(model: nn.Module, context: ContextShare) -> None:
     """From now on ``model``, one that is shared (``why_not_shared``) or a part of it, takes this
-    rank's positions, told their numbers as ``position_ids``."""
+    rank's positions, told their numbers as ``position_ids``, and ``documents`` if there are some
+    (``ContextShare.inputs``): as any keyword, it comes to what computes attention."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention_over_ranks)
@@ -84,6 +85,7 @@ def _attention_over_ranks(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    documents: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
     """As transformers calls it: [B, H, t, E], [B, K, t, E]. Returns [B, t, H, E]; no weights."""
@@ -93,7 +95,7 @@ def _attention_over_ranks(
             "which ranks that share positions have not"
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return module.context.attend(q, k, v, scaling, sliding_window), None
+    return module.context.attend(q, k, v, scaling, sliding_window, documents), None
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[str, Any]]:

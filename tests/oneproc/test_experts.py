@@ -268,19 +268,6 @@ def test_the_planner_may_share_experts_out_where_the_engine_can() -> None:
         assert planning_of(job_of(**large | other)).limits.ep_max == 1
 
 
-def test_the_planner_shares_no_positions_of_packed_documents() -> None:
-    data = {"url": "stdlib:", "sequence_length": 32768}
-    for separate in (False, True):
-        job = job_of(
-            parallel={"strategy": "auto", "devices": {"memory_gb": 1}},
-            model={"preset": "decoder-1m"},
-            data=data | {"separate_documents": separate},
-            batch={"global_batch_size": 8, "micro_batch_size": 1},
-            elastic={"max_workers": 8},
-        )
-        assert (max(planning_of(job).limits.cp_sizes) == 1) is separate
-
-
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="experts_per_token 6 is more than n_experts 5"):
         dataclasses.replace(TINY, experts_per_token=6)
