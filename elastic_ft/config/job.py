@@ -157,12 +157,6 @@ class Job(Section):
         return self
 
     @model_validator(mode="after")
-    def shared_positions_are_of_one_document(self) -> Job:
-        if self.data.separate_documents and self.parallel.cp > 1:
-            raise ValueError("data.separate_documents: not with parallel.cp")
-        return self
-
-    @model_validator(mode="after")
     def chunks_in_range(self) -> Job:
         if self.parallel.loss_chunk_tokens and self.precision.dtype == "fp16":
             raise ValueError(

@@ -32,7 +32,7 @@ class ParallelConfig(Section):
     tp: int = Field(LayoutWish.tp, ge=1)
     tp_plan: str | None = None  # "package.module:name", how tp cuts a model of your own
     pp: int = Field(LayoutWish.pp, ge=1)  # ranks that share the layers out as pipeline stages
-    cp: int = Field(LayoutWish.cp, ge=1)  # of a preset: ranks that share each sample's positions
+    cp: int = Field(LayoutWish.cp, ge=1)  # ranks that share the positions of each sample
     # Of a mixture of experts, fsdp and hsdp: data ranks that share each layer's experts out.
     ep: int = Field(LayoutWish.ep, ge=1)
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"

@@ -73,8 +73,6 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
         check_parallel(asked, model, job.data.sequence_length)
 
     def can(wish: LayoutWish) -> bool:
-        if wish.cp > 1 and job.data.separate_documents:
-            return False
         try:
             check(wish)
         except ConfigError:

@@ -41,6 +41,7 @@ from elastic_ft.engines.pipeline import (
 )
 from elastic_ft.engines.replica_comm import ReplicaComm
 from elastic_ft.engines.shard_comm import compress
+from elastic_ft.engines.shared_positions import check_context_parallel, share_positions
 from elastic_ft.engines.tensor_parallel import (
     check_stages_cut_alike,
     check_tensor_parallel,
@@ -53,8 +54,8 @@ from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import block_modules
 from elastic_ft.models.context_parallel import ContextShare
-from elastic_ft.models.decoder import Attention, Decoder, DecoderStage
-from elastic_ft.models.experts import MixtureDecoder, MixtureOfExperts
+from elastic_ft.models.decoder import Decoder, DecoderStage
+from elastic_ft.models.experts import MixtureDecoder
 
 
 @dataclass(eq=False, slots=True)
@@ -198,11 +199,7 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
         raise ConfigError("parallel.engine: a mixture of experts (model.preset) is of native alone")
     if parallel.cp > 1 and isinstance(model, MixtureDecoder) and parallel.pp > 1:
         raise ConfigError("parallel.cp: stages of a mixture (model.preset) have whole sequences")
-    if parallel.cp > 1 and not isinstance(model, Decoder | MixtureDecoder):
-        raise ConfigError(
-            "parallel.cp: ranks share positions of the built-in decoders (model.preset), found "
-            f"{type(model).__name__}"
-        )
+    check_context_parallel(model, parallel.cp)
     if job.optimizer.is_schedule_free and parallel.pp > 1:
         raise ConfigError(
             f"optimizer.name: {job.optimizer.name} counts for all parameters, and stages (pp) have "
@@ -233,14 +230,6 @@ def check_data(job: Job, samples: Any) -> None:
 
 
 # ------------------------------------------------------------------------------- helpers
-
-
-def share_positions(part: Decoder | DecoderStage | MixtureDecoder, context: ContextShare) -> None:
-    """From now on ``part`` takes this rank's positions alone."""
-    part.context = context
-    for module in part.modules():
-        if isinstance(module, Attention | MixtureOfExperts):
-            module.context = context
 
 
 def _layout(groups: Groups) -> Layout:
@@ -274,7 +263,6 @@ def _prepare(
     if isinstance(part, Decoder | DecoderStage):
         part.loss_chunk_tokens = job.parallel.loss_chunk_tokens
     if groups is not None and groups.context is not None:
-        assert isinstance(part, Decoder | DecoderStage | MixtureDecoder)
         share_positions(part, ContextShare(groups.context, _layout(groups).tp))
     if groups is not None and _needs_fsdp(job, _layout(groups), device):
         shard(job, part, blocks, groups)

@@ -187,7 +187,7 @@ class Pipeline:
         and of the loss what routers of theirs add.
         """
         batches = [self._read(m) for m in micro_batches]
-        tokens, targets, more = joined(batches)
+        tokens, targets, more = own_positions(self._any, *joined(batches))
         shape = torch.Size((len(batches[0][0]), tokens.shape[1]))
         if shape != self._shape:
             self._runner, self._shape = self._make_runner(len(batches), shape), shape
@@ -205,13 +205,12 @@ class Pipeline:
         total = float(self._total + sum(stage.router_sum for stage in mixtures))
         return total, int((targets != IGNORED_LABEL).sum()) if self.has_last else 0
 
+    @property
+    def _any(self) -> ModelStage:
+        return next(iter(self.stages.values()))
+
     def _read(self, micro_batch: MicroBatch) -> Shifted:
-        """This rank's positions, where ranks share them."""
-        stage = next(iter(self.stages.values()))
-        tokens, targets, more = tokens_and_targets(micro_batch, self._device, stage)
-        if stage.context is not None:
-            tokens, targets, _ = stage.context.cut(tokens, targets)
-        return tokens, targets, more
+        return tokens_and_targets(micro_batch, self._device, self._any)
 
     def _make_runner(self, micro_batches: int, shape_BT: torch.Size) -> Any:
         pipelining, stages = _pipelining(), []
@@ -258,7 +257,7 @@ class Pipeline:
         """Returns (loss sum, tokens) of the rank that has the last stage; (0, 0) of the others."""
         total, count = 0.0, 0
         for micro_batch in micro_batches:
-            tokens, targets, more = self._read(micro_batch)
+            tokens, targets, more = own_positions(self._any, *self._read(micro_batch))
             output = self._forward(tokens, more)
             if output is not None:
                 total += float(self.stages[self._count - 1].loss_sum(output, targets))
@@ -318,8 +317,8 @@ def run_watched(
 
 
 def check_batch(batch: Any, key: str = KEY, of_transformers: bool = False) -> None:
-    """Raises ConfigError for a micro-batch that a job with ``key`` can't have: ranks that share
-    positions would have to share masks, too."""
+    """Raises ConfigError for a micro-batch that a job with ``key`` can't have: what ranks that
+    share positions see has no mask."""
     who = "stages" if key == KEY else "ranks that share positions"
     is_named = isinstance(batch, Mapping)
     if is_named and of_transformers:
@@ -327,7 +326,7 @@ def check_batch(batch: Any, key: str = KEY, of_transformers: bool = False) -> No
     if not is_named or "tokens" not in batch:
         found = f"{sorted(batch)}" if is_named else f"a {type(batch).__name__}"
         raise ConfigError(f"{key}: {who} take batches with tokens, found {found}")
-    known = TOKEN_KEYS if key == KEY else {"tokens", "labels"}
+    known = TOKEN_KEYS - ({"attention_mask"} if key != KEY else set())
     if odd := batch.keys() - known:
         names = ", ".join(sorted(known))
         raise ConfigError(f"{key}: {who} take {names}, found {min(odd)} in a batch")
@@ -364,3 +363,15 @@ def joined(batches: Sequence[Shifted]) -> Shifted:
     inputs = {key: together(of[key] for of in named) for key in named[0]}
     targets = together((targets for _, targets, _ in batches), IGNORED_LABEL)
     return inputs.pop("tokens"), targets, inputs
+
+
+def own_positions(
+    stage: ModelStage, tokens: Tensor, targets: Tensor, more: dict[str, Tensor]
+) -> Shifted:
+    """This rank's, where ranks share positions. Of batches that are joined: where a rank's are
+    depends on how long all are."""
+    if stage.context is None:
+        return tokens, targets, more
+    cut = stage.context.cut
+    more = stage.context.inputs(more, tokens, isinstance(stage, PrunedStage))
+    return cut(tokens), cut(targets, IGNORED_LABEL), more

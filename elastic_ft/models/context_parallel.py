@@ -5,23 +5,26 @@ causal attention all have as much to do. Everything but attention is of one posi
 rank gathers keys and values of all positions, and merges what it finds in earlier chunks and in
 the chunk itself by their log-sum-exp: the two are plain attention, whole and causal, so there is no
 mask, and kernels are the fastest. In backward they are gathered again, and not kept (Llama Team,
-2024, 3.3.2).
+2024, 3.3.2). Where each position sees a window of those before it, queries are taken some at a
+time, and the window's far edge is causal attention backwards. Documents that do not see each other
+are computed one after the other.
 
 Shape suffixes as in ``decoder``; t is T / ranks, C = t / 2 a chunk's positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from elastic_ft.models.loss import IGNORED_LABEL
+from elastic_ft.errors import ModelError
 
 _ops: Any = torch.ops.aten
 # torch 2.11 knows the second names alone, and 2.13 warns of them.
@@ -49,15 +52,38 @@ class ContextShare:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def cut(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, targets, and 1 where there is a token: [B, t] each. What pads a sequence comes
-        last, where no position sees it, and has no targets."""
-        more = -tokens_BT.shape[1] % (2 * self.ranks * self.multiple)
-        there_BT = F.pad(torch.ones_like(tokens_BT), (0, more))
-        tokens_BT = F.pad(tokens_BT, (0, more))
-        targets_BT = F.pad(targets_BT, (0, more), value=IGNORED_LABEL)
-        mine_t = self.positions(tokens_BT.shape[1] // self.ranks, tokens_BT.device)
-        return tokens_BT[:, mine_t], targets_BT[:, mine_t], there_BT[:, mine_t]
+    def cut(self, whole_BT: Tensor, filler: int = 0) -> Tensor:
+        """[B, t]. ``filler`` pads a sequence: it comes last, where no position sees it."""
+        padded_BT = F.pad(whole_BT, (0, self._missing(whole_BT)), value=filler)
+        mine_t = self.positions(padded_BT.shape[1] // self.ranks, padded_BT.device)
+        return padded_BT[:, mine_t]
+
+    def _missing(self, whole_BT: Tensor) -> int:
+        return -whole_BT.shape[1] % (2 * self.ranks * self.multiple)
+
+    def inputs(
+        self, more: Mapping[str, Tensor], tokens_BT: Tensor, foreign: bool
+    ) -> dict[str, Tensor]:
+        """What a model takes beside tokens, of ``more`` that came with whole ``tokens``.
+
+        "position_ids" [B, t] are this rank's: if there are some, or to a model of transformers
+        (``foreign``). "documents" [B, T] number those that they tell. Raises ModelError.
+        """
+        if odd := more.keys() - {"position_ids"}:
+            raise ModelError(
+                "parallel.cp: ranks that share positions take tokens, labels and position_ids, "
+                f"found {min(odd)} in a batch"
+            )
+        places_BT = more.get("position_ids")
+        if places_BT is not None:
+            documents_BT = documents_of(places_BT, foreign)
+            last = documents_BT[:, -1:].expand(-1, self._missing(documents_BT))
+            documents_BT = torch.cat([documents_BT, last], dim=1)
+            return {"position_ids": self.cut(places_BT), "documents": documents_BT}
+        if not foreign:
+            return {}
+        places_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+        return {"position_ids": self.cut(places_T.expand_as(tokens_BT))}
 
     def whole(self, counts: Tensor) -> Tensor:
         """Summed over the ranks: what is counted of each sequence. It has no gradient."""
@@ -75,10 +101,25 @@ class ContextShare:
     def chunks(self) -> tuple[int, int]:
         return self.rank, 2 * self.ranks - 1 - self.rank
 
-    def attend(self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor) -> Tensor:
-        """Causal attention of this rank's positions to all before them: [B, t, H, E]."""
+    def attend(
+        self,
+        q_BtHE: Tensor,
+        k_BtKE: Tensor,
+        v_BtKE: Tensor,
+        scale: float | None = None,
+        window: int | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of this rank's positions to all before them: [B, t, H, E].
+
+        ``scale``: of scores; None: E^-0.5. ``window``: each position sees so many, itself the last
+        of them; None: all. ``documents``: which numbers follow one another, equal ones see each
+        other; None: all.
+        """
         kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
-        out_BHtE: Tensor = _Attend.apply(q_BtHE.transpose(1, 2).contiguous(), kv, self)
+        q_BHtE = q_BtHE.transpose(1, 2).contiguous()
+        spans = _spans(documents_BT, q_BHtE.shape[2] * self.ranks)
+        out_BHtE: Tensor = _Attend.apply(q_BHtE, kv, self, scale, _Seen(spans, window))
         return out_BHtE.transpose(1, 2)
 
     def gather(self, kv_2BKtE: Tensor) -> Tensor:
@@ -105,48 +146,130 @@ class ContextShare:
         return [2 * c if c < ranks else 2 * (2 * ranks - 1 - c) + 1 for c in range(2 * ranks)]
 
 
-def _blocks(context: ContextShare, own: int) -> Iterator[tuple[slice, slice, bool]]:
-    """(queries here, keys in the sequence, whether causal): what attention is made of."""
-    chunk = own // 2
+def documents_of(position_ids_BT: Tensor, jumps: bool = False) -> Tensor:
+    """int64 [B, T]: numbers of the documents that sequences are made of, from 0.
+
+    One begins where a position is not greater than the one before; with ``jumps``, as transformers
+    has it, also where it is greater by more than one.
+    """
+    steps = position_ids_BT[:, 1:] - position_ids_BT[:, :-1]
+    begins = steps != 1 if jumps else steps <= 0
+    return F.pad(begins.cumsum(dim=1), (1, 0))
+
+
+_Kind = Literal["causal", "all", "backwards"]
+
+
+class _Span(NamedTuple):
+    """A document in some rows of a batch."""
+
+    rows: slice
+    first: int
+    end: int
+
+
+class _Seen(NamedTuple):
+    """What positions see: of their document, a window if there is one."""
+
+    documents: list[_Span]
+    window: int | None
+
+
+class _Block(NamedTuple):
+    """One kernel's part of attention: queries here, and keys in the sequence, that they see.
+
+    Of as many keys as queries, query n sees those up to n ("causal"), or from n on ("backwards").
+    """
+
+    rows: slice
+    queries: slice
+    keys: slice
+    kind: _Kind
+
+
+def _spans(documents_BT: Tensor | None, length: int) -> list[_Span]:
+    """Where they are; in all rows at once if they are at the same places."""
+    if documents_BT is None:
+        return [_Span(slice(None), 0, length)]
+    borders: list[list[int]] = [[0] for _ in documents_BT]
+    for row, before in (documents_BT[:, 1:] != documents_BT[:, :-1]).nonzero().tolist():
+        borders[row].append(before + 1)
+    alike = all(row == borders[0] for row in borders)
+    return [
+        _Span(slice(None) if alike else slice(number, number + 1), first, end)
+        for number, row in enumerate(borders[:1] if alike else borders)
+        for first, end in pairwise([*row, length])
+    ]
+
+
+def _blocks(context: ContextShare, own: int, seen: _Seen) -> Iterator[_Block]:
+    """What attention is made of. Of some queries, the causal block with themselves comes first."""
+    chunk, window = own // 2, seen.window or own * context.ranks
     for half, number in enumerate(context.chunks):
-        mine = slice(half * chunk, (half + 1) * chunk)
-        yield mine, slice(number * chunk, (number + 1) * chunk), True
-        if number:
-            yield mine, slice(0, number * chunk), False
+        here = (half - number) * chunk
+        for rows, first, end in seen.documents:
+            begin, end = max(first, number * chunk), min(end, (number + 1) * chunk)
+            for start, stop in _tiles(first, begin, end, window):
+                queries = slice(start + here, stop + here)
+                yield _Block(rows, queries, slice(start, stop), "causal")
+                if (since := max(first, stop - window)) < start:
+                    yield _Block(rows, queries, slice(since, start), "all")
+                if start - first >= window and stop - start > 1:
+                    but_the_last = slice(start + here, stop - 1 + here)  # which sees none of them
+                    far_edge = slice(start - window + 1, stop - window)
+                    yield _Block(rows, but_the_last, far_edge, "backwards")
+
+
+def _tiles(first: int, begin: int, end: int, window: int) -> Iterator[tuple[int, int]]:
+    """What is from ``begin`` to ``end``, cut wherever a whole window after ``first`` ends."""
+    while begin < end:
+        stop = min(end, begin + window - (begin - first) % window)
+        yield begin, stop
+        begin = stop
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_BHtE: Tensor, kv_2BKtE: Tensor, context: ContextShare) -> Tensor:
+    def forward(
+        ctx: Any,
+        q_BHtE: Tensor,
+        kv_2BKtE: Tensor,
+        context: ContextShare,
+        scale: float | None,
+        seen: _Seen,
+    ) -> Tensor:
         k_BHTE, v_BHTE = _expanded(context.gather(kv_2BKtE), q_BHtE.shape[1])
-        out = torch.empty_like(q_BHtE)
+        out = torch.empty_like(q_BHtE, dtype=torch.float32)
         lse = torch.empty(q_BHtE.shape[:3], dtype=torch.float32, device=q_BHtE.device)
-        merged: Any = None
-        for mine, keys, causal in _blocks(context, q_BHtE.shape[2]):
-            found = _attention(q_BHtE[:, :, mine], k_BHTE[:, :, keys], v_BHTE[:, :, keys], causal)
-            merged = found if causal else _merged(merged, found)
-            out[:, :, mine], lse[:, :, mine] = merged
+        for rows, mine, keys, kind in _blocks(context, q_BHtE.shape[2], seen):
+            of_block = q_BHtE[rows, :, mine], k_BHTE[rows, :, keys], v_BHTE[rows, :, keys]
+            found = _attention(*of_block, kind, scale)
+            if kind != "causal":
+                found = _merged((out[rows, :, mine], lse[rows, :, mine]), found)
+            out[rows, :, mine], lse[rows, :, mine] = found
+        out = out.to(q_BHtE.dtype)
         ctx.save_for_backward(q_BHtE, kv_2BKtE, out, lse)
-        ctx.context = context
+        ctx.of = context, scale, seen
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         q, kv, out, lse = ctx.saved_tensors
-        context, dout = ctx.context, gradients[0].contiguous()
+        (context, scale, seen), dout = ctx.of, gradients[0].contiguous()
         heads, kv_heads = q.shape[1], kv.shape[2]
         whole = context.gather(kv)
         k, v = _expanded(whole, heads)
         dq = torch.zeros_like(q, dtype=torch.float32)
         dwhole = torch.zeros_like(whole, dtype=torch.float32)
-        for mine, keys, causal in _blocks(context, q.shape[2]):
-            of_mine = (x[:, :, mine] for x in (dout, q, out, lse))
-            dq_, *dkv = _attention_backward(*of_mine, k[:, :, keys], v[:, :, keys], causal)
-            dq[:, :, mine] += dq_
+        for rows, mine, keys, kind in _blocks(context, q.shape[2], seen):
+            of_block = [x[rows, :, mine] for x in (dout, q, out, lse)]
+            of_block += [k[rows, :, keys], v[rows, :, keys]]
+            dq_, *dkv = _attention_backward(*of_block, kind, scale)
+            dq[rows, :, mine] += dq_
             for number, gradient in enumerate(dkv):
                 by_kv_head = gradient.float().unflatten(1, (kv_heads, heads // kv_heads)).sum(2)
-                dwhole[number][:, :, keys] += by_kv_head
-        return dq.to(q.dtype), context.scatter(dwhole).to(kv.dtype), None
+                dwhole[number][rows, :, keys] += by_kv_head
+        return dq.to(q.dtype), context.scatter(dwhole).to(kv.dtype), None, None, None
 
 
 def _expanded(kv_2BKTE: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -162,24 +285,42 @@ def _merged(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor,
     return sum(parts), lse  # type: ignore[return-value]
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _turned(kind: _Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """What is seen from a position on is what is seen up to it, of all in reverse order."""
+    return tuple(x.flip(2) for x in tensors) if kind == "backwards" else tensors
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, kind: _Kind, scale: float | None
+) -> tuple[Tensor, Tensor]:
     """(output, float32 log-sum-exp) of one kernel."""
+    given = (*_turned(kind, q, k, v), 0.0, kind != "all")
     if q.device.type == "cpu":
-        out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(*given, scale=scale)
     else:
-        out, lse, *_ = _ops._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        out, lse, *_ = _ops._scaled_dot_product_flash_attention(*given, scale=scale)
+    out, lse = _turned(kind, out, lse)
     return out, lse.float()
 
 
 def _attention_backward(
-    dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kind: _Kind,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
     """Of queries, keys and values; ``lse`` and ``out``: over all keys, not these alone."""
-    lse = lse.contiguous()
+    dout, q, out, lse, k, v = _turned(kind, dout, q, out, lse, k, v)
+    lse, causal = lse.contiguous(), kind != "all"
     if q.device.type == "cpu":
         name = _ops._scaled_dot_product_flash_attention_for_cpu_backward
-        found: tuple[Tensor, Tensor, Tensor] = name(dout, q, k, v, out, lse, 0.0, causal)
-        return found
+        found = name(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        return _turned(kind, *found)
     lengths, none = (q.shape[2], k.shape[2]), torch.empty(0, dtype=torch.uint64, device=q.device)
     name = _ops._scaled_dot_product_flash_attention_backward
-    return name(dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, none, none)
+    given = (dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, none, none)
+    return _turned(kind, *name(*given, scale=scale))

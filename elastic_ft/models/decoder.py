@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from elastic_ft.core.sharding import Box
 from elastic_ft.models.chunked_loss import chunked_cross_entropy_sum
-from elastic_ft.models.context_parallel import ContextShare
+from elastic_ft.models.context_parallel import ContextShare, documents_of
 from elastic_ft.models.initial import draw
 from elastic_ft.models.loss import cross_entropy_sum
 
@@ -115,8 +115,7 @@ def rotate(x_BTHE: Tensor, turns: Tensor) -> Tensor:
 def who_attends(attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None) -> Tensor | None:
     """Returns bool [B, 1, T, T], from query to key; None for what is causal and no more.
 
-    A document begins where a position is not greater than the one before. Who attends to nobody
-    (padding) attends to itself.
+    Documents: as ``documents_of`` has them. Who attends to nobody (padding) attends to itself.
     """
     given = [x for x in (attention_mask_BT, position_ids_BT) if x is not None]
     if not given:
@@ -124,8 +123,7 @@ def who_attends(attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None
     length, device = given[0].shape[1], given[0].device
     allowed_BTT = torch.ones(length, length, dtype=torch.bool, device=device).tril()[None]
     if position_ids_BT is not None:
-        begins = position_ids_BT[:, 1:] <= position_ids_BT[:, :-1]
-        document_BT = F.pad(begins.cumsum(dim=1), (1, 0))
+        document_BT = documents_of(position_ids_BT)
         allowed_BTT = allowed_BTT & (document_BT[:, :, None] == document_BT[:, None, :])
     if attention_mask_BT is not None:
         itself = torch.eye(length, dtype=torch.bool, device=device)
@@ -163,12 +161,13 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x_BTD: Tensor, turns: Tensor, attends: Tensor | None = None) -> Tensor:
+        """``attends``: as ``who_attends``; with ``context``, numbers of documents [B, T]."""
         # Head counts come from the weights (-1): under tensor parallelism a rank has fewer.
         q_BTHE = rotate(self.query(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
         k_BTKE = rotate(self.key(x_BTD).unflatten(-1, (-1, self.head_dim)), turns)
         v_BTKE = self.value(x_BTD).unflatten(-1, (-1, self.head_dim))
         if self.context is not None:
-            mixed_BTHE = self.context.attend(q_BTHE, k_BTKE, v_BTKE)
+            mixed_BTHE = self.context.attend(q_BTHE, k_BTKE, v_BTKE, documents_BT=attends)
             return self.output(mixed_BTHE.flatten(-2))
         # Expanded by hand: with enable_gqa, float32 on CUDA falls back to the quadratic kernel.
         k_BTHE = k_BTKE.repeat_interleave(self.queries_per_kv, dim=2)
@@ -241,12 +240,14 @@ class Decoder(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         targets: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Returns logits [B, T, V] for int64 ``tokens`` [B, T]; of ``targets`` (int64 [B, T]; with
         ``loss_chunk_tokens`` alone) the sum of the cross-entropy.
 
         ``attention_mask`` [B, T]: 0 for tokens that none attends to. ``position_ids`` int64 [B, T]:
-        documents, which do not attend to each other, begin where they fall.
+        documents, which do not attend to each other, begin where they fall; with ``context``
+        ``documents`` number them (``ContextShare.inputs``).
         Raises ValueError if T exceeds ``config.max_sequence_length``.
         """
         length = tokens_BT.shape[1]
@@ -258,7 +259,9 @@ class Decoder(nn.Module):
         if position_ids is not None:
             head_dim, theta = self.config.head_dim, self.config.rope_theta
             turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
-        attends = who_attends(attention_mask, position_ids)
+        attends = documents
+        if self.context is None:
+            attends = who_attends(attention_mask, position_ids)
         x_BTD = self.embedding(tokens_BT)
         for layer in self.layers:
             x_BTD = layer(x_BTD, turns, attends=attends)
@@ -351,13 +354,15 @@ class DecoderStage(nn.Module):
         return x
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, **more: Tensor) -> Tensor:
-        """Of tokens int64 [B, T] or what the stage before returned [B, T, D]; positions and
-        ``attention_mask``, of all T, as for the whole model."""
+        """Of tokens int64 [B, T] or what the stage before returned [B, T, D]; positions,
+        ``attention_mask``, of all T, and ``documents`` as for the whole model."""
         turns = turns_of(self.config, x, self.length, self.context)
         if position_ids is not None:
             head_dim, theta = self.config.head_dim, self.config.rope_theta
             turns = rotations(self.length, head_dim, theta, x.device, position_ids)
-        attends = who_attends(more.get("attention_mask"), position_ids)
+        attends = more.get("documents")
+        if self.context is None:
+            attends = who_attends(more.get("attention_mask"), position_ids)
         if self.embedding is not None:
             x = self.embedding(x)
         x = self.through_layers(x, turns, attends, **more)

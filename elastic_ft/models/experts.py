@@ -242,18 +242,18 @@ class MixtureDecoder(nn.Module):
         tokens_BT: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor | MixtureOutput:
         """Raises ValueError if T exceeds ``config.max_sequence_length``."""
         config, length = self.config, tokens_BT.shape[1]
         if length > config.max_sequence_length:
             longest = config.max_sequence_length
             raise ValueError(f"{length} tokens exceed max_sequence_length {longest}")
-        head_dim, theta = config.head_dim, config.rope_theta
-        attends = None
-        if self.context is not None:
-            turns = turns_of(config, tokens_BT, length, self.context)
-        else:
+        turns, attends = turns_of(config, tokens_BT, length, self.context), documents
+        if position_ids is not None:
+            head_dim, theta = config.head_dim, config.rope_theta
             turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
+        if self.context is None:
             attends = who_attends(attention_mask, position_ids)
         x_BTD, sums = self.embedding(tokens_BT), []
         for layer in self.layers:

@@ -85,14 +85,11 @@ def _next_token_loss(model: nn.Module, **batch: Tensor) -> tuple[Tensor, Tensor 
     tokens, targets, inputs = shifted(**batch)
     context = getattr(_bare(model), "context", None)
     if context is not None:  # after the shift: each rank has the targets of its own positions
-        if inputs:
-            raise ModelError(
-                "parallel.cp: ranks that share positions take tokens and labels, found "
-                f"{min(inputs)} in a batch"
-            )
-        tokens, targets, there = context.cut(tokens, targets)
+        there = torch.ones_like(tokens)
+        inputs = context.inputs(inputs, tokens, _is_of_transformers(model))
+        tokens, targets = context.cut(tokens), context.cut(targets, IGNORED_LABEL)
         if hasattr(_bare(model), "counts_tokens"):  # models.experts
-            inputs = {"attention_mask": there}
+            inputs["attention_mask"] = context.cut(there)
     is_counted = bool(batch.keys() & {"labels", "attention_mask"}) or context is not None
     count = (targets != IGNORED_LABEL).sum() if is_counted else targets.numel()
     if getattr(_bare(model), "loss_chunk_tokens", None):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_ft.errors import ConfigError
+from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.imports import one_line
 from elastic_ft.models.loss import cross_entropy_sum
 
@@ -111,8 +112,8 @@ class PrunedStage(nn.Module):
         known_as: of parameters, those that the whole model has by another name: a tied head.
     """
 
-    context = None  # positions are not shared
-    shares_positions = False
+    context: ContextShare | None = None
+    shares_positions = False  # among tensor-parallel ranks
     loss_chunk_tokens = None
     length = 0  # the model takes any
 
@@ -136,6 +137,11 @@ class PrunedStage(nn.Module):
         self.tp_plan = getattr(whole, "tp_plan", None)
 
     @property
+    def pruned(self) -> nn.Module:
+        """The model of transformers that it is, without what other stages have."""
+        return self._pruned[0]
+
+    @property
     def blocks(self) -> Sequence[nn.Module]:
         return [self.get_submodule(name) for name in self._own]
 
@@ -153,7 +159,7 @@ class PrunedStage(nn.Module):
 
     def forward(self, x: Tensor, **more: Tensor) -> Tensor:
         """Of tokens int64 [B, T] or what the stage before returned [B, T, D]; ``more``: masks and
-        positions, as the whole model takes them."""
+        positions, as the whole model takes them; with ``context`` those of this rank's."""
         given = {"input_ids" if self._first else "inputs_embeds": x}
         pruned: Any = self._pruned[0]
         if self._last:

@@ -140,11 +140,6 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
             id="compile-tp",
         ),
         pytest.param(
-            changed("parallel.cp", 2) | {"data": {"url": "stdlib:", "separate_documents": True}},
-            "job: data.separate_documents: not with parallel.cp",
-            id="documents-cp",
-        ),
-        pytest.param(
             changed("parallel.activation_checkpointing", "some"),
             "parallel.activation_checkpointing",
             id="recompute-some",

@@ -33,12 +33,14 @@ from tests.multiproc.pool import Pool
 GOLDEN = Path(__file__).parent / "golden" / "moves.json"
 TOLERANCE = 1e-4  # relative, of losses
 EXPERTS, ROWS = MIXTURE["kwargs"]["n_experts"], MIXTURE["kwargs"]["dim"]
+TOLERANCES = {"mistral": 1e-5}  # where they were seen to be closer
 BYTES_TOLERANCE = 1.1  # of what has to be moved
 pytestmark = pytest.mark.timeout(600)  # a chain's first test includes the run
 
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
+MISTRAL: dict[str, Any] = {
+    "model_type": "mistral",
+    "sliding_window": 5,
     "hidden_size": 24,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
@@ -128,15 +130,15 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
         ),
         {"model": MIXTURE},
     ),
-    # A transformers model, tied, in stages.
-    "llama": (
+    # A transformers model, tied, with a sliding window: in stages, and ranks share its positions.
+    "mistral": (
         moves_through(
             *("pp2-ddp2", "pp3-ddp1"),
-            *("pp2-ddp1-tp2", "fsdp3"),
-            "pp2-fsdp2",
+            *("pp2-ddp1-tp2", "ddp1-cp3"),
+            "pp2-ddp1-cp2",
             faults=[("backward", 3), ("inside_optimizer", 1)],
         ),
-        {"model": {"transformers": LLAMA}},
+        {"model": {"transformers": MISTRAL}},
     ),
     # Half the world goes at once, keeper included: stages, replicas and tensor-parallel groups.
     "nodes": (
@@ -259,7 +261,8 @@ def assert_losses(chain: Chain, generations: set[int], model: str) -> None:
     assert lines
     for line in lines:
         expected = golden(model)[line["step"] - 1]
-        assert line["loss"] == pytest.approx(expected, rel=TOLERANCE, abs=0), line
+        tolerance = TOLERANCES.get(model, TOLERANCE)
+        assert line["loss"] == pytest.approx(expected, rel=tolerance, abs=0), line
 
 
 @pytest.mark.parametrize("number", range(4))

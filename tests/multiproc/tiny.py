@@ -85,7 +85,10 @@ class Counted(Paced):
 
 def counted(gate: str | None = None) -> Any:
     """The same samples everywhere; with a gate, behind it."""
-    samples: Any = Counted()
+    return _behind(gate, Counted())
+
+
+def _behind(gate: str | None, samples: Any) -> Any:
     if gate is not None:
         samples = Gated(samples, Path(gate))
         samples.vocab_size, samples.sequence_length = Counted.vocab_size, Counted.sequence_length
@@ -134,6 +137,18 @@ class Packed(Counted):
 
 def packed() -> Any:
     return Packed()
+
+
+class Apart(Packed):
+    """Two documents a sample, without padding."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {key: value for key, value in sample.items() if key != "attention_mask"}
+
+
+def apart(gate: str | None = None) -> Any:
+    return _behind(gate, Apart())
 
 
 class Ragged(Counted):

@@ -136,7 +136,6 @@ def test_stages_take_what_the_whole_model_takes(packed: dict[str, Tensor], name:
     [
         ({"data": {"url": "a", "format": "tokens"}}, "data: separate_documents: format tokens nee"),
         ({"data": {"path": "a:b"}}, "data: separate_documents: is of url"),
-        ({"data": {"url": "a"}, "parallel": {"cp": 2}}, "data.separate_documents: not with par"),
     ],
 )
 def test_what_can_not_be_separated_is_one_line(sections: dict[str, Any], problem: str) -> None:

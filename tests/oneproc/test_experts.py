@@ -24,9 +24,10 @@ from elastic_ft.core.placement import Cut, list_parts
 from elastic_ft.engines.balancing import Balancing
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.expert_parallel import experts_of_each, runs_of_experts, shard_experts
-from elastic_ft.engines.laid_out import check_parallel, share_positions
+from elastic_ft.engines.laid_out import check_parallel
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.pipeline import cut, joined, tokens_and_targets
+from elastic_ft.engines.shared_positions import share_positions
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model
 from elastic_ft.models.build import initial_state
@@ -272,19 +273,6 @@ def test_the_planner_may_share_experts_out_where_the_engine_can() -> None:
     assert planning_of(job_of(**large)).limits.ep_max == 8
     for other in ({"optimizer": {"name": "muon"}}, {"model": {"preset": "decoder-1m"}}):
         assert planning_of(job_of(**large | other)).limits.ep_max == 1
-
-
-def test_the_planner_shares_no_positions_of_packed_documents() -> None:
-    data = {"url": "stdlib:", "sequence_length": 32768}
-    for separate in (False, True):
-        job = job_of(
-            parallel={"strategy": "auto", "devices": {"memory_gb": 1}},
-            model={"preset": "decoder-1m"},
-            data=data | {"separate_documents": separate},
-            batch={"global_batch_size": 8, "micro_batch_size": 1},
-            elastic={"max_workers": 8},
-        )
-        assert (max(planning_of(job).limits.cp_sizes) == 1) is separate
 
 
 def test_tokens_find_experts_wherever_these_are() -> None:

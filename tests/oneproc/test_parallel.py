@@ -121,7 +121,6 @@ def test_what_drops_nothing_is_no_dropout(monkeypatch: pytest.MonkeyPatch) -> No
     ("key", "batch", "found"),
     [
         ("cp", {"tokens": [], "attention_mask": []}, "found attention_mask in a batch"),
-        ("cp", {"tokens": [], "position_ids": []}, "found position_ids in a batch"),
         ("pp", {"tokens": [], "token_type_ids": []}, "found token_type_ids in a batch"),
         ("pp", {"input_ids": []}, r"found \['input_ids'\]"),
         ("pp", ([], []), "found a tuple"),
