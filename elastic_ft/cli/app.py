@@ -8,7 +8,6 @@ passed.
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +41,7 @@ from elastic_ft.cli.run import (
     train_job,
     where_to_run,
 )
+from elastic_ft.cli.terminal import interrupt_on_sigterm
 from elastic_ft.config import Job, load_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 from elastic_ft.observe.run_reader import RunReader
@@ -81,7 +81,7 @@ def main() -> None:
 
 def run_command(arguments: list[str]) -> int:
     """Returns the exit code. A user's mistake is one line on stderr."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+    interrupt_on_sigterm()
     try:
         return int(typer.main.get_command(app).main(arguments, "elastic-ft", standalone_mode=False))
     except UsageError as error:

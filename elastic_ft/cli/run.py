@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli import extensions
 from elastic_ft.cli.progress import ProgressDisplay, say
-from elastic_ft.cli.terminal import Ending, interrupts, result_of, stay
+from elastic_ft.cli.terminal import Ending, interrupt_on_sigterm, interrupts, result_of, stay
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
 from elastic_ft.observe.lines import local_path
@@ -262,7 +262,7 @@ def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how
             error = ended.line
         else:  # it ends with this process
             # Ray has a handler of its own for SIGTERM; the trainer's, for SIGINT, stops cleanly.
-            signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+            interrupt_on_sigterm()
             error = _fit(trainer)
         result = RunReader(out).result()
         return EndOfRun(result, error, by.unfired(result))
