@@ -22,7 +22,8 @@ app = typer.Typer(no_args_is_help=True, help="Break runs on purpose, and check w
 console = Console(highlight=False, soft_wrap=True)
 
 On = Annotated[
-    str | None, typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} [highest].")
+    str | None,
+    typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} (default: the highest)."),
 ]
 Only = Annotated[
     list[str] | None,

@@ -125,7 +125,8 @@ Foreground = Annotated[
     ),
 ]
 Out = Annotated[
-    str | None, typer.Option(metavar="DIR", help="The run folder, any fsspec URL [runs/<name>].")
+    str | None,
+    typer.Option(metavar="DIR", help="The run folder, any fsspec URL (default: runs/<name>)."),
 ]
 FromScratch = Annotated[
     bool,

@@ -31,7 +31,7 @@ WorkersOption = Annotated[
     ),
 ]
 MinWorkers = Annotated[
-    int | None, typer.Option(min=1, help="Go on with so many; elastic.min_workers [1].")
+    int | None, typer.Option(min=1, help="Go on with so many; elastic.min_workers (default: 1).")
 ]
 JobFileIfAny = Annotated[
     Path | None,
@@ -61,7 +61,7 @@ def launch(
         bool, typer.Option("--foreground", help="As part of this process: to debug the script.")
     ] = False,
     out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The run folder [runs/<name>].")
+        str | None, typer.Option(metavar="DIR", help="The run folder (default: runs/<name>).")
     ] = None,
 ) -> int:
     """Run a training script of your own, elastically: its processes survive the loss of others.

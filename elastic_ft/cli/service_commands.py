@@ -27,7 +27,9 @@ app = typer.Typer(no_args_is_help=True, help="The service that takes jobs in and
 ServiceUrl = Annotated[
     str | None,
     typer.Option(
-        "--service", metavar="URL", help="The service [ELASTIC_FT_SERVICE, or this machine's]."
+        "--service",
+        metavar="URL",
+        help="The service (default: ELASTIC_FT_SERVICE, or this machine's).",
     ),
 ]
 JobIdArgument = Annotated[
@@ -68,7 +70,8 @@ def is_job(given: str, service: str | None) -> bool:
 @app.command("start")
 def start(
     address: Annotated[
-        str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster [RAY_ADDRESS].")
+        str | None,
+        typer.Option(metavar="RAY", help="Address of a Ray cluster (default: RAY_ADDRESS)."),
     ] = None,
     local_nodes: Annotated[
         int | None,
