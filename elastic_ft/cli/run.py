@@ -347,6 +347,9 @@ def connected(address: str) -> Iterator[None]:
     """Raises ConfigError if there is no cluster at the address."""
     import ray
 
+    from elastic_ft.cli.preflight import check_address
+
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:

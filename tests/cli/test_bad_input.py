@@ -191,6 +191,20 @@ def test_there_is_no_cluster_at_that_address(refused: Refused) -> None:
     assert f"--address: no Ray cluster at {address}: Connection refused" in line
 
 
+@pytest.mark.parametrize(
+    "command", [["gc"], ["drain", "--within", "9"], ["service", "start", "--port", "0"]]
+)
+def test_no_command_lets_ray_look_for_a_cluster_that_is_not_there(
+    folder: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        assert run_command([*command, "--address", address]) == BAD_USAGE
+    expected = f"elastic-ft: --address: no Ray cluster at {address}: Connection refused\n"
+    assert capfd.readouterr() == ("", expected)
+
+
 def test_an_unreachable_store_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))  # bound, never listening: connections are refused
