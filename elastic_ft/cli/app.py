@@ -30,6 +30,16 @@ from elastic_ft.cli import (
     to_loggers,
 )
 from elastic_ft.cli.demo import JOB_FILE, run_demo
+from elastic_ft.cli.options import (
+    AcceptChanges,
+    Foreground,
+    FromScratch,
+    LocalNodes,
+    Out,
+    Processes,
+    RayAddress,
+    ScenarioName,
+)
 from elastic_ft.cli.progress import say
 from elastic_ft.cli.run import (
     BAD_USAGE,
@@ -37,12 +47,13 @@ from elastic_ft.cli.run import (
     FAILED,
     INTERRUPTED,
     How,
+    begun_anew,
     complain,
     train_job,
     where_to_run,
 )
 from elastic_ft.cli.terminal import interrupt_on_sigterm
-from elastic_ft.config import Job, load_job
+from elastic_ft.config import load_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 from elastic_ft.observe.run_reader import RunReader
 
@@ -100,41 +111,6 @@ def run_command(arguments: list[str]) -> int:
 # ----------------------------------------------------------------------------- commands
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
-RayAddress = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
-LocalNodes = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
-]
-Processes = Annotated[
-    bool, typer.Option("--processes", help="Plain processes, no Ray: for debugging.")
-]
-ScenarioName = Annotated[
-    str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
-]
-AcceptChanges = Annotated[
-    bool,
-    typer.Option(
-        "--accept-changes",
-        help="Go on from a checkpoint of another seed, batch, optimizer, data, or job name.",
-    ),
-]
-Foreground = Annotated[
-    bool,
-    typer.Option(
-        "--foreground", help="With --processes: in this very process, and gone with it (debuggers)."
-    ),
-]
-Out = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="The run folder, any fsspec URL (default: runs/<name>)."),
-]
-FromScratch = Annotated[
-    bool,
-    typer.Option(
-        "--from-scratch",
-        help="Begin anew from the seed where steps are recorded and no checkpoint is good.",
-    ),
-]
 
 
 @app.command()
@@ -154,7 +130,7 @@ def run(
     Without --address, --local-nodes and --processes: on the cluster at RAY_ADDRESS if that is set,
     else on a local one of as many nodes as the job asks for.
     """
-    job = _allowed(load_job(job_file), from_scratch)
+    job = begun_anew(load_job(job_file), from_scratch)
     where = where_to_run(job, address, local_nodes, processes)
     how = How(chaos, accept_changes=accept_changes, foreground=foreground)
     return train_job(job, out or f"runs/{job.name}", where, how)
@@ -172,18 +148,11 @@ def resume(
     foreground: Foreground = False,
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
-    job = _allowed(RunReader(run_folder).job(), from_scratch)
+    job = begun_anew(RunReader(run_folder).job(), from_scratch)
     if imported := job.imports():
         say(f"{run_folder}/job.yaml imports {', '.join(imported)}")  # whoever wrote it chose it
     where = where_to_run(job, address, local_nodes, processes)
     return train_job(job, run_folder, where, How(chaos, True, accept_changes, foreground))
-
-
-def _allowed(job: Job, from_scratch: bool) -> Job:
-    if not from_scratch:
-        return job
-    checkpoint = job.checkpoint.model_copy(update={"from_scratch": True})
-    return job.model_copy(update={"checkpoint": checkpoint})
 
 
 @app.command()

@@ -85,6 +85,14 @@ class How:
     foreground: bool = False  # the controller of plain processes is this very process
 
 
+def begun_anew(job: Job, from_scratch: bool) -> Job:
+    """With ``--from-scratch`` the job may begin from the seed although steps are recorded."""
+    if not from_scratch:
+        return job
+    checkpoint = job.checkpoint.model_copy(update={"from_scratch": True})
+    return job.model_copy(update={"checkpoint": checkpoint})
+
+
 def train_job(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
     from elastic_ft.observe.handover import NEXT_S, await_handover
