@@ -95,6 +95,10 @@ def _did_you_mean(path: tuple[int | str, ...]) -> str:
     return f", did you mean {near[0]}?" if near else ""
 
 
+class _Repeated(yaml.YAMLError):
+    """A key twice in one mapping. The message says where."""
+
+
 class _Loader(yaml.SafeLoader):
     """Merge keys ("<<") copy what they merge: bounded, or a few lines of them would fill memory."""
 
@@ -105,6 +109,19 @@ class _Loader(yaml.SafeLoader):
         super().flatten_mapping(node)
         if len(node.value) > MERGED_MAX * 10:
             self._refuse(node)
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """YAML forbids a key twice in one mapping; PyYAML drops the first without a word."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if name in lines:
+                raise _Repeated(f"{_line(key.value)}: twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
 
     def _refuse(self, node: Any) -> None:
         raise yaml.constructor.ConstructorError(None, None, "too many keys", node.start_mark)
@@ -131,6 +148,8 @@ def parse_yaml(content: bytes, where: str) -> Any:
         raise ConfigError(f"{where}: larger than {FILE_BYTES_MAX} bytes, which no job file is")
     try:
         return yaml.load(content.decode(), _Loader)
+    except _Repeated as error:
+        raise ConfigError(f"{where}: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not a text file: {error.reason}") from None
     except (yaml.YAMLError, *ESCAPES) as error:

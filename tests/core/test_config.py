@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.config import load_job, parse_job
+from elastic_ft.config import load_job, parse_job, parse_yaml
 from elastic_ft.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -359,6 +359,14 @@ def test_a_job_file_is_loaded(tmp_path: Path) -> None:
         pytest.param("a: b: c", "not YAML: ", id="two-colons"),
         pytest.param("name: \x00", "not YAML: ", id="control-character"),
         pytest.param("", "expected a mapping of sections, found NoneType", id="empty"),
+        pytest.param(
+            "steps: 1\nbatch: {}\nname: a\nbatch: {}\n",
+            "batch: twice, in lines 2 and 4",
+            id="twice",
+        ),
+        pytest.param(
+            "data: {url: a,\n  url: b}", "url: twice, in lines 1 and 2", id="twice-inside"
+        ),
         pytest.param("just words", "expected a mapping of sections, found str", id="words"),
     ],
 )
@@ -371,6 +379,15 @@ def test_a_bad_file_is_one_line_naming_it(tmp_path: Path, content: str, expected
     assert message.startswith(str(file))
     assert expected in message
     assert "\n" not in message
+
+
+def test_what_is_merged_may_be_said_otherwise() -> None:
+    content = """
+usual: &usual {steps: 1, name: a}
+other: &other {<<: *usual, name: b}
+third: {<<: *other, <<: {seed: 1}, name: c}
+"""
+    assert parse_yaml(content.encode(), "job")["third"] == {"steps": 1, "seed": 1, "name": "c"}
 
 
 def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
