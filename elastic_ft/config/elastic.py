@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from elastic_ft.config.section import (
+    PORTS,
     WORKERS_MAX,
     Count,
     CountFrom0,
@@ -121,7 +122,7 @@ class CheckpointConfig(Section):
 class NetworkConfig(Section):
     """Where the job's own processes listen. The ports of Gloo and NCCL are the kernel's choice."""
 
-    ports: str | None = Field(None, pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")  # "20000-20099"; none: any
+    ports: str | None = Field(None, pattern=PORTS)  # "20000-20099"; none: any
     metrics_address: str = "127.0.0.1"  # of the controller's machine; 0.0.0.0: all it has
     tls: bool = False  # around our own connections, under a certificate made for this start
 

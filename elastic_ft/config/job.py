@@ -15,7 +15,7 @@ from elastic_ft.config.elastic import (
     SnapshotConfig,
 )
 from elastic_ft.config.parallel import ParallelConfig
-from elastic_ft.config.section import COUNT_MAX, SEED_MAX, Count, Section
+from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section
 from elastic_ft.config.trained import (
     BatchConfig,
     DataConfig,
@@ -28,7 +28,7 @@ from elastic_ft.core.layouts.layout import WISHES
 
 
 class Job(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    name: str = Field(pattern=NAME, max_length=100)
     seed: int = Field(0, ge=0, le=SEED_MAX)
     steps: Count
     model: ModelConfig
