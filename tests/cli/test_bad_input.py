@@ -299,6 +299,13 @@ def test_other_commands_refuse_what_is_no_run(
         assert "nowhere: not a run folder" in capfd.readouterr().err
 
 
+def test_no_url_is_no_folder_of_checkpoints(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["checkpoint", "ls", ""]) == BAD_USAGE
+    assert capfd.readouterr().err == "elastic-ft: URL: expected a path or a URL, found nothing\n"
+
+
 def test_a_mistake_is_answered_without_torch_and_ray(write_job: Callable[..., str]) -> None:
     program = """
 import sys
