@@ -15,6 +15,8 @@ import yaml
 
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.cli.check_stores import check_apart
+from elastic_ft.cli.preflight import Place, check_workers, one_worker
+from elastic_ft.config import load_job
 from elastic_ft.errors import ConfigError
 from tests.s3_server import s3_server
 
@@ -137,6 +139,24 @@ def _without(changes: dict[str, Any]) -> dict[str, Any]:
 )
 def test_bad_arguments_are_refused(refused: Refused, arguments: list[str], expected: str) -> None:
     assert expected in refused({}, *arguments)
+
+
+def test_one_worker_by_default_is_said(write_job: Callable[..., str]) -> None:
+    anywhere = Place("a cluster")
+    alone = {"elastic": {}, "parallel": {"strategy": "fsdp"}}
+    with pytest.raises(ConfigError) as told:
+        check_workers(load_job(write_job(alone | {"parallel.cp": 4})), anywhere)
+    said = "parallel.cp: 4 is greater than elastic.max_workers 1, its default"
+    assert str(told.value) == said
+    assert one_worker(load_job(write_job(alone))) == (
+        "parallel.strategy: fsdp shares nothing out on one worker: elastic.max_workers 1, its "
+        "default",
+    )
+    assert one_worker(load_job(write_job(alone | {"parallel.ep": 8})))[0].startswith(
+        "parallel.ep: 8 shares nothing out on one worker"
+    )
+    assert one_worker(load_job(write_job({"elastic": {}}))) == ()
+    assert one_worker(load_job(write_job({"parallel.strategy": "fsdp"}))) == ()
 
 
 def test_more_workers_than_local_nodes_have_slots(refused: Refused) -> None:
