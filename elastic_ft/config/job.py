@@ -28,9 +28,10 @@ from elastic_ft.core.layouts.layout import WISHES
 
 
 class Job(Section):
+    # Of the run folder, and of whom checkpoints belong to.
     name: str = Field(pattern=NAME, max_length=100)
-    seed: int = Field(0, ge=0, le=SEED_MAX)
-    steps: Count
+    seed: int = Field(0, ge=0, le=SEED_MAX)  # of weights, data order and per-sample randomness
+    steps: Count  # to train in all
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.config import load_job, parse_job, parse_yaml
+from elastic_ft.config import Job, load_job, parse_job, parse_yaml, reference
 from elastic_ft.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -21,6 +21,7 @@ GOOD: dict[str, Any] = {
 }
 
 
+SECTIONS = {key for key, field in Job.model_fields.items() if "Config" in str(field.annotation)}
 SCHEDULE_FREE = {"name": "schedule_free_sgd", "schedule": "constant"}
 
 
@@ -366,6 +367,16 @@ def test_a_mistake_is_one_line_naming_the_key(values: Any, expected: str) -> Non
     message = str(caught.value)
     assert expected in message
     assert "\n" not in message
+
+
+def test_the_reference_has_every_key_as_it_is() -> None:
+    assert [
+        key for key, _, meaning in reference.every_key() if not meaning and key not in SECTIONS
+    ] == []
+    page = Path(__file__).parents[2] / "docs" / "job-file.md"
+    assert reference.markdown().strip() in page.read_text(), (
+        "run python -m elastic_ft.config.reference"
+    )
 
 
 def test_the_value_found_is_shown() -> None:
