@@ -33,6 +33,10 @@ OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run
 Patience = Annotated[
     float, typer.Option("--patience", min=1, help="Times each time limit: for a busy machine.")
 ]
+Processes = Annotated[
+    bool,
+    typer.Option("--processes", "--local", help="Plain processes of this machine, no Ray."),
+]
 OUT = Path("runs/chaos")
 
 
@@ -153,14 +157,14 @@ def soak(
     minutes: Annotated[float, typer.Option(min=0, help="Begin no round after so long.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of the first round's faults.")] = 0,
     rounds: Annotated[int | None, typer.Option(min=1, help="At most so many rounds.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    processes: Processes = False,
     patience: Patience = 1,
     out: OutFolder = Path("runs/soak"),
 ) -> int:
     """Random faults from all injectors, then all heals: the job must converge. Round by round."""
     from chaos.soak import soak as run_rounds
 
-    return run_rounds(minutes, seed, rounds, local, out, patience, console)
+    return run_rounds(minutes, seed, rounds, processes, out, patience, console)
 
 
 @app.command("trace")
@@ -171,7 +175,7 @@ def trace(
     minutes: Annotated[float, typer.Option(min=0.1, help="The whole trace takes so long.")] = 5,
     workers: Annotated[int, typer.Option(min=2, help="As many as the trace has at most.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of a generated trace.")] = 0,
-    local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    processes: Processes = False,
     patience: Patience = 1,
     out: OutFolder = Path("runs/trace"),
 ) -> int:
@@ -181,4 +185,4 @@ def trace(
     """
     from chaos.trace import run_trace
 
-    return run_trace(name, minutes, workers, seed, local, out, patience, console)
+    return run_trace(name, minutes, workers, seed, processes, out, patience, console)
