@@ -33,7 +33,7 @@ OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run
 Patience = Annotated[
     float, typer.Option("--patience", min=1, help="Times each time limit: for a busy machine.")
 ]
-Processes = Annotated[
+OnProcesses = Annotated[
     bool,
     typer.Option("--processes", "--local", help="Plain processes of this machine, no Ray."),
 ]
@@ -157,7 +157,7 @@ def soak(
     minutes: Annotated[float, typer.Option(min=0, help="Begin no round after so long.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of the first round's faults.")] = 0,
     rounds: Annotated[int | None, typer.Option(min=1, help="At most so many rounds.")] = None,
-    processes: Processes = False,
+    processes: OnProcesses = False,
     patience: Patience = 1,
     out: OutFolder = Path("runs/soak"),
 ) -> int:
@@ -175,7 +175,7 @@ def trace(
     minutes: Annotated[float, typer.Option(min=0.1, help="The whole trace takes so long.")] = 5,
     workers: Annotated[int, typer.Option(min=2, help="As many as the trace has at most.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of a generated trace.")] = 0,
-    processes: Processes = False,
+    processes: OnProcesses = False,
     patience: Patience = 1,
     out: OutFolder = Path("runs/trace"),
 ) -> int:

@@ -9,6 +9,7 @@ passed.
 from __future__ import annotations
 
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,7 @@ from elastic_ft.cli.run import (
     How,
     begun_anew,
     complain,
+    say_checked,
     train_job,
     where_to_run,
 )
@@ -65,6 +67,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fault-tolerant, elastic training on Ray: a lost node costs a pause, not the job.",
 )
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"elastic-ft {version('elastic-ft')}")
+        raise typer.Exit
+
+
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("gc")(gc.gc)
@@ -84,6 +94,18 @@ for command in service_commands.COMMANDS:
 app.add_typer(service_commands.app, name="service")
 app.command("simulate")(simulate.simulate)
 extensions.add_commands(app)
+
+
+@app.callback()
+def _options(
+    is_asked: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 def main() -> None:
@@ -134,6 +156,25 @@ def run(
     where = where_to_run(job, address, local_nodes, processes)
     how = How(chaos, accept_changes=accept_changes, foreground=foreground)
     return train_job(job, out or f"runs/{job.name}", where, how)
+
+
+@app.command()
+def check(
+    job_file: JobFile,
+    address: RayAddress = None,
+    local_nodes: LocalNodes = None,
+    processes: Processes = False,
+    chaos: ScenarioName = None,
+    out: Out = None,
+    accept_changes: AcceptChanges = False,
+) -> int:
+    """Find what ``run`` would refuse a job for, model and data included, and start nothing."""
+    from elastic_ft.cli.preflight import check_job
+
+    job = load_job(job_file)
+    place = where_to_run(job, address, local_nodes, processes).place()
+    say_checked(job, check_job(job, out or f"runs/{job.name}", place, chaos, accept_changes))
+    return COMPLETED
 
 
 @app.command()

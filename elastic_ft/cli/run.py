@@ -128,11 +128,15 @@ def check_start(
 
     made = _made_in_warm_process if where.processes else check_model_and_data
     checked = check_job(job, out, where.place(), how.chaos, how.accept_changes, meanwhile, made)
+    say_checked(job, checked)
+    return checked
+
+
+def say_checked(job: Job, checked: Checked) -> None:
     size = "" if job.loop is not None else f"{checked.parameters:,} parameters; "
     say(f"{job.name}: {size}{checked.data}")
     for warning in checked.warnings:
         say(f"warning: {warning}")
-    return checked
 
 
 def _start_fork_server(unless_run: contextlib.ExitStack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from elastic_ft import __version__
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.cli.check_stores import check_apart
 from elastic_ft.cli.preflight import Place, check_workers, one_worker
@@ -295,6 +297,24 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert "checkpoint.url: " in line
     assert "is a checkpoint of another model: model.embedding.weight is float32 [300, 16]" in line
     assert "the model has float32 [300, 32]" in line
+
+
+def test_a_job_is_checked_and_nothing_started(
+    write_job: Callable[..., str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for changes, code in (({"parallel.strategy": "fsdp"}, COMPLETED), ({"model.preset": "x"}, 2)):
+        job = write_job(changes)
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        assert run_command(["check", job, "--processes"]) == code
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"tiny: [\d,]+ parameters; .* samples.*\n", out)
+    assert err.startswith("elastic-ft: model.preset: ") and err.count("\n") == 1
+
+
+def test_the_version_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == COMPLETED
+    assert capfd.readouterr().out == f"elastic-ft {__version__}\n"
 
 
 def test_a_file_that_is_no_job(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
