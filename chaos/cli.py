@@ -22,7 +22,8 @@ app = typer.Typer(no_args_is_help=True, help="Break runs on purpose, and check w
 console = Console(highlight=False, soft_wrap=True)
 
 On = Annotated[
-    str | None, typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} [highest].")
+    str | None,
+    typer.Option("--on", metavar="TIER", help=f"One of {', '.join(TIERS)} (default: the highest)."),
 ]
 Only = Annotated[
     list[str] | None,
@@ -31,6 +32,10 @@ Only = Annotated[
 OutFolder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where run folders are put.")]
 Patience = Annotated[
     float, typer.Option("--patience", min=1, help="Times each time limit: for a busy machine.")
+]
+OnProcesses = Annotated[
+    bool,
+    typer.Option("--processes", "--local", help="Plain processes of this machine, no Ray."),
 ]
 OUT = Path("runs/chaos")
 
@@ -152,14 +157,14 @@ def soak(
     minutes: Annotated[float, typer.Option(min=0, help="Begin no round after so long.")] = 10,
     seed: Annotated[int, typer.Option(min=0, help="Of the first round's faults.")] = 0,
     rounds: Annotated[int | None, typer.Option(min=1, help="At most so many rounds.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    processes: OnProcesses = False,
     patience: Patience = 1,
     out: OutFolder = Path("runs/soak"),
 ) -> int:
     """Random faults from all injectors, then all heals: the job must converge. Round by round."""
     from chaos.soak import soak as run_rounds
 
-    return run_rounds(minutes, seed, rounds, local, out, patience, console)
+    return run_rounds(minutes, seed, rounds, processes, out, patience, console)
 
 
 @app.command("trace")
@@ -170,7 +175,7 @@ def trace(
     minutes: Annotated[float, typer.Option(min=0.1, help="The whole trace takes so long.")] = 5,
     workers: Annotated[int, typer.Option(min=2, help="As many as the trace has at most.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Of a generated trace.")] = 0,
-    local: Annotated[bool, typer.Option("--local", help="Plain processes, not Ray.")] = False,
+    processes: OnProcesses = False,
     patience: Patience = 1,
     out: OutFolder = Path("runs/trace"),
 ) -> int:
@@ -180,4 +185,4 @@ def trace(
     """
     from chaos.trace import run_trace
 
-    return run_trace(name, minutes, workers, seed, local, out, patience, console)
+    return run_trace(name, minutes, workers, seed, processes, out, patience, console)

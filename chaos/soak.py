@@ -161,7 +161,7 @@ def soak(
                 for verdict in outcome.failures:
                     console.print(f"      {verdict.claim}: {verdict.found}", markup=False)
                 again = f"elastic-ft chaos soak --seed {seed + number} --rounds 1"
-                console.print(f"again: {again}{' --local' * local}", markup=False)
+                console.print(f"again: {again}{' --processes' * local}", markup=False)
                 return FAILED
             number += 1
     console.print(f"{number} rounds passed, seeds {seed} to {seed + number - 1}")

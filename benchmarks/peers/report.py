@@ -13,6 +13,7 @@ from benchmarks.peers.analysis import spread
 EQUAL = 0.05  # two medians this close, relatively, are no win
 Spread = dict[str, float] | None
 README = "README.md"
+LOSS = "loss: largest difference from the undisturbed training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,13 @@ def loss_differences(values: dict[str, Any], system: str) -> list[float]:
     return found
 
 
+def steps_compared(values: dict[str, Any], system: str) -> int:
+    """Of the longest run: rounding grows with them."""
+    runs = [run["losses"] for run in values["runs"] if run["system"] == system]
+    both = (zip(losses, values.get("reference", []), strict=False) for losses in runs)
+    return max((sum(loss is not None for loss, _ in some) for some in both), default=0)
+
+
 BRIEFLY = (
     "worker killed: paused, s",
     "worker killed: steps redone",
@@ -136,7 +144,25 @@ def wins_of_peers(values: dict[str, Any]) -> list[str]:
                     f"{figure.title}: {system} {figure.show(value)}, "
                     f"elastic_ft at best {figure.show(our_best)}"
                 )
-    return lines
+    return lines + _losses_ahead(values)
+
+
+def _losses_ahead(values: dict[str, Any]) -> list[str]:
+    some = {s: max(found) for s in systems_of(values) if (found := loss_differences(values, s))}
+    ours = {system: gap for system, gap in some.items() if system.startswith("elastic_ft")}
+    if not ours:
+        return []
+    best = min(ours, key=ours.__getitem__)
+    return [
+        f"{LOSS}: {system} {_loss(values, system)}, elastic_ft at best {_loss(values, best)}"
+        for system, gap in some.items()
+        if system not in ours and gap < (1 - EQUAL) * ours[best]
+    ]
+
+
+def _loss(values: dict[str, Any], system: str) -> str:
+    gaps = loss_differences(values, system)
+    return f"{max(gaps):.1e} in {steps_compared(values, system)} steps" if gaps else "-"
 
 
 def markdown(values: dict[str, Any], raw: str) -> str:
@@ -146,9 +172,7 @@ def markdown(values: dict[str, Any], raw: str) -> str:
         [figure.title, *(_cell(figure, all_of[system][figure.title]) for system in systems)]
         for figure in FIGURES
     ]
-    differences = {system: loss_differences(values, system) for system in systems}
-    losses = [f"{max(some):.1e}" if (some := differences[s]) else "-" for s in systems]
-    rows.append(["loss: largest difference from the undisturbed training", *losses])
+    rows.append([LOSS, *(_loss(values, system) for system in systems)])
     parts = [
         _conditions(values, raw),
         table(["median (min to max)", *systems], rows),

@@ -8,8 +8,8 @@ passed.
 
 from __future__ import annotations
 
-import signal
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +31,16 @@ from elastic_ft.cli import (
     to_loggers,
 )
 from elastic_ft.cli.demo import JOB_FILE, run_demo
+from elastic_ft.cli.options import (
+    AcceptChanges,
+    Foreground,
+    FromScratch,
+    LocalNodes,
+    Out,
+    Processes,
+    RayAddress,
+    ScenarioName,
+)
 from elastic_ft.cli.progress import say
 from elastic_ft.cli.run import (
     BAD_USAGE,
@@ -38,11 +48,14 @@ from elastic_ft.cli.run import (
     FAILED,
     INTERRUPTED,
     How,
+    begun_anew,
     complain,
+    say_checked,
     train_job,
     where_to_run,
 )
-from elastic_ft.config import Job, load_job
+from elastic_ft.cli.terminal import interrupt_on_sigterm
+from elastic_ft.config import load_job
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 from elastic_ft.observe.run_reader import RunReader
 
@@ -54,6 +67,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Fault-tolerant, elastic training on Ray: a lost node costs a pause, not the job.",
 )
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"elastic-ft {version('elastic-ft')}")
+        raise typer.Exit
+
+
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
 app.command("gc")(gc.gc)
@@ -75,13 +96,25 @@ app.command("simulate")(simulate.simulate)
 extensions.add_commands(app)
 
 
+@app.callback()
+def _options(
+    is_asked: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_version, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 def main() -> None:
     sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: list[str]) -> int:
     """Returns the exit code. A user's mistake is one line on stderr."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+    interrupt_on_sigterm()
     try:
         return int(typer.main.get_command(app).main(arguments, "elastic-ft", standalone_mode=False))
     except UsageError as error:
@@ -100,40 +133,6 @@ def run_command(arguments: list[str]) -> int:
 # ----------------------------------------------------------------------------- commands
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
-RayAddress = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
-LocalNodes = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
-]
-Processes = Annotated[
-    bool, typer.Option("--processes", help="Plain processes, no Ray: for debugging.")
-]
-ScenarioName = Annotated[
-    str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
-]
-AcceptChanges = Annotated[
-    bool,
-    typer.Option(
-        "--accept-changes",
-        help="Go on from a checkpoint of another seed, batch, optimizer, data, or job name.",
-    ),
-]
-Foreground = Annotated[
-    bool,
-    typer.Option(
-        "--foreground", help="With --processes: in this very process, and gone with it (debuggers)."
-    ),
-]
-Out = Annotated[
-    str | None, typer.Option(metavar="DIR", help="The run folder, any fsspec URL [runs/<name>].")
-]
-FromScratch = Annotated[
-    bool,
-    typer.Option(
-        "--from-scratch",
-        help="Begin anew from the seed where steps are recorded and no checkpoint is good.",
-    ),
-]
 
 
 @app.command()
@@ -153,10 +152,29 @@ def run(
     Without --address, --local-nodes and --processes: on the cluster at RAY_ADDRESS if that is set,
     else on a local one of as many nodes as the job asks for.
     """
-    job = _allowed(load_job(job_file), from_scratch)
+    job = begun_anew(load_job(job_file), from_scratch)
     where = where_to_run(job, address, local_nodes, processes)
     how = How(chaos, accept_changes=accept_changes, foreground=foreground)
     return train_job(job, out or f"runs/{job.name}", where, how)
+
+
+@app.command()
+def check(
+    job_file: JobFile,
+    address: RayAddress = None,
+    local_nodes: LocalNodes = None,
+    processes: Processes = False,
+    chaos: ScenarioName = None,
+    out: Out = None,
+    accept_changes: AcceptChanges = False,
+) -> int:
+    """Find what ``run`` would refuse a job for, model and data included, and start nothing."""
+    from elastic_ft.cli.preflight import check_job
+
+    job = load_job(job_file)
+    place = where_to_run(job, address, local_nodes, processes).place()
+    say_checked(job, check_job(job, out or f"runs/{job.name}", place, chaos, accept_changes))
+    return COMPLETED
 
 
 @app.command()
@@ -171,18 +189,11 @@ def resume(
     foreground: Foreground = False,
 ) -> int:
     """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
-    job = _allowed(RunReader(run_folder).job(), from_scratch)
+    job = begun_anew(RunReader(run_folder).job(), from_scratch)
     if imported := job.imports():
         say(f"{run_folder}/job.yaml imports {', '.join(imported)}")  # whoever wrote it chose it
     where = where_to_run(job, address, local_nodes, processes)
     return train_job(job, run_folder, where, How(chaos, True, accept_changes, foreground))
-
-
-def _allowed(job: Job, from_scratch: bool) -> Job:
-    if not from_scratch:
-        return job
-    checkpoint = job.checkpoint.model_copy(update={"from_scratch": True})
-    return job.model_copy(update={"checkpoint": checkpoint})
 
 
 @app.command()

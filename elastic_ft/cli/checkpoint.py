@@ -45,7 +45,9 @@ Url = Annotated[
     str,
     typer.Argument(metavar="URL", help="A checkpoint folder, any fsspec URL, or one manifest's."),
 ]
-StepOption = Annotated[int | None, typer.Option(metavar="N", min=0, help="That step [the newest].")]
+StepOption = Annotated[
+    int | None, typer.Option(metavar="N", min=0, help="That step (default: the newest).")
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 
 
@@ -234,7 +236,7 @@ def export(
         typer.Option(
             "--job",
             metavar="FILE",
-            help="huggingface, peft: the job's [job.yaml of the run folder].",
+            help="huggingface, peft: the job's (default: job.yaml of the run folder).",
         ),
     ] = None,
     weights_only: Annotated[

@@ -10,9 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_ft.cli.options import (
+    AcceptChanges,
+    Foreground,
+    FromScratch,
+    LocalNodes,
+    Out,
+    Processes,
+    RayAddress,
+    ScenarioName,
+)
 from elastic_ft.cli.own_script import calls_init, init_of
 from elastic_ft.cli.progress import say
-from elastic_ft.cli.run import COMPLETED, FAILED, How, train_job, where_to_run
+from elastic_ft.cli.run import COMPLETED, FAILED, How, begun_anew, train_job, where_to_run
 from elastic_ft.config import Job, parse_job, parse_yaml
 from elastic_ft.errors import ConfigError, UsageError
 
@@ -31,7 +41,7 @@ WorkersOption = Annotated[
     ),
 ]
 MinWorkers = Annotated[
-    int | None, typer.Option(min=1, help="Go on with so many; elastic.min_workers [1].")
+    int | None, typer.Option(min=1, help="Go on with so many; elastic.min_workers (default: 1).")
 ]
 JobFileIfAny = Annotated[
     Path | None,
@@ -45,37 +55,36 @@ def launch(
     workers: WorkersOption = None,
     min_workers: MinWorkers = None,
     job_file: JobFileIfAny = None,
-    address: Annotated[
-        str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")
-    ] = None,
-    local_nodes: Annotated[
-        int | None, typer.Option(min=1, help="Start a Ray cluster of N nodes on this machine.")
-    ] = None,
-    processes: Annotated[
-        bool, typer.Option("--processes", help="Plain processes, no Ray.")
-    ] = False,
-    chaos: Annotated[
-        str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
-    ] = None,
-    foreground: Annotated[
-        bool, typer.Option("--foreground", help="As part of this process: to debug the script.")
-    ] = False,
-    out: Annotated[
-        str | None, typer.Option(metavar="DIR", help="The run folder [runs/<name>].")
-    ] = None,
+    address: RayAddress = None,
+    local_nodes: LocalNodes = None,
+    processes: Processes = False,
+    chaos: ScenarioName = None,
+    foreground: Foreground = False,
+    out: Out = None,
+    accept_changes: AcceptChanges = False,
+    from_scratch: FromScratch = False,
 ) -> int:
     """Run a training script of your own, elastically: its processes survive the loss of others.
 
     One that never calls elastic_ft.init() is torchrun's: all its processes restart after a loss.
     """
     if processes and script.is_file() and not calls_init(script):
-        given = {"--job": job_file, "--min-workers": min_workers, "--chaos": chaos, "--out": out}
+        given = {
+            "--job": job_file,
+            "--min-workers": min_workers,
+            "--chaos": chaos,
+            "--out": out,
+            "--accept-changes": accept_changes or None,
+            "--from-scratch": from_scratch or None,
+        }
         for option in (option for option, value in given.items() if value is not None):
             raise UsageError(f"{option}: {script.name} never calls elastic_ft.init(): leave it out")
         return _as_torchrun(script, arguments or [], workers or 1)
     job = job_of_script(script, tuple(arguments or ()), job_file, workers, min_workers)
+    job = begun_anew(job, from_scratch)
     where = where_to_run(job, address, local_nodes, processes)
-    return train_job(job, out or f"runs/{job.name}", where, How(chaos, foreground=foreground))
+    how = How(chaos, accept_changes=accept_changes, foreground=foreground)
+    return train_job(job, out or f"runs/{job.name}", where, how)
 
 
 def _as_torchrun(script: Path, arguments: list[str], workers: int) -> int:

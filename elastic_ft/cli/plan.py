@@ -6,6 +6,7 @@ Exit codes: 0; 1 nothing fits; 2 bad usage or a bad job file, one line.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from elastic_ft.observe.run_reader import RunReader
 
 LOST = (1, 2, 8)
 AGAIN = {False: "no", "selective": "selective", True: "yes"}
+DEVICES_MAX = 100_000
 UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12}
 
 console = Console(highlight=False, soft_wrap=True)
@@ -117,14 +119,20 @@ def _refuse(why: str, as_json: bool) -> int:
 
 def parse_devices(text: str, flops: float, intra: float, inter: float) -> Devices:
     """Returns the devices of "8x8:80GB" (nodes x devices) or "8,8,7:80GB". Raises ConfigError."""
-    match = re.fullmatch(r"(?:(\d+)x(\d+)|(\d+(?:,\d+)*)):(\d+(?:\.\d+)?)([KMGT]i?B)", text.strip())
+    for option, rate in (("--flops", flops), ("--intra", intra), ("--inter", inter)):
+        if not 0 < rate < math.inf:
+            raise ConfigError(f"{option}: expected a number above 0, found {rate:g}")
+    counts = r"(?:(\d{1,9})x(\d{1,9})|(\d{1,9}(?:,\d{1,9})*))"
+    match = re.fullmatch(counts + r":(\d{1,9}(?:\.\d+)?)([KMGT]i?B)", text.strip())
     if match is None or match[5] not in UNITS:
         raise ConfigError(f"--devices: expected NODESxEACH:MEMORY such as 8x8:80GB, found {text!r}")
-    equal = (int(match[2]),) * int(match[1]) if match[1] else ()
-    nodes = equal or tuple(map(int, (match[3] or "0").split(",")))
+    each = [int(count) for count in (match[3] or match[2]).split(",")]
+    times = int(match[1] or 1)
+    if max(times, times * sum(each)) > DEVICES_MAX:
+        raise ConfigError(f"--devices: expected at most {DEVICES_MAX}, found {text!r}")
     try:
         return Devices(
-            nodes,
+            tuple(each) * times,
             float(match[4]) * UNITS[match[5]],
             flops_per_s=flops,
             intra_bytes_per_s=intra,

@@ -21,6 +21,7 @@ from elastic_ft.cli.check_stores import (
     check_writable,
 )
 from elastic_ft.config import Job, LoopConfig
+from elastic_ft.config.elastic import ElasticConfig
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.core.terms import data_terms, terms_of
 from elastic_ft.errors import ConfigError
@@ -95,9 +96,9 @@ def check_job(
     scenario = _load_scenario(job, place, chaos)
     url = job.checkpoint.url or f"{out.rstrip('/')}/checkpoints"
     check_writable("run folder (--out)", out)
-    warnings: tuple[str, ...] = ()
+    warnings = one_worker(job)
     if job.checkpoint.url is not None:
-        warnings = check_writable("checkpoint.url", url)
+        warnings += check_writable("checkpoint.url", url)
         check_apart(out, url)
     if not accept_changes:
         check_owner(job, out, url)
@@ -151,13 +152,13 @@ def check_workers(job: Job, place: Place) -> None:
         )
     if parallel.shard_size is not None and parallel.shard_size > elastic.max_workers:
         raise ConfigError(
-            f"parallel.shard_size: {parallel.shard_size} is greater than elastic.max_workers "
-            f"{elastic.max_workers}"
+            f"parallel.shard_size: {parallel.shard_size} is greater than {_max_workers(elastic)}"
         )
     wish, asked = parallel.wish, " x ".join(f"parallel.{name}" for name in MODEL_DIMENSIONS)
     if wish.ranks_per_sample > elastic.max_workers:
-        sizes = wish.sizes_in_words("parallel.").replace(" ", ": ", 1)
-        raise ConfigError(f"{sizes} is greater than elastic.max_workers {elastic.max_workers}")
+        given = {name: getattr(wish, name) for name in MODEL_DIMENSIONS}
+        sizes = " x ".join(f"parallel.{name} {size}" for name, size in given.items() if size > 1)
+        raise ConfigError(f"{sizes.replace(' ', ': ', 1)} is greater than {_max_workers(elastic)}")
     each = job.multiple_of
     if elastic.max_workers // each * each < elastic.min_workers:
         raise ConfigError(
@@ -165,6 +166,23 @@ def check_workers(job: Job, place: Place) -> None:
             f"min_workers {elastic.min_workers} and max_workers {elastic.max_workers}"
         )
     check_engine(job)
+
+
+def _max_workers(elastic: ElasticConfig) -> str:
+    is_default = "max_workers" not in elastic.model_fields_set
+    return f"elastic.max_workers {elastic.max_workers}{', its default' if is_default else ''}"
+
+
+def one_worker(job: Job) -> tuple[str, ...]:
+    """What a job asks for that one worker alone does not do, as a warning."""
+    parallel = job.parallel
+    if job.elastic.max_workers > 1 or parallel.strategy != "fsdp":
+        return ()
+    key = "ep" if parallel.ep > 1 else "strategy"
+    return (
+        f"parallel.{key}: {getattr(parallel, key)} shares nothing out on one worker: "
+        f"{_max_workers(job.elastic)}",
+    )
 
 
 def check_engine(job: Job) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from elastic_ft.cli import extensions
 from elastic_ft.cli.progress import ProgressDisplay, say
-from elastic_ft.cli.terminal import Ending, interrupts, result_of, stay
+from elastic_ft.cli.terminal import Ending, interrupt_on_sigterm, interrupts, result_of, stay
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed
 from elastic_ft.observe.lines import local_path
@@ -85,6 +85,14 @@ class How:
     foreground: bool = False  # the controller of plain processes is this very process
 
 
+def begun_anew(job: Job, from_scratch: bool) -> Job:
+    """With ``--from-scratch`` the job may begin from the seed although steps are recorded."""
+    if not from_scratch:
+        return job
+    checkpoint = job.checkpoint.model_copy(update={"from_scratch": True})
+    return job.model_copy(update={"checkpoint": checkpoint})
+
+
 def train_job(job: Job, out: str, where: Where, how: How) -> int:
     """Checks, runs, says how it ended. Raises UsageError while nothing has been started."""
     from elastic_ft.observe.handover import NEXT_S, await_handover
@@ -120,11 +128,15 @@ def check_start(
 
     made = _made_in_warm_process if where.processes else check_model_and_data
     checked = check_job(job, out, where.place(), how.chaos, how.accept_changes, meanwhile, made)
+    say_checked(job, checked)
+    return checked
+
+
+def say_checked(job: Job, checked: Checked) -> None:
     size = "" if job.loop is not None else f"{checked.parameters:,} parameters; "
     say(f"{job.name}: {size}{checked.data}")
     for warning in checked.warnings:
         say(f"warning: {warning}")
-    return checked
 
 
 def _start_fork_server(unless_run: contextlib.ExitStack) -> None:
@@ -262,7 +274,7 @@ def _run_on_ray(job: Job, out: str, where: Where, checked: Checked, by: Any, how
             error = ended.line
         else:  # it ends with this process
             # Ray has a handler of its own for SIGTERM; the trainer's, for SIGINT, stops cleanly.
-            signal.signal(signal.SIGTERM, lambda signum, frame: signal.raise_signal(signal.SIGINT))
+            interrupt_on_sigterm()
             error = _fit(trainer)
         result = RunReader(out).result()
         return EndOfRun(result, error, by.unfired(result))
@@ -347,6 +359,9 @@ def connected(address: str) -> Iterator[None]:
     """Raises ConfigError if there is no cluster at the address."""
     import ray
 
+    from elastic_ft.cli.preflight import check_address
+
+    check_address(address)
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,7 +28,9 @@ app = typer.Typer(no_args_is_help=True, help="The service that takes jobs in and
 ServiceUrl = Annotated[
     str | None,
     typer.Option(
-        "--service", metavar="URL", help="The service [ELASTIC_FT_SERVICE, or this machine's]."
+        "--service",
+        metavar="URL",
+        help="The service (default: ELASTIC_FT_SERVICE, or this machine's).",
     ),
 ]
 JobIdArgument = Annotated[
@@ -37,14 +40,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 def client(url: str | None) -> Client:
-    from elastic_ft.service.service_client import Client
+    """Of a service that somebody has named: it may be starting anew. Raises ServiceAway."""
+    from elastic_ft.service.service_client import AWAY_S, VARIABLE, Client
 
-    return Client(url)
+    def waiting(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    is_named = bool(url or os.environ.get(VARIABLE))
+    asked = Client(url, away_s=AWAY_S if is_named else 0.0, waiting=waiting)
+    if not is_named:
+        asked.service()
+        asked.away_s = AWAY_S
+    return asked
 
 
 def is_job(given: str, service: str | None) -> bool:
-    """Whether ``given`` is a job of the service, not a run folder. Where nobody has said that there
-    is a service, one must answer."""
+    """Whether ``given`` is a job of the service, not a run folder. Raises ConfigError where it is
+    neither: nobody has said that there is a service, and none answers."""
     from elastic_ft.service.service_client import VARIABLE, Client, ServiceAway
 
     if service is not None:
@@ -55,8 +67,8 @@ def is_job(given: str, service: str | None) -> bool:
         return True
     try:
         Client(away_s=0.0).service()
-    except ServiceAway:
-        return False
+    except ServiceAway as error:
+        raise ConfigError(f"{given}: not a run folder, and {error}") from None
     except ConfigError:  # it wants a token, say
         return True
     return True
@@ -68,7 +80,8 @@ def is_job(given: str, service: str | None) -> bool:
 @app.command("start")
 def start(
     address: Annotated[
-        str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster [RAY_ADDRESS].")
+        str | None,
+        typer.Option(metavar="RAY", help="Address of a Ray cluster (default: RAY_ADDRESS)."),
     ] = None,
     local_nodes: Annotated[
         int | None,

@@ -17,7 +17,8 @@ def report(
     out: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Where to, any fsspec URL [report.html in the run folder]."
+            metavar="FILE",
+            help="Where to, any fsspec URL (default: report.html in the run folder).",
         ),
     ] = None,
 ) -> int:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 from elastic_ft.cli.progress import say
@@ -69,6 +70,19 @@ def stay(job: GoesOn, out: str, came: list[int], stops: bool) -> Any:
                     f"elastic-ft stop {out} stops it"
                 )
     return ended
+
+
+def interrupt_on_sigterm() -> None:
+    """SIGTERM does what Ctrl-C does, also where SIGINT is ignored: a shell without job control has
+    what it starts with ``&`` ignore it."""
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ LOOK_S = 1.0
 
 RunFolderArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Follow = Annotated[bool, typer.Option("--follow", help="Until the run has ended.")]
-Name = Annotated[str | None, typer.Option(help="Of the run there [the run folder's].")]
+Name = Annotated[str | None, typer.Option(help="Of the run there (default: the run folder's).")]
 
 
 class Log(Protocol):
@@ -31,7 +31,8 @@ class Log(Protocol):
 def tensorboard(
     run_folder: RunFolderArgument,
     out: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Where to [tensorboard in the run folder].")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where to (default: tensorboard in the run folder)."),
     ] = None,
     follow: Follow = False,
 ) -> int:
@@ -44,7 +45,8 @@ def tensorboard(
 def wandb(
     run_folder: RunFolderArgument,
     out: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Where to [wandb in the run folder].")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Where to (default: wandb in the run folder)."),
     ] = None,
     project: Annotated[str, typer.Option(help="Of Weights & Biases.")] = "elastic_ft",
     name: Name = None,
@@ -62,11 +64,11 @@ def wandb(
 def mlflow(
     run_folder: RunFolderArgument,
     tracking_uri: Annotated[
-        str | None, typer.Option(help="Where to [MLflow's own: MLFLOW_TRACKING_URI].")
+        str | None, typer.Option(help="Where to (default: MLflow's own, MLFLOW_TRACKING_URI).")
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Of its cursor [RUN/mlflow]."),
+        typer.Option(metavar="FOLDER", help="Of its cursor (default: RUN/mlflow)."),
     ] = None,
     experiment: Annotated[str, typer.Option(help="Of MLflow.")] = "elastic_ft",
     name: Name = None,

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from elastic_ft.config.section import (
+    PORTS,
     WORKERS_MAX,
     Count,
     CountFrom0,
@@ -22,9 +23,9 @@ class ElasticConfig(Section):
     """Who may take part, and how long to wait for what. What the core decides by has its defaults
     in ``core.policy.Policy``."""
 
-    min_workers: Workers = 1
-    max_workers: Workers = 1
-    workers_per_node: Workers = 1
+    min_workers: Workers = 1  # with fewer the job is suspended
+    max_workers: Workers = 1  # no world is larger
+    workers_per_node: Workers = 1  # that a node holds
     # Worlds are multiples of this, the rest stays warm; none: of parallel.tp x pp x cp, which are
     # then never lowered. Given, they are, in worlds that they do not divide.
     multiple_of: Workers | None = None
@@ -34,7 +35,7 @@ class ElasticConfig(Section):
     start_timeout_s: Seconds = Policy.start_timeout_s
     gather_s: Delay = Policy.gather_s  # at the start: wait so long for more than min_workers
     join_batch_s: Delay = Policy.join_batch_s  # joiners that come together join together
-    suspend_timeout_s: Seconds = Policy.suspend_timeout_s  # below min_workers
+    suspend_timeout_s: Seconds = Policy.suspend_timeout_s  # below min_workers; then the job fails
     # Survivors to reach a safe point once aborted.
     pause_timeout_s: Seconds = Policy.pause_timeout_s
     # Forming plus re-sharding, without a byte of state.
@@ -55,9 +56,10 @@ class ElasticConfig(Section):
     # A joiner must be worth its pause within that.
     regrow_repaid_s: Seconds = Policy.regrow_repaid_s
     regrow_delay_max_s: Delay = Policy.regrow_delay_max_s  # and waits at most so long if it is not
-    evict_stragglers: bool = Policy.evict_stragglers
-    # Slower by this than the median of all members, for so many steps.
+    evict_stragglers: bool = Policy.evict_stragglers  # replace one, or go on without it
+    # Slower by this than the median of all members.
     straggler_factor: float = Field(Policy.straggler_factor, gt=1)
+    # Nine of ten of them must have been slow.
     straggler_window_steps: int = Field(Policy.straggler_window_steps, ge=2, le=100_000)
     # On Ray: whose preemption notices drain a node; auto: the cloud's that its firmware names.
     notices: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
@@ -104,10 +106,11 @@ class SnapshotConfig(Section):
 
 class CheckpointConfig(Section):
     url: str | None = None  # any fsspec URL; none: checkpoints/ in the run folder
-    every_steps: CountFrom0 = 0  # 0: not by steps
-    every_s: Seconds | Literal["auto"] | None = "auto"  # auto: Young/Daly
-    final: bool = True
-    keep_last: Count = Policy.keep_last
+    every_steps: CountFrom0 = 0  # one after so many steps; 0: not by steps
+    # One after so many seconds; auto: as Young and Daly have it; null: not by time.
+    every_s: Seconds | Literal["auto"] | None = "auto"
+    final: bool = True  # one at the end of the job
+    keep_last: Count = Policy.keep_last  # of the newest steps; older ones are deleted
     # Each is read back once, by the controller and a few objects at a time, before an older one is
     # deleted for it. Without, their lengths are all that is known of shards before someone reads.
     read_back: bool = True
@@ -121,7 +124,7 @@ class CheckpointConfig(Section):
 class NetworkConfig(Section):
     """Where the job's own processes listen. The ports of Gloo and NCCL are the kernel's choice."""
 
-    ports: str | None = Field(None, pattern=r"^[0-9]{1,5}-[0-9]{1,5}$")  # "20000-20099"; none: any
+    ports: str | None = Field(None, pattern=PORTS)  # "20000-20099"; none: any
     metrics_address: str = "127.0.0.1"  # of the controller's machine; 0.0.0.0: all it has
     tls: bool = False  # around our own connections, under a certificate made for this start
 

@@ -15,7 +15,7 @@ from elastic_ft.config.elastic import (
     SnapshotConfig,
 )
 from elastic_ft.config.parallel import ParallelConfig
-from elastic_ft.config.section import COUNT_MAX, SEED_MAX, Count, Section
+from elastic_ft.config.section import COUNT_MAX, NAME, SEED_MAX, Count, Section
 from elastic_ft.config.trained import (
     BatchConfig,
     DataConfig,
@@ -28,9 +28,10 @@ from elastic_ft.core.layouts.layout import WISHES
 
 
 class Job(Section):
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
-    seed: int = Field(0, ge=0, le=SEED_MAX)
-    steps: Count
+    # Of the run folder, and of whom checkpoints belong to.
+    name: str = Field(pattern=NAME, max_length=100)
+    seed: int = Field(0, ge=0, le=SEED_MAX)  # of weights, data order and per-sample randomness
+    steps: Count  # to train in all
     model: ModelConfig
     data: DataConfig
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from elastic_ft.config.job import Job
-from elastic_ft.config.section import COUNT_MAX
+from elastic_ft.config.mistakes import first_mistake, one_line
 from elastic_ft.errors import ConfigError
 
 FILE_BYTES_MAX = 4 << 20  # of a job file
@@ -20,7 +18,6 @@ DEPTH_MAX = 100  # of values in values; what writes them goes no deeper than 255
 # What PyYAML's constructors let through, as for the date 2024-13-45.
 ESCAPES = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
 MERGED_MAX = 100  # of merge keys in one mapping
-SHOWN = 80  # characters of a value, in a message
 
 
 def parse_job(values: Any, where: str = "job") -> Job:
@@ -34,21 +31,11 @@ def parse_job(values: Any, where: str = "job") -> Job:
     try:
         return Job.model_validate(values)
     except ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        key = ".".join(_line(part) for part in first["loc"]) or where
-        message = {"extra_forbidden": "unknown key", "missing": "required key is missing"}.get(
-            first["type"], _line(first["msg"].removeprefix("Value error, "), 300)
-        )
-        if first["type"] == "extra_forbidden":
-            message += _did_you_mean(first["loc"])
-        found = ""
-        if first["type"] not in ("extra_forbidden", "missing", "value_error"):
-            found = f", found {_line(_shown(first['input']))}"
-        more = f" (and {len(others)} more)" if others else ""
-        inside = f" (in {where})" if where not in ("job", key) else ""
-        raise ConfigError(f"{key}: {message}{found}{more}{inside}") from None
+        key, message = first_mistake(error, Job)
+        inside = f" (in {where})" if key and where != "job" else ""
+        raise ConfigError(f"{key or where}: {message}{inside}") from None
     except (RecursionError, OverflowError, TypeError) as error:  # of a value that refers to itself
-        raise ConfigError(f"{where}: not a job: {_line(error)}") from None
+        raise ConfigError(f"{where}: not a job: {one_line(error)}") from None
 
 
 def _check_size(values: Any, where: str) -> None:
@@ -68,31 +55,8 @@ def _check_size(values: Any, where: str) -> None:
             left.extend((value, depth + 1) for value in one)
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, int) and abs(value) > COUNT_MAX**2:
-        return "a number of very many digits"
-    return reprlib.repr(value)
-
-
-def _line(value: object, length: int = SHOWN) -> str:
-    """One line that any terminal takes."""
-    text = " ".join(str(value).split())
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def _did_you_mean(path: tuple[int | str, ...]) -> str:
-    """The known key nearest to the last of ``path``, if one is near; and where it is known."""
-    section: Any = Job
-    for part in path[:-1]:
-        found = section.model_fields.get(part)
-        if found is None:
-            return ""
-        section = found.annotation
-        if not hasattr(section, "model_fields"):
-            return ""
-    near = difflib.get_close_matches(str(path[-1])[:SHOWN], section.model_fields, 1)
-    return f", did you mean {near[0]}?" if near else ""
+class _Repeated(yaml.YAMLError):
+    """A key twice in one mapping. The message says where."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -105,6 +69,19 @@ class _Loader(yaml.SafeLoader):
         super().flatten_mapping(node)
         if len(node.value) > MERGED_MAX * 10:
             self._refuse(node)
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """YAML forbids a key twice in one mapping; PyYAML drops the first without a word."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                continue
+            if name in lines:
+                raise _Repeated(f"{one_line(key.value)}: twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
 
     def _refuse(self, node: Any) -> None:
         raise yaml.constructor.ConstructorError(None, None, "too many keys", node.start_mark)
@@ -131,7 +108,9 @@ def parse_yaml(content: bytes, where: str) -> Any:
         raise ConfigError(f"{where}: larger than {FILE_BYTES_MAX} bytes, which no job file is")
     try:
         return yaml.load(content.decode(), _Loader)
+    except _Repeated as error:
+        raise ConfigError(f"{where}: {error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}: not a text file: {error.reason}") from None
     except (yaml.YAMLError, *ESCAPES) as error:
-        raise ConfigError(f"{where}: not YAML: {_line(error, 300)}") from None
+        raise ConfigError(f"{where}: not YAML: {one_line(error, 300)}") from None

@@ -15,7 +15,7 @@ class DeviceConfig(Section):
     """What strategy ``auto`` is planned by: what a device really reaches, not the datasheet."""
 
     memory_gb: float | None = Field(None, gt=0)  # 10^9 bytes; none: as the workers find
-    tflops: float = Field(400, gt=0)
+    tflops: float = Field(400, gt=0)  # that large matrix products reach
     intra_gb_per_s: float = Field(300, gt=0)  # of a device, one way, within its node
     inter_gb_per_s: float = Field(40, gt=0)  # to other nodes
 
@@ -25,7 +25,7 @@ class ParallelConfig(Section):
 
     # Of data ranks; auto: of everything.
     strategy: Literal[Strategy, "auto"] = LayoutWish.strategy
-    devices: DeviceConfig = DeviceConfig()
+    devices: DeviceConfig = DeviceConfig()  # of strategy auto: what devices reach
     # Of hsdp: ranks that share one replica.
     shard_size: int | None = Field(LayoutWish.shard_size, ge=2)
     # Ranks that share each layer, sequence-parallel between layers.
@@ -35,8 +35,9 @@ class ParallelConfig(Section):
     cp: int = Field(LayoutWish.cp, ge=1)  # ranks that share the positions of each sample
     # Of a mixture of experts, fsdp and hsdp: data ranks that share each layer's experts out.
     ep: int = Field(LayoutWish.ep, ge=1)
+    # Of pipeline stages.
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"] = "1f1b"
-    engine: Literal["native", "deepspeed"] = "native"
+    engine: Literal["native", "deepspeed"] = "native"  # deepspeed: data parallel, by zero_stage
     zero_stage: int | None = Field(None, ge=0, le=3)  # deepspeed: what the whole world shards
     offload_optimizer: bool = False  # deepspeed: optimizer state and step on the CPU
     # Layers keep their inputs alone for backward; selective: what is dear to compute again, too.

@@ -12,6 +12,12 @@ WORKERS_MAX = 10**6
 BATCH_MAX = 10**9
 SEQUENCE_MAX = 1 << 30
 SEED_MAX = (1 << 64) - 1
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+PORTS = r"^[0-9]{1,5}-[0-9]{1,5}$"
+PATTERNS = {  # in words
+    NAME: "letters, digits, '.', '_' and '-', and no sign first",
+    PORTS: "the first and the last port, such as 20000-20099",
+}
 
 Seconds = Annotated[float, Field(ge=1e-3, le=YEAR_S)]  # to wait for something
 Delay = Annotated[float, Field(ge=0, le=YEAR_S)]

@@ -14,7 +14,7 @@ class LoopConfig(Section):
     data and the optimizer, and says when it ends."""
 
     script: str | None = None  # a file on every node; none: a function does (ElasticTrainer)
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()  # of the script
     # For what registered objects keep beside large tensors: numbers, text, small tensors.
     state_kb: int = Field(64, ge=1, le=1 << 20)
 
@@ -22,24 +22,26 @@ class LoopConfig(Section):
 class LoraSection(Section):
     """Adapters are trained instead of the model's weights, which are frozen. By peft."""
 
-    rank: int = Field(8, ge=1, le=1 << 16)
+    rank: int = Field(8, ge=1, le=1 << 16)  # of the product that is added to a layer
     alpha: float = Field(16.0, gt=0, le=1e6)  # what they add is alpha / rank of their product
     # Linear layers by the ends of their names; none: what peft has for the architecture.
     targets: tuple[str, ...] | Literal["all-linear"] = ()
-    dropout: float = Field(0.0, ge=0, lt=1)
+    dropout: float = Field(0.0, ge=0, lt=1)  # of what goes into the adapters
 
 
 class ModelConfig(Section):
     """Exactly one of ``preset``, ``path``, ``transformers`` and ``pretrained``."""
 
-    preset: str | None = None  # a built-in decoder, see elastic_ft.models.decoder.PRESETS
+    # A built-in decoder: decoder-1m, decoder-160m, decoder-moe-4m and others.
+    preset: str | None = None
     path: str | None = None  # "package.module:callable" returning an nn.Module
     transformers: dict[str, Any] | None = None  # a Hugging Face config, with its model_type
     # A folder as Hugging Face has them, any fsspec URL: config.json and safetensors, to begin with.
     pretrained: str | None = None
-    lora: LoraSection | None = None  # of pretrained
+    lora: LoraSection | None = None  # of pretrained: adapters alone are trained
     own: bool = False  # the loop's, see Job.loop
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # for preset and path
+    # Of preset, in place of its own sizes; of path, what it is called with.
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     weights: str | None = None  # to begin with: a safetensors folder, any fsspec URL
 
     @model_validator(mode="after")
@@ -62,7 +64,7 @@ class DataConfig(Section):
     url: str | None = None  # file, folder or glob, any fsspec URL; "stdlib:" = Python's own source
     # tokens are copied to cache_dir; token_shards, of any size, are read where they are.
     format: Literal["auto", "text", "jsonl", "parquet", "tokens", "token_shards"] = "auto"
-    text_field: str = "text"  # jsonl, parquet
+    text_field: str = "text"  # of jsonl and parquet: where the text is
     tokenizer: str | None = None  # a tokenizer.json; none: a BPE is trained on the data
     # Ends each document: of the tokenizer, or an id; none: a usual name.
     end_token: str | Annotated[int, Field(ge=0, lt=1 << 32)] | None = None
@@ -70,16 +72,16 @@ class DataConfig(Section):
     separate_documents: bool = False
     # Of a trained BPE. Of token_shards, which nobody looks through: ids are below it.
     vocab_size: int = Field(4096, ge=258, le=1 << 31)
-    token_bytes: Literal[2, 4] = 2  # tokens, token_shards: little-endian unsigned
-    sequence_length: int = Field(256, ge=2, le=SEQUENCE_MAX)
+    token_bytes: Literal[2, 4] = 2  # of tokens and token_shards: little-endian unsigned
+    sequence_length: int = Field(256, ge=2, le=SEQUENCE_MAX)  # tokens of a sample
     max_tokens: Count | None = None  # use at most this many
     eval_fraction: float = Field(0.02, ge=0, lt=1)  # held out, from the end
-    eval_every_steps: CountFrom0 = 0  # 0: never
+    eval_every_steps: CountFrom0 = 0  # evaluate what is held out so often; 0: never
     eval_samples: Count = 64  # at most so many of the held-out ones
-    cache_dir: str = "~/.cache/elastic_ft"  # tokenised data
+    cache_dir: str = "~/.cache/elastic_ft"  # for tokenised data
     path: str | None = None  # "package.module:callable" returning a map-style dataset
     own: bool = False  # the loop's, see Job.loop
-    kwargs: dict[str, Any] = Field(default_factory=dict)  # for path
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # what path is called with
 
     @model_validator(mode="after")
     def one_source(self) -> DataConfig:
@@ -122,7 +124,7 @@ class ParameterGroup(Section):
     What is not given is as for all others.
     """
 
-    match: str = Field(min_length=1)
+    match: str = Field(min_length=1)  # a pattern of names, * for any part
     lr: Rate | None = None  # its highest; the schedule shapes it as it does optimizer.lr
     weight_decay: Decay | None = None  # of vectors too
     muon: bool | None = None  # name muon: whether these are its, and not AdamW's
@@ -131,19 +133,21 @@ class ParameterGroup(Section):
 class OptimizerConfig(Section):
     # adamw, adam, sgd, muon, schedule_free_adamw, schedule_free_sgd, or "package.module:class"
     name: str = "adamw"
-    lr: Rate = 3e-4
+    lr: Rate = 3e-4  # its highest, which the schedule shapes
     weight_decay: Decay = 0.1  # of matrices; norms and biases have none
     groups: tuple[ParameterGroup, ...] = ()  # the first whose pattern matches counts
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0, le=1e6)
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW and Adam, schedule-free ones too
+    eps: float = Field(1e-8, gt=0, le=1e6)  # of the same
+    kwargs: dict[str, Any] = Field(default_factory=dict)  # what else its class takes
     # constant, linear, cosine, wsd, inverse_sqrt, or "package.module:callable", which is given
     # (step, steps) and returns what the rate is of lr: a function of these alone.
     schedule: str = "cosine"
-    warmup_steps: CountFrom0 = 0
+    warmup_steps: CountFrom0 = 0  # a line from 0 to lr, before any schedule
     decay_steps: CountFrom0 = 0  # wsd: the last ones
+    # What linear, cosine and wsd end at, and inverse_sqrt does not go below.
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    grad_clip: float | None = Field(1.0, gt=0)  # maximum global norm
+    # Maximum global norm of a step's gradients; null: none.
+    grad_clip: float | None = Field(1.0, gt=0)
     # Steps in a row whose gradients may be infinite or NaN: each is skipped. 0: none may.
     skip_nonfinite: int = Field(0, ge=0, le=10**6)
     # cpu: its state, and the weights that it steps, are in host memory, and so is its step.
@@ -218,8 +222,8 @@ class OptimizerConfig(Section):
 class BatchConfig(Section):
     """Sizes in samples. Micro-batches are the unit that is dealt to workers."""
 
-    global_batch_size: int = Field(32, ge=1, le=BATCH_MAX)
-    micro_batch_size: int = Field(4, ge=1, le=BATCH_MAX)
+    global_batch_size: int = Field(32, ge=1, le=BATCH_MAX)  # of a step, over all workers
+    micro_batch_size: int = Field(4, ge=1, le=BATCH_MAX)  # that a worker computes at once
 
     @property
     def micro_batches(self) -> int:
@@ -240,5 +244,5 @@ class PrecisionConfig(Section):
     # With bf16: products of linear layers by float8, scaled by tensor or by row. Needs torchao.
     fp8: Literal["tensorwise", "rowwise"] | None = None
     tf32: bool = True  # on GPUs: fp32 matrix products by tensor cores, inputs cut to 10 bits
-    initial_loss_scale: float = Field(2.0**16, gt=0)  # fp16
-    loss_scale_growth_steps: Count = 2000
+    initial_loss_scale: float = Field(2.0**16, gt=0)  # of fp16
+    loss_scale_growth_steps: Count = 2000  # of fp16: without an overflow, before it doubles

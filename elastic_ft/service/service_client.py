@@ -11,7 +11,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ VARIABLE = "ELASTIC_FT_SERVICE"
 TOKEN_VARIABLE, CA_VARIABLE = "ELASTIC_FT_TOKEN_FILE", "ELASTIC_FT_CA_FILE"
 TIMEOUT_S = 60.0
 AWAY_S = 30.0  # a service that was killed is back by then
+TOLD_S = 1.0  # of silence, before it is said that one waits
 AGAIN_S = 0.3
 ENDED = ("completed", "failed", "stopped")
 
@@ -43,6 +44,7 @@ class Client:
         token_file: where the service asks for one; by default ELASTIC_FT_TOKEN_FILE.
         ca_file: whose certificates count, beside the system's; by default ELASTIC_FT_CA_FILE.
         away_s: for so long a service that does not answer is asked again.
+        waiting: told once, in words, that this is being done.
     """
 
     def __init__(
@@ -52,9 +54,11 @@ class Client:
         token_file: str | Path | None = None,
         ca_file: str | Path | None = None,
         away_s: float = AWAY_S,
+        waiting: Callable[[str], object] = lambda line: None,
     ) -> None:
         self.url = (url or os.environ.get(VARIABLE) or DEFAULT_URL).rstrip("/")
         self.away_s = away_s
+        self._waiting, self._has_told = waiting, False
         token_file = token_file or os.environ.get(TOKEN_VARIABLE)
         self._token = read_token(Path(token_file)) if token_file else ""
         ca_file = ca_file or os.environ.get(CA_VARIABLE)
@@ -138,10 +142,18 @@ class Client:
                 with self._open(verb, path, body, timeout_s) as answer:
                     found: dict[str, Any] = json.loads(answer.read())
                     return found
-            except ServiceAway:
-                if time.monotonic() > until_s:
-                    raise
-            time.sleep(AGAIN_S)
+            except ServiceAway as error:
+                self._rest(until_s, error)
+
+    def _rest(self, until_s: float, error: ServiceAway) -> None:
+        """Before it is asked again. Raises ``error`` where that has been done for long enough."""
+        left_s = until_s - time.monotonic()
+        if left_s < 0:
+            raise error
+        if self.away_s - left_s > TOLD_S and not self._has_told:
+            self._has_told = True
+            self._waiting(f"waiting for the service at {self.url}, {self.away_s:g} s at most")
+        time.sleep(AGAIN_S)
 
     def _open(
         self, verb: str, path: str, body: Any, timeout_s: float, last_id: int | None = None
@@ -185,9 +197,10 @@ class Client:
                             last_id = id
                             yield data
             except (ServiceAway, OSError, http.client.HTTPException) as error:
-                if time.monotonic() > until_s:
-                    raise ServiceAway(f"no service answers at {self.url}: {error}") from None
-            time.sleep(AGAIN_S)
+                away = ServiceAway(f"no service answers at {self.url}: {error}")
+                self._rest(until_s, error if isinstance(error, ServiceAway) else away)
+            else:
+                time.sleep(AGAIN_S)
 
 
 def _tls(ca_file: str | Path | None) -> ssl.SSLContext:

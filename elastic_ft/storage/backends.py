@@ -188,6 +188,8 @@ class Remote:
         top = self._path(prefix.rstrip("/"))
         try:
             found = self._do("find", timeout_s, top)
+            if not found:  # its walk leaves out what it can't list: a server that is away, say
+                self._do("ls", timeout_s, top)
         except FileNotFoundError:
             return []
         inside = f"{top}/"

@@ -35,6 +35,8 @@ def find_checkpoints(url: str, step: int | None = None) -> tuple[Store, tuple[Ch
     ``url`` may also be that of one manifest: then that one. ``step``: only the newest attempt of
     that step. Raises StorageError, one line, if the folder can't be read or has no such one.
     """
+    if not url:
+        raise StorageError("URL: expected a path or a URL, found nothing")
     root, _, name = url.rpartition("/manifests/")
     match = MANIFEST_KEY.match(f"manifests/{name}") if root else None
     store = open_store(root if match else url)

@@ -123,7 +123,12 @@ def test_the_table_says_where_a_peer_wins(tmp_path: Path) -> None:
     assert "- worker killed: paused, s: peer 0.30, elastic_ft at best 0.60" in text
     assert "replay" not in text.split("**Where a peer is ahead:**")[1].split("**Cases")[0]
     assert "- peer, round 0, drain: Late: too late" in text
-    assert "| - | 5.0e-01 |" in text and "raw.json" in text
+    assert "| - | 5.0e-01 in 2 steps |" in text and "raw.json" in text
+    runs = [*values["runs"], {"system": "elastic_ft (Ray)", "round": 0, "losses": [1.0, 2.0, 4.0]}]
+    assert (
+        f"- {report.LOSS}: peer 5.0e-01 in 2 steps, elastic_ft at best 1.0e+00 in 3 steps"
+        in report.markdown(values | {"runs": runs}, "raw.json")
+    )
     document = tmp_path / "d.md"
     document.write_text("a\n<!-- peers:begin -->\nold\n<!-- peers:end -->\nb\n")
     put(document, "peers", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -13,8 +14,11 @@ import psutil
 import pytest
 import yaml
 
+from elastic_ft import __version__
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.cli.check_stores import check_apart
+from elastic_ft.cli.preflight import Place, check_workers, one_worker
+from elastic_ft.config import load_job
 from elastic_ft.errors import ConfigError
 from tests.s3_server import s3_server
 
@@ -139,6 +143,24 @@ def test_bad_arguments_are_refused(refused: Refused, arguments: list[str], expec
     assert expected in refused({}, *arguments)
 
 
+def test_one_worker_by_default_is_said(write_job: Callable[..., str]) -> None:
+    anywhere = Place("a cluster")
+    alone = {"elastic": {}, "parallel": {"strategy": "fsdp"}}
+    with pytest.raises(ConfigError) as told:
+        check_workers(load_job(write_job(alone | {"parallel.cp": 4})), anywhere)
+    said = "parallel.cp: 4 is greater than elastic.max_workers 1, its default"
+    assert str(told.value) == said
+    assert one_worker(load_job(write_job(alone))) == (
+        "parallel.strategy: fsdp shares nothing out on one worker: elastic.max_workers 1, its "
+        "default",
+    )
+    assert one_worker(load_job(write_job(alone | {"parallel.ep": 8})))[0].startswith(
+        "parallel.ep: 8 shares nothing out on one worker"
+    )
+    assert one_worker(load_job(write_job({"elastic": {}}))) == ()
+    assert one_worker(load_job(write_job({"parallel.strategy": "fsdp"}))) == ()
+
+
 def test_more_workers_than_local_nodes_have_slots(refused: Refused) -> None:
     line = refused({"elastic.min_workers": 2}, options=["--local-nodes", "1"])
     assert "elastic.min_workers: 2 workers are needed" in line
@@ -189,6 +211,20 @@ def test_there_is_no_cluster_at_that_address(refused: Refused) -> None:
         address = f"127.0.0.1:{unheard.getsockname()[1]}"
         line = refused({}, options=["--address", address])
     assert f"--address: no Ray cluster at {address}: Connection refused" in line
+
+
+@pytest.mark.parametrize(
+    "command", [["gc"], ["drain", "--within", "9"], ["service", "start", "--port", "0"]]
+)
+def test_no_command_lets_ray_look_for_a_cluster_that_is_not_there(
+    folder: Path, capfd: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        assert run_command([*command, "--address", address]) == BAD_USAGE
+    expected = f"elastic-ft: --address: no Ray cluster at {address}: Connection refused\n"
+    assert capfd.readouterr() == ("", expected)
 
 
 def test_an_unreachable_store_is_refused(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,6 +299,24 @@ def test_a_checkpoint_of_another_model_is_refused(
     assert "the model has float32 [300, 32]" in line
 
 
+def test_a_job_is_checked_and_nothing_started(
+    write_job: Callable[..., str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for changes, code in (({"parallel.strategy": "fsdp"}, COMPLETED), ({"model.preset": "x"}, 2)):
+        job = write_job(changes)
+        before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+        assert run_command(["check", job, "--processes"]) == code
+        assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    out, err = capfd.readouterr()
+    assert re.fullmatch(r"tiny: [\d,]+ parameters; .* samples.*\n", out)
+    assert err.startswith("elastic-ft: model.preset: ") and err.count("\n") == 1
+
+
+def test_the_version_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == COMPLETED
+    assert capfd.readouterr().out == f"elastic-ft {__version__}\n"
+
+
 def test_a_file_that_is_no_job(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (folder / "list.yaml").write_text(yaml.safe_dump([1, 2]))
     for name, expected in (
@@ -283,6 +337,13 @@ def test_other_commands_refuse_what_is_no_run(
     for command in ("resume", "events"):
         assert run_command([command, "nowhere"]) == BAD_USAGE
         assert "nowhere: not a run folder" in capfd.readouterr().err
+
+
+def test_no_url_is_no_folder_of_checkpoints(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["checkpoint", "ls", ""]) == BAD_USAGE
+    assert capfd.readouterr().err == "elastic-ft: URL: expected a path or a URL, found nothing\n"
 
 
 def test_a_mistake_is_answered_without_torch_and_ray(write_job: Callable[..., str]) -> None:

@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 
 import elastic_ft
+from elastic_ft.cli import launch
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
 from elastic_ft.cli.launch import job_of_script
 from elastic_ft.cli.own_script import calls_init
+from elastic_ft.cli.run import How
+from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.run_reader import RunReader
 
@@ -79,6 +82,22 @@ def test_a_job_is_what_init_says_then_the_job_file_then_the_options(folder: Path
     assert (job.name, job.seed, job.elastic.max_workers) == ("mine", 5, 3)
     assert (job.batch.global_batch_size, job.batch.micro_batch_size) == (16, 2)
     assert job.loop is not None and job.loop.arguments == ("--lr", "1")
+
+
+def test_what_a_refusal_advises_can_be_given(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start whose terms differ from the checkpoint's is referred to these two."""
+    started: list[tuple[Job, How]] = []
+
+    def note(job: Job, out: str, where: Any, how: How) -> int:
+        started.append((job, how))
+        return COMPLETED
+
+    monkeypatch.setattr(launch, "train_job", note)
+    path = script(folder, "from elastic_ft import init\nctx = init(seed=5)\n")
+    asked = ["launch", "--processes", "--accept-changes", "--from-scratch", str(path)]
+    assert run_command(asked) == COMPLETED
+    ((job, how),) = started
+    assert how.accept_changes and job.checkpoint.from_scratch
 
 
 COMPUTED = """import argparse, os, sys

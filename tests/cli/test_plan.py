@@ -85,6 +85,8 @@ def test_nothing_fits(write_job: Callable[..., str], capfd: pytest.CaptureFixtur
         pytest.param({}, "8x8:80", "--devices: expected", id="no-unit"),
         pytest.param({}, "0x8:80GB", "at least one device", id="no-node"),
         pytest.param({}, "8,0:80GB", "at least one device", id="empty-node"),
+        pytest.param({}, "99999999x8:80GB", "--devices: expected at most 100000", id="too-many"),
+        pytest.param({}, "60000,60000:80GB", "--devices: expected at most", id="too-many-listed"),
         pytest.param({"colour": 1}, "8x8:80GB", "colour: unknown key", id="bad-job"),
         pytest.param({"model.preset": "gpt-9"}, "8x8:80GB", "model.preset: expected", id="preset"),
         pytest.param({"model.kwargs.dim": -1}, "8x8:80GB", "model.kwargs: dim", id="size"),
@@ -104,6 +106,17 @@ def test_bad_input_is_one_line(
     assert out == ""
     assert err.count("\n") == 1
     assert expected in err
+
+
+@pytest.mark.parametrize("option", ["--flops", "--intra", "--inter"])
+@pytest.mark.parametrize("rate", ["nan", "inf", "-1", "0"])
+def test_a_rate_is_a_number_above_0(
+    write_job: Callable[..., str], capsys: pytest.CaptureFixture[str], option: str, rate: str
+) -> None:
+    asked = ["plan", write_job(), "--devices", "8x8:80GB", option, rate]
+    assert run_command(asked) == BAD_USAGE
+    expected = f"elastic-ft: {option}: expected a number above 0, found {rate}\n"
+    assert capsys.readouterr() == ("", expected)
 
 
 def test_what_is_lost_goes_from_the_end() -> None:

@@ -250,6 +250,17 @@ def test_nobody_listening_is_unreachable_at_once(
         assert time.monotonic() - start_s < 15
 
 
+def test_a_server_that_is_away_is_no_empty_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fsspec's walk takes what it can't list for empty."""
+    monkeypatch.setattr("elastic_ft.storage.store.PAUSES_S", (0.0,))
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        store = open_store(f"http://127.0.0.1:{bound.getsockname()[1]}/x")
+        with pytest.raises(StoreError) as caught:
+            store.list("manifests")
+    assert caught.value.kind is FailureKind.UNREACHABLE
+
+
 def test_a_silent_endpoint_ends_by_the_deadline(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from elastic_ft.cli.app import app
+from elastic_ft.cli.preflight import Place, check_workers
 from elastic_ft.config import parse_job
 
 ROOT = Path(__file__).parents[2]
@@ -96,4 +97,5 @@ def test_job_files_in_pages_are_valid(page: Path) -> None:
     for text in blocks(page, "yaml"):
         values = yaml.safe_load(text)
         if isinstance(values, dict) and {"model", "data"} <= values.keys():
-            parse_job(values, name_of(page))
+            check_workers(parse_job(values, name_of(page)), Place("a cluster"))
+            assert "max_workers" in values.get("elastic", {}), "it would train on one worker"

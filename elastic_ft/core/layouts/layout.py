@@ -44,11 +44,11 @@ class LayoutWish:
         """Ranks that work on one sample together, where all is as wished."""
         return prod(getattr(self, name) for name in MODEL_DIMENSIONS)
 
-    def sizes_in_words(self, prefix: str = "") -> str:
-        """Such as "tp 2 x pp 4", cp too if it is more; ``prefix``: before each dimension's name."""
+    def sizes_in_words(self) -> str:
+        """Such as "tp 2 x pp 4", cp too if it is more."""
         sizes = {name: getattr(self, name) for name in MODEL_DIMENSIONS}
         shown = (name for name in sizes if name != "cp" or self.cp > 1)
-        return " x ".join(f"{prefix}{name} {sizes[name]}" for name in shown)
+        return " x ".join(f"{name} {sizes[name]}" for name in shown)
 
 
 class Coordinates(NamedTuple):

@@ -1,0 +1,43 @@
+"""What ``run``, ``resume`` and ``launch`` can be told alike."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+RayAddress = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
+LocalNodes = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
+]
+Processes = Annotated[
+    bool, typer.Option("--processes", help="Plain processes of this machine, no Ray.")
+]
+ScenarioName = Annotated[
+    str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
+]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="Go on from a checkpoint of another seed, batch, optimizer, data, or job name.",
+    ),
+]
+FromScratch = Annotated[
+    bool,
+    typer.Option(
+        "--from-scratch",
+        help="Begin anew from the seed where steps are recorded and no checkpoint is good.",
+    ),
+]
+Foreground = Annotated[
+    bool,
+    typer.Option(
+        "--foreground", help="With --processes: in this very process, and gone with it (debuggers)."
+    ),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="The run folder, any fsspec URL (default: runs/<name>)."),
+]

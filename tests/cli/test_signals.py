@@ -1,0 +1,32 @@
+"""SIGTERM ends a command as Ctrl-C does, whoever has started it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ft.cli.app import INTERRUPTED, run_command
+
+
+@pytest.mark.parametrize("sigint", [signal.SIG_IGN, signal.SIG_DFL, signal.default_int_handler])
+def test_sigterm_ends_a_command_that_follows(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, sigint: Callable[..., Any] | signal.Handlers
+) -> None:
+    """A shell without job control starts ``elastic-ft ... &`` with SIGINT ignored."""
+    (folder / "events.jsonl").write_text("")
+    signal.signal(signal.SIGINT, sigint)
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        assert len(looks) < 4, "it goes on after SIGTERM"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert run_command(["events", str(folder), "--follow"]) == INTERRUPTED
+    assert len(looks) == 1
