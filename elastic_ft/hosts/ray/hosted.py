@@ -40,7 +40,7 @@ class Launch:
     Attributes:
         names: of all that this run has on the cluster.
         owner: number of the controller among all that the job has had; known once it has begun.
-        start_timeout_s: from a worker's place to its process.
+        start_timeout_s: from a worker's place to its process, and from there to its call.
         executable: that Ray starts keepers with; "": Python.
     """
 

@@ -152,7 +152,8 @@ class ElasticWorker(RayTrainWorker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._news = threading.Condition()  # guards the next two
+        self._news = threading.Condition()  # guards the next three
+        self._called = False  # the controller, which has answered
         self._end: str | None = None  # its training thread's error, "" for none
         self._sentinels = 0
         self._started = False
@@ -197,6 +198,12 @@ class ElasticWorker(RayTrainWorker):
         while not queue.empty() and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return self._end
+
+    @ray.method(concurrency_group=END)
+    def await_called(self) -> None:
+        """Blocks until the training thread has called the controller, or has ended."""
+        with self._news:
+            self._news.wait_for(lambda: self._called or self._end is not None)
 
     @ray.method(concurrency_group=END)
     def look(self) -> WorkerLook | None:
@@ -292,12 +299,18 @@ class ElasticWorker(RayTrainWorker):
                 _member_here(task),
                 train_loop=train_loop if task.train_loop is not None else None,
                 on_generation=lambda extra: self.take_seat(decoder(WorkerSeat)(extra)),
+                on_called=self._tell_called,
             )
         except BaseException as error:
             self._tell_end(f"{type(error).__name__}: {error}")
             raise
         self._tell_end("")
         return returned[0] if returned else None
+
+    def _tell_called(self) -> None:
+        with self._news:
+            self._called = True
+            self._news.notify_all()
 
     def _tell_end(self, end: str) -> None:
         with self._news:
