@@ -21,7 +21,7 @@ from elastic_ft.errors import ConfigError, Superseded, UsageError
 from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
 from elastic_ft.service.job_orders import JobOrder, Notice, told_of
 from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
-from elastic_ft.service.share_standing import Decision, JobEnd, ShareStanding
+from elastic_ft.service.share_standing import ASKS, Decision, JobEnd, ShareStanding
 from elastic_ft.service.standing_snapshots import ShareSnapshot, StandingSnapshots
 
 log = logging.getLogger(__name__)
@@ -283,7 +283,7 @@ def _with_decisions(
 
 
 def _kind(command: asks.SharingCommand) -> str:
-    """As metrics count it; "" if they don't."""
+    """As it is counted; "" if it isn't."""
     match command:
         case asks.StartJob():
             return "start"
@@ -295,6 +295,8 @@ def _kind(command: asks.SharingCommand) -> str:
             return "stop"
         case asks.GiveUpJob():
             return "give_up"
+        case asks.AskAutoscaler():
+            return ASKS
     return ""
 
 

@@ -159,3 +159,21 @@ def test_what_the_one_before_asked_for_is_taken_back_where_there_is_no_autoscale
     finally:
         service.close()
     assert autoscaler.told == [[]]
+
+
+def test_it_is_taken_back_also_where_who_wrote_so_was_killed_before_it_did(tmp_path: Path) -> None:
+    """Nor does it matter how soon the office has decided that nothing is wanted."""
+    left_asking(tmp_path)
+    office = Office(Chronicle(open_store(str(tmp_path))), SharingTerms(), int, print)
+    office.open()
+    office.tell(asks.Ticked(time.time())).result(WAIT_S)
+    office.close()
+    assert office.standing.sharing.asked == ()
+    autoscaler = Autoscaler()
+    service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, autoscaler.ask)
+    service.start()
+    try:
+        assert autoscaler.heard.wait(WAIT_S)
+    finally:
+        service.close()
+    assert autoscaler.told == [[]]
