@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray import cloudpickle
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -69,13 +70,14 @@ class WorkerSeat:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker is started with. ``train_loop`` travels by value: its node may be gone."""
+    """What a worker is started with. ``train_loop`` travels by value, as its node may be gone; and
+    pickled, as reading it imports what it names, beside the thread that imports early."""
 
     address: tuple[str, int]
     key: JobKey
     worker: WorkerId
     node: NodeId
-    train_loop: Callable[[], Any] | None
+    train_loop: bytes | None
     domain_labels: tuple[str, ...] = ()  # of the nodes: what fails together, outermost first
 
 
@@ -284,20 +286,17 @@ class ElasticWorker(RayTrainWorker):
     def _train(self, task: Task) -> Any:
         returned: list[Any] = []
 
-        def train_loop() -> None:
-            assert task.train_loop is not None
-            returned.append(task.train_loop())
-
         try:  # all of it: what failed untold would leave a worker that nobody waits for or replaces
             self._importing.join()  # two threads in one circle of imports see halves of modules
             from elastic_ft.worker.this_process import run_worker
 
             os.environ.update(_own_gpu(task.worker))
+            loop = None if task.train_loop is None else cloudpickle.loads(task.train_loop)
             run_worker(
                 task.address,
                 task.key,
                 _member_here(task),
-                train_loop=train_loop if task.train_loop is not None else None,
+                train_loop=None if loop is None else lambda: returned.append(loop()),
                 on_generation=lambda extra: self.take_seat(decoder(WorkerSeat)(extra)),
                 on_called=self._tell_called,
             )
