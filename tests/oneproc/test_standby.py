@@ -55,6 +55,26 @@ def test_a_standby_is_where_the_controller_is_once_the_order_is_used_up() -> Non
         assert standby_nodes("h", ["a"], [*nodes, later[0]]) == ["h", "x"]
 
 
+def test_standbys_that_end_as_they_begin_are_made_seldom(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was a new detached actor every 5 s."""
+    monkeypatch.setattr(warm_standby.ray, "nodes", lambda: [node("n")])
+    there: list[str] = []
+    monkeypatch.setattr(warm_standby, "actors_of", lambda prefix: there)
+    made: list[float] = []
+    monkeypatch.setattr(Standby, "make", lambda self, node: made.append(now_s))
+    standbys = Standbys(Standby(PREFIX, ["n"], {}, is_tied=False))
+    for now_s in range(1000, 1200, 5):
+        standbys.look(now_s)
+    assert made == [1000, 1010, 1040, 1160]
+    there.append(f"{PREFIX}standby/n/1")
+    standbys.look(now_s := 1300)
+    there.clear()
+    standbys.look(now_s := 1305)  # it had lived
+    assert made[4:] == [1305]
+
+
 class Ended(list[str]):
     """Prefixes whose actors were ended, of a cluster without nodes."""
 
