@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from elastic_ft.hosts.ray.submission import STARTS_MAX, Submitted
 from elastic_ft.hosts.ray.warm_standby import Standby, Standbys, standby_nodes, standby_of
 
 PREFIX = "elastic_ft/job/run/"
+WAIT_S = 60.0
 
 
 def node(name: str, *, alive: bool = True, labelled: bool = False, head: bool = False) -> Any:
@@ -143,3 +145,28 @@ def test_standbys_end_before_the_next_controller_has_nothing_to_begin_from(
 
     asyncio.run(live())
     assert there == [True] and not left.exists()
+
+
+def test_standbys_end_though_their_controller_still_looks(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow GCS holds up the look, which then would make one that nobody ends."""
+    monkeypatch.setattr(warm_standby, "END_TIMEOUT_S", 4.0)
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def nodes() -> list[Any]:
+        looks.set()
+        assert goes_on.wait(WAIT_S)
+        return [node("n")]
+
+    monkeypatch.setattr(warm_standby.ray, "nodes", nodes)
+    made: list[str] = []
+    monkeypatch.setattr(Standby, "make", lambda self, node: made.append(node))
+    standbys = Standbys(Standby(PREFIX, ["n"], {}, is_tied=False))
+    standbys.start()
+    assert looks.wait(WAIT_S)
+    asyncio.run(asyncio.wait_for(standbys.end(), WAIT_S))
+    assert ended == [f"{PREFIX}standby/"]
+    goes_on.set()
+    standbys.join(WAIT_S)
+    assert made == []

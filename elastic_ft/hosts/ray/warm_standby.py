@@ -120,6 +120,8 @@ class Standbys(threading.Thread):
                 del self._made[node]
         for node in nodes:
             made = self._made.get(node, Made(0, -math.inf))
+            if self._over.is_set():  # they are ended by now, perhaps
+                return
             if node in have or now_s - made.at_s < RETRY_S[min(made.times, len(RETRY_S) - 1)]:
                 continue
             self._made[node] = Made(made.times + 1, now_s)
@@ -139,7 +141,7 @@ class Standbys(threading.Thread):
             log.warning("the GCS does not answer: %sstandby/... stays; elastic-ft gc", prefix)
 
     def _end_all(self) -> None:
-        self.join(END_TIMEOUT_S)
+        self.join(END_TIMEOUT_S / 2)  # its look may be held up: it makes none after that
         self._standby.end()
 
 
