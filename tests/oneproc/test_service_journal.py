@@ -11,7 +11,7 @@ import pytest
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
-from elastic_ft.errors import StorageError
+from elastic_ft.errors import StorageError, Superseded
 from elastic_ft.service import office
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.job_orders import JobOrder, Notice
@@ -173,3 +173,18 @@ def test_snapshots_of_an_undone_branch_give_way(tmp_path: Path) -> None:
     settled()
     (left,) = (tmp_path / "snapshots").iterdir()
     assert left.name not in undone
+
+
+def test_whoever_asks_as_the_office_closes_is_answered(tmp_path: Path) -> None:
+    """Who had asked in time was left waiting, beside whoever came too late."""
+    found = Office(Chronicle(open_store(str(tmp_path))), SharingTerms(), int, print)
+    in_time = [found.ask(lambda standing: "told") for _ in range(2)]
+    found.close()
+    late = found.ask(lambda standing: "told")
+    found.open()
+    assert [answer.result(WAIT_S) for answer in in_time] == ["told"] * 2
+    with pytest.raises(Superseded, match="the service ends"):
+        late.result(WAIT_S)
+    found._thread.join(WAIT_S)
+    with pytest.raises(Superseded, match="the service ends"):
+        found.ask(lambda standing: "told").result(WAIT_S)
