@@ -96,8 +96,9 @@ class Office:
         self._lines, self._tail = self._lines + lines, self._tail + lines
 
     def _keep(self) -> None:
-        """A snapshot, if one is due: in another thread, for it is replaced, never changed."""
-        if self._tail < max(TAIL_LINES, len(self.standing.sharing.jobs) // 4):
+        """A snapshot, if one is due: in another thread, for it is replaced, never changed. It has
+        all jobs ever: the more they are the rarer it is, so that a line costs no more."""
+        if self._tail < max(TAIL_LINES, len(self.standing.orders) // 4):
             return
         number, nonce = self._chronicle.newest
         kept = ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)

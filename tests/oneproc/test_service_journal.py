@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from elastic_ft.service import office
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.job_orders import JobOrder, Notice
 from elastic_ft.service.office import Office
+from elastic_ft.service.standing_snapshots import ShareSnapshot, StandingSnapshots
 from elastic_ft.storage.store import open_store
 
 WAIT_S = 60.0
@@ -188,3 +190,20 @@ def test_whoever_asks_as_the_office_closes_is_answered(tmp_path: Path) -> None:
     found._thread.join(WAIT_S)
     with pytest.raises(Superseded, match="the service ends"):
         found.ask(lambda standing: "told").result(WAIT_S)
+
+
+def test_snapshots_are_as_rare_as_jobs_are_many_also_those_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has all jobs ever, and was as frequent as where there were none."""
+    written: list[tuple[int, int]] = []
+
+    def note(self: StandingSnapshots, kept: ShareSnapshot) -> bool:
+        written.append((kept.lines, len(kept.standing.orders)))
+        return True
+
+    monkeypatch.setattr(StandingSnapshots, "begin_to_write", note)
+    lived(tmp_path, jobs=160)
+    for (before, _), (lines, jobs) in pairwise(written):
+        assert lines - before == max(TAIL, jobs // 4)
+    assert written[-1][1] > 4 * TAIL
