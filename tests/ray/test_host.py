@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,8 +114,8 @@ def test_a_worker_that_never_calls_is_lost(host: RayHost, monkeypatch: pytest.Mo
     """Its imports hang, say: it was counted as one of the wanted, and waited for without end."""
     killed: list[Any] = []
     monkeypatch.setattr(hosts.ray, "kill", killed.append)
-    told: list[Any] = []
-    host._inbox = told.append
+    told: SimpleQueue[Any] = SimpleQueue()
+    host._inbox = told.put
     calls, hangs = Actor(calls=True), Actor(calls=False)
 
     def begin() -> None:
@@ -125,11 +126,8 @@ def test_a_worker_that_never_calls_is_lost(host: RayHost, monkeypatch: pytest.Mo
             hosted.task = host._loop.create_task(host._host(hosted))
 
     on_loop(host, begin)
-    until_s = time.monotonic() + DEADLINE_S
-    while not told:
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-    lost = [(event.worker, event.cause) for event in told]
-    assert lost == [("w1", "TimeoutError: it did not call the controller in 0.2 s")]
+    lost = told.get(timeout=DEADLINE_S)
+    assert lost.worker == "w1"
+    assert lost.cause == "TimeoutError: it did not call the controller in 0.2 s"
     assert on_loop(host, lambda: list(host._hosted)) == ["w0"] and killed == [hangs]
     on_loop(host, lambda: [hosted.task.cancel() for hosted in host._hosted.values()])

@@ -88,7 +88,7 @@ class Standby:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class MadeStandby:
     """On one node: how many times in a row, and when last."""
 
     times: int
@@ -101,7 +101,7 @@ class Standbys(threading.Thread):
     def __init__(self, standby: Standby) -> None:
         super().__init__(name="standbys", daemon=True)
         self._standby, self._over = standby, threading.Event()
-        self._made: dict[NodeId, Made] = {}
+        self._made: dict[NodeId, MadeStandby] = {}
 
     def run(self) -> None:
         while True:
@@ -119,12 +119,12 @@ class Standbys(threading.Thread):
             if now_s - self._made[node].at_s > EARLY_S:
                 del self._made[node]
         for node in nodes:
-            made = self._made.get(node, Made(0, -math.inf))
+            made = self._made.get(node, MadeStandby(0, -math.inf))
             if self._over.is_set():  # they are ended by now, perhaps
                 return
             if node in have or now_s - made.at_s < RETRY_S[min(made.times, len(RETRY_S) - 1)]:
                 continue
-            self._made[node] = Made(made.times + 1, now_s)
+            self._made[node] = MadeStandby(made.times + 1, now_s)
             self._standby.make(node)
 
     def close(self) -> None:
