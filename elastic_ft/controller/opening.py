@@ -138,5 +138,5 @@ class ControllerOpening(ABC):
             self._publisher.claim.number,
             self.job.elastic.controller_timeout_s if self._is_adoptable else 0.0,
             self._hearing.heard.get(hello.sender, 0),
-            self.state.committed > 0,
+            self.state.committed > 0 and not self.job.checkpoint.from_scratch,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 SUITED = 128  # workers
 FORM_S_PER_WORKER = 0.05  # ncclCommInit alone takes up to a minute at some thousands
 PAUSE_S_PER_WORKER = 0.005
+READS_PER_FORMING = 3  # a silent store is found out before forming is given up
 MEET_S = 10.0  # all meet within it: who does not is lost, and there is time for others to form
 SAVE_BASE_S = 60.0  # for what a controller that ends leaves to keepers
 UPLOAD_BASE_S = 600.0  # for a store that is away for a while

@@ -115,7 +115,8 @@ class Outage:
     """The store can't be read, by whoever tried.
 
     Attributes:
-        frozen: the source was in memory: it is the folder of frozen weights that can't be read.
+        frozen: the source was in memory, or step 0: it is the folder of the model's weights that
+            can't be read.
         generation: the last one that could not.
         waiting: nobody tries until the timer.
         said: the journal has that the job is suspended.

@@ -59,7 +59,8 @@ class State:
     paces: Table[WorkerId, tuple[float, ...]] = field(default_factory=Table)  # newest last
     evicted: tuple[NodeId, ...] = ()  # nodes of evicted stragglers
     steps_s: tuple[float, ...] = ()  # of this generation, where the planner lays out
-    waited: tuple[float, ...] = ()  # of some of these, the share waited for links
+    # Of some of these steps, the least share of it that any rank has waited for links.
+    waited: tuple[tuple[int, float], ...] = ()
     flops_per_s: float | None = None  # that devices reach, as far as that was measured
     links: float | None = None  # times the bandwidths assumed, likewise
     experts: int = 0  # of each layer, as workers say
@@ -124,7 +125,7 @@ class Changes(TypedDict, total=False):
     paces: Table[WorkerId, tuple[float, ...]]
     evicted: tuple[NodeId, ...]
     steps_s: tuple[float, ...]
-    waited: tuple[float, ...]
+    waited: tuple[tuple[int, float], ...]
     flops_per_s: float | None
     links: float | None
     experts: int

@@ -6,6 +6,7 @@ multiples where it says so. Workers that do not fit stay warm, and are named wit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -138,7 +139,7 @@ def learn_rate(turn: Turn) -> None:
         return
     counts = tuple(map(len, by_node(old.members).values()))
     devices = replace(_measured(turn, planning), nodes=counts)
-    steps = state.steps_s, state.waited
+    steps = state.steps_s, tuple(share for _, share in state.waited)
     found = calibrate(planning.work, devices, planning.limits, old.layout, *steps)
     if found is None:
         return
@@ -290,10 +291,16 @@ def note_step(turn: Turn, event: StepApplied) -> None:
         return
     if policy.planning is not None and rank == 0 and event.took_s:
         turn.set(steps_s=(*state.steps_s, event.took_s)[-STEPS_MAX:])
-        if "links_s" in event.spent:
-            share = event.spent["links_s"] / event.took_s
-            turn.set(waited=(*state.waited, share)[-STEPS_MAX:])
+    if policy.planning is not None and event.took_s and "links_s" in event.spent:
+        _note_waited(turn, event.step, event.spent["links_s"] / event.took_s)
     if policy.evict_stragglers and event.pace_s:
         kept = policy.straggler_window_steps * 2
         paces = (*state.paces.get(event.worker, ()), event.pace_s)[-kept:]
         turn.set(paces=state.paces.put(event.worker, paces))
+
+
+def _note_waited(turn: Turn, step: int, share: float) -> None:
+    """The least of all ranks': who comes last waits for links alone, the others for it, too."""
+    known = dict(turn.state.waited)
+    if share < known.get(step, math.inf):
+        turn.set(waited=tuple({**known, step: share}.items())[-STEPS_MAX:])

@@ -93,7 +93,8 @@ class StateEngine(Protocol):
         """This rank's part of the training state, aliasing the live memory."""
 
     def initialise(self) -> None:
-        """Fills the state of step 0 from the seed or ``model.weights``, equal in every layout."""
+        """Fills the state of step 0 from the seed or ``model.weights``, equal in every layout.
+        Raises StateUnreadable of the generation's source where the latter can't be had."""
 
     def restored(self) -> None:
         """The state was filled from outside: refresh what is derived from it."""
@@ -112,9 +113,11 @@ class Engine(StateEngine, Protocol):
     Attributes:
     named: this rank's sums of what the model returns beside its loss, of the batch run last.
     along: what can travel along with gradients; None, once attached: nothing can.
+    base_digest: of the folder that the model begins with, as the run knows it; None: it does not.
     """
 
     named: NamedSums
+    base_digest: str | None
     along: Along | None
 
     def run_batch(

@@ -19,7 +19,7 @@ from elastic_ft.engines.pretrained import KEY, check_same, known_config
 from elastic_ft.errors import BaseAway, ModelError, StorageError, StoreFailed
 from elastic_ft.groups.groups import Groups
 from elastic_ft.state.tensors import LocalState
-from elastic_ft.storage.safetensors import SafetensorsFolder, Stored, folder_of
+from elastic_ft.storage.safetensors import SafetensorsFolder, Stored, folder_of, root_and_file
 from elastic_ft.storage.store import Store, open_store
 
 InFolder = tuple[Mapping[str, Stored], Matched]  # where which tensor lies
@@ -37,9 +37,7 @@ class Reference:
 
     def __init__(self, url: str, model: nn.Module) -> None:
         """``model``: the whole one, on meta will do."""
-        is_file = url.endswith(".safetensors")
-        root, _, self._file = url.rpartition("/") if is_file else (url, "", "")
-        self.url, self.digest = root or ".", ""
+        (self.url, self._file), self.digest = root_and_file(url), ""
         self.names = frozenset(n for n, p in model.named_parameters() if not p.requires_grad)
         self.targets: LocalState = {}
         self.held: LocalState = {}

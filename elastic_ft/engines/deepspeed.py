@@ -11,7 +11,6 @@ loss scale follow the native engine's rules. Lower precision is autocast over fp
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from elastic_ft.core.sharding import Box, boxes_of_range
 from elastic_ft.engines import deepspeed_private
 from elastic_ft.engines.activations import checkpoint_activations
 from elastic_ft.engines.base import MicroBatch, Update
-from elastic_ft.engines.initial_weights import load as load_weights
+from elastic_ft.engines.from_folder import read_weights
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
 from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import (
@@ -49,10 +48,8 @@ from elastic_ft.models.build import block_modules, computed_buffers, initial_par
 from elastic_ft.models.loss import loss_and_named
 from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
-from elastic_ft.storage.safetensors import open_folder
 
 BUCKET_ELEMENTS = 1 << 25  # of gradients reduced at a time; DeepSpeed's own default takes 2 GB
-log = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine:
@@ -69,6 +66,7 @@ class DeepSpeedEngine:
     can_be_left = False
     reference = None
     experts = 0
+    base_digest: str | None = None
 
     def __init__(
         self,
@@ -218,7 +216,13 @@ class DeepSpeedEngine:
             by_name[tensor_name(key)].append(tensor)
         with torch.no_grad():
             if self.job.model.weights is not None:
-                self._load_weights(self.job.model.weights, by_name)
+                assert self._groups is not None
+                of = (self.job, self.base_digest, self._groups, self._factory)
+                most = max(map(len, by_name.values()))  # a piece of each tensor at a time
+                read_weights(
+                    *of,
+                    ({n: p[i] for n, p in by_name.items() if i < len(p)} for i in range(most)),
+                )
             else:
                 self._initialise_from_seed(by_name)
             for name, pieces in by_name.items():
@@ -239,19 +243,6 @@ class DeepSpeedEngine:
             wanted[name].append(box)
         for name, box, part in initial_parts(self._factory, self.job.seed, wanted):
             places[name, box].copy_(part)
-
-    def _load_weights(self, url: str, by_name: dict[str, list[StateTensor]]) -> None:
-        with torch.device("meta"):
-            model = self._factory()
-        remarks: tuple[str, ...] = ()
-        for number in range(max(map(len, by_name.values()))):  # a piece of each at a time
-            state = {
-                name: pieces[number] for name, pieces in by_name.items() if number < len(pieces)
-            }
-            _, remarks = load_weights(open_folder(url), model, state)
-        if self._groups is not None and self._groups.rank == 0:
-            for remark in remarks:
-                log.warning(remark)
 
     def restored(self) -> None:
         self._loss_scale.restored()

@@ -7,7 +7,6 @@ only re-wrapped; what is cut is laid out anew (``engines.laid_out``), and filled
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -31,7 +30,7 @@ from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.compiling import Compiler, eagerly
 from elastic_ft.engines.expert_parallel import experts_of_each, is_shared_out, runs_of_experts
 from elastic_ft.engines.float8 import converting
-from elastic_ft.engines.initial_weights import load as load_weights
+from elastic_ft.engines.from_folder import read_weights
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
 from elastic_ft.engines.loss_scale import LossScale
@@ -53,9 +52,6 @@ from elastic_ft.models.build import computed_buffers, initial_parts
 from elastic_ft.models.loss import loss_and_named
 from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
-from elastic_ft.storage.safetensors import open_folder
-
-log = logging.getLogger(__name__)
 
 
 class NativeEngine:
@@ -101,6 +97,7 @@ class NativeEngine:
         self._settled = False  # FSDP2's first forward may move its parameters
         self._compiler: Compiler | None = None  # as the job wishes; prepared
         self.reference: Reference | None = None  # prepared
+        self.base_digest: str | None = None
         self.along: Along | None = None  # attached
         self.intact, self.named, self.experts = True, NamedSums(), 0
 
@@ -230,20 +227,14 @@ class NativeEngine:
         state = self.state()
         with torch.no_grad():
             if self.job.model.weights is not None and self.reference is None:
-                self._load_weights(self.job.model.weights, state)
+                assert self._groups is not None
+                of = (self.job, self.base_digest, self._groups, self._factory)
+                read_weights(*of, [state])
             else:
                 self._initialise_from_seed(state)
             self._model.kept.clear()
         self._model.replicas.clear()
         self._loss_scale.reset()
-
-    def _load_weights(self, url: str, state: LocalState) -> None:
-        with torch.device("meta"):
-            model = self._factory()
-        _, remarks = load_weights(open_folder(url), model, state)
-        if self._groups is not None and self._groups.rank == 0:
-            for remark in remarks:
-                log.warning(remark)
 
     def _initialise_from_seed(self, state: LocalState) -> None:
         targets: dict[tuple[str, Box], torch.Tensor] = {}

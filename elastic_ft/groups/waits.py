@@ -20,12 +20,13 @@ SecondsByKind = dict[str, float]  # by kind
 
 
 class Waits:
-    """Of this process: one thread of it trains at a time, and only that one's waits count."""
+    """Of this process: one thread of it trains at a time, and only that one's waits count. One that
+    was left behind in a wait may wake at any later time: it changes nothing here."""
 
     def __init__(self) -> None:
         self._exposed: SecondsByKind = {}
         self._thread: int | None = None  # that is timed; None: nobody
-        self._named: str | None = None  # the kind of all waits, for a moment
+        self._mine = threading.local()  # named: the kind of all waits, for a moment
         self._is_set_up = False
         self._runners: list[DistributedDataParallel] = []
 
@@ -40,6 +41,11 @@ class Waits:
         self._runners.clear()
         self._thread = None
 
+    def end(self) -> None:
+        """This thread's waits count no longer."""
+        if self._wants():
+            self._thread = None
+
     def begin(self) -> None:
         """From now on, until ``take``, waits of this thread count."""
         if not self._is_set_up:
@@ -50,11 +56,11 @@ class Waits:
     @contextlib.contextmanager
     def named(self, kind: str) -> Iterator[None]:
         """What is waited for inside is of that kind."""
-        before, self._named = self._named, kind
+        before, self._mine.named = self._named, kind
         try:
             yield
         finally:
-            self._named = before
+            self._mine.named = before
 
     def take(self) -> tuple[SecondsByKind, SecondsByKind]:
         """Seconds since ``begin``: waited for, and in flight while the thread computed (of DDP's
@@ -71,7 +77,13 @@ class Waits:
     def _wants(self) -> bool:
         return self._thread == threading.get_ident()
 
+    @property
+    def _named(self) -> str | None:
+        return getattr(self._mine, "named", None)
+
     def _add(self, kind: str, seconds: float) -> None:
+        if not self._wants():  # any more
+            return
         kind = self._named or kind
         self._exposed[kind] = self._exposed.get(kind, 0.0) + seconds
 

@@ -1,20 +1,23 @@
 """What the cluster's autoscaler is asked for: the workers that the core wants it to hold.
 
-Ray keeps the last request for good, whoever made it: so the first thing a service does is to make
-its own, and a service that is stopped asks for nothing. Nodes that idle then are the autoscaler's
-to end, after its own idle timeout.
+Ray keeps the last request, whoever made it: so the first thing a service does is to make its own,
+and a service that is stopped asks for nothing. It keeps it in its head's memory alone, and forgets
+it where that starts again: so what is wanted is asked for now and then. Nodes that
+idle once nothing is are the autoscaler's to end, after its own idle timeout.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from elastic_ft.core.sharing.ledger import Bundles
 
 log = logging.getLogger(__name__)
 EVERY_S = 0.5
+AGAIN_S = 30.0  # the same: nobody tells that it is forgotten
 LET_GO_S = 10.0  # for the head's answer when the service is stopped
 Ask = Callable[[list[dict[str, float]]], object]
 
@@ -29,6 +32,7 @@ class ClusterSize:
     def __init__(self, wanted: Callable[[], Bundles], kind: Callable[[], str], ask: Ask) -> None:
         self._wanted, self._kind, self._ask = wanted, kind, ask
         self._asked: tuple[str, Bundles] | None = None
+        self._again_s = 0.0  # monotonic
         self._over, self._lets_go = threading.Event(), False
         self._thread = threading.Thread(target=self._always, name="cluster-size", daemon=True)
 
@@ -57,7 +61,10 @@ class ClusterSize:
 
     def _tell(self, wanted: Bundles) -> None:
         kind = self._kind() if wanted else ""
-        if (wanted and not kind) or (asked := (kind, wanted)) == self._asked:
+        if wanted and not kind:
+            return
+        is_news = (asked := (kind, wanted)) != self._asked
+        if not is_news and (not wanted or time.monotonic() < self._again_s):
             return
         each = [{kind: float(size)} for size, count in wanted for _ in range(count)]
         try:
@@ -65,8 +72,9 @@ class ClusterSize:
         except Exception as error:  # the head is away: asked again
             log.warning("the autoscaler: %s: %s", type(error).__name__, error)
             return
-        log.info("the autoscaler is asked for %d workers in all", len(each))
-        self._asked = asked
+        if is_news:
+            log.info("the autoscaler is asked for %d workers in all", len(each))
+        self._asked, self._again_s = asked, time.monotonic() + AGAIN_S
 
 
 def ask_rays_autoscaler(bundles: list[dict[str, float]]) -> None:

@@ -6,6 +6,7 @@ it: so whoever acts on it may be killed at any time, and the next service does t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -21,7 +22,7 @@ from elastic_ft.errors import ConfigError, Superseded, UsageError
 from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
 from elastic_ft.service.job_orders import JobOrder, Notice, told_of
 from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
-from elastic_ft.service.share_standing import Decision, JobEnd, ShareStanding
+from elastic_ft.service.share_standing import ASKS, Decision, JobEnd, ShareStanding
 from elastic_ft.service.standing_snapshots import ShareSnapshot, StandingSnapshots
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Office:
         self._read_terms = asks.SharingTerms()  # as the journal has them
         self._terms_are_news = False  # nothing was decided by them yet
         self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
+        self._is_over = False
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
 
     def open(self) -> int:
@@ -94,8 +96,9 @@ class Office:
         self._lines, self._tail = self._lines + lines, self._tail + lines
 
     def _keep(self) -> None:
-        """A snapshot, if one is due: in another thread, for it is replaced, never changed."""
-        if self._tail < max(TAIL_LINES, len(self.standing.sharing.jobs) // 4):
+        """A snapshot, if one is due: in another thread, for it is replaced, never changed. It has
+        all jobs ever: the more they are the rarer it is, so that a line costs no more."""
+        if self._tail < max(TAIL_LINES, len(self.standing.orders) // 4):
             return
         number, nonce = self._chronicle.newest
         kept = ShareSnapshot(number, nonce, self._lines, self._read_terms, self.standing)
@@ -133,9 +136,12 @@ class Office:
 
     def ask(self, question: Question) -> Future[str]:
         """``question`` is answered in this office's thread, by how things stand then: with what is
-        to be told, or with an answer alone. Raises what it raises, and Refused."""
+        to be told, or with an answer alone. Raises what it raises, and Refused; Superseded where
+        the service ends."""
         answer: Future[str] = Future()
         self._asked.put((question, answer))
+        if self._is_over:  # who looks after the queue may have looked for the last time
+            self._refuse_rest()
         return answer
 
     def tell(self, event: asks.SharingEvent, note: str = "", step: int = 0) -> Future[str]:
@@ -152,23 +158,38 @@ class Office:
         self.tell(asks.Ticked(time.time())).add_done_callback(lambda done: done.exception())
 
     def _work(self) -> None:
-        while (first := self._asked.get()) is not None:
-            asked = [first]
-            while len(asked) < TOGETHER_MAX and not self._asked.empty():
-                more = self._asked.get()
-                if more is None:
-                    return
-                asked.append(more)
-            try:
-                self._answer(asked)
-            except Superseded as error:
-                self._on_superseded(error)
-                return
-            except Exception as error:  # a bug: if it was journalled, the next one finds it so
-                log.exception("the office")
-                for _, answer in asked:
-                    if not answer.done():
-                        answer.set_exception(error)
+        try:
+            while not self._is_over and (asked := self._gathered()):
+                try:
+                    self._answer(asked)
+                except Exception as error:
+                    for _, answer in asked:
+                        if not answer.done():
+                            answer.set_exception(error)
+                    if isinstance(error, Superseded):
+                        self._on_superseded(error)
+                        return
+                    log.exception("the office")  # a bug: the next one finds what was journalled
+        finally:
+            self._is_over = True
+            self._refuse_rest()
+
+    def _gathered(self) -> list[tuple[Question, Future[str]]]:
+        """What was asked before the office closed, so much at a time; waits for it."""
+        asked = list[tuple[Question, Future[str]]]()
+        while not asked or (len(asked) < TOGETHER_MAX and not self._asked.empty()):
+            more = self._asked.get()
+            if more is None:
+                self._is_over = True  # these are answered yet
+                break
+            asked.append(more)
+        return asked
+
+    def _refuse_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (late := self._asked.get_nowait()) is not None:
+                    late[1].set_exception(Superseded("the service ends"))
 
     def _answer(self, asked: list[tuple[Question, Future[str]]]) -> None:
         while True:
@@ -283,7 +304,7 @@ def _with_decisions(
 
 
 def _kind(command: asks.SharingCommand) -> str:
-    """As metrics count it; "" if they don't."""
+    """As it is counted; "" if it isn't."""
     match command:
         case asks.StartJob():
             return "start"
@@ -295,6 +316,8 @@ def _kind(command: asks.SharingCommand) -> str:
             return "stop"
         case asks.GiveUpJob():
             return "give_up"
+        case asks.AskAutoscaler():
+            return ASKS
     return ""
 
 

@@ -29,7 +29,7 @@ from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
 from elastic_ft.service.office import NotKnown, Office, entry_of
-from elastic_ft.service.share_standing import ShareStanding
+from elastic_ft.service.share_standing import ASKS, ShareStanding
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
@@ -86,7 +86,8 @@ class Service:
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
         self.lines = self.office.open()
         self._watch.start()
-        if self.terms.autoscaler or self.office.standing.sharing.asked:
+        # Not whether something is asked for now: who took that back here may not have told it.
+        if self.terms.autoscaler or self.office.standing.counts.get(ASKS, 0):
             self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()

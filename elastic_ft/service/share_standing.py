@@ -9,6 +9,8 @@ from elastic_ft.core.sharing.ledger import SharedJob, Sharing
 from elastic_ft.core.table import Table
 from elastic_ft.service.job_orders import JobOrder
 
+ASKS = "ask"  # a kind of decision: what the autoscaler is asked for
+
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:

@@ -247,8 +247,14 @@ def open_folder(url: str) -> SafetensorsFolder:
 
     Raises StorageError, one line, if it is missing or not such a folder; StoreFailed.
     """
-    root, _, name = url.rpartition("/") if url.endswith(".safetensors") else (url, "", "")
-    return folder_of(open_store(root or "."), name)
+    root, file = root_and_file(url)
+    return folder_of(open_store(root), file)
+
+
+def root_and_file(url: str) -> tuple[str, str]:
+    """Of a folder's URL, or of that of the one file in it; "": none in particular."""
+    root, _, file = url.rpartition("/") if url.endswith(".safetensors") else (url, "", "")
+    return root or ".", file
 
 
 def folder_of(store: Store, name: str = "") -> SafetensorsFolder:

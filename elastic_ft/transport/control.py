@@ -74,7 +74,7 @@ class Welcome:
     owner: int = 0  # this controller's number at the checkpoint URL (``storage.owners``)
     successor_s: float = 0.0  # how long the next one is looked for when this is gone; 0: none comes
     heard: int = 0  # of this sender's numbered messages, all up to this one
-    begun: bool = False  # steps are committed: nobody makes the state of step 0 any more
+    begun: bool = False  # nobody makes the state of step 0 any more
 
 
 @dataclass(frozen=True, slots=True)

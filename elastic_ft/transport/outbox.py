@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import typing
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from elastic_ft.transport.control import FaultFired, Note
 from elastic_ft.transport.messages import Encoded, Numbered
 from elastic_ft.transport.wire import Channel
 
+TELL_S = 0.25  # of what was held back, before more is heard
 ROOM_S = 0.05  # that who is told has, to make room
 AT_ONCE = 64  # messages
 KEPT_MAX = 100_000  # messages, some 50 MB: an hour of steps, ten a second
@@ -75,9 +77,12 @@ class LineOutbox:
 
     def catch_up(self) -> None:
         """The controller was heard: it is told what was held back, as far as it takes that without
-        waiting; the rest once it is heard again. In the thread that receives."""
+        waiting, and within TELL_S; the rest once it is heard again. In the thread that receives."""
+        until_s = time.monotonic() + TELL_S
         while untold := self._untold():
             for number, encoded in untold:
+                if time.monotonic() > until_s:
+                    return
                 if not self._channel.has_room(ROOM_S) or not self._channel.send(encoded):
                     return  # if it has ended the next one is told
                 with self._changed:

@@ -83,7 +83,7 @@ class Overlap:
         )
 
     def close(self) -> None:
-        WAITS.forget()
+        WAITS.end()
 
 
 def _rounded(seconds: SecondsByKind) -> SecondsByKind:

@@ -60,7 +60,7 @@ def prepare(
     read, digest, *how = _model_read(welcome, away)
     check_data_of_run(welcome.data, data, digest)
 
-    engine: StateEngine = _engine(read, data) if own is None else own.engine
+    engine: StateEngine = _engine(read, data, digest) if own is None else own.engine
     engine.prepare()
     _open(engine.reference, digest, *how, job, away)
     model_s = time.monotonic() - opened_s
@@ -156,13 +156,15 @@ def _prefetcher(data: DataBundle, own: Steering | None) -> Prefetcher:
     )
 
 
-def _engine(job: Job, data: DataBundle) -> Engine:
+def _engine(job: Job, data: DataBundle, digest: str | None) -> Engine:
     def factory() -> torch.nn.Module:
         return build_model(
             job.model, vocab_size=data.vocab_size, sequence_length=data.sequence_length
         )
 
-    return engine_class(job)(job, factory, ready_device(job), data.sequence_length or 1)
+    engine = engine_class(job)(job, factory, ready_device(job), data.sequence_length or 1)
+    engine.base_digest = digest
+    return engine
 
 
 def ready_device(job: Job) -> torch.device:

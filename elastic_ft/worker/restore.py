@@ -111,8 +111,7 @@ def restore(
     placed = exchange_placed(groups, offers, needs)
     received = 0
     if source.tier is Tier.INITIAL:
-        if groups.rank is not None:
-            engine.initialise()
+        together(groups, "initial", lambda: _initialise(engine, groups))
     elif source.tier is Tier.CHECKPOINT and not source.holders:
         received = _read_checkpoint(groups, source, placed, needs, silent_s)
     else:
@@ -127,6 +126,12 @@ def restore(
         snapshots.drop_moved_out()
     received += frozen.from_peers
     return Restored(placed, _peer_schemas(groups, placed), received, lost, frozen)
+
+
+def _initialise(engine: StateEngine, groups: Groups) -> tuple[None, tuple[str, ...]]:
+    if groups.rank is not None:
+        engine.initialise()
+    return None, (groups.assignment.source.url,) * (groups.rank is not None)
 
 
 def left_shards(groups: Groups, key: JobKey, silent_s: float) -> list[LeftShard | StoredState]:

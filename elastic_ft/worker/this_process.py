@@ -26,6 +26,7 @@ def run_worker(
     train_loop: Callable[[], Any] | None = None,
     on_generation: Callable[[Any], None] | None = None,
     on_pause: Callable[[], None] | None = None,
+    on_called: Callable[[], None] | None = None,
 ) -> None:
     """Takes part in a job until released or until the controller is gone. Blocks.
 
@@ -35,11 +36,14 @@ def run_worker(
         train_loop: user code; it iterates over ``elastic_ft.train()``. None: nothing but that.
         on_generation: called in the training thread with the host's extra, before forming.
         on_pause: called from the control thread when collectives are broken off.
+        on_called: called once the controller has answered.
     """
     global _current
     worker = Worker(address, key, member, on_generation, on_pause)
     _current = worker
     try:
+        if on_called is not None:
+            on_called()
         script = worker.job.loop.script if worker.job.loop is not None else None
         if train_loop is None and script is not None:
             train_loop = partial(run_script, worker.job.loop)

@@ -53,7 +53,6 @@ from elastic_ft.worker.trouble import Trouble
 
 Steps = Generator[Step, None, None]
 STUCK = 70  # exit code of a worker whose snapshots never end (EX_SOFTWARE)
-READS_PER_FORMING = 3  # a silent store is found out before forming is given up
 
 
 class Worker:
@@ -334,7 +333,7 @@ class Worker:
             self._points,
             self._forget_live,
             self._key,
-            self.job.elastic.form_timeout_s / READS_PER_FORMING,
+            self.job.elastic.form_timeout_s / deadlines.READS_PER_FORMING,
             self.job.comm.compress_replicas is not None,
         )
 

@@ -534,6 +534,26 @@ def test_measured_waits_say_what_its_links_reach() -> None:
     assert script.state.waited == ()
 
 
+def test_waits_for_slower_ranks_are_not_the_links() -> None:
+    """A rank that is twice as slow was taken for links of a fraction of their bandwidth."""
+    script = eight(planned(80e9))
+    planning = script.policy.planning
+    assert planning is not None
+    there = replace(planning.devices, nodes=(4, 4), flops_per_s=5e12)
+    choice = Choice(script.assignment.layout, 1)
+    time = step_time(planning.work, choice, Interconnect.of(there, there.nodes))
+    for number in range(1, 12):
+        for worker in script.ranks:
+            slowest = worker == "w5"
+            waits_s = time.on_links + (0.0 if slowest else time.without_links)
+            spent = {"links_s": waits_s} if number in (3, 10) else {}
+            told = {"took_s": time.total + time.without_links, "spent": spent}
+            script.tell(StepApplied, worker, 1, number, {"loss": 1.0}, **told)
+    lose(script, "w7", 11)
+    assert script.state.links == pytest.approx(1.0, rel=1e-2)
+    assert script.state.flops_per_s == pytest.approx(2.5e12, rel=1e-2)
+
+
 def test_a_first_world_has_those_who_are_near_as_neighbours() -> None:
     """Racks of two nodes, each in a pod: replicas of hsdp are racks, whoever was ready first."""
     where = {"a": "p2/r3", "b": "p1/r1", "c": "p2/r3", "d": "p1/r1", "e": "p1/r2", "f": "p1/r2"}

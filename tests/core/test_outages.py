@@ -202,6 +202,20 @@ def test_frozen_weights_that_can_not_be_read_are_waited_for_though_all_is_in_mem
     assert script.state.phase == "running" and script.state.committed == 81
 
 
+def test_a_folder_that_step_0_is_made_of_is_waited_for() -> None:
+    script = Script(Policy(2, 2, max_user_failures=0))
+    for worker in "ab":
+        script.ready(worker, f"n{worker}")
+    initial = Source(0, Tier.INITIAL)
+    for pause_s in (1, 2, 4):
+        assert script.assignment.source == initial
+        assert unread(script)[0] == StartTimer("reread", 0, pause_s)
+        assert script.state.phase == "suspended"
+        again(script)
+    script.resume()
+    assert script.state.phase == "running" and script.state.committed == 0
+
+
 def test_the_job_can_be_stopped_while_it_waits_for_the_store() -> None:
     script = restarted()
     unread(script)

@@ -29,14 +29,21 @@ def job_of(**sections: Any) -> Job:
 
 
 @contextmanager
-def attached(job: Job, factory: Callable[[], nn.Module], tokens: int = 1) -> Iterator[NativeEngine]:
-    """The engine with the state of step 0. ``tokens``: of a sample, nominally."""
+def attached(
+    job: Job,
+    factory: Callable[[], nn.Module],
+    tokens: int = 1,
+    digest: str | None = None,
+) -> Iterator[NativeEngine]:
+    """The engine with the state of step 0. ``tokens``: of a sample, nominally. ``digest``: of the
+    folder that the model begins with."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     member, source = Member("w0", "n0", "127.0.0.1", 0), Source(0, Tier.INITIAL)
     assignment = Assignment(1, (member,), (), Layout(), source, ((),), "a test")
     links = StoreLinks(("127.0.0.1", store.port), TIMEOUT_S)
     groups = Groups(share_of(assignment, "w0"), member, links)
     engine = NativeEngine(job, factory, CPU, tokens)
+    engine.base_digest = digest
     engine.prepare()  # as a worker does: before there is a group
     groups.form(CPU, TIMEOUT_S)
     try:

@@ -1,4 +1,4 @@
-"""The autoscaler is told what is wanted once, and again where it could not be reached."""
+"""The autoscaler is told what is wanted: at once, now and then, until it could be reached."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Autoscaler:
         self.heard.set()
 
 
-def test_what_could_not_be_asked_is_asked_again() -> None:
+def test_what_could_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_size, "AGAIN_S", 3600.0)
     told: list[Told] = []
     tries: list[int] = []
     heard = threading.Event()
@@ -61,8 +62,29 @@ def test_what_could_not_be_asked_is_asked_again() -> None:
     size.start()
     assert heard.wait(WAIT_S)
     size.let_go()
-    assert tries == [3, 3, 0]  # nothing is asked twice
+    assert tries == [3, 3, 0]  # nothing is asked twice so soon
     assert told == [[{"GPU": 1.0}, {"GPU": 1.0}, {"GPU": 4.0}], []]
+
+
+def test_what_ray_may_have_forgotten_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its head keeps the request in memory, and may have been started again."""
+    monkeypatch.setattr(cluster_size, "EVERY_S", 0.01)
+    monkeypatch.setattr(cluster_size, "AGAIN_S", 0.02)
+    told: list[Told] = []
+    heard, wanted = threading.Event(), list[Bundles]([ASKED])
+
+    def ask(bundles: Told) -> None:
+        told.append(bundles)
+        if len(told) == 3:
+            wanted[0] = ()
+        if not bundles:
+            heard.set()
+
+    size = ClusterSize(lambda: wanted[0], lambda: "CPU", ask)
+    size.start()
+    assert heard.wait(WAIT_S)
+    size.close()
+    assert told[:4] == [[{"CPU": 1.0}] * 4] * 3 + [[]]
 
 
 def test_who_has_let_go_asks_for_nothing_more() -> None:
@@ -151,6 +173,24 @@ def test_what_the_one_before_asked_for_is_taken_back_where_there_is_no_autoscale
     tmp_path: Path,
 ) -> None:
     left_asking(tmp_path)
+    autoscaler = Autoscaler()
+    service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, autoscaler.ask)
+    service.start()
+    try:
+        assert autoscaler.heard.wait(WAIT_S)
+    finally:
+        service.close()
+    assert autoscaler.told == [[]]
+
+
+def test_it_is_taken_back_also_where_who_wrote_so_was_killed_before_it_did(tmp_path: Path) -> None:
+    """Nor does it matter how soon the office has decided that nothing is wanted."""
+    left_asking(tmp_path)
+    office = Office(Chronicle(open_store(str(tmp_path))), SharingTerms(), int, print)
+    office.open()
+    office.tell(asks.Ticked(time.time())).result(WAIT_S)
+    office.close()
+    assert office.standing.sharing.asked == ()
     autoscaler = Autoscaler()
     service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, autoscaler.ask)
     service.start()

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from elastic_ft.core.assignment import Member
 from elastic_ft.core.events import StepHeld
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
+from elastic_ft.transport import outbox as outboxes
 from elastic_ft.transport.control import TO_CONTROLLER, TO_WORKER, Heartbeat, Hello, Note
 from elastic_ft.transport.handshake import Session
 from elastic_ft.transport.messages import Encoded, MessageRefused, Numbered, pack
@@ -110,8 +112,36 @@ def test_nobody_waits_while_the_next_controller_is_told_the_rest() -> None:
     assert not trains.is_alive() and last.sent == []
     last.goes_on.set()
     telling.join(WAIT_S)
+    while box._untold():  # that has taken a while: the rest once it is heard
+        box.catch_up()
     assert last.numbers() == list(range(11, 202))
     assert box.send(held(202)) and last.numbers()[-1] == 202
+
+
+def test_who_catches_up_slowly_still_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller that drained within ROOM_S, message by message, was told all of them before
+    anything that it said was read: a pause came after that."""
+    now_s = 100.0
+    monkeypatch.setattr(outboxes, "time", SimpleNamespace(monotonic=lambda: now_s))
+    wire = Wire(most=10_000)
+    box = outbox(wire)
+    wire.room = False
+    for step in range(1000):
+        box.send(held(step))
+
+    def slowly(timeout_s: float) -> bool:
+        nonlocal now_s
+        now_s += 0.02
+        return True
+
+    wire.has_room = slowly  # type: ignore[method-assign]
+    box.catch_up()
+    assert 0 < len(wire.sent) <= 1 + outboxes.TELL_S / 0.02 and now_s < 101.0
+    while len(wire.sent) < 1000:
+        before = len(wire.sent)
+        box.catch_up()  # it was heard again
+        assert len(wire.sent) > before
+    assert wire.numbers() == list(range(1, 1001))
 
 
 def test_nobody_waits_for_a_controller_that_takes_nothing() -> None:

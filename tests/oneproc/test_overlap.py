@@ -19,7 +19,7 @@ from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.worker.overlap import FIRST, Overlap
 from tests.oneproc.alone import job_of
 
-CPU = torch.device("cpu")
+CPU, WAIT_S = torch.device("cpu"), 60.0
 
 
 @pytest.fixture
@@ -86,6 +86,52 @@ def test_who_is_left_behind_is_asked_nothing_more() -> None:
     assert runner in in_use and runner.logger is not None
     WAITS.begin()
     assert WAITS.take() == ({}, {})
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_who_was_left_behind_and_wakes_falsifies_nothing(overlap: Overlap) -> None:
+    """Whatever the next generation waited for was told as what it was left in; and once it woke,
+    as for how long it had been there, and without what DDP waited for."""
+    inside, wakes = threading.Event(), threading.Event()
+
+    def trains() -> None:
+        WAITS.begin()
+        with WAITS.named("agreement"):
+            inside.set()
+            assert wakes.wait(WAIT_S)
+            WAITS._add("all_gather", 1e6)  # as its wait ends
+        overlap.close()
+
+    left = threading.Thread(target=trains, daemon=True)
+    left.start()
+    assert inside.wait(WAIT_S)
+    WAITS.forget()
+    WAITS.watch(DistributedDataParallel(nn.Linear(2, 2)))
+    WAITS.begin()
+    wakes.set()
+    left.join(WAIT_S)
+    dist.broadcast(torch.ones(1), src=0)
+    exposed, hidden = WAITS.take()
+    assert exposed.keys() == {"broadcast", "all_reduce"} and hidden.keys() == {"all_reduce"}
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_what_is_waited_for_is_named_by_who_waits() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def is_left() -> None:
+        with WAITS.named("agreement"):
+            inside.set()
+            assert over.wait(WAIT_S)
+
+    left = threading.Thread(target=is_left, daemon=True)
+    left.start()
+    assert inside.wait(WAIT_S)
+    WAITS.begin()
+    dist.broadcast(torch.ones(1), src=0)
+    over.set()
+    left.join(WAIT_S)
+    assert WAITS.take()[0].keys() == {"broadcast"}
 
 
 def test_one_step_in_so_many_is_measured(overlap: Overlap) -> None:

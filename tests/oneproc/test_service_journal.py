@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
-from elastic_ft.errors import StorageError
+from elastic_ft.errors import StorageError, Superseded
 from elastic_ft.service import office
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.job_orders import JobOrder, Notice
 from elastic_ft.service.office import Office
+from elastic_ft.service.standing_snapshots import ShareSnapshot, StandingSnapshots
 from elastic_ft.storage.store import open_store
 
 WAIT_S = 60.0
@@ -173,3 +175,35 @@ def test_snapshots_of_an_undone_branch_give_way(tmp_path: Path) -> None:
     settled()
     (left,) = (tmp_path / "snapshots").iterdir()
     assert left.name not in undone
+
+
+def test_whoever_asks_as_the_office_closes_is_answered(tmp_path: Path) -> None:
+    """Who had asked in time was left waiting, beside whoever came too late."""
+    found = Office(Chronicle(open_store(str(tmp_path))), SharingTerms(), int, print)
+    in_time = [found.ask(lambda standing: "told") for _ in range(2)]
+    found.close()
+    late = found.ask(lambda standing: "told")
+    found.open()
+    assert [answer.result(WAIT_S) for answer in in_time] == ["told"] * 2
+    with pytest.raises(Superseded, match="the service ends"):
+        late.result(WAIT_S)
+    found._thread.join(WAIT_S)
+    with pytest.raises(Superseded, match="the service ends"):
+        found.ask(lambda standing: "told").result(WAIT_S)
+
+
+def test_snapshots_are_as_rare_as_jobs_are_many_also_those_that_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has all jobs ever, and was as frequent as where there were none."""
+    written: list[tuple[int, int]] = []
+
+    def note(self: StandingSnapshots, kept: ShareSnapshot) -> bool:
+        written.append((kept.lines, len(kept.standing.orders)))
+        return True
+
+    monkeypatch.setattr(StandingSnapshots, "begin_to_write", note)
+    lived(tmp_path, jobs=160)
+    for (before, _), (lines, jobs) in pairwise(written):
+        assert lines - before == max(TAIL, jobs // 4)
+    assert written[-1][1] > 4 * TAIL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from elastic_ft.hosts.ray.submission import STARTS_MAX, Submitted
 from elastic_ft.hosts.ray.warm_standby import Standby, Standbys, standby_nodes, standby_of
 
 PREFIX = "elastic_ft/job/run/"
+WAIT_S = 60.0
 
 
 def node(name: str, *, alive: bool = True, labelled: bool = False, head: bool = False) -> Any:
@@ -53,6 +55,26 @@ def test_a_standby_is_where_the_controller_is_once_the_order_is_used_up() -> Non
     assert standby_nodes("z", ["a"], later[:3]) == ["z", "x"]
     for nodes in (later[1:3], later[2:0:-1]):
         assert standby_nodes("h", ["a"], [*nodes, later[0]]) == ["h", "x"]
+
+
+def test_standbys_that_end_as_they_begin_are_made_seldom(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was a new detached actor every 5 s."""
+    monkeypatch.setattr(warm_standby.ray, "nodes", lambda: [node("n")])
+    there: list[str] = []
+    monkeypatch.setattr(warm_standby, "actors_of", lambda prefix: there)
+    made: list[float] = []
+    monkeypatch.setattr(Standby, "make", lambda self, node: made.append(now_s))
+    standbys = Standbys(Standby(PREFIX, ["n"], {}, is_tied=False))
+    for now_s in range(1000, 1200, 5):
+        standbys.look(now_s)
+    assert made == [1000, 1010, 1040, 1160]
+    there.append(f"{PREFIX}standby/n/1")
+    standbys.look(now_s := 1300)
+    there.clear()
+    standbys.look(now_s := 1305)  # it had lived
+    assert made[4:] == [1305]
 
 
 class Ended(list[str]):
@@ -123,3 +145,28 @@ def test_standbys_end_before_the_next_controller_has_nothing_to_begin_from(
 
     asyncio.run(live())
     assert there == [True] and not left.exists()
+
+
+def test_standbys_end_though_their_controller_still_looks(
+    ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow GCS holds up the look, which then would make one that nobody ends."""
+    monkeypatch.setattr(warm_standby, "END_TIMEOUT_S", 4.0)
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def nodes() -> list[Any]:
+        looks.set()
+        assert goes_on.wait(WAIT_S)
+        return [node("n")]
+
+    monkeypatch.setattr(warm_standby.ray, "nodes", nodes)
+    made: list[str] = []
+    monkeypatch.setattr(Standby, "make", lambda self, node: made.append(node))
+    standbys = Standbys(Standby(PREFIX, ["n"], {}, is_tied=False))
+    standbys.start()
+    assert looks.wait(WAIT_S)
+    asyncio.run(asyncio.wait_for(standbys.end(), WAIT_S))
+    assert ended == [f"{PREFIX}standby/"]
+    goes_on.set()
+    standbys.join(WAIT_S)
+    assert made == []

@@ -170,6 +170,35 @@ def test_nobody_waits_for_a_template_that_can_not_load(
     assert over.wait(WAIT_S)
 
 
+def test_a_socket_that_was_left_half_made_bars_nobody(folder: Path) -> None:
+    """Each template there failed as it began, for good."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(folder / f"n{warm_nodes.NEW}"))
+    for _ in range(2):
+        warm_nodes.listener_for("n").close()
+    assert [path.name for path in folder.iterdir()] == ["n"]
+
+
+def test_a_template_that_can_not_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ended with the first OSError, and the actor lived on as if it kept one."""
+    tries, over = list[int](), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        if len(tries) == 2:
+            over.set()
+            threading.Event().wait()
+
+    def start(*command: Any, **how: Any) -> None:
+        tries.append(1)
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(warm_nodes, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(warm_nodes.subprocess, "Popen", start)
+    template = Template("n")
+    assert over.wait(WAIT_S)
+    assert template.where() == ""
+
+
 LISTENS = """
 import os, socket, sys
 socket.socket(fileno=int(sys.argv[1])).listen()

@@ -6,25 +6,34 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from elastic_ft.hosts.ray import ray_host as hosts
+from elastic_ft.hosts.ray.hosted import Hosted
 from elastic_ft.hosts.ray.keeper_actor import KeeperLife
 from elastic_ft.hosts.ray.names import RunNames
 from elastic_ft.hosts.ray.ray_host import RayHost
 
 DEADLINE_S = 20.0
+START_TIMEOUT_S = 0.2
 
 
 @pytest.fixture
 def host() -> Iterator[RayHost]:
     """Its loop runs; it hosts nobody."""
-    placements = SimpleNamespace(clear=lambda: None)
+    placements = SimpleNamespace(clear=lambda: None, give_back=lambda group, keep: None)
     names = RunNames("job", "/run")
-    launch: Any = SimpleNamespace(placements=placements, names=names, executable="")
+    launch: Any = SimpleNamespace(
+        placements=placements,
+        names=names,
+        executable="",
+        start_timeout_s=START_TIMEOUT_S,
+        on_lost=lambda worker: None,
+    )
     made = RayHost(SimpleNamespace(members=()), launch)  # type: ignore[arg-type]
     made._thread.start()
     yield made
@@ -84,3 +93,41 @@ def test_keepers_that_save_are_not_killed_before_their_time(
     closing.join(DEADLINE_S)
     releasing.join(DEADLINE_S)
     assert events == (["saved", "killed"] if saves else ["killed"])
+
+
+class Actor:
+    """Of a worker: what it is asked is answered once it has called, or never."""
+
+    def __init__(self, calls: bool) -> None:
+        self.await_called = SimpleNamespace(remote=self._called if calls else _never)
+        self.await_end = SimpleNamespace(remote=_never)
+
+    async def _called(self) -> None:
+        pass
+
+
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
+def test_a_worker_that_never_calls_is_lost(host: RayHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its imports hang, say: it was counted as one of the wanted, and waited for without end."""
+    killed: list[Any] = []
+    monkeypatch.setattr(hosts.ray, "kill", killed.append)
+    told: SimpleQueue[Any] = SimpleQueue()
+    host._inbox = told.put
+    calls, hangs = Actor(calls=True), Actor(calls=False)
+
+    def begin() -> None:
+        host._begun.set()
+        for worker, actor in ("w0", calls), ("w1", hangs):
+            hosted: Any = Hosted(worker, actor=actor, handle=actor)  # type: ignore[arg-type]
+            host._hosted[worker] = hosted
+            hosted.task = host._loop.create_task(host._host(hosted))
+
+    on_loop(host, begin)
+    lost = told.get(timeout=DEADLINE_S)
+    assert lost.worker == "w1"
+    assert lost.cause == "TimeoutError: it did not call the controller in 0.2 s"
+    assert on_loop(host, lambda: list(host._hosted)) == ["w0"] and killed == [hangs]
+    on_loop(host, lambda: [hosted.task.cancel() for hosted in host._hosted.values()])

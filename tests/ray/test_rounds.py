@@ -453,17 +453,18 @@ def test_what_fails_before_the_train_loop_is_told(monkeypatch: pytest.MonkeyPatc
     worker._importing.join()
     worker._importing = threading.Thread(target=lambda: order.append("imported"))
 
-    def fails(worker_id: str) -> dict[str, str]:
-        order.append("began")
+    def loads(loop: bytes) -> None:
+        order.append("loaded")
         raise ImportError("partially initialized")
 
-    monkeypatch.setattr(worker_actor, "_own_gpu", fails)
+    monkeypatch.setattr(worker_actor, "_own_gpu", lambda worker: {})
+    monkeypatch.setattr(worker_actor.cloudpickle, "loads", loads)
     monkeypatch.setattr(worker, "_tell_end", order.append)
     worker._importing.start()
-    task = worker_actor.Task(("", 0), JobKey(b""), "w0", "n0", None)
+    task = worker_actor.Task(("", 0), JobKey(b""), "w0", "n0", b"a train loop")
     with pytest.raises(ImportError):
         worker._train(task)
-    assert order == ["imported", "began", "ImportError: partially initialized"]
+    assert order == ["imported", "loaded", "ImportError: partially initialized"]
 
 
 @pytest.mark.timeout(20)

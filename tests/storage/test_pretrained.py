@@ -19,7 +19,7 @@ from elastic_ft.engines.by_reference import Reference
 from elastic_ft.engines.initial_weights import load
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.pretrained import config_text, open_pretrained, resolved, with_model_read
-from elastic_ft.errors import ConfigError, ModelError
+from elastic_ft.errors import ConfigError, ModelError, StateUnreadable
 from elastic_ft.faults import Points
 from elastic_ft.models import build_model
 from elastic_ft.models.build import computed_buffers
@@ -28,7 +28,7 @@ from elastic_ft.storage.safetensors import INDEX, SINGLE
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import Welcome
 from elastic_ft.worker import prepare
-from tests.oneproc.alone import job_of
+from tests.oneproc.alone import attached, job_of
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()  # it has a thread
@@ -211,7 +211,7 @@ def test_who_may_have_to_make_step_0_needs_the_folder(
     class Made(Exception):
         """What comes after the model was read is not looked at here."""
 
-    def engine(job: Any, _: Any) -> None:
+    def engine(job: Any, *_: Any) -> None:
         made.append(job.model.transformers)
         raise Made
 
@@ -221,3 +221,26 @@ def test_who_may_have_to_make_step_0_needs_the_folder(
     with pytest.raises(Made if lora or begun else ModelError):
         prepare.prepare("w0", welcome, points, lambda message: None, lambda why: None)
     assert made == ([read.model.transformers] if lora or begun else [])
+
+
+def test_step_0_is_made_of_the_weights_that_the_run_is_known_by(tmp_path: Path) -> None:
+    """Ranks read at moments of their own, and again: of a folder that was replaced two models were
+    mixed. One that can't be had for now ended the job."""
+    base, elsewhere = tmp_path / "base", tmp_path / "elsewhere"
+    saved = save(base)
+    job = job_of(model={"pretrained": str(base)}, data={"path": "tests.multiproc.tiny:counted"})
+    read, digest = with_model_read(job)
+
+    def factory() -> nn.Module:
+        return build_model(read.model, vocab_size=None, sequence_length=None)
+
+    assert prepare._engine(read, DataBundle([], None, 61, 8, ""), digest).base_digest == digest
+    with attached(read, factory, digest=digest) as engine:
+        for name, parameter in saved.named_parameters():
+            assert torch.equal(engine.state()[f"model.{name}"].local, parameter), name
+        base.rename(elsewhere)
+        with pytest.raises(StateUnreadable, match=r"neither .* is there"):
+            engine.initialise()
+        save(base, seed=8)
+        with pytest.raises(StateUnreadable, match="other weights than the run began with"):
+            engine.initialise()

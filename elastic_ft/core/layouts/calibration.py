@@ -93,7 +93,8 @@ def calibrate(
     Args:
         devices: those in use, node by node.
         limits: with one micro-batch size, one schedule.
-        waited: shares of some steps' time that were waited for links.
+        waited: shares of some steps' time that were waited for links: of all ranks' the least, as
+            the others' are waits for slower ranks, too.
     """
     if len(steps_s) < STEPS_MIN:
         return None

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
 from elastic_ft.controller.controller import Controller
@@ -384,6 +385,7 @@ class ElasticController(TrainController):
         def on_ended(worker: WorkerId) -> None:
             loop.call_soon_threadsafe(group.ended, worker)
 
+        train_loop = self._train_fn_ref.get()
         selector = self._train_run_context.scaling_config.label_selector
         return Launch(
             names=RunNames(self._submission.job.name, self._submission.run_url),
@@ -394,7 +396,7 @@ class ElasticController(TrainController):
                 label_selector=selector if isinstance(selector, dict) else None,
                 workers_per_node=self._submission.job.elastic.workers_per_node,
             ),
-            train_loop=self._train_fn_ref.get(),
+            train_loop=None if train_loop is None else cloudpickle.dumps(train_loop),
             controller=own_handle,
             on_formed=on_formed,
             on_lost=on_lost,

@@ -39,15 +39,16 @@ class Launch:
 
     Attributes:
         names: of all that this run has on the cluster.
+        train_loop: as ``Task``'s.
         owner: number of the controller among all that the job has had; known once it has begun.
-        start_timeout_s: from a worker's place to its process.
+        start_timeout_s: from a worker's place to its process, and from there to its call.
         executable: that Ray starts keepers with; "": Python.
     """
 
     names: RunNames
     owner: Callable[[], int]
     placements: Placements
-    train_loop: Callable[[], Any] | None
+    train_loop: bytes | None
     controller: ActorHandle[Any]
     on_formed: Callable[[Assignment, dict[WorkerId, Worker]], None]
     on_lost: Callable[[WorkerId], None]

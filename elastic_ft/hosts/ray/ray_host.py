@@ -39,7 +39,7 @@ from elastic_ft.transport.tls import JobKey
 log = logging.getLogger(__name__)
 ASK_AGAIN_S = 0.2
 PLACED_POLL_S = 5.0
-EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: imports, train context
+EQUIP_TIMEOUT_S = 120.0  # from a live actor to its training thread: train context, callbacks
 RETRY_S = (0.0, 0.2, 1.0, 5.0, 15.0)  # before the next worker, when one after another dies early
 EARLY_S = 20.0
 CLOSE_TIMEOUT_S = 10.0
@@ -234,6 +234,7 @@ class RayHost:
             await self._begun.wait()
             if hosted.handle is None:
                 await self._bring_up(hosted)
+            await self._await_called(hosted)
             cause = await self._await_end(hosted)
         except (RayError, TimeoutError) as error:
             cause = why_gone(error)
@@ -294,15 +295,24 @@ class RayHost:
         finally:
             meeting.cancel()
 
+    async def _await_called(self, hosted: Hosted) -> None:
+        """One whose imports hang, say, would be counted and waited for without end. Raises
+        TimeoutError."""
+        assert hosted.actor is not None
+        late_s = self._launch.start_timeout_s
+        try:
+            await asyncio.wait_for(_answer(hosted.actor.await_called), late_s)
+        except TimeoutError:
+            self._placements.give_back(hosted.placement, keep=False)  # it may be the node
+            hosted.placement = None
+            raise TimeoutError(f"it did not call the controller in {late_s:g} s") from None
+
     async def _await_end(self, hosted: Hosted) -> str:
         assert hosted.actor is not None
-        while True:
-            try:
-                if (end := await hosted.actor.await_end.remote()) is not None:
-                    return str(end)
-                await asyncio.Event().wait()  # another controller asks: this one is to leave
-            except ActorUnavailableError:  # means "maybe": ask again
-                await asyncio.sleep(ASK_AGAIN_S)
+        end = await _answer(hosted.actor.await_end)
+        if end is None:
+            await asyncio.Event().wait()  # another controller asks: this one is to leave
+        return str(end)
 
     def _lost(self, hosted: Hosted, cause: str) -> None:
         asked = hosted.worker not in self._hosted
@@ -410,3 +420,12 @@ class RayHost:
             watcher.cancel()
         self._keepers.kill()
         done.set()
+
+
+async def _answer(method: Any) -> Any:
+    """Of a call that ends with what it waits for, or with its actor."""
+    while True:
+        try:
+            return await method.remote()
+        except ActorUnavailableError:  # means "maybe": ask again
+            await asyncio.sleep(ASK_AGAIN_S)

@@ -61,27 +61,33 @@ class Template:
         """ "": start processes as if there were none."""
         return executable_here(self._of) if self._loads else ""
 
-    def _keep(self, listener: socket.socket) -> None:
+    def _keep(self, first: socket.socket | None) -> None:
         while True:
-            with listener:
-                while self._live(listener.fileno()):
-                    time.sleep(AGAIN_S)
-                Path(fork_client.name_of(self._node, self._of)).unlink()
-            log.warning("the template can't load: jobs start cold here; tried again later")
+            why = "the template can't load"
+            try:
+                with first or listener_for(self._node, self._of) as listener:
+                    while self._live(listener.fileno()):
+                        time.sleep(AGAIN_S)
+                    Path(fork_client.name_of(self._node, self._of)).unlink(missing_ok=True)
+            except OSError as error:  # a full disk, no more processes: that passes
+                self._loads, why = False, f"{type(error).__name__}: {error}"
+            first = None
+            log.warning("%s: jobs start cold here; tried again later", why)
             time.sleep(LOAD_AGAIN_S)
-            listener = listener_for(self._node, self._of)
 
     def _live(self, fd: int) -> bool:
         """Of one child, to its end. Whether it had loaded."""
         ready, loaded = os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-m", fork_server.__name__, str(fd), str(loaded)],
-            env={"OMP_NUM_THREADS": "1"} | dict(os.environ),
-            stdin=subprocess.PIPE,
-            pass_fds=[fd, loaded],
-        )
-        os.close(loaded)
         with os.fdopen(ready, "rb") as pipe:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", fork_server.__name__, str(fd), str(loaded)],
+                    env={"OMP_NUM_THREADS": "1"} | dict(os.environ),
+                    stdin=subprocess.PIPE,
+                    pass_fds=[fd, loaded],
+                )
+            finally:
+                os.close(loaded)
             while not select.select([pipe], [], [], LOOK_STOPPED_S)[0]:
                 _kill_stopped(process)
             self._loads = pipe.read(1) == fork_client.GO
@@ -112,6 +118,7 @@ def listener_for(node: NodeId, of: str = "") -> socket.socket:
     _clear(folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new = f"{path}{NEW}"
+    Path(new).unlink(missing_ok=True)  # who was killed between here and the end has left it
     listener.bind(new)
     listener.listen(fork_client.BACKLOG)
     os.replace(new, path)  # noqa: PTH105  # of an earlier actor there may be one

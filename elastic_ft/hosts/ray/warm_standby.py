@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import threading
+import time
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ log = logging.getLogger(__name__)
 NODES = 2
 ORDERED_MAX = 8  # nodes, of which the controller's is the first that lives
 LOOK_EVERY_S = 5.0
+EARLY_S = 60.0
+RETRY_S = (0.0, 10.0, 30.0, 120.0, 300.0)  # after so many that have ended early on one node
 END_TIMEOUT_S = 10.0
 OF_DIGITS = 12
 
@@ -53,23 +57,21 @@ class Standby:
     variables: dict[str, str]
     is_tied: bool
 
-    def start(self) -> None:
-        """A template where there is none. For the controller's process alone, which ends them with
-        the job. Blocks while the GCS is away."""
+    def look(self) -> tuple[set[NodeId], list[NodeId]]:
+        """Where there are templates, and where there should be. Blocks while the GCS is away."""
         names = [name.removeprefix(self._root) for name in actors_of(self._root)]
         have = {name.partition("/")[0] for name in names}
         nodes = [n for n in ray.nodes() if not self.is_tied or n["NodeID"] in self.order]
         own = ray.get_runtime_context().get_node_id()
-        for node in standby_nodes(own, self.order, nodes):
-            if node not in have:
-                log.info("node %.12s is made ready for the next controller", node)
-                self._template(node)
+        return have, standby_nodes(own, self.order, nodes)
 
     @property
     def _root(self) -> str:
         return standby_root(self.prefix)
 
-    def _template(self, node: NodeId) -> None:
+    def make(self, node: NodeId) -> None:
+        """For the controller's process alone, which ends them with the job."""
+        log.info("node %.12s is made ready for the next controller", node)
         ray.remote(
             num_cpus=0,
             max_restarts=-1,
@@ -85,21 +87,45 @@ class Standby:
         end_standbys(self.prefix)
 
 
+@dataclass(frozen=True, slots=True)
+class MadeStandby:
+    """On one node: how many times in a row, and when last."""
+
+    times: int
+    at_s: float
+
+
 class Standbys(threading.Thread):
     """Of the controller's process: sees to it that there are as many as there should be."""
 
     def __init__(self, standby: Standby) -> None:
         super().__init__(name="standbys", daemon=True)
         self._standby, self._over = standby, threading.Event()
+        self._made: dict[NodeId, MadeStandby] = {}
 
     def run(self) -> None:
         while True:
             try:
-                self._standby.start()
+                self.look(time.monotonic())
             except Exception as error:  # the head comes back; until then a controller starts cold
                 log.warning("no standby is looked after: %s: %s", type(error).__name__, error)
             if self._over.wait(LOOK_EVERY_S):
                 return
+
+    def look(self, now_s: float) -> None:
+        """Makes those that are missing; after growing pauses where they end early."""
+        have, nodes = self._standby.look()
+        for node in have & self._made.keys():
+            if now_s - self._made[node].at_s > EARLY_S:
+                del self._made[node]
+        for node in nodes:
+            made = self._made.get(node, MadeStandby(0, -math.inf))
+            if self._over.is_set():  # they are ended by now, perhaps
+                return
+            if node in have or now_s - made.at_s < RETRY_S[min(made.times, len(RETRY_S) - 1)]:
+                continue
+            self._made[node] = MadeStandby(made.times + 1, now_s)
+            self._standby.make(node)
 
     def close(self) -> None:
         """They stay: another controller has the job."""
@@ -115,7 +141,7 @@ class Standbys(threading.Thread):
             log.warning("the GCS does not answer: %sstandby/... stays; elastic-ft gc", prefix)
 
     def _end_all(self) -> None:
-        self.join(END_TIMEOUT_S)
+        self.join(END_TIMEOUT_S / 2)  # its look may be held up: it makes none after that
         self._standby.end()
 
 

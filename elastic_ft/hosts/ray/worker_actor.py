@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray import cloudpickle
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -69,13 +70,14 @@ class WorkerSeat:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker is started with. ``train_loop`` travels by value: its node may be gone."""
+    """What a worker is started with. ``train_loop`` travels by value, as its node may be gone; and
+    pickled, as reading it imports what it names, beside the thread that imports early."""
 
     address: tuple[str, int]
     key: JobKey
     worker: WorkerId
     node: NodeId
-    train_loop: Callable[[], Any] | None
+    train_loop: bytes | None
     domain_labels: tuple[str, ...] = ()  # of the nodes: what fails together, outermost first
 
 
@@ -152,7 +154,8 @@ class ElasticWorker(RayTrainWorker):
 
     def __init__(self) -> None:
         super().__init__()
-        self._news = threading.Condition()  # guards the next two
+        self._news = threading.Condition()  # guards the next three
+        self._called = False  # the controller, which has answered
         self._end: str | None = None  # its training thread's error, "" for none
         self._sentinels = 0
         self._started = False
@@ -197,6 +200,12 @@ class ElasticWorker(RayTrainWorker):
         while not queue.empty() and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return self._end
+
+    @ray.method(concurrency_group=END)
+    def await_called(self) -> None:
+        """Blocks until the training thread has called the controller, or has ended."""
+        with self._news:
+            self._news.wait_for(lambda: self._called or self._end is not None)
 
     @ray.method(concurrency_group=END)
     def look(self) -> WorkerLook | None:
@@ -277,27 +286,30 @@ class ElasticWorker(RayTrainWorker):
     def _train(self, task: Task) -> Any:
         returned: list[Any] = []
 
-        def train_loop() -> None:
-            assert task.train_loop is not None
-            returned.append(task.train_loop())
-
         try:  # all of it: what failed untold would leave a worker that nobody waits for or replaces
             self._importing.join()  # two threads in one circle of imports see halves of modules
             from elastic_ft.worker.this_process import run_worker
 
             os.environ.update(_own_gpu(task.worker))
+            loop = None if task.train_loop is None else cloudpickle.loads(task.train_loop)
             run_worker(
                 task.address,
                 task.key,
                 _member_here(task),
-                train_loop=train_loop if task.train_loop is not None else None,
+                train_loop=None if loop is None else lambda: returned.append(loop()),
                 on_generation=lambda extra: self.take_seat(decoder(WorkerSeat)(extra)),
+                on_called=self._tell_called,
             )
         except BaseException as error:
             self._tell_end(f"{type(error).__name__}: {error}")
             raise
         self._tell_end("")
         return returned[0] if returned else None
+
+    def _tell_called(self) -> None:
+        with self._news:
+            self._called = True
+            self._news.notify_all()
 
     def _tell_end(self, end: str) -> None:
         with self._news:
