@@ -12,7 +12,7 @@ NOBODY = "leave it out: nobody is first before the loop, and no rank waits outsi
 KEPT = "leave it out: the job keeps its own checkpoints; ctx.export(model, folder) writes weights"
 ALL = "ctx.prepare(model, optimizer, scheduler, loader), all at once"
 RANK = "ctx.rank == 0, inside the loop"
-LOGGED = "ctx.log(name=value); elastic-ft tensorboard, wandb or mlflow"
+LOGGED = "leave it out: ctx.log(name=value), and elastic-ft tensorboard, wandb or mlflow"
 INSTEAD = {
     **dict.fromkeys(("accumulate", "no_sync", "no_backward_sync", "sync_gradients"), MICRO),
     **dict.fromkeys(("gather", "gather_for_metrics", "reduce", "all_reduce"), MEAN),
