@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,13 +33,6 @@ KEPT, STOPPED, KILLED = RATES = (0.001, 0.01, 0.1)
 STEPS = 8
 
 
-def wait_for_file(path: Path) -> None:
-    until_s = time.monotonic() + START_S
-    while not path.exists():
-        assert time.monotonic() < until_s, f"{path.name} is not there"
-        time.sleep(0.02)
-
-
 def train_loop(config: dict[str, Any]) -> None:
     """The scheduler goes by ``score``. It has a score before the one comes that is worse; and the
     trial that is kept sees the others end before its third step."""
@@ -51,10 +43,10 @@ def train_loop(config: dict[str, Any]) -> None:
     rate, folder = config["rate"], Path(config["folder"])
     for step in elastic_ft.train():
         if rate == STOPPED:
-            wait_for_file(folder / f"seen-{KEPT}")
+            wait_for((folder / f"seen-{KEPT}").exists, START_S, "a result that is better")
         if rate == KEPT and step.number == 2:
             for other in (STOPPED, KILLED):
-                wait_for_file(folder / f"ended-{other}")
+                wait_for((folder / f"ended-{other}").exists, START_S, f"the end of {other}")
         ray.train.report({"step": step.number, "loss": step.loss, "score": int(rate == STOPPED)})
 
 

@@ -128,13 +128,13 @@ __all__ = [
     "WorkerGroupState",
     "WorkerStatus",
     "WorkingDirectorySetupCallback",
+    "actor_is_gone",
     "bundle_to_remote_args",
     "drain_node",
     "draining_nodes",
     "get_env_vars_to_propagate",
     "get_train_application_worker_log_path",
     "get_train_context",
-    "has_ended",
     "logs_folder",
     "reporting_by",
     "set_train_fn_utils",
@@ -175,7 +175,7 @@ def actors_on(node: str) -> list[str]:
     return [actor["Name"] for actor in found if actor["Address"]["NodeID"] == node]
 
 
-def has_ended(actor: str) -> bool:
+def actor_is_gone(actor: str) -> bool:
     """Whether the actor of that id (hex) is gone for good. Blocks while the GCS is away."""
     found = ray._private.state.actors(actor_id=actor)
     return not found or found["State"] == "DEAD"

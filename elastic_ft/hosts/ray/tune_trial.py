@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 from ray.util.queue import Full, Queue
 
-from elastic_ft.hosts.ray.ray_private import has_ended, reporting_by, tune_session
+from elastic_ft.hosts.ray.ray_private import actor_is_gone, reporting_by, tune_session
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5  # between two looks for the trial, and at what it is told
@@ -63,7 +63,7 @@ class TuneTrial:
     def _watch(self, on_end: Callable[[], object]) -> None:
         while not self._over.wait(LOOK_S):
             try:
-                if has_ended(self.actor):
+                if actor_is_gone(self.actor):
                     self._over.set()
             except Exception as error:  # the head comes back, or the job ends without it
                 log.warning("no news of the trial: %s: %s", type(error).__name__, error)
