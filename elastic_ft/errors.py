@@ -7,6 +7,7 @@ ElasticError
 │   │   └── DataDiffers   on this worker alone: the others agree on theirs
 │   ├── DeviceSick        this worker's GPU computes wrong: another machine must train
 │   ├── StorageError      a URL that can't be reached, read or written (found before the start)
+│   ├── NotOfContext      what a script asks of its context, and that has not (ctx.accumulate)
 │   ├── ModelError        a model that can't be imported or built
 │   │   └── BaseAway      the store of its weights does not answer now
 │   └── CheckpointMismatch  a checkpoint of another model
@@ -43,6 +44,10 @@ class UsageError(ElasticError):
 
 class ConfigError(UsageError):
     """A bad key in the job file. The message starts with the key."""
+
+
+class NotOfContext(UsageError, AttributeError):
+    """A script asks its context for what that has not. The message says what to write instead."""
 
 
 class DataError(UsageError):

@@ -15,6 +15,7 @@ from elastic_ft.config import Job
 from elastic_ft.engines.left_behind import stays_inside
 from elastic_ft.errors import UsageError
 from elastic_ft.training.batch import weighed
+from elastic_ft.training.elsewhere import Elsewhere
 from elastic_ft.training.export import export
 from elastic_ft.training.held_out import evaluating, samples_of
 from elastic_ft.worker.agreement import sum_over_members
@@ -25,7 +26,7 @@ from elastic_ft.worker.party import Party
 from elastic_ft.worker.steering import Done, Steering
 
 
-class Between(ABC):
+class Between(Elsewhere, ABC):
     """That part of a ``Context``, which says what its attributes are."""
 
     job: Job

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
-from elastic_ft.training.each import MicroTurns, NextMicroBatch, ZeroGrad, arguments_of
+from elastic_ft.training.each import MicroTurns, NextMicroBatch, ZeroGrad, as_batch, body_of
 from elastic_ft.training.given import sort_out
 from elastic_ft.training.loader import (
     Loader,
@@ -246,7 +246,7 @@ class Context(Between):
         return made
 
     def each(
-        self, loader: Loader | None = None, *, whole: bool = False, enumerated: bool = False
+        self, over: Iterable[Any] | None = None, *, whole: bool = False, enumerated: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """In the place of ``for x, y in loader:``, whose body becomes a function of ``x, y``:
 
@@ -258,34 +258,33 @@ class Context(Between):
         ``ctx.backward``, so that what comes after it is there once for each attempt at the step.
         ``zero_grad`` may stand anywhere. Raises ConfigError.
 
+        over: the loader, or what goes over it batch by batch (a progress bar).
         whole: the function gets the batch, as with ``step``, where a script goes over micro-batches
             itself.
         enumerated: as ``enumerate(loader)``: the batch's number comes first, from 0 in each epoch.
         """
         own = self._steering("each")
-        if loader not in (None, self._loader):
-            raise ConfigError("@ctx.each: expected the loader that ctx.prepare has returned")
         assert self._loader is not None
         prepared = self._loader
 
         def run(function: Callable[..., Any]) -> Callable[..., Any]:
-            arguments = arguments_of(function, enumerated, prepared.is_drawn and not whole)
+            body = body_of(function, enumerated, prepared.is_drawn and not whole)
 
             def make(batch: Batch) -> None:
                 place = (batch.number - 1) % (self._epoch_steps or batch.number)
                 if whole:
-                    function(*arguments(place, batch))
+                    body(place, batch)
                     return
                 self._turn = turn = MicroTurns(batch, own.engine.gradients_seen)
                 for micro in turn.given():
                     try:
-                        function(*arguments(place, micro))
+                        body(place, micro)
                     except NextMicroBatch:
                         turn.was_left = True
 
             made = self.step(make)
-            for batch in prepared:
-                made(batch)
+            for batch in prepared if over is None else over:
+                made(as_batch(batch))
             return function
 
         return run

@@ -7,11 +7,12 @@ what comes after it (clipping, the optimizer, the scheduler) is there once for e
 from __future__ import annotations
 
 import inspect
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.batch import Batch
 
 
@@ -73,10 +74,21 @@ class MicroTurns:
         next(self._micros, None)  # padding leaves no trace in buffers that the body looks at next
 
 
-def arguments_of(
+def as_batch(given: Any) -> Batch:
+    """Raises ConfigError for what the prepared loader has not given."""
+    if isinstance(given, Batch):
+        return given
+    raise ConfigError(
+        f"ctx.each: expected the loader that ctx.prepare has returned, or what goes over it and "
+        f"gives its batches (a progress bar), found a {type(given).__name__}; for "
+        "enumerate(loader) say enumerated=True: who joins in the middle of an epoch counts on there"
+    )
+
+
+def body_of(
     function: Callable[..., Any], enumerated: bool, may_take_none: bool
-) -> Callable[[int, Any], tuple[Any, ...]]:
-    """How it takes a micro-batch, and the place of its batch before it: in one argument, or in as
+) -> Callable[[int, Any], None]:
+    """Calls it with a micro-batch, and the place of its batch before it: in one argument, or in as
     many as the micro-batch has parts. Raises ConfigError."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(function).parameters.values()
@@ -100,7 +112,21 @@ def arguments_of(
             )
         return (*first, *micro)
 
-    return arguments
+    return lambda place, micro: _call(function, arguments(place, micro))
+
+
+def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Raises UsageError where the loop's body sets a name that is not the function's own."""
+    try:
+        function(*arguments)
+    except UnboundLocalError as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        if frame.f_code is not getattr(inspect.unwrap(function), "__code__", None):
+            raise
+        raise UsageError(
+            f"{function.__name__}, line {line}: {error}: where the lines outside have it, too, say "
+            "`nonlocal` (in a function) or `global` at the top of the loop's body"
+        ) from error
 
 
 class ZeroGrad:

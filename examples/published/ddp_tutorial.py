@@ -1,6 +1,8 @@
-"""In the style of PyTorch's tutorials on DistributedDataParallel: torchrun, a sampler, epochs."""
+"""In the style of PyTorch's tutorials on DistributedDataParallel: a class, a sampler, snapshots."""
 
 import argparse
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,9 +36,23 @@ class Net(torch.nn.Module):
 
 
 class Trainer:
-    def __init__(self, model, loader, optimizer):
-        self.optimizer, self.loader = optimizer, loader
+    def __init__(self, model, loader, optimizer, save_every, snapshot_path="snapshot.pt"):
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        self.loader, self.optimizer = loader, optimizer
+        self.save_every, self.snapshot_path, self.epochs_run = save_every, snapshot_path, 0
+        if Path(snapshot_path).exists():
+            self.load_snapshot(model)
         self.model = DDP(model)
+
+    def load_snapshot(self, model):
+        snapshot = torch.load(self.snapshot_path)
+        model.load_state_dict(snapshot["MODEL_STATE"])
+        self.epochs_run = snapshot["EPOCHS_RUN"]
+        print(f"Resuming training from snapshot at epoch {self.epochs_run}")
+
+    def save_snapshot(self, epoch):
+        snapshot = {"MODEL_STATE": self.model.module.state_dict(), "EPOCHS_RUN": epoch + 1}
+        torch.save(snapshot, self.snapshot_path)
 
     def run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -44,14 +60,21 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
 
+    def run_epoch(self, epoch):
+        batch_size = len(next(iter(self.loader))[0])
+        print(f"[{self.local_rank}] Epoch {epoch} | Batchsize: {batch_size}")
+        self.loader.sampler.set_epoch(epoch)
+        for source, targets in self.loader:
+            self.run_batch(source, targets)
+
     def train(self, epochs):
-        for epoch in range(epochs):
-            self.loader.sampler.set_epoch(epoch)
-            for source, targets in self.loader:
-                self.run_batch(source, targets)
+        for epoch in range(self.epochs_run, epochs):
+            self.run_epoch(epoch)
+            if self.local_rank == 0 and epoch % self.save_every == 0:
+                self.save_snapshot(epoch)
 
 
-def main(epochs, batch_size):
+def main(epochs, save_every, batch_size):
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     dataset, model = Points(320), Net()
@@ -59,15 +82,17 @@ def main(epochs, batch_size):
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
+        shuffle=False,
         sampler=DistributedSampler(dataset),
     )
-    Trainer(model, loader, optimizer).train(epochs)
+    Trainer(model, loader, optimizer, save_every).train(epochs)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("epochs", type=int)
+    parser.add_argument("--save_every", type=int, default=1)
     parser.add_argument("--batch_size", type=int, default=4)
     args = parser.parse_args()
-    main(args.epochs, args.batch_size)
+    main(args.epochs, args.save_every, args.batch_size)

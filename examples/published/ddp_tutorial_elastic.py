@@ -1,4 +1,4 @@
-"""In the style of PyTorch's tutorials on DistributedDataParallel: torchrun, a sampler, epochs."""
+"""In the style of PyTorch's tutorials on DistributedDataParallel: a class, a sampler, snapshots."""
 
 import argparse
 
@@ -35,8 +35,8 @@ class Net(torch.nn.Module):
 
 
 class Trainer:
-    def __init__(self, model, loader, optimizer):
-        self.model, self.optimizer, self.loader = ctx.prepare(model, optimizer, loader)
+    def __init__(self, model, loader, optimizer, save_every, snapshot_path="snapshot.pt"):
+        self.model, self.loader, self.optimizer = ctx.prepare(model, loader, optimizer)
 
     def run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -44,26 +44,31 @@ class Trainer:
         ctx.backward(loss)
         self.optimizer.step()
 
+    def run_epoch(self, epoch):
+        self.loader.sampler.set_epoch(epoch)
+        ctx.each(self.loader)(self.run_batch)
+
     def train(self, epochs):
         for epoch in ctx.epochs(epochs):
-            self.loader.sampler.set_epoch(epoch)
-            ctx.each(self.loader)(self.run_batch)
+            self.run_epoch(epoch)
 
 
-def main(epochs, batch_size):
+def main(epochs, save_every, batch_size):
     torch.manual_seed(0)
     dataset, model = Points(320), Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(
         dataset,
         batch_size=batch_size,
+        shuffle=False,
     )
-    Trainer(model, loader, optimizer).train(epochs)
+    Trainer(model, loader, optimizer, save_every).train(epochs)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("epochs", type=int)
+    parser.add_argument("--save_every", type=int, default=1)
     parser.add_argument("--batch_size", type=int, default=4)
     args = parser.parse_args()
-    main(args.epochs, args.batch_size)
+    main(args.epochs, args.save_every, args.batch_size)

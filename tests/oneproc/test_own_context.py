@@ -12,10 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic_ft.config import parse_job
-from elastic_ft.errors import GroupBroken
+from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.training.context import Context
-from elastic_ft.training.each import ZeroGrad
+from elastic_ft.training.each import ZeroGrad, body_of
+from elastic_ft.training.elsewhere import INSTEAD
 from elastic_ft.worker.steering import Dealt, Ended, Steering
+from elastic_ft.worker.step import Step
 from tests.oneproc.test_own_engine import Own
 
 PASS = 2  # steps
@@ -112,3 +114,71 @@ def test_a_prepared_model_is_pickled_as_itself() -> None:
         again(torch.arange(6)).sum().backward()
         again.zero_grad()
         assert all(parameter.grad is None for parameter in again.parameters())
+
+
+def made_steps(ctx: Context) -> Any:
+    """A worker that makes each step that it has dealt, as soon as it is given a body."""
+    own, deal = ctx._steering("a test"), ctx.worker.next_item
+
+    def next_item() -> Any:
+        if own.body is None:
+            return deal()
+        body, own.body = own.body, None
+        body()
+        return Step(ctx._awaited().running.number, 0.0, 0.1, 0.0, 0, 0.0, 1, 1, 0)
+
+    ctx.worker.next_item = next_item  # type: ignore[method-assign]
+
+
+def test_each_goes_over_what_goes_over_the_loader() -> None:
+    """A progress bar, say; the batch's number is of the epoch, also for who joins in it."""
+    ctx, loader = context(first=4)
+    made_steps(ctx)
+    shown, seen = list[int](), list[tuple[int, int]]()
+
+    def bar(batches: Any) -> Any:
+        assert len(batches) == PASS
+        for batch in batches:
+            yield batch
+            shown.append(batch.number)
+
+    for _ in ctx.epochs(3):
+
+        @ctx.each(bar(loader), whole=True, enumerated=True)
+        def train_step(place: int, batch: Any) -> None:
+            seen.append((place, batch.number))
+
+    assert seen == [(1, 4), (0, 5), (1, 6)] and shown == [4, 5, 6]
+
+
+@pytest.mark.parametrize("over", [[(0, 1)], enumerate("ab")])
+def test_each_refuses_what_gives_no_batches(over: Any) -> None:
+    ctx, _ = context()
+    with pytest.raises(ConfigError, match=r"found a tuple; for enumerate\(loader\) say enumerated"):
+        ctx.each(over)(lambda batch: None)
+
+
+def test_a_body_that_sets_a_name_of_the_lines_outside_is_told() -> None:
+    count = 0
+
+    def counts(x: Any) -> None:
+        count += 1  # type: ignore[misc]  # noqa: F823, F841
+
+    def calls(x: Any) -> None:
+        counts(x)
+
+    with pytest.raises(UsageError, match=r"counts, line \d+: .*'count'.* say `nonlocal`"):
+        body_of(counts, False, False)(0, "a micro-batch")
+    with pytest.raises(UnboundLocalError):
+        body_of(calls, False, False)(0, "a micro-batch")
+    assert count == 0
+
+
+def test_what_another_library_has_is_told_by_name() -> None:
+    ctx, _ = context()
+    with pytest.raises(UsageError, match=r"ctx\.accumulate: .*batch\.micro_batch_size of init"):
+        ctx.accumulate(None)
+    with pytest.raises(UsageError, match=r"ctx\.nonsense: is not there: docs/bring-your-own"):
+        _ = ctx.nonsense
+    assert not hasattr(ctx, "nonsense") and not hasattr(ctx, "accumulate")
+    assert not [name for name in INSTEAD if hasattr(Context, name)]

@@ -15,8 +15,12 @@ import ray
 import ray._private.state
 import ray._private.worker
 from ray._private.ray_constants import SETUP_WORKER_FILENAME
+from ray.train._internal.session import _TrainSession
 from ray.train.v2._internal.execution.context import ExecutionContext, TrainContext
 from ray.train.v2._internal.execution.failure_handling import default
+from ray.tune.integration.ray_train import TuneReportCallback
+from ray.tune.trainable.trainable_fn_utils import _in_tune_session
+from ray.util.queue import Queue
 
 from elastic_ft.hosts.ray import ray_private, setup_worker
 
@@ -233,6 +237,19 @@ def test_what_the_controller_keeps_under_private_names() -> None:
         assert f"self.{name} = " in source or f"self.{name}: " in source, name
     assert "self._report_callbacks = " in inspect.getsource(ray_private.ReportCallbackHandler)
     assert "self._current_report_index = " in inspect.getsource(ray_private.CheckpointManager)
+
+
+def test_what_a_trial_of_tune_keeps_under_private_names() -> None:
+    """``TrialReports`` takes the queue's place; the event is set, never cleared, by ``finish``."""
+    source = inspect.getsource(TuneReportCallback)
+    assert "self._training_actor_item_queue = (" in source
+    assert "self._training_actor_item_queue.put(metrics)" in source
+    assert ", ".join(inspect.signature(Queue.put).parameters) == "self, item, block, timeout"
+    source = inspect.getsource(_TrainSession)
+    assert "self.stop_event = threading.Event()" in source
+    assert "self.world_rank = world_rank" in source
+    assert "self.stop_event.set()" in inspect.getsource(_TrainSession.finish)
+    assert "world_rank is None" in inspect.getsource(_in_tune_session)
 
 
 def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:

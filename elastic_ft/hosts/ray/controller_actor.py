@@ -59,6 +59,7 @@ from elastic_ft.hosts.ray.submission import (
     read_submission,
 )
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
+from elastic_ft.hosts.ray.tune_trial import TRIAL_OVER
 from elastic_ft.hosts.ray.warm_standby import Standbys, end_standbys
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup
@@ -155,6 +156,8 @@ class ElasticController(TrainController):
             self._health_check_interval_s = POLL_S
         self._itself = ray.get_runtime_context().current_actor
         self._running: asyncio.Task[None] | None = None
+        if (trial := self._submission.trial) is not None:
+            trial.watch(lambda: self._pass_on(TRIAL_OVER))
         threading.Thread(target=self._call_begin, name="begin", daemon=True).start()
 
     @property
@@ -246,6 +249,15 @@ class ElasticController(TrainController):
     @ray.method(concurrency_group=ALIVE)
     async def stop(self, reason: str) -> None:
         """Asks for a clean stop; the second time, for an immediate one."""
+        self._pass_on(reason)
+
+    @ray.method(concurrency_group=ALIVE)
+    async def end_with_trial(self) -> None:
+        """The trial in which it was started is over, whose process may live on."""
+        assert self._submission.trial is not None
+        self._submission.trial.end()
+
+    def _pass_on(self, reason: str) -> None:
         with self._asking:
             if self._hosting is None:
                 self._asked.append(reason)

@@ -26,6 +26,9 @@ LABEL = "elastic-ft/controller"
 HEAD = "node:__internal_head__"  # a resource of the head alone
 LOOK_TIMEOUT_S = 30.0
 Selector = dict[str, str]
+# Else what is started from within a placement group (a trial of Ray Tune's) is put into it, and
+# killed with it, never to start again.
+ANYWHERE = "DEFAULT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,10 @@ class ControllerPlaces:
     def options(self) -> dict[str, Any]:
         """Of the actor."""
         first, *others = self.selectors
-        if not others:
-            return {"label_selector": first}
-        fallback = [{"label_selector": selector} for selector in others]
-        return {"label_selector": first, "fallback_strategy": fallback}
+        options: dict[str, Any] = {"label_selector": first, "scheduling_strategy": ANYWHERE}
+        if others:
+            options["fallback_strategy"] = [{"label_selector": selector} for selector in others]
+        return options
 
     def in_order(self, order: Sequence[NodeId]) -> ControllerPlaces:
         """The controller is on the first of ``order`` that lives."""
@@ -78,7 +81,8 @@ def _is_seen(run_url: str, others: list[dict[str, Any]], elsewhere: Selector) ->
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / f".seen-{uuid.uuid4().hex}"
     mark.touch()
-    looking = ray.remote(num_cpus=0, label_selector=elsewhere)(os.path.exists).remote(str(mark))
+    options: dict[str, Any] = {"label_selector": elsewhere, "scheduling_strategy": ANYWHERE}
+    looking = ray.remote(num_cpus=0, **options)(os.path.exists).remote(str(mark))
     try:
         return bool(ray.get(looking, timeout=LOOK_TIMEOUT_S))
     except (RayError, GetTimeoutError) as error:

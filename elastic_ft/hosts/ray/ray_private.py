@@ -7,6 +7,8 @@ reading that test's failures.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient, PlacementGroupID
 from ray.core.generated import autoscaler_pb2
+from ray.train._internal.session import get_session
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -125,6 +128,7 @@ __all__ = [
     "WorkerGroupState",
     "WorkerStatus",
     "WorkingDirectorySetupCallback",
+    "actor_is_gone",
     "bundle_to_remote_args",
     "drain_node",
     "draining_nodes",
@@ -132,11 +136,13 @@ __all__ = [
     "get_train_application_worker_log_path",
     "get_train_context",
     "logs_folder",
+    "reporting_by",
     "set_train_fn_utils",
     "shutdown_workers",
     "silence_raylets",
     "start_node",
     "time_monotonic",
+    "tune_session",
 ]
 
 DRAIN_REASONS = {
@@ -167,6 +173,30 @@ def actors_on(node: str) -> list[str]:
     """Names of the live actors there."""
     found = ray._private.state.actors(actor_state_name="ALIVE").values()
     return [actor["Name"] for actor in found if actor["Address"]["NodeID"] == node]
+
+
+def actor_is_gone(actor: str) -> bool:
+    """Whether the actor of that id (hex) is gone for good. Blocks while the GCS is away."""
+    found = ray._private.state.actors(actor_id=actor)
+    return not found or found["State"] == "DEAD"
+
+
+def tune_session() -> Any:
+    """Of the trial of Ray Tune's whose function this process runs, None elsewhere."""
+    session = get_session()
+    return session if session is not None and session.world_rank is None else None
+
+
+def reporting_by(callback: Any, other: Callable[[Any], Any]) -> Any:
+    """``callback``; where it is Tune's that reports to a trial, a copy of it which does so by
+    ``other`` of its queue. In a process of Tune's."""
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    if not isinstance(callback, TuneReportCallback):
+        return callback
+    reporting = copy.copy(callback)
+    reporting._training_actor_item_queue = other(callback._training_actor_item_queue)
+    return reporting
 
 
 def shutdown_workers(workers: list[Worker], patience_s: float) -> None:

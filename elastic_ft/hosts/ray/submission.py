@@ -25,6 +25,7 @@ from ray import cloudpickle
 from elastic_ft.config import Job
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.faults import PointFault
+from elastic_ft.hosts.ray.tune_trial import TuneTrial
 from elastic_ft.hosts.ray.warm_standby import Standby
 from elastic_ft.observe.lines import local_path
 from elastic_ft.storage import owners
@@ -58,6 +59,7 @@ class Submission:
     prefix: of the names of all that the run has on its cluster.
     trainer: what Ray Train's controller takes.
     standby: what to keep ready for the next controller.
+    trial: of Ray Tune's, with which the job is to end.
     """
 
     job: Job
@@ -68,6 +70,7 @@ class Submission:
     accept_changes: bool
     trainer: dict[str, Any]
     standby: Standby | None = None
+    trial: TuneTrial | None = None
 
 
 @dataclass(frozen=True, slots=True)

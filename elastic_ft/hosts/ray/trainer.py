@@ -44,7 +44,9 @@ from elastic_ft.hosts.ray.trainer_parts import (
     RaiseAlways,
     WholeJobPolicy,
     as_checkpoint,
+    report_milestones,
 )
+from elastic_ft.hosts.ray.tune_trial import trial_here, with_patience
 from elastic_ft.hosts.ray.warm_standby import standby_executable, standby_of
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.outcome import complete
@@ -110,7 +112,12 @@ class ElasticTrainer(DataParallelTrainer):
         run_config = run_config or RunConfig(name=self.job.name)
         environment = dict(run_config.worker_runtime_env or {})
         environment["env_vars"] = WORKER_ENVIRONMENT | environment.get("env_vars", {})
-        run_config = dataclasses.replace(run_config, worker_runtime_env=environment)
+        self._trial = trial_here()
+        run_config = dataclasses.replace(
+            run_config,
+            worker_runtime_env=environment,
+            callbacks=with_patience(self._trial, run_config.callbacks),
+        )
         self._faults = tuple(faults)
         self._accept_changes = accept_changes
         self._controller: Any = None
@@ -235,6 +242,7 @@ class ElasticTrainer(DataParallelTrainer):
                 self._accept_changes,
                 kwargs,
                 standby,
+                None if self._is_left else self._trial,
             )
         )
         actor_class = ray.remote(
@@ -292,7 +300,10 @@ class ElasticTrainer(DataParallelTrainer):
         has_lived = False
         while True:
             try:
-                return ray.get(self._controller.await_result.remote())
+                answer = self._controller.await_result.remote()
+                if self._trial is not None:
+                    self._trial.wait_for(answer, self._controller)
+                return ray.get(answer)
             except ActorUnavailableError as error:  # Ray starts it again
                 has_lived = True
                 log.info("the controller is away: %s", why_gone(error))
@@ -364,25 +375,6 @@ class ElasticTrainer(DataParallelTrainer):
             yield
         finally:
             signal.signal(signal.SIGINT, previous)
-
-
-def report_milestones() -> None:
-    """The train loop of a job without one."""
-    import ray.train
-
-    from elastic_ft.worker.this_process import steps_that
-
-    for step in steps_that(lambda s: s.checkpointed or s.last or s.eval_loss is not None):
-        ray.train.report(
-            {
-                "step": step.number,
-                "loss": step.loss,
-                "eval_loss": step.eval_loss,
-                "lr": step.learning_rate,
-                "generation": step.generation,
-                "world_size": step.world_size,
-            }
-        )
 
 
 def loop_and_job(

@@ -65,6 +65,25 @@ class RaiseAlways(FailurePolicy):
         return FailureDecision.RAISE
 
 
+def report_milestones() -> None:
+    """The train loop of a job without one."""
+    import ray.train
+
+    from elastic_ft.worker.this_process import steps_that
+
+    for step in steps_that(lambda s: s.checkpointed or s.last or s.eval_loss is not None):
+        ray.train.report(
+            {
+                "step": step.number,
+                "loss": step.loss,
+                "eval_loss": step.eval_loss,
+                "lr": step.learning_rate,
+                "generation": step.generation,
+                "world_size": step.world_size,
+            }
+        )
+
+
 def as_checkpoint(url: str) -> Checkpoint | None:
     """Ray Train's handle of the checkpoints' folder; None where pyarrow does not know the URL."""
     try:

@@ -1,0 +1,103 @@
+"""A trial of Ray Tune's, in whose process an elastic job was started: the job ends with it.
+
+A scheduler that ends a trial tells its session so and lets its actor go, whose process ends at any
+moment then, as it does where its node dies. Workers and controller are nobody's children: so the
+controller looks for the trial, and ends the job as ``elastic-ft stop`` does, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.util.queue import Full, Queue
+
+from elastic_ft.hosts.ray.ray_private import actor_is_gone, reporting_by, tune_session
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.5  # between two looks for the trial, and at what it is told
+PUT_S = 1.0  # for which a report waits between them
+TRIAL_OVER = "Ray Tune has ended its trial, or it is gone"
+
+
+class TuneTrial:
+    """Args:
+    actor: id of the trial's actor, in hex.
+    stopped: set, in that actor's process, where Tune ends the trial and the process may go on.
+    """
+
+    def __init__(self, actor: str, stopped: threading.Event | None = None) -> None:
+        self.actor, self._stopped = actor, stopped
+        self._over = threading.Event()
+
+    def __reduce__(self) -> Any:
+        return TuneTrial, (self.actor,)
+
+    def wait_for(self, answer: Any, controller: Any) -> None:
+        """In the trial's process: returns once ``answer`` is there. Raises SystemExit where Tune
+        ends the trial, as a report of the trial's own would; ``controller`` ends its job then."""
+        while not ray.wait([answer], timeout=LOOK_S)[0]:
+            if self._stopped is not None and self._stopped.is_set():
+                with contextlib.suppress(RayError):  # it looks for the trial by itself, too
+                    ray.get(controller.end_with_trial.remote(), timeout=LOOK_S)
+                sys.exit(0)
+
+    @property
+    def is_over(self) -> bool:
+        """In the controller's process: nobody takes reports any more."""
+        return self._over.is_set()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def watch(self, on_end: Callable[[], object]) -> None:
+        """Calls ``on_end`` once it is over, in a thread of its own."""
+        threading.Thread(target=self._watch, args=(on_end,), name="trial", daemon=True).start()
+
+    def _watch(self, on_end: Callable[[], object]) -> None:
+        while not self._over.wait(LOOK_S):
+            try:
+                if actor_is_gone(self.actor):
+                    self._over.set()
+            except Exception as error:  # the head comes back, or the job ends without it
+                log.warning("no news of the trial: %s: %s", type(error).__name__, error)
+        on_end()
+
+
+class TrialReports:
+    """In the place of the queue of a ``TuneReportCallback``, which holds one report: the next one
+    waits for the trial to take it, and none waits for a trial that is over."""
+
+    def __init__(self, queue: Queue, trial: TuneTrial) -> None:
+        self._queue, self._trial = queue, trial
+
+    def put(self, item: Any) -> None:
+        """Returns when ``item`` is in the queue, or nobody is to take it."""
+        while not self._trial.is_over:
+            try:
+                return self._queue.put(item, timeout=PUT_S)
+            except (Full, ActorUnavailableError):
+                continue
+            except RayActorError:  # the queue is the trial's own, and goes with it
+                self._trial.end()
+
+
+def trial_here() -> TuneTrial | None:
+    """The one whose function this process runs."""
+    if (session := tune_session()) is None:
+        return None
+    actor = ray.get_runtime_context().get_actor_id()
+    return TuneTrial(actor, session.stop_event) if actor is not None else None
+
+
+def with_patience(trial: TuneTrial | None, callbacks: Sequence[Any] | None) -> list[Any] | None:
+    """``callbacks``, of which those that report to ``trial`` do so by ``TrialReports``."""
+    if trial is None or callbacks is None:
+        return list(callbacks) if callbacks is not None else None
+    return [reporting_by(callback, lambda q: TrialReports(q, trial)) for callback in callbacks]
