@@ -26,7 +26,7 @@ class QueueConfig(Section):
 
     quota: Slots = Field(None, ge=0)  # its own; none: it has what others leave
     ceiling: Slots = Field(None, ge=1)  # never more, borrowed ones included
-    weight: float = Field(1.0, gt=0, le=1e6)
+    weight: float = Field(1.0, ge=1e-6, le=1e6)
 
 
 class UserConfig(Section):
