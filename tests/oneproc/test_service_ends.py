@@ -17,7 +17,7 @@ import pytest
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import SharingTerms
 from elastic_ft.errors import ConfigError, StoreFailed
-from elastic_ft.service import hands, starting
+from elastic_ft.service import api, hands, starting
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.office import Office
@@ -77,6 +77,7 @@ def test_a_job_that_is_being_taken_in_is_stopped_with_the_others(
 ) -> None:
     """It came after those that were asked to stop: the service waited for it for 9 minutes, and
     then did not end."""
+    monkeypatch.setattr(api, "STOP_TIMEOUT_S", 20.0)
     taken_in, asked = served.service.submit, served.service.stop_all
     goes_on, reading = threading.Event(), threading.Event()
 

@@ -204,6 +204,7 @@ def test_this_machines_service_is_asked_without_a_proxy(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With http_proxy set, as on many clusters, no service was found."""
+    monkeypatch.setattr(urllib.request, "_opener", None)  # as in a process that begins
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with Foreign(answer(b"", status="502 Bad Gateway")) as proxy:
