@@ -16,7 +16,7 @@ NAMES = {"all", "state", "limit", "after", "before"}
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class JobListing:
     """Attributes:
     limit: jobs at most; None: all of them.
     after: a job: the first of those that were submitted later; "": the first of all.
@@ -30,7 +30,7 @@ class Listing:
     before: JobId | None = None
 
 
-def listing_of(query: Iterable[tuple[str, str]]) -> Listing:
+def listing_of(query: Iterable[tuple[str, str]]) -> JobListing:
     """Of a request's names and values. Raises ConfigError. Names that mean nothing here are let
     pass, as they always were."""
     given: dict[str, list[str]] = {}
@@ -48,7 +48,7 @@ def listing_of(query: Iterable[tuple[str, str]]) -> Listing:
     after, before = last.get("after", ""), last.get("before")
     if "after" in last and before is not None:
         raise ConfigError("after, before: expected at most one of them")
-    return Listing(frozenset(states), _limit(last.get("limit")), after, before)
+    return JobListing(frozenset(states), _limit(last.get("limit")), after, before)
 
 
 def _limit(given: str | None) -> int | None:
@@ -60,8 +60,8 @@ def _limit(given: str | None) -> int | None:
     return int(given)
 
 
-def listed(
-    standing: ShareStanding, listing: Listing, may_read: Callable[[str], bool]
+def listed_jobs(
+    standing: ShareStanding, listing: JobListing, may_read: Callable[[str], bool]
 ) -> tuple[list[JobId], bool]:
     """Jobs in the order of their submission, and whether there are more on that side.
 
@@ -85,7 +85,7 @@ def listed(
     return (jobs if listing.before is None else jobs[::-1]), more
 
 
-def _in_order(standing: ShareStanding, listing: Listing) -> Iterator[JobId]:
+def _in_order(standing: ShareStanding, listing: JobListing) -> Iterator[JobId]:
     """From the cursor on; backwards if that is ``before``."""
     living = listing.states <= frozenset(LIVE)  # few among many that have ended
     names: Sequence[JobId] = list(standing.sharing.jobs if living else standing.orders)

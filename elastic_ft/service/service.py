@@ -28,7 +28,7 @@ from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
-from elastic_ft.service.listing import Listing, listed
+from elastic_ft.service.listing import JobListing, listed_jobs
 from elastic_ft.service.office import NotKnown, Office, entry_of
 from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
@@ -282,12 +282,12 @@ class Service:
         return lambda: logs.read(self._watch.sight)
 
     def jobs(
-        self, listing: Listing, may_read: Callable[[str], bool]
+        self, listing: JobListing, may_read: Callable[[str], bool]
     ) -> tuple[list[dict[str, Any]], bool]:
         """In the order of their submission, and whether there are more. ``may_read``: of which
         queues it tells. Raises NotKnown."""
         standing = self.office.standing
-        names, more = listed(standing, listing, may_read)
+        names, more = listed_jobs(standing, listing, may_read)
         found = []
         for job in names:
             hand = self._hands.get(job)

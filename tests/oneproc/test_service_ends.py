@@ -36,10 +36,10 @@ def served(tmp_path: Path) -> Iterator[Served]:
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    until_s = time.monotonic() + WAIT_S
+    until_s, pause = time.monotonic() + WAIT_S, threading.Event()
     while not condition():
         assert time.monotonic() < until_s, what
-        time.sleep(0.01)
+        pause.wait(0.01)
 
 
 def test_a_service_that_waits_for_the_head_answers_others(
@@ -127,8 +127,10 @@ def test_the_first_job_knows_what_a_node_is(tmp_path: Path) -> None:
     """It was submitted before anybody had looked at the nodes: one slot of eight was a whole
     node."""
 
+    slow = threading.Event()
+
     def look() -> Sight:
-        time.sleep(0.5)
+        slow.wait(0.5)
         return Sight(time.monotonic(), {"n0": 8}, kind="GPU")
 
     service = Service(str(tmp_path), SharingTerms(), lambda *_: None, print, look)
