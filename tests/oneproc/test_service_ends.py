@@ -60,7 +60,7 @@ def test_a_service_that_waits_for_the_head_answers_others(
         assert ends.wait(WAIT_S)
         with ThreadPoolExecutor(1) as pool:
             try:
-                assert pool.submit(client.jobs).result(5.0) == []
+                assert pool.submit(client.jobs).result(WAIT_S / 3) == []
             finally:
                 goes.set()
         with pytest.raises(ServiceAway, match="the service is being stopped"):
@@ -123,10 +123,13 @@ def test_what_is_misspelt_is_not_left_out(
     assert [job["state"] for job in served.client().jobs(all=True)] == ["queued"]
 
 
-def test_the_first_job_knows_what_a_node_is(tmp_path: Path) -> None:
+def test_the_first_job_knows_what_a_node_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was submitted before anybody had looked at the nodes: one slot of eight was a whole
     node."""
 
+    monkeypatch.setattr("elastic_ft.service.service.SEEN_WITHIN_S", WAIT_S)
     slow = threading.Event()
 
     def look() -> Sight:

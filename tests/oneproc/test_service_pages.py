@@ -15,7 +15,7 @@ import pytest
 
 from elastic_ft.cli.app import run_command
 from elastic_ft.errors import ConfigError
-from elastic_ft.service import service_client
+from elastic_ft.service import service_client, views
 from elastic_ft.service.access import Rights, new_token
 from elastic_ft.service.service_client import Client, ServiceAway
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
@@ -134,8 +134,10 @@ def test_the_command_prints_page_after_page(
     text = printed("--all")
     assert [text.count(f"{job} ") for job in ids] == [1] * 8 and text.count("priority") == 3
     assert [word for word in printed("--state", "stopped").split() if word in ids] == ids[::3]
-    served.service.hand(ids[1]).trouble = "expected [red]one[/red] of [/a, /b] :smile:"
-    assert "expected [red]one[/red] of [/a, /b] :smile:" in printed()
+    why = "expected [red]one[/red] of [/a, /b] :smile:"
+    told = views.job_view
+    monkeypatch.setattr(views, "job_view", lambda *args: told(*args) | {"why": why})
+    assert why in printed()
 
 
 class Foreign(socketserver.ThreadingTCPServer):
