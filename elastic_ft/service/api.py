@@ -387,6 +387,8 @@ async def _one_line(request: web.Request, handler: Handler) -> web.StreamRespons
         if error.status < 400:
             raise
         return _refused(error.status, error.text or error.reason)
+    except ConnectionResetError as error:  # whoever had asked for a stream is gone: no fault here
+        return _refused(499, error)
 
 
 def _refused(status: int, error: object) -> web.Response:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -100,6 +101,30 @@ def test_a_job_that_is_being_taken_in_is_stopped_with_the_others(
         assert reading.wait(WAIT_S)
         pool.submit(served.client().stop_service, "stop").result(WAIT_S)
         assert served.client().status(job.result(WAIT_S)["id"])["state"] == "stopped"
+
+
+def test_who_leaves_a_stream_leaves_nothing_in_the_log(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each time a page was closed there was a traceback."""
+    monkeypatch.setattr(api, "PING_EVERY_S", 0.01)
+    monkeypatch.setattr(api, "STREAM_EVERY_S", 0.01)
+    job = served.client().submit(JOB)["id"]
+    gone, answered = threading.Semaphore(0), api._send
+
+    async def counted(*args: Any) -> None:
+        try:
+            await answered(*args)
+        except ConnectionResetError:
+            gone.release()
+            raise
+
+    monkeypatch.setattr(api, "_send", counted)
+    with urllib.request.urlopen(f"{served.url}/api/v1/jobs/{job}/events", timeout=WAIT_S) as stream:
+        assert stream.readline().startswith(b": still")
+    assert gone.acquire(timeout=WAIT_S)
+    assert served.client().status(job)["state"] == "queued"
+    assert "Error handling request" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -213,7 +238,6 @@ def test_what_is_on_its_way_to_the_journal_is_not_told_again(
     hand = bench.hand()
     hand.step(Sight())
     (bench.run / "result.json").write_text(json.dumps({"status": "completed"}))
-    monkeypatch.setattr(hands, "TELL_TIMEOUT_S", 0.05)
     told, on_its_way = list[asks.SharingEvent](), Future[str]()
 
     def tell(event: asks.SharingEvent, note: str = "", step: int = 0) -> Future[str]:
@@ -221,6 +245,7 @@ def test_what_is_on_its_way_to_the_journal_is_not_told_again(
         return on_its_way
 
     with monkeypatch.context() as patch:
+        patch.setattr(hands, "TELL_TIMEOUT_S", 0.05)
         patch.setattr(bench.office, "tell", tell)
         for _ in range(4):
             hand.step(later())
