@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,9 +175,12 @@ def service_stop(
 
     asked = client(service)
     asked.away_s = 0.0
-    folder = asked.service()["folder"]
+    about = asked.service()
     asked.stop_service(jobs)
-    if jobs == "stop" and not starting.ended_here(folder, STOPPED_TIMEOUT_S):
+    if not starting.is_gone(asked, about, STOPPED_TIMEOUT_S):
+        say("the service ends once the cluster's head answers it")
+        return FAILED
+    if jobs == "stop" and not starting.ended_here(about["folder"], STOPPED_TIMEOUT_S):
         say("the service has ended, its local nodes have not yet")
         return FAILED
     say("the service has ended")
@@ -209,21 +214,46 @@ def _ended(job: dict[str, Any]) -> int:
 def jobs(
     service: ServiceUrl = None,
     all: Annotated[bool, typer.Option("--all", help="Those that have ended, too.")] = False,
+    state: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STATE", help="Those of this state alone; may be given again."),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """List jobs: how they stand, and why they wait."""
-    found = client(service).jobs(all)
+    pages = client(service).job_pages(all, states=state or ())
     if as_json:
-        print(json.dumps(found, indent=2))
+        _print_array(job for page in pages for job in page)
         return COMPLETED
     from rich.console import Console
+
+    console = Console(markup=False, emoji=False, highlight=False)  # reasons are not ours to read
+    page: list[dict[str, Any]] = []
+    for page in pages:
+        console.print(_table(page))
+    if not page:
+        console.print(_table([]))
+    return COMPLETED
+
+
+def _print_array(values: Iterable[Any]) -> None:
+    """As ``json.dumps`` with an indent, each as it comes."""
+    begin = "["
+    for value in values:
+        print(begin)
+        print(textwrap.indent(json.dumps(value, indent=2), "  "), end="", flush=True)
+        begin = ","
+    print("[]" if begin == "[" else "\n]")
+
+
+def _table(page: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for title in ("id", "name", "queue", "priority", "state", "workers", "step", "rate", "ETA"):
         table.add_column(title, overflow="fold")
     table.add_column("why", overflow="fold")
-    for job in found:
+    for job in page:
         workers = job["workers"]
         table.add_row(
             job["id"],
@@ -237,8 +267,7 @@ def jobs(
             clock(job["eta_s"]) if job["eta_s"] is not None else "",
             job["why"] or job["reason"],
         )
-    Console().print(table)
-    return COMPLETED
+    return table
 
 
 def status(job: JobIdArgument, service: ServiceUrl = None, as_json: AsJson = False) -> int:

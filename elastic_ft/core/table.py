@@ -60,9 +60,10 @@ class Table(Mapping[K, V]):
         return new
 
     def _settle(self) -> dict[K, V]:
-        """All of it in one dict. What it maps stays the same."""
-        if self._late:
-            whole = {**self._base, **self._late}
+        """All of it in one dict. What it maps stays the same, for other threads, too: ``_late`` is
+        read first, for what it had is in ``_base`` before it is empty."""
+        if late := self._late:
+            whole = {**self._base, **late}
             if len(whole) != self._size:
                 whole = {key: value for key, value in whole.items() if value is not _GONE}
             self._base = whole

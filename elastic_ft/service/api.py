@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from elastic_ft.errors import ConfigError, ElasticError, UsageError
 from elastic_ft.service.access import Caller, NotAllowed, Rights, caller_of, check_site
+from elastic_ft.service.listing import listing_of
 from elastic_ft.service.office import NotKnown, Refused
 from elastic_ft.service.openapi import document
 from elastic_ft.service.page_routes import PageRoutes
@@ -127,19 +129,18 @@ class Api:
         return await _json_of(partial(self._service.about, request[CALLER].may_read))
 
     async def jobs(self, request: web.Request) -> web.Response:
-        wants_all = request.query.get("all", "") not in ("", "0")
-        caller = request[CALLER]
+        listing, caller = listing_of(request.query.items()), request[CALLER]
 
         def found() -> dict[str, Any]:
-            jobs = self._service.jobs(wants_all)
-            return {"jobs": [job for job in jobs if caller.may_read(job["queue"])]}
+            jobs, more = self._service.jobs(listing, caller.may_read)
+            return {"jobs": jobs} | ({"more": more} if listing.limit is not None else {})
 
         return await _json_of(found)
 
     async def submit(self, request: web.Request) -> web.Response:
         if self._closing:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
-        asked = await _body(request)
+        asked = await _body(request, "job", "priority", "queue", "name", "request")
         request[CALLER].check_write(str(asked.get("queue", "default")))
         answer = await _worked_out(_reading, self._service.submit, asked, _by(request))
         job = await _answered(answer)
@@ -149,19 +150,19 @@ class Api:
         return _json(await _in_thread(self._service.job, request.match_info["id"]))
 
     async def stop(self, request: web.Request) -> web.Response:
-        now = (await _body(request)).get("now", False)
+        now = (await _body(request, "now")).get("now", False)
         if not isinstance(now, bool):
             raise ConfigError(f"now: expected true or false, found {now!r:.80}")
         return await self._changed(request, partial(self._service.stop, now=now))
 
     async def resize(self, request: web.Request) -> web.Response:
-        workers = (await _body(request)).get("workers")
+        workers = (await _body(request, "workers")).get("workers")
         if type(workers) is not int or workers < 1:
             raise ConfigError(f"workers: expected a number from 1 on, found {workers!r:.80}")
         return await self._changed(request, partial(self._service.resize, workers=workers))
 
     async def priority(self, request: web.Request) -> web.Response:
-        priority = check_priority((await _body(request)).get("priority"))
+        priority = check_priority((await _body(request, "priority")).get("priority"))
         return await self._changed(request, partial(self._service.set_priority, priority=priority))
 
     async def _changed(self, request: web.Request, change: Callable[..., Future[str]]) -> Any:
@@ -170,26 +171,33 @@ class Api:
 
     async def stop_service(self, request: web.Request) -> web.Response:
         request[CALLER].check_all()
-        jobs = (await _body(request)).get("jobs", "keep")
+        jobs = (await _body(request, "jobs")).get("jobs", "keep")
         if jobs not in ("keep", "stop"):
             raise ConfigError(f"jobs: expected keep or stop, found {jobs!r:.80}")
-        if jobs == "stop":
-            self._closing = True
-            try:
+        self._closing = True
+        try:
+            if jobs == "stop":
                 await self._stop_jobs(_by(request))
-            except BaseException:
-                self._closing = False
-                raise
-        asyncio.get_running_loop().call_later(STREAM_EVERY_S, self._on_stop)
+        except BaseException:
+            self._closing = False
+            raise
+        asyncio.get_running_loop().call_later(STREAM_EVERY_S, self._end)
         return _json({"stopped": True})
 
+    def _end(self) -> None:
+        """In a thread of its own: it may wait for the cluster's head, and others are answered."""
+        threading.Thread(target=self._on_stop, name="stopping", daemon=True).start()
+
     async def _stop_jobs(self, by: str) -> None:
-        """Returns once they have ended. Raises HTTPGatewayTimeout."""
+        """Returns once they have ended, those included that were being taken in when it was asked
+        for. Raises HTTPGatewayTimeout."""
         until_s = time.monotonic() + STOP_TIMEOUT_S
-        for answer in self._service.stop_all(by):
-            with contextlib.suppress(Refused, NotKnown):  # it has ended meanwhile
-                await _answered(answer)
-        while live := list(self._service.office.standing.sharing.jobs):
+        while True:
+            for answer in self._service.stop_all(by):
+                with contextlib.suppress(Refused, NotKnown):  # it has ended meanwhile
+                    await _answered(answer)
+            if not (live := list(self._service.office.standing.sharing.jobs)):
+                return
             if time.monotonic() > until_s:
                 raise web.HTTPGatewayTimeout(
                     text=f"after {STOP_TIMEOUT_S:g} s there are jobs: {', '.join(live)[:200]}"
@@ -301,7 +309,7 @@ def _by(request: web.Request) -> str:
     return str(request[CALLER].name)
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _body(request: web.Request, *known: str) -> dict[str, Any]:
     """Raises ConfigError; HTTPUnsupportedMediaType: what a form of another site can send."""
     try:
         async with asyncio.timeout(BODY_WITHIN_S):
@@ -325,6 +333,8 @@ async def _body(request: web.Request) -> dict[str, Any]:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"expected an object, found {type(found).__name__}")
+    if unknown := [key for key in found if key not in known]:
+        raise ConfigError(f"{unknown[0]:.80}: unknown key, expected {', '.join(known)}")
     return found
 
 
@@ -377,6 +387,8 @@ async def _one_line(request: web.Request, handler: Handler) -> web.StreamRespons
         if error.status < 400:
             raise
         return _refused(error.status, error.text or error.reason)
+    except ConnectionResetError as error:  # whoever had asked for a stream is gone: no fault here
+        return _refused(499, error)
 
 
 def _refused(status: int, error: object) -> web.Response:

@@ -62,13 +62,14 @@ class ClusterWatch:
         self._ended.set()
 
     def _watch(self) -> None:
-        while not self._ended.wait(EVERY_S):
+        while not self._ended.is_set():
             try:
                 self.sight = self._look()
             except Exception as error:  # the head is away, and comes back
                 log.warning("the cluster does not answer: %s: %s", type(error).__name__, error)
-                continue
-            self._on_sight(self.sight)
+            else:
+                self._on_sight(self.sight)
+            self._ended.wait(EVERY_S)
 
 
 def slots_by_node(alive: list[dict[str, Any]], kind: str) -> tuple[str, dict[str, int]]:

@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -76,10 +77,13 @@ class JobHand:
         self._asked: tuple[int, dict[str, int]] | None = None
         self._stop_asked_s = -STOP_AGAIN_S
         self._ended_s: float | None = None
+        self._untold: Future[str] | None = None  # what it has told, and is not journalled yet
 
     def step(self, sight: Sight) -> None:
-        job = self._office.standing.job(self.order.id)
+        job = None
         try:
+            self._await_told()
+            job = self._office.standing.job(self.order.id)
             if job is not None:
                 self._step(job, sight)
             self.trouble, self._troubled_s = "", 0.0
@@ -87,7 +91,7 @@ class JobHand:
             self.trouble = " ".join(str(error).split())
             self._troubled_s = self._troubled_s or time.monotonic()
             log.warning("%s: %s", self.order.id, self.trouble)
-            if job is not None and self._starts_in_vain(job, sight):
+            if job is not None and self._untold is None and self._starts_in_vain(job, sight):
                 self._tell(asks.StartFailed(time.time(), job.job, job.start, self.trouble))
                 self._troubled_s = 0.0
 
@@ -292,8 +296,22 @@ class JobHand:
         self._tell(asks.JobEnded(time.time(), job.job, status), reason)
 
     def _tell(self, event: asks.SharingEvent, note: str = "") -> None:
-        """Returns once it is journalled: nothing is told twice."""
-        self._office.tell(event, note, self.story.committed).result(TELL_TIMEOUT_S)
+        """Returns once it is journalled. Raises StoreFailed where it can't be now: it is on its
+        way, and nothing is told twice."""
+        self._untold = self._office.tell(event, note, self.story.committed)
+        self._await_told()
+
+    def _await_told(self) -> None:
+        """Raises StoreFailed."""
+        if self._untold is None:
+            return
+        try:
+            self._untold.result(TELL_TIMEOUT_S)
+        except TimeoutError:
+            raise StoreFailed("the service's journal can't be written now") from None
+        finally:
+            if self._untold.done():
+                self._untold = None
 
 
 def is_at_work(job: SharedJob) -> bool:

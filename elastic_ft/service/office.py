@@ -65,6 +65,7 @@ class Office:
         self._lines = self._tail = 0  # of the journal; of them, those after the newest snapshot
         self._read_terms = asks.SharingTerms()  # as the journal has them
         self._terms_are_news = False  # nothing was decided by them yet
+        self._ticked: Future[str] | None = None
         self._asked: queue.Queue[tuple[Question, Future[str]] | None] = queue.Queue()
         self._is_over = False
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
@@ -150,12 +151,17 @@ class Office:
 
     def tick(self) -> None:
         """If a timer of the core's is due."""
-        wake_s = self.standing.sharing.wake_at_s
-        if wake_s is not None and wake_s <= time.time():
+        if self._is_due():
             self._tell_time()
 
+    def _is_due(self) -> bool:
+        wake_s = self.standing.sharing.wake_at_s
+        return wake_s is not None and wake_s <= time.time()
+
     def _tell_time(self) -> None:
-        self.tell(asks.Ticked(time.time())).add_done_callback(lambda done: done.exception())
+        """Once: while the journal can't be written they would be thousands."""
+        if self._ticked is None or self._ticked.done():
+            self._ticked = self.tell(asks.Ticked(time.time()))
 
     def _work(self) -> None:
         try:

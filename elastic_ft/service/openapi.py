@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
+from elastic_ft.service.listing import LIMIT_MAX
+
 JsonSchema = dict[str, Any]
 
 
@@ -63,6 +65,32 @@ SUBMISSION = _fields(
 )
 ID = {"name": "id", "in": "path", "required": True, "schema": TEXT}
 ALL = {"name": "all", "in": "query", "schema": {"enum": ["0", "1"]}}
+STATE = {
+    "name": "state",
+    "in": "query",
+    "description": "Of these states alone, whatever `all` says.",
+    "style": "form",
+    "explode": False,
+    "schema": {"type": "array", "items": {"enum": STATES}},
+}
+LIMIT = {
+    "name": "limit",
+    "in": "query",
+    "description": "So many jobs at most; `more` says whether there are more.",
+    "schema": {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX},
+}
+LATER = {
+    "name": "after",
+    "in": "query",
+    "description": "A job's id: the first of those that were submitted after it.",
+    "schema": TEXT,
+}
+EARLIER = {
+    "name": "before",
+    "in": "query",
+    "description": "A job's id: the last of those submitted before it; empty: of all.",
+    "schema": TEXT,
+}
 FOLLOW = {"name": "follow", "in": "query", "schema": {"enum": ["0", "1"]}}
 AFTER = {"name": "after", "in": "query", "schema": WHOLE}
 LAST = {"name": "Last-Event-ID", "in": "header", "schema": WHOLE}
@@ -123,7 +151,9 @@ def document() -> JsonSchema:
 
 def _paths() -> JsonSchema:
     whole = _json(_ref("WholeJob"))
-    jobs = _json(_fields(jobs={"type": "array", "items": _ref("Job")}))
+    jobs = _json(
+        _fields(("jobs",), jobs={"type": "array", "items": _ref("Job")}, more={"type": "boolean"})
+    )
     submitted = _json(_fields(id=TEXT, page=TEXT))
     anything = _json({"type": "object"})
     number = {"type": "integer", "minimum": 1}
@@ -135,7 +165,9 @@ def _paths() -> JsonSchema:
         "/login": {"post": _operation("Sets a cookie for streams.", anything)},
         "/openapi.json": {"get": _operation("This document.", anything)},
         "/jobs": {
-            "get": _operation("Jobs, in the order of their submission.", jobs, ALL),
+            "get": _operation(
+                "Jobs, in the order of their submission.", jobs, ALL, STATE, LIMIT, LATER, EARLIER
+            ),
             "post": _operation("Submits a job.", submitted, body=SUBMISSION, code="201"),
         },
         "/jobs/{id}": {"get": _operation("How a job stands.", whole, ID)},

@@ -28,6 +28,7 @@ from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
+from elastic_ft.service.listing import JobListing, listed_jobs
 from elastic_ft.service.office import NotKnown, Office, entry_of
 from elastic_ft.service.share_standing import ASKS, ShareStanding
 from elastic_ft.service.story import JobStory
@@ -39,6 +40,7 @@ OWNER = "elastic-ft-service"  # as a folder's owner is called, where a run's is 
 ROUND_S = 0.2
 FENCE_EVERY_S = 2.0
 REAP_EVERY_S = 60.0
+SEEN_WITHIN_S = 5.0  # the nodes, by a service that knows of none; then jobs are taken in
 HANDS = 8
 STORIES_KEPT = 32  # of jobs that have ended
 PRIORITY_MAX = 10**6
@@ -75,7 +77,9 @@ class Service:
         self._ended_turn = threading.Lock()
         self._pool = ThreadPoolExecutor(HANDS, thread_name_prefix="hand")
         self._busy: dict[str, Future[None]] = {}
-        self._over = threading.Event()
+        self._over, self._seen = threading.Event(), threading.Event()
+        self._told = Future[str]()  # of the nodes
+        self._told.set_result("")
         self._claim: owners.Claim | None = None
         self.since_s = time.time()
         self.lines = 0
@@ -86,6 +90,8 @@ class Service:
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
         self.lines = self.office.open()
         self._watch.start()
+        if not self.office.standing.sharing.nodes:  # what a worker takes is a part of a node
+            self._seen.wait(SEEN_WITHIN_S)
         # Not whether something is asked for now: who took that back here may not have told it.
         if self.terms.autoscaler or self.office.standing.counts.get(ASKS, 0):
             self._size.start()
@@ -110,8 +116,11 @@ class Service:
 
     def _saw(self, sight: Sight) -> None:
         nodes = tuple(sorted(sight.nodes.items()))
+        if not self._told.done():  # the journal can't be written: the newest is told then
+            return
         if nodes != tuple(sorted(self.office.standing.sharing.nodes.items())):
-            self.office.tell(asks.CapacityChanged(time.time(), nodes))
+            self._told = self.office.tell(asks.CapacityChanged(time.time(), nodes))
+        self._seen.set()
 
     def _round_always(self) -> None:
         while not self._over.wait(ROUND_S):
@@ -245,7 +254,9 @@ class Service:
         return self.office.ask(question)
 
     def stop_all(self, by: str) -> list[Future[str]]:
-        return [self.stop(job, False, by) for job in self.office.standing.sharing.jobs]
+        """Of those that were not asked to yet."""
+        live = self.office.standing.sharing.jobs.values()
+        return [self.stop(job.job, False, by) for job in live if job.phase != "stopping"]
 
     # -------------------------------------------------------------------------------- what is told
 
@@ -271,17 +282,20 @@ class Service:
         logs = JobLogs(self.story(job))
         return lambda: logs.read(self._watch.sight)
 
-    def jobs(self, ended: bool) -> list[dict[str, Any]]:
-        """In the order of their submission."""
+    def jobs(
+        self, listing: JobListing, may_read: Callable[[str], bool]
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """In the order of their submission, and whether there are more. ``may_read``: of which
+        queues it tells. Raises NotKnown."""
         standing = self.office.standing
+        names, more = listed_jobs(standing, listing, may_read)
         found = []
-        for job in standing.orders:
-            if ended or job in standing.sharing.jobs:
-                hand = self._hands.get(job)
-                story = hand.story if hand is not None else self._ended.get(job)
-                trouble = hand.trouble if hand is not None else ""
-                found.append(views.job_view(standing, job, story, trouble))
-        return found
+        for job in names:
+            hand = self._hands.get(job)
+            story = hand.story if hand is not None else self._ended.get(job)
+            trouble = hand.trouble if hand is not None else ""
+            found.append(views.job_view(standing, job, story, trouble))
+        return found, more
 
     def job(self, job: str) -> dict[str, Any]:
         """May take long, of one that has ended. Raises NotKnown."""

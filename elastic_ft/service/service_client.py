@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -11,14 +12,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from elastic_ft.config import parse_yaml
 from elastic_ft.config.job_file import FILE_BYTES_MAX
 from elastic_ft.errors import ConfigError, ElasticError, JobFailed
-from elastic_ft.service.access import read_token
+from elastic_ft.service.access import LOOPBACK, read_token
 
 DEFAULT_URL = "http://127.0.0.1:8266"
 VARIABLE = "ELASTIC_FT_SERVICE"
@@ -28,6 +29,7 @@ AWAY_S = 30.0  # a service that was killed is back by then
 TOLD_S = 1.0  # of silence, before it is said that one waits
 AGAIN_S = 0.3
 ENDED = ("completed", "failed", "stopped")
+PAGE = 500  # jobs that are asked for at a time
 
 
 class ServiceAway(ElasticError):
@@ -59,12 +61,12 @@ class Client:
         self.url = (url or os.environ.get(VARIABLE) or DEFAULT_URL).rstrip("/")
         self.away_s = away_s
         self._waiting, self._has_told = waiting, False
+        if _scheme(self.url) not in ("http", "https"):
+            raise ConfigError(f"--service: expected http://host:port, found {self.url!r:.200}")
         token_file = token_file or os.environ.get(TOKEN_VARIABLE)
         self._token = read_token(Path(token_file)) if token_file else ""
         ca_file = ca_file or os.environ.get(CA_VARIABLE)
-        self._tls = _tls(ca_file) if self.url.startswith("https:") else None
-        if urllib.parse.urlsplit(self.url).scheme not in ("http", "https"):
-            raise ConfigError(f"--service: expected http://host:port, found {self.url!r:.200}")
+        self._opener = _opener(self.url, _tls(ca_file) if self.url.startswith("https:") else None)
 
     def submit(
         self,
@@ -82,10 +84,54 @@ class Client:
             asked["name"] = name
         return self._call("POST", "jobs", asked)
 
-    def jobs(self, all: bool = False) -> list[dict[str, Any]]:
-        """Those that have not ended; ``all``: those that have, too."""
-        found: list[dict[str, Any]] = self._call("GET", f"jobs{'?all=1' * all}")["jobs"]
+    def jobs(
+        self,
+        all: bool = False,
+        *,
+        states: Iterable[str] = (),
+        limit: int | None = None,
+        after: str | None = None,
+        before: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Those that have not ended; ``all``: those that have, too; ``states``: of these states.
+        In the order of their submission.
+
+        ``limit``: so many at most, up to 1,000: the first of those submitted after job ``after``,
+        or the last of those before job ``before``; "": the last of all.
+        """
+        found: list[dict[str, Any]] = self._page(all, states, limit, after, before)["jobs"]
         return found
+
+    def job_pages(
+        self, all: bool = False, *, states: Iterable[str] = (), limit: int | None = None
+    ) -> Iterator[list[dict[str, Any]]]:
+        """As ``jobs``, ``limit`` at a time: of thousands the first are there at once."""
+        after, states = None, tuple(states)
+        while True:
+            found = self._page(all, states, limit or PAGE, after, None)
+            if found["jobs"]:
+                yield found["jobs"]
+            if not found.get("more"):  # a service of the release before has told all of them
+                return
+            after = found["jobs"][-1]["id"]
+
+    def _page(
+        self,
+        all: bool,
+        states: Iterable[str],
+        limit: int | None,
+        after: str | None,
+        before: str | None,
+    ) -> dict[str, Any]:
+        asked = {
+            "all": "1" if all else None,
+            "state": ",".join(states) or None,
+            "limit": limit,
+            "after": after,
+            "before": before,
+        }
+        given = {name: value for name, value in asked.items() if value is not None}
+        return self._call("GET", "jobs" + (f"?{urllib.parse.urlencode(given)}" if given else ""))
 
     def status(self, job: str) -> dict[str, Any]:
         return self._call("GET", _of(job))
@@ -140,16 +186,26 @@ class Client:
         while True:
             try:
                 with self._open(verb, path, body, timeout_s) as answer:
-                    found: dict[str, Any] = json.loads(answer.read())
-                    return found
-            except ServiceAway as error:
-                self._rest(until_s, error)
+                    content = answer.read()
+                break
+            except (ServiceAway, OSError, http.client.HTTPException) as error:
+                self._rest(until_s, self._away(error))
+        with contextlib.suppress(ValueError):
+            if isinstance(found := json.loads(content), dict):
+                return found
+        raise ConfigError(f"--service: who answers at {self.url} is no service of elastic_ft")
+
+    def _away(self, error: Exception) -> ServiceAway:
+        if isinstance(error, ServiceAway):
+            return error
+        why = str(getattr(error, "reason", error)) or type(error).__name__
+        return ServiceAway(f"no service answers at {self.url}: {why}")
 
     def _rest(self, until_s: float, error: ServiceAway) -> None:
         """Before it is asked again. Raises ``error`` where that has been done for long enough."""
         left_s = until_s - time.monotonic()
         if left_s < 0:
-            raise error
+            raise error from None
         if self.away_s - left_s > TOLD_S and not self._has_told:
             self._has_told = True
             self._waiting(f"waiting for the service at {self.url}, {self.away_s:g} s at most")
@@ -170,15 +226,14 @@ class Client:
         url = f"{self.url}/api/v1/{path}"
         request = urllib.request.Request(url, content, headers, method=verb)
         try:
-            return urllib.request.urlopen(request, timeout=timeout_s, context=self._tls)
+            return self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            said = _error_of(error.read(), error.code)
+            said = _error_of(error)
             if error.code == 503:
                 raise ServiceAway(said) from None
             raise ConfigError(said) from None
         except (OSError, http.client.HTTPException) as error:
-            why = str(getattr(error, "reason", error)) or type(error).__name__
-            raise ServiceAway(f"no service answers at {self.url}: {why}") from None
+            raise self._away(error) from None
 
     def _lines(self, job: str, kind: str, follow: bool) -> Iterator[dict[str, Any]]:
         """Of a stream: after a service that was killed it goes on where it was."""
@@ -197,10 +252,35 @@ class Client:
                             last_id = id
                             yield data
             except (ServiceAway, OSError, http.client.HTTPException) as error:
-                away = ServiceAway(f"no service answers at {self.url}: {error}")
-                self._rest(until_s, error if isinstance(error, ServiceAway) else away)
+                self._rest(until_s, self._away(error))
             else:
                 time.sleep(AGAIN_S)
+
+
+def _scheme(url: str) -> str:
+    """ "" where it is no address at all."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme if parts.hostname and (parts.port is None or parts.port) else ""
+    except ValueError:  # its port is no number
+        return ""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """The service never redirects: whoever does is somebody else, and is told no token."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def _opener(url: str, tls: ssl.SSLContext | None) -> urllib.request.OpenerDirector:
+    """This machine's own service is not asked through a proxy, wherever other sites are."""
+    handlers: list[urllib.request.BaseHandler] = [_NoRedirect()]
+    if tls is not None:
+        handlers.append(urllib.request.HTTPSHandler(context=tls))
+    if urllib.parse.urlsplit(url).hostname in LOOPBACK:
+        handlers.append(urllib.request.ProxyHandler({}))
+    return urllib.request.build_opener(*handlers)
 
 
 def _tls(ca_file: str | Path | None) -> ssl.SSLContext:
@@ -233,11 +313,11 @@ def _of(job: str, what: str = "") -> str:
     return f"jobs/{urllib.parse.quote(job, safe='')}" + (f"/{what}" if what else "")
 
 
-def _error_of(content: bytes, status: int) -> str:
+def _error_of(error: urllib.error.HTTPError) -> str:
     try:
-        return str(json.loads(content)["error"])
-    except (ValueError, KeyError, TypeError):
-        return f"HTTP {status}"
+        return str(json.loads(error.read())["error"])
+    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
+        return f"HTTP {error.code}"
 
 
 def _read(path: Path) -> Any:

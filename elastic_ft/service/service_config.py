@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
@@ -26,7 +26,7 @@ class QueueConfig(Section):
 
     quota: Slots = Field(None, ge=0)  # its own; none: it has what others leave
     ceiling: Slots = Field(None, ge=1)  # never more, borrowed ones included
-    weight: float = Field(1.0, gt=0, le=1e6)
+    weight: float = Field(1.0, ge=1e-6, le=1e6)
 
 
 class UserConfig(Section):
@@ -44,6 +44,8 @@ class ServiceConfig(Section):
     starts_max: int = Field(TERMS.starts_max, ge=1)  # failed ones in a row
     retry_s: Delay = TERMS.retry_s  # after the first of them
     autoscaler: bool = TERMS.autoscaler  # the cluster has one: it is asked for what is missing
+    # What is left over within a queue and a priority, among its jobs.
+    surplus: Literal["by_minimum", "evenly"] = "by_minimum"
     warm: bool = False  # a template on each node, from which jobs' processes are forked
 
     users: dict[str, UserConfig] = Field(default_factory=dict)  # none: loopback alone, and anybody
@@ -55,7 +57,7 @@ class ServiceConfig(Section):
     @property
     def terms(self) -> SharingTerms:
         queues = {name: QueueTerms(**queue.model_dump()) for name, queue in self.queues.items()}
-        names = ("cooldown_s", "ageing_s", "starts_max", "retry_s", "autoscaler")
+        names = ("cooldown_s", "ageing_s", "starts_max", "retry_s", "autoscaler", "surplus")
         return SharingTerms(queues, **{name: getattr(self, name) for name in names})
 
 

@@ -136,6 +136,20 @@ def start_at(how: HowToServe) -> str:
     return str(where["url"])
 
 
+def is_gone(client: Client, about: dict[str, Any], timeout_s: float) -> bool:
+    """Whether the service that had said ``about`` itself answers no more, once it does not: until
+    then another start would find it."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        try:
+            if client.service().get("starts") != about.get("starts"):
+                return True
+        except (ServiceAway, ConfigError):
+            return True
+        time.sleep(LOOK_EVERY_S)
+    return False
+
+
 def ended_here(folder: str, timeout_s: float) -> bool:
     """Whether the local nodes of a service that was stopped are gone, once they are."""
     path, until_s = local_path(folder), time.monotonic() + timeout_s

@@ -11,6 +11,7 @@ from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import SharedJob, slots_of, why_waits
 from elastic_ft.service.cluster_watch import Sight
+from elastic_ft.service.listing import state_of
 from elastic_ft.service.office import entry_of
 from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
@@ -31,7 +32,7 @@ def job_view(
         "name": order.name,
         "queue": wish.queue,
         "priority": wish.priority,
-        "state": ended.status if ended else live.phase if live else "queued",
+        "state": state_of(standing, job),
         "by": order.by,
         "submitted_at_s": order.at_s,
         "began_at_s": standing.began_s.get(job),

@@ -140,6 +140,20 @@ def test_what_is_left_goes_by_weight() -> None:
     assert shared.targets() == {"a1": 9, "b1": 3}
 
 
+def test_within_a_queue_it_goes_by_minima_or_evenly() -> None:
+    """Of 32: two queues of equal weight, in one of them a small job and a large one."""
+    for surplus, expected in ((asks.BY_MINIMUM, (4, 12, 16)), (asks.EVENLY, (8, 8, 16))):
+        queues = {"a": QueueTerms(), "b": QueueTerms()}
+        shared = Shared(32, SharingTerms(queues, surplus=surplus))
+        for job, least, queue in (("small", 2, "a"), ("large", 6, "a"), ("other", 1, "b")):
+            shared.submit(job, least, 32, queue=queue)
+        for _ in range(4):
+            shared.wait(100.0)
+            for job in ("small", "large", "other"):
+                shared.release(job)
+        assert tuple(shared.targets().values()) == expected, surplus
+
+
 def test_backfill_gives_way() -> None:
     shared = Shared(4)
     shared.submit("half", 2, 2)

@@ -92,6 +92,29 @@ def test_the_next_service_reads_a_snapshot_and_what_came_after(
     assert len(told) == lines
 
 
+def test_a_journal_is_told_again_by_the_rules_of_its_time(tmp_path: Path) -> None:
+    """Of a release that knew no other: jobs are as it had told them to be."""
+    before, _ = opened(tmp_path, SharingTerms(cooldown_s=0.5))
+    for number, least in enumerate((1, 3), 1):
+        notice = submitted(number, asks.Wish(least, 30))
+        before.ask(lambda standing, notice=notice: notice).result(WAIT_S)  # type: ignore[misc]
+    before.tell(asks.CapacityChanged(9.0, (("n0", 32),))).result(WAIT_S)
+    before.close()
+    folder = tmp_path / "journal"
+    for path in folder.iterdir():
+        path.write_text(path.read_text().replace(', "surplus": "evenly"', ""))
+    assert "surplus" not in "".join(path.read_text() for path in folder.iterdir())
+    again, _ = opened(tmp_path, SharingTerms(cooldown_s=0.5, surplus=asks.BY_MINIMUM))
+    again.close()
+    assert [job.target for job in again.standing.sharing.jobs.values()] == [16, 16]
+    fresh, _ = opened(tmp_path / "fresh", again.terms)
+    for notice in (submitted(1, asks.Wish(1, 30)), submitted(2, asks.Wish(3, 30))):
+        fresh.ask(lambda standing, notice=notice: notice).result(WAIT_S)  # type: ignore[misc]
+    fresh.tell(asks.CapacityChanged(9.0, (("n0", 32),))).result(WAIT_S)
+    fresh.close()
+    assert [job.target for job in fresh.standing.sharing.jobs.values()] == [8, 24]
+
+
 def test_what_is_before_a_snapshot_may_be_moved_away(tmp_path: Path) -> None:
     before = lived(tmp_path)
     newest = max(int(path.stem) for path in (tmp_path / "snapshots").iterdir())

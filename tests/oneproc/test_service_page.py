@@ -86,3 +86,28 @@ def test_without_a_token_there_is_nothing_to_see(tmp_path: Path, browser: Any) -
         live.close()
     finally:
         served.close()
+
+
+def test_thousands_of_jobs_are_turned_over(served: Served, browser: Any) -> None:
+    """All of them were in one table. Those that have ended: the last ones first."""
+    client = served.client()
+    ids = [client.submit(JOB)["id"] for _ in range(203)]
+    client.stop(ids[-1])
+    live = LivePage(browser, served.url)
+
+    def shown() -> tuple[str, str]:
+        texts = live.page.locator("table a").all_text_contents() or [""]
+        return texts[0], texts[-1]
+
+    live.until("the first page", lambda: shown() == (ids[0], ids[199]))
+    assert live.page.get_by_role("button", name="Earlier jobs").is_disabled()
+    live.page.get_by_role("button", name="Later jobs").click()
+    live.until("the rest", lambda: shown() == (ids[200], ids[201]))
+    live.page.get_by_role("button", name="Earlier jobs").click()
+    live.until("back", lambda: shown() == (ids[0], ids[199]))
+    live.page.get_by_label("with those that have ended").check()
+    live.until("the last ones", lambda: shown() == (ids[3], ids[202]))
+    live.page.get_by_role("button", name="Earlier jobs").click()
+    live.until("those before", lambda: shown() == (ids[0], ids[2]))
+    assert live.fits and live.wrong == []
+    live.close()

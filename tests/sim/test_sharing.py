@@ -40,6 +40,7 @@ class Disorder:
             ageing_s=rng.choice((600.0, 3600.0)),
             starts_max=100,
             autoscaler=rng.random() < 0.3,
+            surplus=asks.EVENLY if seed % 2 else asks.BY_MINIMUM,
         )
         jobs = [self._job(i, total) for i in range(rng.randint(2, 25))]
         times = Times(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 JobId = str
 Places = tuple[tuple[str, int], ...]  # node and workers on it, by node's name
 
+EVENLY, BY_MINIMUM = "evenly", "by_minimum"
 LIVE = ("queued", "starting", "running", "suspended", "stopping")
 ENDED = ("completed", "failed", "stopped")
 
@@ -62,6 +63,9 @@ class SharingTerms:
         starts_max: failed starts in a row, before a job is given up.
         retry_s: until a failed start is tried again; doubled each time.
         autoscaler: the cluster has one, and is asked for what is missing.
+        surplus: what is left over within a queue and a priority goes to jobs evenly, or in
+            proportion to what each needs at least: where many workers share the work already, one
+            more loses least of it.
     """
 
     queues: dict[str, QueueTerms] = field(default_factory=lambda: {"default": QueueTerms()})
@@ -70,6 +74,7 @@ class SharingTerms:
     starts_max: int = 5
     retry_s: float = 10.0
     autoscaler: bool = False
+    surplus: str = EVENLY
 
 
 # ------------------------------------------------------------------------------ events

@@ -1,8 +1,9 @@
 """Who gets how much of what is there beyond everybody's minimum. Pure.
 
-Higher priorities first. Within one, by weight: a queue's weight is dealt out evenly among its jobs
-there, and the workers that jobs have in proportion to their weights rise together (water-filling)
-until the slots are used or each job has its maximum, in the multiples that layouts need.
+Higher priorities first. Within one, by weight: a queue's weight is dealt out among its jobs there,
+evenly or in proportion to their minima (``SharingTerms.surplus``), and the workers that jobs have
+in proportion to their weights rise together (water-filling) until the slots are used or each job
+has its maximum, in the multiples that layouts need.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from elastic_ft.core.sharing.asks import JobId, SharingTerms
+from elastic_ft.core.sharing.asks import BY_MINIMUM, JobId, SharingTerms
 from elastic_ft.core.sharing.ledger import SharedJob
 
 HALVINGS = 24  # of the level that is searched: 1/2**24 of a worker is none
@@ -45,10 +46,7 @@ def _fill(
     shares: dict[JobId, int],
 ) -> None:
     """Raises the shares of jobs of one priority."""
-    members = Counter(job.wish.queue for job in jobs)
-    weight = {
-        job.job: terms.queues[job.wish.queue].weight / members[job.wish.queue] for job in jobs
-    }
+    weight = _weights(jobs, terms)
 
     def at(level: float, job: SharedJob) -> int:
         return max(job.least, min(job.most, job.floor(int(level * weight[job.job]))))
@@ -85,6 +83,18 @@ def _fill(
         if more <= rest and shares[job.job] < job.most and may_use(job, more, terms, used):
             _raise(job, job.unit, used, shares)
             rest -= more
+
+
+def _weights(jobs: Sequence[SharedJob], terms: SharingTerms) -> dict[JobId, float]:
+    """Of a worker of each."""
+    whole, own = Counter[str](), dict[JobId, int]()
+    for job in jobs:
+        own[job.job] = job.least if terms.surplus == BY_MINIMUM else 1
+        whole[job.wish.queue] += own[job.job] * (job.slots if terms.surplus == BY_MINIMUM else 1)
+    return {
+        job.job: terms.queues[job.wish.queue].weight * own[job.job] / whole[job.wish.queue]
+        for job in jobs
+    }
 
 
 def _raise(job: SharedJob, more: int, used: dict[str, int], shares: dict[JobId, int]) -> None:

@@ -3,7 +3,7 @@
 // (docs/service.md), and draws a job with what draws the report.
 
 const JOBS_EVERY_MS = 2000, VIEW_EVERY_MS = 1000, QUIET_MS = 5000, AGAIN_MS = 2000;
-const ANSWER_WITHIN_MS = 15000;
+const ANSWER_WITHIN_MS = 15000, JOBS_SHOWN = 200;
 const OVER = ["completed", "failed", "stopped"];
 const main = document.getElementById("main"), link = document.getElementById("link");
 const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
@@ -116,10 +116,26 @@ function jobsPage() {
   document.title = "Jobs: elastic_ft";
   const all = el("input", { type: "checkbox", id: "all" });
   const slots = el("p", { class: "words" }), rows = el("div", {});
-  main.replaceChildren(el("h1", {}, "Jobs"), slots, el("label", { class: "choice" }, all, "with those that have ended"), rows);
-  let shown = "";
+  const earlier = el("button", { type: "button" }, "Earlier jobs"), later = el("button", { type: "button" }, "Later jobs");
+  const pages = el("nav", { "aria-label": "Pages of jobs", hidden: true }, earlier, " ", later);
+  main.replaceChildren(el("h1", {}, "Jobs"), slots, el("label", { class: "choice" }, all, "with those that have ended"), rows, pages);
+  let shown = "", turns = 0, from = ["after", ""]; // of those that have ended the last ones come first
+  const turned = (name, id) => {
+    from = [name, id];
+    turns += 1;
+    look().then(heard, unheard);
+  };
   const look = async () => {
-    const [{ jobs }, service] = await Promise.all([get(`jobs?all=${all.checked ? 1 : 0}`), get("service")]);
+    const [name, id] = from, turn = turns;
+    const asked = `jobs?all=${all.checked ? 1 : 0}&limit=${JOBS_SHOWN}&${name}=${encodeURIComponent(id)}`;
+    const [{ jobs, more }, service] = await Promise.all([get(asked), get("service")]);
+    if (turn !== turns) return; // another page was asked for meanwhile
+    if (!jobs.length && id) return void turned("after", "");
+    earlier.disabled = !(name === "before" ? more : id);
+    later.disabled = !(name === "after" ? more : id);
+    pages.hidden = earlier.disabled && later.disabled;
+    earlier.onclick = () => turned("before", jobs[0].id);
+    later.onclick = () => turned("after", jobs[jobs.length - 1].id);
     if (service.slots) slots.textContent = `${count(service.slots.used)} of ${many(service.slots.all, "slot")} used on ${many(service.nodes.length, "node")}.`;
     const now = JSON.stringify(jobs);
     if (now === shown) return;
@@ -133,7 +149,7 @@ function jobsPage() {
       ]), true));
     if (focused?.startsWith("/jobs/")) rows.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
   };
-  all.addEventListener("change", () => look().then(heard, unheard));
+  all.addEventListener("change", () => turned(all.checked ? "before" : "after", ""));
   always(JOBS_EVERY_MS, look);
 }
 
