@@ -195,13 +195,15 @@ class Choice:
         return 0 if self.schedule == "zero_bubble" else self.layout.pipeline_size - 1
 
     def micro_batches(self, work: Work) -> int:
-        """That the busiest rank runs in a step. Uneven dealing gives others one less."""
+        """That the busiest rank runs in a step. Uneven dealing gives others one less; pipelines run
+        as many as their schedule needs (``engines.pipeline.micro_batches_to_run``)."""
         count = ceil(work.global_batch / self.micro_batch / self.layout.data_parallel_size)
-        if self.schedule != "interleaved1f1b" or not self.layout.has_stages:
-            return count
-        # torch: the count must be a multiple of these.
-        rounds = max(1, count // self.layout.pipeline_size)
-        return ceil(count / rounds) * rounds
+        ranks = self.layout.pipeline_size
+        if ranks > 1 and self.schedule == "1f1b":
+            return max(count, ranks)
+        if ranks > 1 and self.schedule == "interleaved1f1b":
+            return ceil(count / ranks) * ranks
+        return count
 
 
 @lru_cache(maxsize=4096)
