@@ -184,12 +184,30 @@ def peak_of_tensors(work: Callable[[], None]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     assert profiled.profiler is not None
+    changes: list[tuple[int, int, int]] = []  # when, bytes, where
+    _collect(profiled.profiler.kineto_results.experimental_event_tree(), None, changes)
+    live: dict[int, int] = {}
     now = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            now += event.nbytes()
+    for _, nbytes, where in sorted(changes, key=lambda change: change[0]):  # of several threads
+        now -= live.pop(where, 0)
+        if nbytes > 0:
+            live[where] = nbytes
+            now += nbytes
             peak = max(peak, now)
     return peak
+
+
+def _collect(events: Any, within: Any, changes: list[tuple[int, int, int]]) -> None:
+    """``within``: the collective that ``events`` are part of. What it makes is its own, and it may
+    be Gloo's thread that releases it, of which the profiler does not hear."""
+    for event in events:
+        if event.name == "[memory]":
+            of = event.extra_fields
+            changes.append((event.start_time_ns, of.alloc_size, of.ptr))
+            if within is not None and of.alloc_size > 0:
+                changes.append((within.end_time_ns, 0, of.ptr))
+        is_collective = event.name.startswith("c10d::")
+        _collect(event.children, event if is_collective else within, changes)
 
 
 def peak_of_rank(groups: Groups, job: Job, micro_batches: int, by_malloc: bool) -> int:

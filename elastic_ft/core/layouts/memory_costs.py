@@ -183,12 +183,19 @@ def _of_layer(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
     attended = held - gone + r.hidden * (1 + tp) + _attention_backward_bytes(r)
     yield _Moment(before + projected, weights, attended, at_hand)
     if r.by_fsdp and not layout.has_stages:
-        summed = r.block * work.gradient_bytes
-        buffers = summed + r.staged(summed, work.gradient_bytes)
-        buffers += r.local_block * work.gradient_bytes
-        all_made = before + (0.0 if kept_whole else r.block * made)
         left = _held(r, flying) - r.kept + r.hidden
-        yield _Moment(all_made, r.weights + r.arriving + buffers, left, at_hand)
+        whole = r.block * (work.gradient_bytes if kept_whole else made)
+        others = before - (whole if kept_whole else 0.0)
+        for there, buffers in _reduced(r, r.block, r.local_block, whole):
+            yield _Moment(others + there, r.weights + r.arriving + buffers, left, at_hand)
+
+
+def _reduced(r: RankShape, unit: float, local: float, made: float) -> Iterator[tuple[float, float]]:
+    """Bytes of gradients and of buffers as FSDP copies the gradients of a unit (``made`` bytes)
+    together, and lets go of them; and as it scatters their sums."""
+    each = r.work.gradient_bytes
+    yield made, unit * each
+    yield 0.0, (unit + local) * each + r.staged(unit * each, each)
 
 
 def _attention_backward_bytes(r: RankShape) -> float:
@@ -216,15 +223,16 @@ def _of_end(r: RankShape) -> Iterator[_Moment]:
     done = r.local if r.by_fsdp else r.own
     if r.by_fsdp and layout.has_stages:
         unit = max(r.root, r.block)
-        buffers = unit * each * (1 + 1 / shards) + r.staged(unit * each, each)
-        yield _Moment(r.gradients(True), r.weights - unit * work.compute_bytes + buffers)
+        weights, others = r.weights - unit * work.compute_bytes, r.gradients(True) - unit * each
+        for there, buffers in _reduced(r, unit, unit / shards, unit * each):
+            yield _Moment(others + there, weights + buffers)
     elif r.by_fsdp:
         twice = r.output * (r.first and work.model.is_tied)  # of two products
         made = (r.root + r.others_embedding + twice) * r.made_bytes
         before = (r.local - (0.0 if several else r.root / shards)) * each
         yield _Moment(before + made, r.weights + r.block * each, r.hidden)
-        buffers = r.root * each * (1 + 1 / shards) + r.staged(r.root * each, each)
-        yield _Moment(before + made, buffers)
+        for there, buffers in _reduced(r, r.root, r.root / shards, made):
+            yield _Moment(before + there, buffers)
     else:
         yield _Moment(r.gradients(several or not r.is_whole) + embedding * each * several)
         if layout.cuts_layers:
