@@ -31,7 +31,6 @@ from elastic_ft.models.describe import describe_job
 CPU = torch.device("cpu")
 SIZES = {"n_layers": 4, "dim": 128, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 384}
 CASES = [  # and a rank
-    (Case(Layout(dp_shard=2)), 0),
     (Case(Layout(dp_shard=4), BF16), 1),
     (Case(Layout(dp_shard=2), parallel(activation_checkpointing=True)), 0),
     (Case(Layout(dp_shard=3), parallel(activation_checkpointing="selective"), 2), 0),
