@@ -1,6 +1,5 @@
 """Predicted against measured peak memory of the native engine, on CPU processes.
 
-    python benchmarks/memory.py --micro-batch 4 --out benchmarks/results/memory.json
     python benchmarks/memory.py --newer --out benchmarks/results/memory_newer.json
     python benchmarks/memory.py --held-out --out benchmarks/results/memory_held_out.json
 
