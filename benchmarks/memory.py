@@ -1,24 +1,30 @@
 """Predicted against measured peak memory of the native engine, on CPU processes.
 
-    python benchmarks/memory.py --micro-batch 4 --out benchmarks/results/memory.json
     python benchmarks/memory.py --newer --out benchmarks/results/memory_newer.json
+    python benchmarks/memory.py --held-out --out benchmarks/results/memory_held_out.json
 
-For each layout, ranks train three steps of two micro-batches each. What malloc has handed out
-(glibc's ``mallinfo2``, every arena) is read after each operator of the last step; its highest, less
-what there was before the engine made anything, is the peak. The prediction is ``core.costs`` with
-the unfused kernels that CPUs have.
+For each layout, ranks train three steps of two micro-batches each. Measured are the bytes of
+tensors: torch's profiler notes what its allocator hands out and gets back, collectives' copies
+included, from before the engine makes anything; the highest sum is the peak. The prediction is
+``core.layouts.memory_costs`` with the unfused kernels that CPUs have.
+
+``--malloc`` measures what malloc has handed out instead (glibc's ``mallinfo2``, read after each
+operator of the last step, less what there was before): Python's objects, libraries' buffers and the
+code that the first step imports, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import dataclasses
 import gc
 import json
 import multiprocessing
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +32,56 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elastic_ft.config import Job, parse_job
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import memory
+from elastic_ft.core.layouts.planner import CHUNKS
 from elastic_ft.core.layouts.work import Choice
 from elastic_ft.core.shares import share_of
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
+from elastic_ft.engines.pipeline import micro_batches_to_run
 from elastic_ft.groups.groups import Groups
 from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
 
 VOCABULARY, MICRO_BATCHES, STEPS = 4096, 2, 3
 DEADLINE_S = 600.0
-NEWER: list[tuple[Layout, dict[str, dict[str, Any]]]] = [  # and what the job file says
+Sections = dict[str, dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """``sections``: what the job file says besides."""
+
+    layout: Layout
+    sections: Sections = dataclasses.field(default_factory=dict)
+    micro_batch: int = 1
+    micro_batches: int = MICRO_BATCHES
+    preset: str = "decoder-4m"
+
+
+def parallel(**said: Any) -> Sections:
+    return {"parallel": said}
+
+
+TWO_HEADS: Sections = {"model": {"kwargs": {"n_kv_heads": 2}}}
+NEWER: list[tuple[Layout, Sections]] = [
     (Layout(tp=2), {}),
     (Layout(dp_shard=2, tp=2), {}),
     (Layout(pp=2), {}),
-    (Layout(pp=2), {"parallel": {"schedule": "gpipe"}}),
+    (Layout(pp=2), parallel(schedule="gpipe")),
     (Layout(pp=2, dp_shard=2), {}),
     (Layout(cp=2), {}),
     (Layout(dp_shard=2, cp=2), {}),
-    (Layout(dp_shard=2), {"parallel": {"activation_checkpointing": "selective"}}),
-    (Layout(dp_shard=2), {"parallel": {"loss_chunk_tokens": 64}}),
-    (Layout(dp_shard=2), {"parallel": {"reshard_after_backward": False}}),
-    (Layout(dp_shard=2), {"parallel": {"reduce_gradients": "step"}}),
+    (Layout(dp_shard=2), parallel(activation_checkpointing="selective")),
+    (Layout(dp_shard=2), parallel(loss_chunk_tokens=64)),
+    (Layout(dp_shard=2), parallel(reshard_after_backward=False)),
+    (Layout(dp_shard=2), parallel(reduce_gradients="step")),
     (Layout(dp_shard=3), {}),
     (Layout(dp_shard=4), {"precision": {"dtype": "bf16"}}),
     (Layout(dp_shard=2), {"comm": {"compress_shards": "int8"}}),
@@ -69,6 +97,24 @@ CASES = [  # layout, dtype, recomputation
     (Layout(dp_replicate=2), "fp32", True),
     (Layout(dp_shard=2), "fp32", True),
     (Layout(dp_shard=2), "bf16", False),
+]
+BF16: Sections = {"precision": {"dtype": "bf16"}}
+FOUR_HEADS: Sections = {"model": {"kwargs": {"n_kv_heads": 4}}}
+TIED: Sections = {"model": {"kwargs": {"tie_embeddings": True}}}
+# Chosen after the formulas stood, and not looked at before.
+HELD_OUT = [
+    Case(
+        Layout(dp_replicate=2, dp_shard=2), parallel(activation_checkpointing="selective") | BF16, 2
+    ),
+    Case(Layout(dp_replicate=2), BF16, 2, preset="decoder-15m"),
+    Case(Layout(pp=2, tp=2), {}, 2, 4, "decoder-15m"),
+    Case(Layout(pp=4), {}, 2, 6),
+    Case(Layout(pp=2, dp_shard=2), parallel(schedule="gpipe", activation_checkpointing=True), 2, 3),
+    Case(Layout(tp=2), parallel(activation_checkpointing=True) | FOUR_HEADS, 4, 3, "decoder-15m"),
+    Case(Layout(dp_shard=2, tp=2), parallel(loss_chunk_tokens=96) | BF16, 1, 2, "decoder-15m"),
+    Case(Layout(cp=4), parallel(activation_checkpointing="selective"), 4),
+    Case(Layout(dp_shard=4), parallel(reduce_gradients="step", reshard_after_backward=False), 1, 3),
+    Case(Layout(dp_shard=3), TIED, 2, 1, "decoder-15m"),
 ]
 
 
@@ -100,31 +146,70 @@ class Peak(TorchDispatchMode):
         return result
 
 
-def make_job(
-    preset: str, layout: Layout, micro_batch: int, sections: dict[str, dict[str, Any]]
-) -> Job:
-    size = micro_batch * MICRO_BATCHES * layout.data_parallel_size
+def make_job(case: Case) -> Job:
+    layout, sections = case.layout, case.sections
+    size = case.micro_batch * case.micro_batches * layout.data_parallel_size
     strategy = "fsdp" if layout.dp_replicate == 1 else "hsdp" if layout.dp_shard > 1 else "ddp"
-    job: dict[str, dict[str, Any]] = {
-        "model": {"preset": preset} | sections.get("model", {}),
+    job: Sections = {
+        "model": {"preset": case.preset} | sections.get("model", {}),
         "data": {"url": "stdlib:", "vocab_size": VOCABULARY},
-        "batch": {"global_batch_size": size, "micro_batch_size": micro_batch},
+        "batch": {"global_batch_size": size, "micro_batch_size": case.micro_batch},
         "parallel": {"strategy": strategy} | sections.get("parallel", {}),
     }
     return parse_job({"name": "memory", "steps": STEPS, **sections, **job})
 
 
-def cases(arguments: argparse.Namespace) -> Iterator[tuple[Layout, int, dict[str, dict[str, Any]]]]:
-    """Layout, micro-batch size, sections of the job file."""
-    for micro_batch in arguments.micro_batch:
+def cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    if arguments.held_out:
+        yield from HELD_OUT
+        return
+    for size in arguments.micro_batch:
         for layout, dtype, recompute in [] if arguments.newer else CASES:
-            parallel = {"activation_checkpointing": recompute}
-            yield layout, micro_batch, {"precision": {"dtype": dtype}, "parallel": parallel}
+            said = parallel(activation_checkpointing=recompute) | {"precision": {"dtype": dtype}}
+            yield Case(layout, said, size, preset=arguments.preset)
         for layout, sections in NEWER if arguments.newer else []:
-            yield layout, micro_batch, sections | {"model": {"kwargs": {"n_kv_heads": 2}}}
+            yield Case(layout, sections | TWO_HEADS, size, preset=arguments.preset)
 
 
-def peak_of_rank(groups: Groups, job: Job) -> int:
+def choice_of(job: Job, layout: Layout) -> Choice:
+    said, chunks = job.parallel, CHUNKS.get(job.parallel.schedule, 1) if layout.has_stages else 1
+    again = said.activation_checkpointing
+    return Choice(layout, job.batch.micro_batch_size, again, said.schedule, chunks)
+
+
+def peak_of_tensors(work: Callable[[], None]) -> int:
+    """Bytes at the peak of what the allocator hands out in ``work`` and gets back, by any thread.
+    Nothing that is released in it may be older."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    assert profiled.profiler is not None
+    changes: list[tuple[int, int, int]] = []  # when, bytes, where
+    _collect(profiled.profiler.kineto_results.experimental_event_tree(), None, changes)
+    live: dict[int, int] = {}
+    now = peak = 0
+    for _, nbytes, where in sorted(changes, key=lambda change: change[0]):  # of several threads
+        now -= live.pop(where, 0)
+        if nbytes > 0:
+            live[where] = nbytes
+            now += nbytes
+            peak = max(peak, now)
+    return peak
+
+
+def _collect(events: Any, within: Any, changes: list[tuple[int, int, int]]) -> None:
+    """``within``: the collective that ``events`` are part of. What it makes is its own, and it may
+    be Gloo's thread that releases it, of which the profiler does not hear."""
+    for event in events:
+        if event.name == "[memory]":
+            of = event.extra_fields
+            changes.append((event.start_time_ns, of.alloc_size, of.ptr))
+            if within is not None and of.alloc_size > 0:
+                changes.append((within.end_time_ns, 0, of.ptr))
+        is_collective = event.name.startswith("c10d::")
+        _collect(event.children, event if is_collective else within, changes)
+
+
+def peak_of_rank(groups: Groups, job: Job, micro_batches: int, by_malloc: bool) -> int:
     """Bytes above what there was before the engine."""
     length, device, vocabulary = job.data.sequence_length, torch.device("cpu"), job.data.vocab_size
     engine = NativeEngine(
@@ -135,28 +220,38 @@ def peak_of_rank(groups: Groups, job: Job) -> int:
     )
     engine.prepare()
     size = job.batch.micro_batch_size
+    layout = groups.assignment.layout
+    if layout.has_stages:
+        micro_batches = micro_batches_to_run(micro_batches, layout.pp, job.parallel.schedule)
     batches = [
         MicroBatch(n, {"tokens": torch.randint(0, vocabulary, (size, length + 1))})
-        for n in range(MICRO_BATCHES)
+        for n in range(micro_batches)
     ]
     tokens = job.batch.global_batch_size * length
+    peak = Peak()
+
+    def train() -> None:
+        engine.attach(groups)
+        engine.initialise()
+        for step in range(1, STEPS + 1):
+            gc.collect()
+            with peak if by_malloc else contextlib.nullcontext():
+                engine.run_batch(step, batches, lambda *point: None)
+                squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
+                dist.all_reduce(squares)
+                engine.apply(step, tokens, float(squares), lambda *point: None)
+
     gc.collect()
     before = allocated()
-    engine.attach(groups)
-    engine.initialise()
-    peak = Peak()
-    for step in range(1, STEPS + 1):
-        gc.collect()
-        with peak:
-            engine.run_batch(step, batches, lambda *point: None)
-            squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
-            dist.all_reduce(squares)
-            engine.apply(step, tokens, float(squares), lambda *point: None)
+    if not by_malloc:
+        return peak_of_tensors(train)
+    train()
     return peak.nbytes - before
 
 
-def _rank(rank: int, layout: Layout, port: int, results: Any, job: Job) -> None:
+def _rank(rank: int, case: Case, port: int, results: Any, by_malloc: bool) -> None:
     torch.set_num_threads(1)
+    layout, job = case.layout, make_job(case)
     world = layout.world_size
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
@@ -165,21 +260,21 @@ def _rank(rank: int, layout: Layout, port: int, results: Any, job: Job) -> None:
     groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
     try:
         groups.form(torch.device("cpu"), DEADLINE_S)
-        results.put((rank, peak_of_rank(groups, job), ""))
+        results.put((rank, peak_of_rank(groups, job, case.micro_batches, by_malloc), ""))
         groups.barrier("end")
     except BaseException:
         results.put((rank, 0, traceback.format_exc()))
         raise
 
 
-def measure(job: Job, layout: Layout) -> int:
+def measure(case: Case, by_malloc: bool = False) -> int:
     """Bytes of the fullest rank."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(rank, layout, store.port, results, job))
-        for rank in range(layout.world_size)
+        context.Process(target=_rank, args=(rank, case, store.port, results, by_malloc))
+        for rank in range(case.layout.world_size)
     ]
     for process in ranks:
         process.start()
@@ -199,24 +294,23 @@ def main() -> None:
     parser.add_argument("--preset", default="decoder-4m")
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[1])
     parser.add_argument("--newer", action="store_true", help="the other layouts")
+    parser.add_argument("--held-out", action="store_true", help="ten that no formula was made for")
+    parser.add_argument("--malloc", action="store_true", help="measure all that malloc hands out")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = []
-    for layout, micro_batch, sections in cases(arguments):
-        job = make_job(arguments.preset, layout, micro_batch, sections)
-        parallel = job.parallel
-        choice = Choice(layout, micro_batch, parallel.activation_checkpointing, parallel.schedule)
-        predicted = memory(describe_job(job), choice, fused=False).total
-        measured = measure(job, layout)
-        line: dict[str, Any] = {"layout": str(layout), "dtype": job.precision.dtype}
-        line |= {"recompute": parallel.activation_checkpointing, "job": sections}
-        line |= {"micro_batch": micro_batch, "preset": arguments.preset}
+    for case in cases(arguments):
+        job = make_job(case)
+        predicted = memory(describe_job(job), choice_of(job, case.layout), fused=False).total
+        measured = measure(case, arguments.malloc)
+        line: dict[str, Any] = dataclasses.asdict(case) | {"layout": str(case.layout)}
+        line |= {"measured_by": "malloc" if arguments.malloc else "tensors"}
         line |= {"predicted_bytes": round(predicted), "measured_bytes": measured}
         lines.append(line | {"ratio": round(predicted / measured, 4)})
         print(
-            f"{layout!s:8} {sections}, micro-batch {micro_batch}: predicted "
-            f"{predicted / 1e6:.1f} MB, measured {measured / 1e6:.1f} MB, "
-            f"{predicted / measured - 1:+.1%}",
+            f"{case.layout!s:10} {case.preset}, {case.sections}, {case.micro_batches} x "
+            f"{case.micro_batch}: predicted {predicted / 1e6:.1f} MB, measured "
+            f"{measured / 1e6:.1f} MB, {predicted / measured - 1:+.1%}",
             flush=True,
         )
         if arguments.out is not None:

@@ -79,6 +79,7 @@ def describe_job(job: Job) -> Work:
         loss_chunk_tokens=job.parallel.loss_chunk_tokens,
         offloads=job.parallel.offload_activations,
         offloads_optimizer=job.optimizer.offload is not None,
+        steps_in_place=not job.optimizer.is_schedule_free,
         compression=Compression(
             job.comm.compress_shards is not None,
             job.comm.compress_replicas,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.planning import planning_of
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.memory_costs import block_activation_bytes
+from elastic_ft.core.layouts.rank_memory import block_activation_bytes
 from elastic_ft.core.layouts.work import Work
 from elastic_ft.core.placement import Cut, list_parts
 from elastic_ft.engines.balancing import Balancing

@@ -225,6 +225,11 @@ class Layout:
         return self.tp > 1
 
     @property
+    def parts_per_layer(self) -> int:
+        """Into how many parts each layer is cut, beside what ``state_shards`` are."""
+        return self.tp
+
+    @property
     def ranks_per_stage(self) -> int:
         """Ranks that have the same layers, or parts of them."""
         return self.world_size // self.pp

@@ -1,19 +1,29 @@
 """The memory that a layout takes on its fullest rank, in bytes, from sizes alone. Pure.
 
-It follows what the native engine holds (``benchmarks/memory.py`` compares).
+It follows what the native engine holds, tensor by tensor, at each moment of a step that may be its
+fullest (``benchmarks/memory.py`` compares). ``fused``: with kernels as on GPUs.
 """
 
 from __future__ import annotations
 
-from math import ceil
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from elastic_ft.core.layouts.work import RESIDUAL_BYTES, Choice, Recompute, Work, stage_layers
+from elastic_ft.core.layouts.rank_memory import (
+    FLOAT32_BYTES,
+    RankShape,
+    kept_rows_bytes,
+    norm_bytes,
+    rank_layers,
+    rows_bytes,
+    shape_of_rank,
+    unit_parameters,
+)
+from elastic_ft.core.layouts.work import RESIDUAL_BYTES, Choice, Work
 
-LOSS_BYTES = 12  # per logit at the peak of the loss: float32 log-probabilities and two gradients
+LOSS_BYTES = 12  # per logit at the peak of the loss: log-probabilities and two gradients
 EXCHANGE = {"int8": 6.6, "powersgd": 3.1}  # times the float32 numbers exchanged: measured
 EXCHANGE_NUMBERS = 32 << 20
-CHUNK_LOSS_BYTES = 8  # in chunks, whose gradient takes the place of the float32 logits
 
 
 class Memory(NamedTuple):
@@ -31,144 +41,221 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-def block_activation_bytes(work: Work, tp: int, fused: bool) -> float:
-    """What one layer keeps for backward, per token. Tensor and sequence parallelism divide it.
+class _Moment(NamedTuple):
+    """Of a step: what is there beside parameters and the optimizer's state."""
 
-    Two norms (input and output; unfused, the normed value too, in float32), queries, keys and
-    values (keys and values repeated to all heads), attention's output and log-sum-exp, and four
-    feed-forward tensors (two without a gate). Inputs of column-wise products are gathered, so each
-    rank keeps them whole. Of each expert that a token goes to, its row there and the one back.
-    """
-    model, a = work.model, work.compute_bytes
-    inner = (4 if model.gated else 2) * model.ffn_dim * a
-    norms = 2 * model.dim * (a if fused else 8)
-    whole = 2 * model.dim * a + 2 * _rows_bytes(work)
-    return (inner + norms + 4 * model.dim * a + 4 * model.heads) / tp + whole
-
-
-def kept_activation_bytes(
-    work: Work, tp: int, recompute: Recompute, fused: bool, ep: int = 1
-) -> float:
-    """What one layer keeps from forward to backward, per token.
-
-    Its input at least. Selective: what products return too (row-wise ones parts of a sum, whole on
-    each rank), attention with its log-sum-exp, and rows of experts' as they came from other ranks.
-    """
-    model, a = work.model, work.compute_bytes
-    if not recompute:
-        return block_activation_bytes(work, tp, fused)
-    inputs = model.dim * a / tp
-    if recompute != "selective":
-        return inputs
-    inner = (2 if model.gated else 1) * model.ffn_dim
-    kept = (inner + 2 * model.dim + 2 * model.kv_dim) * a + 4 * model.heads
-    return inputs + kept / tp + 2 * model.dim * a + _kept_rows_bytes(work, recompute, ep)
-
-
-def _rows_bytes(work: Work) -> float:
-    """Of a token, its rows to the experts that it goes to."""
-    return work.model.experts_per_token * work.model.dim * work.compute_bytes
-
-
-def _kept_rows_bytes(work: Work, recompute: Recompute, ep: int) -> float:
-    """Selective: what experts' products return, and what came from other ranks, there and back.
-    None of it is what a layer keeps that recomputes nothing, which is in another order."""
-    if recompute != "selective":
-        return 0.0
-    return _rows_bytes(work) * (1 if ep == 1 else 3)
-
-
-def in_flight(choice: Choice, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at once, at most.
-
-    interleaved1f1b: Narayanan et al., 2021, warm-up in chunks. zero_bubble: weight gradients wait,
-    so every rank holds what the first one of 1F1B does.
-    """
-    pp = choice.layout.pp
-    if pp == 1:
-        return 1.0
-    if choice.schedule == "gpipe":
-        return float(micro_batches)
-    if choice.schedule == "1f1b":
-        return float(min(micro_batches, pp - stage))
-    if choice.schedule == "zero_bubble":
-        return float(min(micro_batches, pp))
-    warm_up = 2 * (pp - stage - 1) + (choice.chunks - 1) * pp + 1
-    return min(float(micro_batches), warm_up / choice.chunks)
+    gradients: float
+    gathered: float = 0.0
+    activations: float = 0.0
+    loss: float = 0.0
 
 
 def memory(work: Work, choice: Choice, fused: bool = True) -> Memory:
     """Returns the peak of the fullest rank."""
-    layers = stage_layers(work.model, choice.layout.pp)
+    layers = rank_layers(work, choice)
     fullest = {0, layers.index(max(layers)), len(layers) - 1}
     found = (stage_memory(work, choice, stage, fused) for stage in sorted(fullest))
     return max(found, key=lambda m: m.total)
 
 
-def stage_memory(work: Work, choice: Choice, stage: int, fused: bool = True) -> Memory:
+def stage_memory(
+    work: Work, choice: Choice, stage: int, fused: bool = True, copies: bool | None = None
+) -> Memory:
     """Returns the peak of a rank of a pipeline stage: the worst of the moments of a step.
 
     A change of layout has less on a device: the state alone, as the old shard leaves it first.
+
+    Args:
+        copies: whether collectives take as much again as they gather or scatter, as Gloo's do;
+            None: on CPUs, which have those.
     """
-    model, layout = work.model, choice.layout
-    layers = stage_layers(model, layout.pp)[stage]
-    last = stage == choice.output_rank
-    root, block, local_block = _unit_parameters(work, choice, stage)
-    own = root + layers * block
-    local = root / layout.state_shards + layers * local_block
-    count = choice.micro_batches(work)
+    copies = not fused if copies is None else copies
+    r = shape_of_rank(work, choice, stage, fused, copies)
+    moments = [*_of_end(r)]
+    flights = [(r.flying, r.count > r.flying)]
+    if r.flying > 1:  # the first backward is done
+        flights.append((r.flying - 1, True))
+    for flight in flights:
+        moments += (*_of_loss(r, *flight), *_of_layer(r, *flight))
     # Of each number one that it owes, and in a step one that it will.
     residuals = 2 * RESIDUAL_BYTES if work.compression.replicas else 0
-    base = Memory(
-        parameters=local * work.parameter_bytes,
-        optimizer=0.0 if work.offloads_optimizer else local * (work.optimizer_bytes + residuals),
-        gradients=_gradients(work, choice, own, local, count),
-    )
-    tokens = ceil(choice.micro_batch * model.sequence_length / layout.cp)
-    full = tokens * block_activation_bytes(work, layout.tp, fused)
-    kept = tokens * kept_activation_bytes(work, layout.tp, choice.recompute, fused, layout.ep)
-    held = kept * (1 if work.offloads else layers * in_flight(choice, stage, count))
-    head = tokens * model.dim * (2 * work.compute_bytes if fused else 12) / layout.tp * last
-    loss = _loss_bytes(work, layout.tp, tokens) * last
-    whole, unit = _gathered(work, choice, own, root, block)
-    inputs = tokens * model.dim * work.compute_bytes / layout.tp
-    beside = tokens * _kept_rows_bytes(work, choice.recompute, layout.ep)
-    again = full - (kept - inputs - beside) if choice.recompute else 0.0
-    again += tokens * 2 * model.ffn_dim * work.compute_bytes / layout.tp  # gradients inside a layer
-    again += _gathered_kv_bytes(work, choice) + tokens * _sent_bytes(work, layout.ep)
-    first = (model.output_parameters / layout.tp) * last * work.gradient_bytes
-    rooted = root * (work.gradient_bytes * 2) + root / layout.state_shards * work.gradient_bytes
-    biggest = max(local_block, root / 2 / layout.state_shards)
-    scratch = (local if fused else 2 * biggest) * work.parameter_bytes
-    scratch *= not work.offloads_optimizer
-    sharded = layout.state_shards > 1
-    return max(
-        base._replace(gathered=whole, activations=held + head, loss=loss),
-        base._replace(gathered=whole + unit + first * sharded, activations=held + again),
-        base._replace(gathered=whole + rooted * sharded),
-        base._replace(gathered=scratch),
-        base._replace(gathered=whole + _exchanged(work, own, local)),
-        key=lambda m: m.total,
-    )
+    optimizer = 0.0 if work.offloads_optimizer else work.optimizer_bytes + residuals
+    state = r.local * work.parameter_bytes, r.local * optimizer
+    return Memory(*state, *max(moments, key=sum))
 
 
-def _unit_parameters(work: Work, choice: Choice, stage: int) -> tuple[float, float, float]:
-    """What a rank of a stage gathers of FSDP's root unit (whatever is in no layer) and of a layer,
-    and what it holds of a layer."""
-    model, layout = work.model, choice.layout
-    last = stage == choice.output_rank
-    root = ((stage == 0) * model.embedding_parameters + last * model.output_parameters) / layout.tp
-    experts = model.expert_parameters * model.expert_share(layout.ep) / layout.tp
-    dense = (model.block_parameters - model.expert_parameters) / layout.tp
-    return root, dense + experts, dense / layout.state_shards + experts / layout.expert_shards
+def _held(r: RankShape, flying: float) -> float:
+    """What layers keep of so many micro-batches. A stage also has what it receives, for each
+    micro-batch of a step, and what it hands on until that is differentiated."""
+    held = r.kept * (1.0 if r.work.offloads else r.layers * flying)
+    if not r.choice.layout.has_stages:
+        return held
+    is_counted = r.keeps_hidden or bool(r.choice.recompute)
+    received = 0.0 if r.first else r.count - flying * is_counted
+    return held + r.hidden * (received + (0.0 if r.last else r.count + flying))
+
+
+def _again(r: RankShape) -> float:
+    """Of one layer, what recomputing it adds to what it has kept."""
+    work, recompute = r.work, r.choice.recompute
+    if not recompute:
+        return 0.0
+    if recompute is True:
+        return r.full - r.hidden * r.keeps_hidden
+    rows = r.tokens * kept_rows_bytes(work, recompute, r.choice.layout.ep)
+    return r.full - (r.kept - rows) + r.tokens * work.model.dim * work.compute_bytes
+
+
+def _at_hand(r: RankShape, flying: float) -> float:
+    """Bytes of logits that a last stage has until they are differentiated: pipelines keep what a
+    stage returns, and gpipe log-probabilities of others."""
+    if not (r.last and r.choice.layout.has_stages) or r.work.loss_chunk_tokens is not None:
+        return 0.0
+    logits = r.tokens * r.work.model.vocabulary / r.choice.layout.tp
+    others = (flying - 1) * (r.choice.schedule == "gpipe")
+    a = r.work.compute_bytes
+    return logits * (a + others * (a + FLOAT32_BYTES))
+
+
+def _of_loss(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
+    """At the peak of the loss, and of the projection's backward."""
+    if not r.last:
+        return
+    work, tp, a = r.work, r.choice.layout.tp, r.work.compute_bytes
+    at_once = flying if r.choice.schedule == "gpipe" and r.choice.layout.has_stages else 1.0
+    head = r.tokens * (norm_bytes(work, r.fused, False) / tp + work.model.dim * a) * at_once
+    held, before = _held(r, flying) + head, r.gradients(done)
+    if work.loss_chunk_tokens is not None:
+        loss = _chunked_loss(r, work.loss_chunk_tokens, at_once)
+        there = r.unit * (r.choice.layout.state_shards > 1)
+        yield _Moment(before, r.weights + there, held, loss)
+        return
+    logits, others = r.tokens * work.model.vocabulary / tp, _at_hand(r, flying)
+    lower = a if a < FLOAT32_BYTES else 0
+    cast = lower * (tp > 1)
+    yield _Moment(before, r.weights, held, logits * (LOSS_BYTES + cast) + others)
+    product = r.output * r.made_bytes
+    yield _Moment(before + product, r.weights, held, logits * (FLOAT32_BYTES + lower) + others)
+
+
+def _chunked_loss(r: RankShape, chunk: int, at_once: float) -> float:
+    """The gradients of input and weight that are made with it, the weight's in float32 and the
+    input's whole on each rank; and a chunk's logits, beside those of the chunk before."""
+    work, tp, a = r.work, r.choice.layout.tp, r.work.compute_bytes
+    weight, dx = r.output * FLOAT32_BYTES, r.tokens * work.model.dim * a * (1 if tp == 1 else 2)
+    logits = min(r.tokens, chunk) * work.model.vocabulary / tp
+    again = r.tokens > chunk
+    if a == FLOAT32_BYTES:
+        return (weight + dx) * at_once + logits * a * (1 + again)
+    both = FLOAT32_BYTES + a
+    product = r.output * (a if r.fused else a + FLOAT32_BYTES)  # CPUs cast it, to add it up
+    most = max(logits * both * (1 + again), logits * both + product)
+    return (weight + dx) * at_once + most
+
+
+def _of_layer(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
+    """In the backward of the last layer, and of the one before it."""
+    work, layout, a = r.work, r.choice.layout, r.work.compute_bytes
+    model, tp, made = work.model, layout.tp, r.made_bytes
+    at_hand, kept_whole = _at_hand(r, flying), r.adds_up(done)
+    before = r.gradients(done) + (0.0 if kept_whole else r.output * made)
+    held = _held(r, flying) + _again(r)
+    handed = r.hidden if tp == 1 else r.hidden * (1 + tp)  # gathered, too
+    weights = r.weights + r.unit + r.arriving
+    yield _Moment(before, weights + r.staged(r.unit, a), held + handed, at_hand)
+
+    attention = 2 * model.dim * (model.dim + model.kv_dim) / tp
+    fed = max(0.0, r.block - attention) * made  # of the feed-forward's matrices: three, or two
+    down = fed / (3 if model.gated else 2)
+    inner = r.tokens * model.ffn_dim * a / tp
+    feed = held + handed + inner * (2 if model.gated else 1)
+    feed += r.tokens * _sent_bytes(work, layout.ep)
+    yield _Moment(before + down, weights, feed, at_hand)
+    if r.layers > 1 and r.by_fsdp and not layout.has_stages:
+        reduced = r.local_block * work.gradient_bytes * (not done)
+        sent = r.block * work.gradient_bytes
+        yield _Moment(before + down + reduced, weights + sent, feed - r.kept, at_hand)
+
+    projected = model.dim * model.dim / tp * made + (0.0 if kept_whole else fed)
+    gone = inner * (4 if model.gated else 2) + r.tokens * (
+        norm_bytes(work, r.fused, r.casts) / tp + model.dim * a
+    )
+    attended = held - gone + r.hidden * (1 + tp) + _attention_backward_bytes(r)
+    yield _Moment(before + projected, weights, attended, at_hand)
+    if r.by_fsdp and not layout.has_stages:
+        left = _held(r, flying) - r.kept + r.hidden
+        whole = r.block * (work.gradient_bytes if kept_whole else made)
+        others = before - (whole if kept_whole else 0.0)
+        for there, buffers in _reduced(r, r.block, r.local_block, whole):
+            yield _Moment(others + there, r.weights + r.arriving + buffers, left, at_hand)
+
+
+def _reduced(r: RankShape, unit: float, local: float, made: float) -> Iterator[tuple[float, float]]:
+    """Bytes of gradients and of buffers as FSDP copies the gradients of a unit (``made`` bytes)
+    together, and lets go of them; and as it scatters their sums."""
+    each = r.work.gradient_bytes
+    yield made, unit * each
+    yield 0.0, (unit + local) * each + r.staged(unit * each, each)
+
+
+def _attention_backward_bytes(r: RankShape) -> float:
+    """Gradients of queries, keys and values. Where ranks share positions, keys and values of all of
+    them, repeated to all heads, their gradients, and those summed over heads and over ranks."""
+    work, layout, a = r.work, r.choice.layout, r.work.compute_bytes
+    model, tp = work.model, layout.tp
+    heads = r.tokens * model.dim / tp
+    if layout.cp == 1:
+        return 3 * heads * a
+    of_all = layout.cp * r.tokens / tp
+    kv, seen = 2 * of_all * model.kv_dim, 1 - 1 / (2 * layout.cp)
+    repeated = 2 * of_all * model.dim * a * (1 + seen)
+    if a < FLOAT32_BYTES:
+        repeated += of_all * seen * model.dim * FLOAT32_BYTES
+    copies = 1 + r.copies
+    return repeated + kv * (a + FLOAT32_BYTES * (1 + copies)) + heads * (FLOAT32_BYTES + 2 * a)
+
+
+def _of_end(r: RankShape) -> Iterator[_Moment]:
+    """As the last gradients are made and reduced, and in the optimizer's step."""
+    work, layout, each = r.work, r.choice.layout, r.work.gradient_bytes
+    several, shards = r.count > 1, layout.state_shards
+    embedding = work.model.embedding_parameters * r.first
+    done = r.local if r.by_fsdp else r.own
+    if r.by_fsdp and layout.has_stages:
+        unit = max(r.root, r.block)
+        weights, others = r.weights - unit * work.compute_bytes, r.gradients(True) - unit * each
+        for there, buffers in _reduced(r, unit, unit / shards, unit * each):
+            yield _Moment(others + there, weights + buffers)
+    elif r.by_fsdp:
+        twice = r.output * (r.first and work.model.is_tied)  # of two products
+        made = (r.root + r.others_embedding + twice) * r.made_bytes
+        before = (r.local - (0.0 if several else r.root / shards)) * each
+        yield _Moment(before + made, r.weights + r.block * each, r.hidden)
+        for there, buffers in _reduced(r, r.root, r.root / shards, made):
+            yield _Moment(before + there, buffers)
+    else:
+        yield _Moment(r.gradients(several or not r.is_whole) + embedding * each * several)
+        if layout.cuts_layers:
+            more = embedding * (1 / layout.tp + r.copies)
+            yield _Moment(r.gradients(True) + more * each)
+    yield _Moment(done * each, _scratch(r))
+    yield _Moment(done * each, _exchanged(r))
+
+
+def _scratch(r: RankShape) -> float:
+    """Of the optimizer's step, as it goes: of all parameters together, or of one by one."""
+    work = r.work
+    if work.steps_in_place or work.offloads_optimizer:
+        return 0.0
+    biggest = max(r.local_block, r.root / 2 / r.choice.layout.state_shards)
+    return (r.local if r.fused else 2 * biggest) * work.parameter_bytes
 
 
 def held_parameters(work: Work, choice: Choice) -> float:
     """How many the fullest rank has of its own, whole ones being gathered from those of others."""
-    layers = stage_layers(work.model, choice.layout.pp)
     held = []
-    for stage, count in enumerate(layers):
-        root, _, local_block = _unit_parameters(work, choice, stage)
+    for stage, count in enumerate(rank_layers(work, choice)):
+        root, _, local_block = unit_parameters(work, choice, stage)
         held.append(root / choice.layout.state_shards + count * local_block)
     return max(held)
 
@@ -182,24 +269,14 @@ def host_bytes(work: Work, choice: Choice) -> float:
     return held_parameters(work, choice) * each
 
 
-def _exchanged(work: Work, own: float, local: float) -> float:
+def _exchanged(r: RankShape) -> float:
     """Of compressed gradients, what their exchange takes for a moment: as many numbers at a time
     as ``engines.replica_comm`` takes, or one parameter."""
-    method, model = work.compression.replicas, work.model
+    method, model = r.work.compression.replicas, r.work.model
     if method is None:
         return 0.0
-    largest = max(model.embedding_parameters, model.output_parameters) * local / own
-    return EXCHANGE[method] * 4 * min(local, max(EXCHANGE_NUMBERS, largest))
-
-
-def _gathered_kv_bytes(work: Work, choice: Choice) -> float:
-    """Where ranks share positions, keys and values of all of them, their gradients in float32, and
-    what each is gathered or summed from; of one layer at a time."""
-    model, layout = work.model, choice.layout
-    if layout.cp == 1:
-        return 0.0
-    kv = 2 * choice.micro_batch * model.sequence_length * model.kv_dim / layout.tp
-    return kv * 2 * (work.compute_bytes + 4)
+    largest = max(model.embedding_parameters, model.output_parameters) * r.local / r.own
+    return EXCHANGE[method] * 4 * min(r.local, max(EXCHANGE_NUMBERS, largest))
 
 
 def _sent_bytes(work: Work, ep: int) -> float:
@@ -207,45 +284,4 @@ def _sent_bytes(work: Work, ep: int) -> float:
     either order. Others send as much as goes there, on the mean."""
     if ep == 1:
         return 0.0
-    return 4 * _rows_bytes(work)
-
-
-def _loss_bytes(work: Work, tp: int, tokens: int) -> float:
-    """Of a loss in chunks, the gradients of input and weight that are made with it count as well:
-    the weight's in float32, and the input's, which each rank has whole."""
-    model, chunk = work.model, work.loss_chunk_tokens
-    if chunk is None:
-        return tokens * model.vocabulary * LOSS_BYTES / tp
-    weight = model.vocabulary * model.dim * 4 / tp
-    dx = tokens * model.dim * work.compute_bytes * (1 if tp == 1 else 2)
-    return min(tokens, chunk) * model.vocabulary * CHUNK_LOSS_BYTES / tp + weight + dx
-
-
-def _gradients(work: Work, choice: Choice, own: float, local: float, micro_batches: int) -> float:
-    """Sharded where FSDP reduces each micro-batch; whole where it reduces once a step.
-
-    DDP has them in its buckets, and apart from those while micro-batches add up.
-    """
-    layout, each = choice.layout, work.gradient_bytes
-    if layout.state_shards == 1:
-        return own * each * (2 if micro_batches > 1 else 1)
-    if layout.pp == 1 and not (work.reduces_once and micro_batches > 1):
-        return local * each
-    return (own + local) * each
-
-
-def _gathered(
-    work: Work, choice: Choice, own: float, root: float, block: float
-) -> tuple[float, float]:
-    """Bytes of copies of weights that are there throughout, and of one layer's unit on the way.
-
-    FSDP keeps the root unit from forward to backward, and everything with stages or where it
-    gathers once; a layer's unit is its weights as they arrive and as they are used, its gradients,
-    and those to be reduced.
-    """
-    layout = choice.layout
-    if layout.state_shards == 1:
-        return (own * work.compute_bytes if work.compute_bytes < work.parameter_bytes else 0.0), 0.0
-    unit = block * (2 * work.compute_bytes + 2 * work.gradient_bytes)
-    freed = layout.pp == 1 and not work.gathers_once
-    return (root if freed else own) * work.compute_bytes, unit
+    return 4 * rows_bytes(work)

@@ -13,7 +13,8 @@ from math import ceil, gcd
 from typing import NamedTuple
 
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.memory_costs import held_parameters, kept_activation_bytes
+from elastic_ft.core.layouts.memory_costs import held_parameters
+from elastic_ft.core.layouts.rank_memory import kept_activation_bytes
 from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute, Work, stage_layers
 
 # Shares of a layer's forward, and of what it sends, that are done again. Selective: norms, rotary
@@ -164,9 +165,10 @@ def _offload_s(work: Work, choice: Choice, layers: int, devices: Devices) -> flo
     """Seconds of a micro-batch's way to host memory and back: computing waits for it."""
     if not work.offloads:
         return 0.0
-    tokens = choice.micro_batch * work.model.sequence_length / choice.layout.cp
+    layout = choice.layout
+    tokens = choice.micro_batch * work.model.sequence_length / layout.cp
     kept = kept_activation_bytes(
-        work, choice.layout.tp, choice.recompute, devices.fused, choice.layout.ep
+        work, layout.tp, choice.recompute, devices.fused, layout.ep, layout.cp
     )
     return 2 * layers * tokens * kept / devices.host_bytes_per_s
 

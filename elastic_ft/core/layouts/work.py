@@ -57,6 +57,11 @@ class ModelShape:
         return self.experts * self.routed_parameters / max(1, self.expert_parameters)
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the projection to the vocabulary is the embedding's weight."""
+        return self.output_parameters < self.vocabulary * self.dim
+
+    @property
     def kv_dim(self) -> int:
         """Width of keys, and of values."""
         return self.dim // self.heads * self.kv_heads
@@ -121,6 +126,7 @@ class Work:
     loss_chunk_tokens: int | None = None  # whose logits are there at a time; None: all
     offloads: bool = False  # what layers keep for backward waits in host memory
     offloads_optimizer: bool = False  # its state, and the weights that it steps, are there
+    steps_in_place: bool = True  # as fused Adam does; others make temporaries
     compression: Compression = Compression()
 
     @property
@@ -189,18 +195,21 @@ class Choice:
         return 0 if self.schedule == "zero_bubble" else self.layout.pipeline_size - 1
 
     def micro_batches(self, work: Work) -> int:
-        """That the busiest rank runs in a step. Uneven dealing gives others one less."""
+        """That the busiest rank runs in a step. Uneven dealing gives others one less; pipelines run
+        as many as their schedule needs (``engines.pipeline.micro_batches_to_run``)."""
         count = ceil(work.global_batch / self.micro_batch / self.layout.data_parallel_size)
-        if self.schedule != "interleaved1f1b" or not self.layout.has_stages:
-            return count
-        # torch: the count must be a multiple of these.
-        rounds = max(1, count // self.layout.pipeline_size)
-        return ceil(count / rounds) * rounds
+        ranks = self.layout.pipeline_size
+        if ranks > 1 and self.schedule == "1f1b":
+            return max(count, ranks)
+        if ranks > 1 and self.schedule == "interleaved1f1b":
+            return ceil(count / ranks) * ranks
+        return count
 
 
 @lru_cache(maxsize=4096)
 def stage_layers(model: ModelShape, stages: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage, so that the slowest is as fast as can be.
+    """Layers of each pipeline stage, so that the slowest is as fast as can be: as the engine's
+    ``layout.split_layers`` cuts them by ``Decoder.stage_costs``, whatever the attention costs.
 
     The last stage also has the projection to the vocabulary, and gets fewer layers for it; of the
     others, later ones take what does not divide, since earlier ones hold more micro-batches.
@@ -209,7 +218,7 @@ def stage_layers(model: ModelShape, stages: int) -> tuple[int, ...]:
         raise ValueError(f"{model.layers} layers cannot make {stages} stages")
     if stages == 1:
         return (model.layers,)
-    extra = model.output_flops / model.block_flops
+    extra = model.vocabulary * model.dim / model.block_active_parameters
     last = min(
         range(1, model.layers - stages + 2),
         key=lambda n: (max(ceil((model.layers - n) / (stages - 1)), n + extra), -n),
