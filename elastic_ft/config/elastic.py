@@ -31,7 +31,8 @@ class ElasticConfig(Section):
     multiple_of: Workers | None = None
     # Kept warm beside max_workers, to take a lost one's place.
     spares: int = Field(Policy.spares, ge=0, le=WORKERS_MAX)
-    # Until min_workers are ready; on Ray, also from each worker's place to its process.
+    # Until min_workers are ready; on Ray, also from each worker's place to its process, and from
+    # there until it has made its imports and called.
     start_timeout_s: Seconds = Policy.start_timeout_s
     gather_s: Delay = Policy.gather_s  # at the start: wait so long for more than min_workers
     join_batch_s: Delay = Policy.join_batch_s  # joiners that come together join together

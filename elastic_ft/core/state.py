@@ -60,7 +60,7 @@ class State:
     evicted: tuple[NodeId, ...] = ()  # nodes of evicted stragglers
     steps_s: tuple[float, ...] = ()  # of this generation, where the planner lays out
     # Of some of these steps, the least share of it that any rank has waited for links.
-    waited: tuple[tuple[int, float], ...] = ()
+    least_waits: tuple[tuple[int, float], ...] = ()
     flops_per_s: float | None = None  # that devices reach, as far as that was measured
     links: float | None = None  # times the bandwidths assumed, likewise
     experts: int = 0  # of each layer, as workers say
@@ -125,7 +125,7 @@ class Changes(TypedDict, total=False):
     paces: Table[WorkerId, tuple[float, ...]]
     evicted: tuple[NodeId, ...]
     steps_s: tuple[float, ...]
-    waited: tuple[tuple[int, float], ...]
+    least_waits: tuple[tuple[int, float], ...]
     flops_per_s: float | None
     links: float | None
     experts: int

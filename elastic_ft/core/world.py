@@ -134,12 +134,12 @@ def learn_rate(turn: Turn) -> None:
     """What the generation that ends has shown of its devices and links: the next layout is planned
     by it."""
     planning, old, state = turn.policy.planning, turn.state.assignment, turn.state
-    turn.set(steps_s=(), waited=())
+    turn.set(steps_s=(), least_waits=())
     if planning is None or old is None:
         return
     counts = tuple(map(len, by_node(old.members).values()))
     devices = replace(_measured(turn, planning), nodes=counts)
-    steps = state.steps_s, tuple(share for _, share in state.waited)
+    steps = state.steps_s, tuple(share for _, share in state.least_waits)
     found = calibrate(planning.work, devices, planning.limits, old.layout, *steps)
     if found is None:
         return
@@ -301,6 +301,6 @@ def note_step(turn: Turn, event: StepApplied) -> None:
 
 def _note_waited(turn: Turn, step: int, share: float) -> None:
     """The least of all ranks': who comes last waits for links alone, the others for it, too."""
-    known = dict(turn.state.waited)
+    known = dict(turn.state.least_waits)
     if share < known.get(step, math.inf):
-        turn.set(waited=tuple({**known, step: share}.items())[-STEPS_MAX:])
+        turn.set(least_waits=tuple({**known, step: share}.items())[-STEPS_MAX:])

@@ -56,7 +56,7 @@ class Api:
         self, service: Service, users: Mapping[str, Rights], on_stop: Callable[[], object]
     ) -> None:
         self._service, self._users, self._on_stop = service, users, on_stop
-        self._closing = False  # no job is taken in
+        self._closing, self._taking_in = False, 0  # no job is taken in; how many just are
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=BODY_MAX, middlewares=[_one_line, self.known])
@@ -142,8 +142,14 @@ class Api:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
         asked = await _body(request, "job", "priority", "queue", "name", "request")
         request[CALLER].check_write(str(asked.get("queue", "default")))
-        answer = await _worked_out(_reading, self._service.submit, asked, _by(request))
-        job = await _answered(answer)
+        if self._closing:  # meanwhile
+            raise web.HTTPServiceUnavailable(text="the service is being stopped")
+        self._taking_in += 1
+        try:
+            answer = await _worked_out(_reading, self._service.submit, asked, _by(request))
+            job = await _answered(answer)
+        finally:
+            self._taking_in -= 1
         return _json({"id": job, "page": f"{request.url.origin()}/jobs/{job}"}, status=201)
 
     async def job(self, request: web.Request) -> web.Response:
@@ -196,7 +202,8 @@ class Api:
             for answer in self._service.stop_all(by):
                 with contextlib.suppress(Refused, NotKnown):  # it has ended meanwhile
                     await _answered(answer)
-            if not (live := list(self._service.office.standing.sharing.jobs)):
+            live = list(self._service.office.standing.sharing.jobs)
+            if not live and not self._taking_in:
                 return
             if time.monotonic() > until_s:
                 raise web.HTTPGatewayTimeout(

@@ -89,11 +89,13 @@ class Service:
         run = uuid.uuid4().hex[:12]
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
         self.lines = self.office.open()
+        standing = self.office.standing  # a snapshot of before such were counted has no count
+        asked = bool(standing.counts.get(ASKS, 0) or standing.sharing.asked)
         self._watch.start()
         if not self.office.standing.sharing.nodes:  # what a worker takes is a part of a node
             self._seen.wait(SEEN_WITHIN_S)
-        # Not whether something is asked for now: who took that back here may not have told it.
-        if self.terms.autoscaler or self.office.standing.counts.get(ASKS, 0):
+        # Also what was taken back here: who did may not have told it.
+        if self.terms.autoscaler or asked:
             self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()

@@ -134,11 +134,13 @@ class ServiceActor:
         self._ended.set()
         if why is not None:
             log.error("the service ends: %s", why)
-        self._warm.close()
-        if why is None:
-            self._service.let_go()
-        self._service.close()
-        ray.kill(self._itself)
+        try:
+            self._warm.close()
+            if why is None:
+                self._service.let_go()
+            self._service.close()
+        finally:  # it takes in nothing any more
+            ray.kill(self._itself)
 
 
 def runner_of(application: web.Application) -> web.AppRunner:

@@ -240,18 +240,20 @@ class Client:
         if not follow:
             yield from self._call("GET", _of(job, f"{kind}?follow=0"))[kind]
             return
-        last_id, until_s = None, time.monotonic() + self.away_s
+        last_id: int | None = None
+        until_s: float | None = None
         while True:
             try:
                 with self._open("GET", _of(job, kind), None, TIMEOUT_S, last_id) as answer:
+                    until_s = None
                     for event, id, data in _server_sent(answer):
-                        until_s = time.monotonic() + self.away_s
                         if event == "end":
                             return
                         if event == "message":
                             last_id = id
                             yield data
             except (ServiceAway, OSError, http.client.HTTPException) as error:
+                until_s = until_s or time.monotonic() + self.away_s  # from when it broke off
                 self._rest(until_s, self._away(error))
             else:
                 time.sleep(AGAIN_S)

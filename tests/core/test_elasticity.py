@@ -531,7 +531,7 @@ def test_measured_waits_say_what_its_links_reach() -> None:
     assert script.state.links == pytest.approx(0.01, rel=1e-2)
     (found,) = script.journalled("calibrated")
     assert "s are waited for links, which reach 0.01 times what was assumed" in found
-    assert script.state.waited == ()
+    assert script.state.least_waits == ()
 
 
 def test_waits_for_slower_ranks_are_not_the_links() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
@@ -17,6 +19,7 @@ from elastic_ft.core.commands import Command
 from elastic_ft.core.events import WorkerLost, WorkerReady
 from elastic_ft.core.layouts.expert_owners import (
     HadBy,
+    _Dealt,
     allot,
     experts_at,
     in_runs,
@@ -161,6 +164,17 @@ def test_where_nothing_decides_ranks_have_runs() -> None:
     assert allot(weigh(8, Layout(dp_shard=4, ep=4), Layout(), [])) == in_runs(8, 4)
 
 
+def test_hundreds_of_experts_on_many_ranks_are_dealt_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training is paused meanwhile: no best way is searched, and all still have as many."""
+    monkeypatch.setattr(_Dealt, "_search", lambda self: pytest.fail("it was searched"))
+    random = Random(7)
+    weights = [[random.randrange(9) for _ in range(1024)] for _ in range(48)]
+    counts = Counter(allot(weights))
+    assert len(counts) == 48 and {*counts.values()} == {21, 22}
+
+
 def test_shards_have_experts_too() -> None:
     """By FSDP2, which cuts their tensors along the first axis."""
     former, layout = Layout(dp_shard=4), Layout(dp_shard=3, ep=3)
@@ -245,3 +259,8 @@ def test_what_can_not_be_is_no_shard_space() -> None:
     for space in ("pp1.s4.tp1.ep2.0x1_2x1", "pp1.s4.tp1.ep2.0x9999", "pp1.s4.tp1.ep2._0x1"):
         with pytest.raises(ValueError, match=r"not a shard space|ranks that ep 2 has not"):
             Layout.of_shard_space(space)
+    tracemalloc.start()
+    Layout.of_shard_space("pp1.s9000000.tp1.ep9000000.0x1")  # it may be a stranger's
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20

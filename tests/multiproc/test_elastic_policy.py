@@ -167,7 +167,7 @@ def test_the_planner_lays_out_who_is_left(tmp_path: Path) -> None:
     """Devices that hold a third of the model: shards, then stages, then tensor parallelism."""
     lost: list[str] = []
     model, nodes = MODEL, {f"n{i}": 1 for i in range(4)}
-    parallel = {"devices": {"memory_gb": 0.0008}}
+    parallel = {"devices": {"memory_gb": 0.0007}}
 
     def on_step(controller: Controller, line: dict[str, Any]) -> None:
         if line["step"] >= 3 * (len(lost) + 1) and line["world_size"] == 4 - len(lost) > 2:

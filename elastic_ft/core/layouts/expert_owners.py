@@ -15,6 +15,7 @@ from elastic_ft.core.layouts.layout import Layout, ShardPlace
 
 HadBy = tuple[int, ShardPlace, bool]  # a rank, where it was before, and whether not as a copy
 Way = tuple[int, int, int]  # a rank, an expert that leaves it, and to which
+SEARCHED_MAX = 16 * 16 * 512  # ranks, ranks, experts: some 0.1 s, in which training is paused
 
 
 def owners_of(layout: Layout, experts: int) -> tuple[int, ...]:
@@ -106,7 +107,8 @@ def allot(weights: Sequence[Sequence[int]]) -> tuple[int, ...]:
     Experts are placed one by one, each along the best path: it takes the place of another, which
     takes that of a third, until there is room (successive best augmentations: Ahuja, Magnanti and
     Orlin, Network Flows, 1993, section 9.7). Where a rank that has the most of it has room, that is
-    the best.
+    the best. For many experts of many ranks that takes too long (``SEARCHED_MAX``): each takes the
+    best of the ranks that have room.
     """
     dealt = _Dealt(weights)
     experts = range(len(weights[0]))
@@ -135,6 +137,10 @@ class _Dealt:
             if of[expert] == most and self._has_room(rank):
                 self.has[rank].append(expert)
                 return
+        if len(self._weights) ** 2 * len(self._weights[0]) > SEARCHED_MAX:
+            room = [rank for rank in range(len(self.has)) if self._has_room(rank)]
+            self.has[max(room, key=lambda r: (self._weights[r][expert], -r))].append(expert)
+            return
         gains, ways = self._search()
         totals = [of[expert] + gain for of, gain in zip(self._weights, gains, strict=True)]
         ranks = range(len(self.has))

@@ -106,7 +106,7 @@ class Layout:
             raise ValueError(f"every dimension of a layout is at least 1, got {self}")
         if self.state_shards % self.ep:
             raise ValueError(f"ep {self.ep} does not divide {self.state_shards} shards")
-        if self.owners and (self.ep == 1 or not {*self.owners} <= {*range(self.ep)}):
+        if self.owners and not (0 <= min(self.owners) <= max(self.owners) < self.ep > 1):
             raise ValueError(f"experts are of ranks that ep {self.ep} has not: {self.owners}")
 
     @property

@@ -300,6 +300,8 @@ class RayHost:
         TimeoutError."""
         assert hosted.actor is not None
         late_s = self._launch.start_timeout_s
+        if not hasattr(hosted.actor, "await_called"):  # of the release before: it trains
+            return
         try:
             await asyncio.wait_for(_answer(hosted.actor.await_called), late_s)
         except TimeoutError:

@@ -7,21 +7,22 @@ controller looks for the trial, and ends the job as ``elastic-ft stop`` does, wi
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.queue import Full, Queue
 
 from elastic_ft.hosts.ray.ray_private import actor_is_gone, reporting_by, tune_session
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5  # between two looks for the trial, and at what it is told
+TOLD_S = 20.0  # a controller that comes back is, by then
 PUT_S = 1.0  # for which a report waits between them
 TRIAL_OVER = "Ray Tune has ended its trial, or it is gone"
 
@@ -44,8 +45,7 @@ class TuneTrial:
         ends the trial, as a report of the trial's own would; ``controller`` ends its job then."""
         while not ray.wait([answer], timeout=LOOK_S)[0]:
             if self._stopped is not None and self._stopped.is_set():
-                with contextlib.suppress(RayError):  # it looks for the trial by itself, too
-                    ray.get(controller.end_with_trial.remote(), timeout=LOOK_S)
+                _end(controller)
                 sys.exit(0)
 
     @property
@@ -68,6 +68,19 @@ class TuneTrial:
             except Exception as error:  # the head comes back, or the job ends without it
                 log.warning("no news of the trial: %s: %s", type(error).__name__, error)
         on_end()
+
+
+def _end(controller: Any) -> None:
+    """Of a trial whose process goes on it would not see that it is over: one that is just coming
+    back is told again."""
+    until_s = time.monotonic() + TOLD_S
+    while time.monotonic() < until_s:
+        try:
+            return ray.get(controller.end_with_trial.remote(), timeout=PUT_S)
+        except (ActorUnavailableError, GetTimeoutError):
+            time.sleep(LOOK_S)
+        except RayError:  # it has ended
+            return None
 
 
 class TrialReports:
