@@ -45,7 +45,7 @@ class Demo:
         self.folder, self.began_s = folder, time.monotonic()
         self.environment = os.environ | {"OMP_NUM_THREADS": "1"}
         self.environment.pop("RAY_ADDRESS", None)
-        self.client = Client("http://127.0.0.1:0")
+        self.client = Client()  # until it is known where
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.began_s:7.1f} s  {text}", flush=True)
