@@ -247,6 +247,7 @@ def test_what_a_trial_of_tune_keeps_under_private_names() -> None:
     assert ", ".join(inspect.signature(Queue.put).parameters) == "self, item, block, timeout"
     source = inspect.getsource(_TrainSession)
     assert "self.stop_event = threading.Event()" in source
+    assert "self._inter_actor_queue: " in source
     assert "self.world_rank = world_rank" in source
     assert "self.stop_event.set()" in inspect.getsource(_TrainSession.finish)
     assert "world_rank is None" in inspect.getsource(_in_tune_session)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from ray import cloudpickle, tune
-from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 from ray.train import RunConfig, ScalingConfig
 from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.schedulers import ASHAScheduler
@@ -162,6 +162,25 @@ def test_a_trial_and_its_reports_are_one_where_they_are_unpickled() -> None:
     there.watch(over.set)
     of_reports._trial.end()
     assert over.wait(SOON_S) and there.is_over and not trial.is_over
+
+
+def test_a_trial_does_not_end_before_tune_has_its_last_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its function's return is the trial's end, whatever waits in the queue then."""
+    looks = iter([GetTimeoutError(), False, ActorUnavailableError("away", None), True])
+
+    def get(answer: str, timeout: float) -> bool:
+        if isinstance(look := next(looks), Exception):
+            raise look
+        return look
+
+    queue = SimpleNamespace(actor=SimpleNamespace(empty=SimpleNamespace(remote=lambda: "asked")))
+    monkeypatch.setattr("elastic_ft.hosts.ray.tune_trial.reports_waiting", lambda: queue)
+    monkeypatch.setattr("ray.get", get)
+    trial = TuneTrial("of no actor", threading.Event())
+    trial.wait_for_reports()
+    assert next(looks, None) is None
 
 
 def test_who_waits_for_the_job_leaves_a_trial_that_tune_ends(

@@ -137,6 +137,7 @@ __all__ = [
     "get_train_context",
     "logs_folder",
     "reporting_by",
+    "reports_waiting",
     "set_train_fn_utils",
     "shutdown_workers",
     "silence_raylets",
@@ -185,6 +186,12 @@ def tune_session() -> Any:
     """Of the trial of Ray Tune's whose function this process runs, None elsewhere."""
     session = get_session()
     return session if session is not None and session.world_rank is None else None
+
+
+def reports_waiting() -> Any:
+    """The queue of the reports that callbacks make to that trial, None where it has none."""
+    session = tune_session()
+    return session._inter_actor_queue if session is not None else None
 
 
 def reporting_by(callback: Any, other: Callable[[Any], Any]) -> Any:

@@ -282,6 +282,8 @@ class ElasticTrainer(DataParallelTrainer):
         try:
             with self._interruptible():
                 result = self._ask_for_result()
+                if self._trial is not None:
+                    self._trial.wait_for_reports()
         except KeyboardInterrupt:  # it is stuck, or the user can't wait
             self._dismiss()
             if actor_named(self._names.controller) is None:

@@ -18,7 +18,12 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 from ray.util.queue import Full, Queue
 
-from elastic_ft.hosts.ray.ray_private import actor_is_gone, reporting_by, tune_session
+from elastic_ft.hosts.ray.ray_private import (
+    actor_is_gone,
+    reporting_by,
+    reports_waiting,
+    tune_session,
+)
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5  # between two looks for the trial, and at what it is told
@@ -44,9 +49,24 @@ class TuneTrial:
         """In the trial's process: returns once ``answer`` is there. Raises SystemExit where Tune
         ends the trial, as a report of the trial's own would; ``controller`` ends its job then."""
         while not ray.wait([answer], timeout=LOOK_S)[0]:
-            if self._stopped is not None and self._stopped.is_set():
+            if self._is_stopped():
                 _end(controller)
                 sys.exit(0)
+
+    def wait_for_reports(self) -> None:
+        """In the trial's process, after its job: returns once Tune has taken the last report of
+        ``TrialReports``. A function that returns ends its trial, whatever is still in that queue.
+        Raises SystemExit where Tune ends the trial."""
+        queue = reports_waiting()
+        while queue is not None and not _is_empty(queue):
+            if self._is_stopped(LOOK_S):
+                sys.exit(0)
+        # Between the queue and the session it is in the hands of another thread of this process.
+        if queue is not None and self._is_stopped(LOOK_S):
+            sys.exit(0)
+
+    def _is_stopped(self, within_s: float = 0.0) -> bool:
+        return self._stopped is not None and self._stopped.wait(within_s)
 
     @property
     def is_over(self) -> bool:
@@ -81,6 +101,15 @@ def _end(controller: Any) -> None:
             time.sleep(LOOK_S)
         except RayError:  # it has ended
             return None
+
+
+def _is_empty(queue: Queue) -> bool:
+    try:
+        return bool(ray.get(queue.actor.empty.remote(), timeout=PUT_S))
+    except (ActorUnavailableError, GetTimeoutError):
+        return False
+    except RayActorError:  # nobody takes what was in it
+        return True
 
 
 class TrialReports:
