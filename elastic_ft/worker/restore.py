@@ -96,17 +96,21 @@ def restore(
     ``residuals``: replicas have each a part of what gradients owe (``state.residuals``).
     Raises GroupBroken, or StateDamaged or StateUnreadable naming the holder: all the same one.
     """
-    source = groups.assignment.source
-    kept = engine.attach(groups) if groups.rank is not None else False
+    source, kept = groups.assignment.source, False
+    if groups.rank is not None:
+        if not engine.keeps(groups.assignment.layout):
+            engine.intact = False  # until it is filled
+        kept = engine.attach(groups)
     needs = engine.state() if groups.rank is not None else {}
     reach("resharding")
     frozen = place_frozen(engine.reference, groups, silent_s)
-    offers = _offers(groups, source, snapshots, live, needs if kept else None)
+    filled = kept and engine.intact  # else it is of an attempt that broke off before that
+    offers = _offers(groups, source, snapshots, live, needs if filled else None)
     offers, lost = summed_residuals(groups, offers) if residuals else (offers, "")
-    in_place = kept and Tier.LIVE in groups.assignment.has.values()
+    in_place = filled and Tier.LIVE in groups.assignment.has.values()
     if groups.rank is not None and not in_place:
-        engine.intact = False  # until it is filled
-        if kept:
+        engine.intact = False
+        if filled:
             forget_live()
     placed = exchange_placed(groups, offers, needs)
     received = 0
@@ -120,10 +124,11 @@ def restore(
     if groups.rank is not None:
         lost = settle_residuals(needs, lost)
         engine.restored()
-        engine.intact = True
     groups.barrier("restored", OTHERS_TIMEOUT_S)
-    if groups.rank is not None and not groups.assignment.holds:  # a donor's may be the only one
-        snapshots.drop_moved_out()
+    if groups.rank is not None:
+        engine.intact = True
+        if not groups.assignment.holds:  # a donor's may be the only one
+            snapshots.drop_moved_out()
     received += frozen.from_peers
     return Restored(placed, _peer_schemas(groups, placed), received, lost, frozen)
 

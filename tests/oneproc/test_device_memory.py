@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from elastic_ft import torch_private
-from elastic_ft.core.assignment import Assignment, Holding, Member, Source, Tier
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.assignment import Tier
 from elastic_ft.core.sharding import Box
-from elastic_ft.core.shares import share_of
 from elastic_ft.engines import optimizer_state
-from elastic_ft.engines.native import NativeEngine
 from elastic_ft.errors import StateDamaged
-from elastic_ft.groups.groups import Groups
-from elastic_ft.groups.store_links import StoreLinks
-from elastic_ft.models.build import build_model
-from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, StateTensor
 from elastic_ft.worker import restore
-from tests.oneproc.alone import CPU, TIMEOUT_S, job_of, reach, run_step
+from tests.oneproc.alone import CPU
+from tests.oneproc.generations import LAYOUT, Generations, copied, same, small_job, source_of
 
-MEMBER, LAYOUT = Member("w0", "n0", "127.0.0.1", 0), Layout()
-JOB = job_of(
-    model={"preset": "decoder-1m", "kwargs": {"vocab_size": 512}},
+JOB = small_job(
     parallel={"strategy": "fsdp"},
     precision={"dtype": "bf16"},  # FSDP2 in a world of one too
 )
@@ -67,72 +57,16 @@ class Device(torch_private.TorchDispatchMode):
         self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
 
 
-class Generations:
-    """One worker's, alone, from one to the next as ``Worker`` goes."""
-
-    def __init__(self) -> None:
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.engine = NativeEngine(JOB, self._model, CPU, 8)
-        self.engine.prepare()
-        self.snapshots = Snapshots("w0", False, lambda why: None, "run")
-        self.live: tuple[Holding, LocalState] | None = None
-        self.number = 0
-
-    def _model(self) -> torch.nn.Module:
-        return build_model(JOB.model, vocab_size=512, sequence_length=8)
-
-    @contextmanager
-    def next(self, source: Source) -> Iterator[Groups]:
-        self.number += 1
-        assignment = Assignment(self.number, (MEMBER,), (), LAYOUT, source, ((),), "a test")
-        links = StoreLinks(("127.0.0.1", self.store.port), TIMEOUT_S)
-        groups = Groups(share_of(assignment, "w0"), MEMBER, links)
-        groups.form(CPU, TIMEOUT_S)
-        try:
-            yield groups
-        finally:
-            groups.abort("the end")
-            self.engine.detach()
-            groups.teardown()
-
-    def forget(self) -> None:
-        self.live = None
-
-    def restored(self, groups: Groups, reach: Callable[..., None] = reach) -> None:
-        restore.make_room(self.engine, groups, self.snapshots, lambda: self.live, self.forget)
-        live = self.live[1] if self.live else {}
-        restore.restore(self.engine, groups, self.snapshots, live, reach, self.forget, b"key")
-
-
 @pytest.fixture
 def generations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Generations]:
     """After a first one of two steps."""
     monkeypatch.setattr(restore, "is_on_gpu", lambda state: True)
     monkeypatch.setattr(optimizer_state, "on_gpu", lambda numbered: True)
     monkeypatch.setattr(optimizer_state, "MATERIALISED_BYTES", 0)  # the model is small
-    made = Generations()
-
-    with made.next(Source(0, Tier.INITIAL)) as groups:
-        made.restored(groups)
-        for step in (1, 2):
-            run_step(made.engine, step, [{"tokens": torch.arange(9)[None] + step}] * 4)
-        holding = groups.assignment.holding_of(0, 2, Tier.LIVE)
-        made.live = holding, made.engine.detach()
+    made = Generations(JOB)
+    made.train_two_steps()
     yield made
     made.snapshots.close()
-
-
-def copied(state: LocalState) -> dict[str, torch.Tensor]:
-    return {name: tensor.local.clone() for name, tensor in state.items()}
-
-
-def source_of(holding: Holding, tier: Tier) -> Source:
-    holders = {holding.shard: (("w0", tier),)}
-    return Source(holding.step, tier, holding.space, holders, generation=holding.generation)
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
 
 
 def snapshot_of_the_live_state(generations: Generations) -> None:
