@@ -16,6 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# As docs/operations.md says. This process is a driver: Ray ends one that has been without a GCS for
+# a minute, which a machine with much else to do may need.
+os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
+
 import pytest
 from in_charge import AFTER_STEPS, TWO, DrivenJob, alive, check_nothing_lost, two_and_two
 from trial import job
