@@ -38,10 +38,16 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def test_driver_and_controller_are_killed(cluster: LocalCluster, tmp_path: Path) -> None:
-    """And the next controller is stopped: Ray does not notice that, keepers do."""
-    with DrivenJob(cluster, job("charge", **TWO), tmp_path / "charge") as run:
+    """And the next controller is stopped: Ray does not notice that, keepers do. The first report,
+    of a checkpoint, is made while there is no GCS."""
+    values = job("charge", **TWO | {"checkpoint": {"every_steps": 40}})
+    with DrivenJob(cluster, values, tmp_path / "charge") as run:
         run.wait_for_start(2)
         pids = run.pids()
+        cluster.kill_gcs()
+        run.wait("a checkpoint", lambda: bool(run.events("checkpoint_committed")))
+        run.wait_for_steps(AFTER_STEPS)
+        cluster.restart_gcs()
         head = {process.pid for process in cluster.head_processes()}
         assert cluster.controller_pid() not in head
         run.kill_driver()

@@ -148,6 +148,9 @@ class Meeting:
     def __init__(self, actor: ActorHandle[Any]) -> None:
         self._actor = actor
         self.passed = Passed()
+        # Of an actor's first call its address is asked of the GCS, which may be away by the first
+        # report: the worker would wait there for good.
+        self._found = actor.process.remote()
 
     @property
     def broadcast_from_rank_zero(self) -> Meeting:
