@@ -43,7 +43,6 @@ from elastic_ft.keeper.client import (
 )
 from elastic_ft.keeper.keeper import HEALTH_EVERY_S, NodeKeeper
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal, Upload
-from elastic_ft.sim.script import member
 from elastic_ft.state import host_memory
 from elastic_ft.state.host_memory import HostMemory
 from elastic_ft.state.snapshot import Snapshots
@@ -51,6 +50,7 @@ from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import ControlServer, Inspect, NodeHealth, Welcome
 from elastic_ft.transport.tls import JobKey
+from tests.core.script import member
 from tests.multiproc.harness import make_job
 
 WHOLE = Box((0, 0), (4, 3))
