@@ -28,6 +28,7 @@ from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.run_folder import read_lines
 from tests.multiproc.harness import CORPUS, PATIENT, Run, make_job, on_disk, run_job
+from tests.waiting import until
 
 DEADLINE_S = 150.0  # a controller imports torch, and so does who forks workers
 CONSTANT = {"schedule": "constant"}
@@ -124,21 +125,21 @@ def test_the_controllers_process_is_killed(tmp_path: Path, strategy: str, how: s
     out = tmp_path / "run"
     child = subprocess.Popen(in_foreground(job, out), stdout=subprocess.DEVNULL)
     try:
-        wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
+        until(lambda: len(read_lines(out / "steps.jsonl")) >= 20, "some steps")
         pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
         if how == "beside a stopped worker":  # it can't see that its controller is gone
             os.kill(pids[1], signal.SIGSTOP)
         if how == "lagging":  # workers train on, and nobody records it
             child.send_signal(signal.SIGSTOP)
             trained = psutil.Process(pids[0]).cpu_times().user
-            wait_for(
-                "steps that nobody records",
+            until(
                 lambda: psutil.Process(pids[0]).cpu_times().user > trained + 0.5,
+                "steps that nobody records",
             )
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(10)
-    wait_for("its workers to exit", lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "its workers to exit")
     committed = read_lines(out / "steps.jsonl")[-1]["step"]
     run = run_job(job, out, on_step=Enough()).check("stopped")
     (saved,) = run.all("emergency_checkpoint")
@@ -163,7 +164,7 @@ def test_controllers_killed_one_after_the_other_cost_nothing(tmp_path: Path) -> 
     def kill_when(what: str, condition: Callable[[], bool]) -> None:
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
-            wait_for(what, condition)
+            until(condition, what)
         finally:
             child.kill()
             child.wait(10)
@@ -191,12 +192,12 @@ def test_a_stopped_controllers_keepers_save_for_the_next(tmp_path: Path) -> None
         in_foreground(job, out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     try:
-        wait_for("some steps", lambda: len(read_lines(out / "steps.jsonl")) >= 20)
+        until(lambda: len(read_lines(out / "steps.jsonl")) >= 20, "some steps")
         first.send_signal(signal.SIGSTOP)
         pids = [m["pid"] for m in events(out, "generation_formed")[-1]["members"]]
         committed = read_lines(out / "steps.jsonl")[-1]["step"]
         run = run_job(job, out, on_step=Once(committed + 40, stop))
-        wait_for("its workers to end", lambda: not any(map(is_alive, pids)))
+        until(lambda: not any(map(is_alive, pids)), "its workers to end")
         first.send_signal(signal.SIGCONT)
         _, said = first.communicate(timeout=DEADLINE_S)
     finally:
@@ -231,13 +232,6 @@ def is_alive(pid: int) -> bool:
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
     return [line for line in read_lines(folder / "events.jsonl") if line["event"] == name]
-
-
-def wait_for(what: str, condition: Any) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.05)
 
 
 def test_a_job_whose_run_folder_is_removed_ends(tmp_path: Path) -> None:
@@ -349,7 +343,7 @@ def test_a_job_that_is_started_twice_is_handed_over(tmp_path: Path) -> None:
     job = make_job("fsdp", steps=100_000, workers=2, checkpoint={"every_s": 3600.0})
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(run_job, job, tmp_path)
-        wait_for("some steps", lambda: len(read_lines(tmp_path / "steps.jsonl")) >= 10)
+        until(lambda: len(read_lines(tmp_path / "steps.jsonl")) >= 10, "some steps")
         second = run_job(job, tmp_path, on_step=Once(3, stop))
         first = running.result(60)
     assert first.result["status"] == "stopped"

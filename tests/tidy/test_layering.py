@@ -51,8 +51,6 @@ CORE_INPUT_OUTPUT = {"open", "print", "input", "eval", "exec", "__import__"}
 MAY_SLEEP = {
     "tests/cli/test_launch.py": "polls for a condition, with a deadline",
     "tests/multiproc/conftest.py": "polls for a condition, with a deadline",
-    "tests/multiproc/test_store.py": "polls for a condition, with a deadline",
-    "tests/multiproc/test_world.py": "polls for a condition, with a deadline",
     "tests/multiproc/tiny.py": "a gate that a test opens, with a deadline",
     "tests/oneproc/test_lifeline.py": "polls for a condition, with a deadline",
     "tests/ray/test_service.py": "polls for a condition, with a deadline",
