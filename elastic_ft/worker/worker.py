@@ -81,7 +81,6 @@ class Worker:
         key: JobKey,
         member: Member,
         on_generation: Callable[[Any], None] | None,
-        on_pause: Callable[[], None] | None,
     ) -> None:
         self.member, self._key, self._on_generation = member, key, on_generation
         birth.passed("imports_s")
@@ -99,7 +98,6 @@ class Worker:
         hooks = Hooks(
             lambda: self._training.current,
             lambda message: self._keeper.use(message),
-            on_pause or _nothing,
             self._follow,
         )
         self._line = ControllerLine(lifeline, member, self._points, hooks, self._pause_timeout_s)
@@ -416,10 +414,6 @@ def _unseen(steps: Steps) -> Steps:
     for _ in steps:
         pass
     yield from ()
-
-
-def _nothing() -> None:
-    pass
 
 
 with contextlib.suppress(RuntimeError):
