@@ -20,7 +20,7 @@ from elastic_ft.errors import (
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.keeper.buffer import Schema
-from elastic_ft.keeper.client import LeftShard
+from elastic_ft.keeper.keeper_client import LeftShard
 from elastic_ft.state.checkpoint_source import StoredState, reading_checkpoint, store_of
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed, exchange_placed

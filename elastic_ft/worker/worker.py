@@ -29,7 +29,7 @@ from elastic_ft.errors import UsageError
 from elastic_ft.faults import Points
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks, use_interface_of
-from elastic_ft.keeper.client import KeeperClient
+from elastic_ft.keeper.keeper_client import KeeperClient
 from elastic_ft.state.checkpointer import owned_by
 from elastic_ft.state.tensors import LocalState
 from elastic_ft.transport.control import FaultFired, Form, Welcome

@@ -19,7 +19,7 @@ from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
-from elastic_ft.keeper.client import KeeperGone, KeeperRefused
+from elastic_ft.keeper.keeper_client import KeeperGone, KeeperRefused
 from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, StateTensor

@@ -202,7 +202,7 @@ def test_a_process_of_a_job_imports_what_every_job_needs() -> None:
     program = f"""
 import sys
 import elastic_ft.hosts.local, elastic_ft.controller.controller
-import elastic_ft.worker.worker, elastic_ft.keeper.keeper
+import elastic_ft.worker.worker, elastic_ft.keeper.node_keeper
 print(*(name for name in {SOME_JOBS!r} if name in sys.modules))
 """
     done = subprocess.run(
