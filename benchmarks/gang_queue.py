@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from elastic_ft.sim.shared_cluster import SubmittedWork
+from benchmarks.shared_cluster import SubmittedWork
 
 WAYS = ("fifo", "strict", "evict")
 

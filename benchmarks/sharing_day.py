@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.document import put, table
 from benchmarks.gang_queue import WAYS, GangQueue
+from benchmarks.shared_cluster import SharedCluster, SubmittedWork, Times, speed
 from benchmarks.sharing_jobs import DAY_S, HELIOS, PRIORITIES, submitted
 from elastic_ft.service.service_config import ServiceConfig
-from elastic_ft.sim.shared_cluster import SharedCluster, SubmittedWork, Times, speed
 
 DRAIN_S = (
     2 * DAY_S

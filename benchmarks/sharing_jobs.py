@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from math import exp, log
 from statistics import NormalDist
 
+from benchmarks.shared_cluster import SubmittedWork
 from elastic_ft.core.sharing.asks import Wish
-from elastic_ft.sim.shared_cluster import SubmittedWork
 
 DAY_S = 86_400.0
 PRIORITIES = {"urgent": (10, 0.1), "normal": (5, 0.6), "low": (0, 0.3)}  # and how many are so

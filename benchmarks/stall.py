@@ -33,8 +33,8 @@ from elastic_ft.data.dataset import open_dataset
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups.groups import Groups
-from elastic_ft.keeper.client import KeeperClient
-from elastic_ft.keeper.keeper import NodeKeeper
+from elastic_ft.keeper.keeper_client import KeeperClient
+from elastic_ft.keeper.node_keeper import NodeKeeper
 from elastic_ft.models.build import build_model
 from elastic_ft.state.checkpointer import Checkpointer, owned_by
 from elastic_ft.state.placed import exchange_placed

@@ -35,7 +35,7 @@ from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, write
 from elastic_ft.storage.store import Store, open_store
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.s3_server import S3Server, s3_server
+from chaos.s3_server import S3Server, s3_server
 
 TENSORS = 10  # the state's; not of equal sizes
 SAMPLE_S = 0.005

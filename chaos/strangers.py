@@ -37,12 +37,12 @@ def _reachable(host: str, port: int) -> Address:
     return ({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
-def intrude(address: Address, count: int, seed: int = 0) -> list[socket.socket]:
+def intrude(address: Address, count: int) -> list[socket.socket]:
     """Opens up to ``count`` connections to an address; every other one writes noise into it.
 
     Whoever refuses, hangs up, or takes no more has defended itself: that is no error here.
     """
-    noise, held = random.Random(seed), []
+    noise, held = random.Random(0), []
     for number in range(count):
         try:
             connection = socket.create_connection(address, CONNECT_TIMEOUT_S)

@@ -23,47 +23,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "CheckpointImpl",
-    "CutParameter",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "adopt",
-    "after_operations",
-    "buffer_sync",
-    "checkpoint_wrapper",
-    "compiled_graphs",
-    "cut_parameters",
-    "empty_host_cache",
-    "exchange_rows",
-    "fail_an_assert",
-    "forget_forwards",
-    "forget_meshes",
-    "gloo_made_by",
-    "import_lazy_parts",
-    "is_cut_parameter",
-    "is_owed",
-    "is_reduced",
-    "local_shape_and_offset",
-    "nccl_backends",
-    "on_waits",
-    "pin",
-    "pretended_world",
-    "process_groups",
-    "queue_a_kernel_without_end",
-    "reducer_times",
-    "reset_group_names",
-    "run_out_of_device_memory",
-    "sees_gpu",
-    "set_group_timeout",
-    "set_up_compiler",
-    "split_dimension",
-    "spoil_next_output",
-    "time_every",
-    "undo_fully_shard",
-    "unpin",
-]
-
 _EXCEPTHOOK = sys.excepthook
 
 
@@ -318,7 +277,7 @@ def gloo_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
 def import_lazy_parts() -> None:
     """What an optimizer's first step imports, without one: a step asks the CUDA driver whether a
     graph is being captured, and no process that is forked after that can use CUDA."""
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
 
 
 def set_up_compiler(graphs_max: int) -> None:

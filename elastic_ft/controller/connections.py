@@ -11,13 +11,7 @@ from typing import Any
 from elastic_ft.controller.hearing import Hearing
 from elastic_ft.core import commands as cmd
 from elastic_ft.core.assignment import KEEPER, WorkerId
-from elastic_ft.transport.control import (
-    WELCOME_TIMEOUT_S,
-    ControlServer,
-    Farewell,
-    Hello,
-    Welcome,
-)
+from elastic_ft.transport.control import WELCOME_TIMEOUT_S, ControlServer, Farewell, Hello, Welcome
 from elastic_ft.transport.reception import listen
 from elastic_ft.transport.tls import JobKey
 

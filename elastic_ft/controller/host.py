@@ -29,7 +29,7 @@ class Host(Protocol):
     A started worker calls ``this_process.run_worker`` with the controller's address; from then on
     the two talk over their own connection. A host reports ``WorkerLost`` as soon as it knows of
     a process's end (the connection's end reports too: first come, first served), ``NodeLost`` and
-    ``NodeDraining``. On each node that hosts workers it keeps a ``keeper.keeper.NodeKeeper``
+    ``NodeDraining``. On each node that hosts workers it keeps a ``keeper.node_keeper.NodeKeeper``
     running, in a process of its own, and starts another, a few times, where one has ended.
 
     Workers and keepers may outlive their controller, and then belong to the next one's host. They

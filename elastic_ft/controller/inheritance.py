@@ -24,7 +24,7 @@ from elastic_ft.core.assignment import KEEPER
 from elastic_ft.core.state import State
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.accounts import Accounts
-from elastic_ft.observe.lines import Line, parse_lines
+from elastic_ft.observe.lines import Line, count_lines, parse_lines
 from elastic_ft.observe.replay import Snapshot, parse_inbox
 from elastic_ft.observe.run_folder import RECORD, RunFolder
 
@@ -79,7 +79,7 @@ class Inheritance:
 
     def _has(self, at: Snapshot) -> bool:
         """Whether the record has all that was written before ``at``: a remote one is behind."""
-        if line_count(self.folder.path / "events.jsonl") < at.seq:
+        if count_lines(self.folder.path / "events.jsonl") < at.seq:
             return False
         line = last_up_to(self.folder.path / "steps.jsonl", at.state.committed)
         step, generation = (line["step"], line["generation"]) if line else (0, 0)
@@ -174,10 +174,6 @@ def up_to(content: bytes, step: int) -> bytes:
             break
         end = content.rfind(b"\n", 0, end - 1) + 1
     return content[:end]
-
-
-def line_count(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def missing(state: State, survivors: frozenset[str]) -> Iterator[ev.WorkerLost | ev.KeeperLost]:

@@ -25,14 +25,7 @@ from elastic_ft.core.sharing.admission import Admission
 from elastic_ft.core.sharing.asks import SharingCommand, SharingEvent, SharingTerms
 from elastic_ft.core.sharing.dealing import deal_slots
 from elastic_ft.core.sharing.desk import Desk, plural
-from elastic_ft.core.sharing.ledger import (
-    ENDED_KEPT,
-    Bundles,
-    SharedJob,
-    Sharing,
-    count,
-    removed,
-)
+from elastic_ft.core.sharing.ledger import ENDED_KEPT, Bundles, SharedJob, Sharing, count, removed
 from elastic_ft.core.sharing.waiting_line import who_ages_next
 from elastic_ft.core.table import Table
 

@@ -290,12 +290,6 @@ def plan_moves(
 _ORDER = attrgetter("tensor", "source", "target", "box")
 
 
-def bytes_of_copies(copies: Iterable[Copy], itemsize: Mapping[str, int] | None = None) -> int:
-    """Bytes that cross from one holder to another; itemsize as in ``plan_moves``."""
-    sizes = itemsize or {}
-    return sum(c.box.numel * sizes.get(c.tensor, 1) for c in copies if not c.is_local)
-
-
 def sized(tensors: Iterable[str], box: Box, itemsize: Mapping[str, int]) -> list[Sized]:
     numel = box.numel
     return [(numel * itemsize.get(tensor, 1), tensor, box) for tensor in tensors]

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 256
-SCALE_BYTES = 4
 GREATEST = 127.0
 # Of equal parts; torch 2.13 calls it another name.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -4,44 +4,19 @@ Pure and seeded, standard library only: one seed is one history, on any machine.
 protocol that ``worker.worker`` follows; the state they train is the list of generations that
 computed each of its steps, so that a lost, repeated or mixed step shows in the value itself.
 
-    report = simulate(make_scenario(seed))
+    report = simulate(SimScenario(...))
 """
 
 from elastic_ft.sim.checks import SimViolation
 from elastic_ft.sim.runs import Report, simulate
-from elastic_ft.sim.scenario import (
-    ADOPTIONS,
-    CHANGES,
-    KINDS,
-    OUTAGES,
-    PLANNING,
-    SUCCESSIONS,
-    SimFault,
-    SimKill,
-    SimScenario,
-    adopted,
-    bearable,
-    large,
-    make_scenario,
-    sim_policy,
-)
+from elastic_ft.sim.scenario import SimFault, SimKill, SimScenario, sim_policy
 
 __all__ = [
-    "ADOPTIONS",
-    "CHANGES",
-    "KINDS",
-    "OUTAGES",
-    "PLANNING",
-    "SUCCESSIONS",
     "Report",
     "SimFault",
     "SimKill",
     "SimScenario",
     "SimViolation",
-    "adopted",
-    "bearable",
-    "large",
-    "make_scenario",
     "sim_policy",
     "simulate",
 ]

@@ -18,7 +18,7 @@ from elastic_ft.core.sharding import Box
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import bytes_of_box
-from elastic_ft.keeper.client import KeeperGone
+from elastic_ft.keeper.keeper_client import KeeperGone
 from elastic_ft.keeper.protocol import Upload
 from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.placed import Placed

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from elastic_ft.keeper.client import KeeperClient, KeeperGone, KeeperRefused
+from elastic_ft.keeper.keeper_client import KeeperClient, KeeperGone, KeeperRefused
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal
 from elastic_ft.state.host_shards import Buffer
 from elastic_ft.torch_private import pin, unpin

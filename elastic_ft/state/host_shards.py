@@ -10,7 +10,7 @@ import torch
 from elastic_ft.core.assignment import Holding
 from elastic_ft.errors import StateDamaged
 from elastic_ft.keeper.buffer import ByteArray, Schema, Slot, is_whole, label, schema_of_parts, seal
-from elastic_ft.keeper.client import KeeperClient
+from elastic_ft.keeper.keeper_client import KeeperClient
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 
 

@@ -27,8 +27,8 @@ from elastic_ft.errors import GroupBroken
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import Schema, shard_bytes
-from elastic_ft.keeper.client import KeeperClient
-from elastic_ft.keeper.keeper import RECORD_STEPS
+from elastic_ft.keeper.keeper_client import KeeperClient
+from elastic_ft.keeper.node_keeper import RECORD_STEPS
 from elastic_ft.keeper.protocol import Sealed, Unseal
 from elastic_ft.state.host_memory import HostMemory
 from elastic_ft.state.host_shards import Buffer, HostShard, KeptShard, make_schema

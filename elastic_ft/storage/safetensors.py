@@ -21,6 +21,7 @@ from elastic_ft.storage.shards import OBJECT_BYTES, THREADS, Reader, Want, paral
 from elastic_ft.storage.store import Store, if_there, open_store
 
 CONFIG = "config.json"
+MODEL = "model."  # begins the names of its tensors in a checkpoint
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FILE_BYTES = 2**30  # of an exported file; one is in memory at a time
@@ -54,18 +55,16 @@ _NAMES = {theirs: (name, itemsize) for name, (theirs, itemsize) in DTYPES.items(
 # ------------------------------------------------------------------------------- writing
 
 
-def export_folder(
-    reader: Reader, store: Store, prefix: str = "model.", file_bytes: int = FILE_BYTES
-) -> int:
-    """Writes the tensors below ``prefix``, without it, as a folder. Returns their bytes.
+def export_folder(reader: Reader, store: Store, file_bytes: int = FILE_BYTES) -> int:
+    """Writes the model's tensors as a folder, by its own names. Returns their bytes.
 
     ``model-00001-of-0000N.safetensors`` and so on, then the index. Raises StorageError for a dtype
     that safetensors does not have, StateDamaged, StoreFailed.
     """
     specs = {
-        name.removeprefix(prefix): spec
+        name.removeprefix(MODEL): spec
         for name, spec in reader.manifest.tensors.items()
-        if name.startswith(prefix)
+        if name.startswith(MODEL)
     }
     for name, spec in specs.items():
         if spec.dtype not in DTYPES:
@@ -76,7 +75,7 @@ def export_folder(
         key = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         # Wide types first: then each tensor is aligned for its type.
         names.sort(key=lambda name: -DTYPES[specs[name].dtype][1])
-        _write(reader, store, key, {name: (prefix + name, specs[name]) for name in names})
+        _write(reader, store, key, {name: (MODEL + name, specs[name]) for name in names})
         weight_map |= dict.fromkeys(names, key)
     total = sum(map(_nbytes, specs.values()))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -78,14 +78,13 @@ def write_shards(
     prefix: str,
     rank: int,
     pieces: Iterable[StatePiece],
-    threads: int = THREADS,
     pace: RateLimit | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """Writes a rank's pieces under ``prefix`` and returns their manifest entries, as dicts.
 
     Pieces are packed into objects of up to OBJECT_BYTES, larger ones are cut along their first
     axes, empty ones have no entry. ``pieces`` is consumed as the writing goes on, at most
-    2 * threads objects ahead: a generator may copy from the device on the fly. The bytes must not
+    2 * THREADS objects ahead: a generator may copy from the device on the fly. The bytes must not
     change before this returns. Raises StoreFailed; what was written is then left to ``abandon``.
     """
 
@@ -101,7 +100,7 @@ def write_shards(
         store.put(f"{prefix}/{file}", [view for *_, view in parts])
         return [entry.to_dict() for entry in entries]
 
-    written = parallel(write, enumerate(_pack(pieces)), threads)
+    written = parallel(write, enumerate(_pack(pieces)), THREADS)
     return tuple(entry for entries in written for entry in entries)
 
 

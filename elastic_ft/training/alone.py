@@ -82,7 +82,7 @@ class Alone:
                 raise UsageError(f"runs/{job.name} is complete: give another name, or delete it")
         os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
         member = member_here("w0", "n0", os.uname().nodename)
-        self.worker = Worker(self._host.address, self._host.key, member, None, None)
+        self.worker = Worker(self._host.address, self._host.key, member, None)
         # Private, as ``atexit`` comes too late: pools of threads take no work any more by then.
         threading._register_atexit(self.end)  # type: ignore[attr-defined]
 

@@ -51,13 +51,11 @@ class Hooks:
     Attributes:
         standing: identifier of the thread that trains.
         use_keeper: returns at once.
-        on_pause: the host's, when collectives are broken off.
         on_change: another controller has the job.
     """
 
     standing: Callable[[], int]
     use_keeper: Callable[[cmd.UseKeeper], None]
-    on_pause: Callable[[], None]
     on_change: Callable[[Welcome], None]
 
 
@@ -194,7 +192,6 @@ class ControllerLine:
         frames = self._frames() if message.abort else ()
         self._hear(message)
         if message.abort:
-            self._hooks.on_pause()
             self._tell_where(frames)
 
     def _on_end(self, error: EOFError) -> None:
@@ -202,7 +199,6 @@ class ControllerLine:
         if isinstance(error, MessageRefused):
             log.error("what the controller says can't be read: %s", error)
         self._hear(fo.LineEnded())
-        self._hooks.on_pause()
         if self.cut_off and not self._closed.wait(self._pause_timeout_s):
             # The training thread waits for what can't be reached either.
             log.error("cut off, and this ends; at %s", " <- ".join(self._frames()[:FRAMES_SHOWN]))

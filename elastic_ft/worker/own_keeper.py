@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from elastic_ft.core.assignment import Keeper, WorkerId
 from elastic_ft.core.commands import UseKeeper
-from elastic_ft.keeper.client import DIAL_TIMEOUT_S, KeeperClient, KeeperGone
+from elastic_ft.keeper.keeper_client import DIAL_TIMEOUT_S, KeeperClient, KeeperGone
 from elastic_ft.transport.tls import JobKey
 
 

@@ -12,15 +12,11 @@ from elastic_ft import torch_private
 from elastic_ft.core.assignment import CheckpointRef, Holding, Source, Tier
 from elastic_ft.core.box_owners import find_owners
 from elastic_ft.engines.base import StateEngine
-from elastic_ft.errors import (
-    CheckpointMismatch,
-    GroupBroken,
-    StateDamaged,
-)
+from elastic_ft.errors import CheckpointMismatch, GroupBroken, StateDamaged
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.keeper.buffer import Schema
-from elastic_ft.keeper.client import LeftShard
+from elastic_ft.keeper.keeper_client import LeftShard
 from elastic_ft.state.checkpoint_source import StoredState, reading_checkpoint, store_of
 from elastic_ft.state.outcomes import together
 from elastic_ft.state.placed import Placed, exchange_placed

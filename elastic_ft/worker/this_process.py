@@ -25,7 +25,6 @@ def run_worker(
     *,
     train_loop: Callable[[], Any] | None = None,
     on_generation: Callable[[Any], None] | None = None,
-    on_pause: Callable[[], None] | None = None,
     on_called: Callable[[], None] | None = None,
 ) -> None:
     """Takes part in a job until released or until the controller is gone. Blocks.
@@ -35,11 +34,10 @@ def run_worker(
         member: who this is and where.
         train_loop: user code; it iterates over ``elastic_ft.train()``. None: nothing but that.
         on_generation: called in the training thread with the host's extra, before forming.
-        on_pause: called from the control thread when collectives are broken off.
         on_called: called once the controller has answered.
     """
     global _current
-    worker = Worker(address, key, member, on_generation, on_pause)
+    worker = Worker(address, key, member, on_generation)
     _current = worker
     try:
         if on_called is not None:
@@ -93,5 +91,5 @@ def current_step() -> int:
     return _current.step if _current is not None else 0
 
 
-def member_here(worker: str, node: str, host: str, raylet_pid: int | None = None) -> Member:
-    return Member(worker, node, host, os.getpid(), raylet_pid)
+def member_here(worker: str, node: str, host: str) -> Member:
+    return Member(worker, node, host, os.getpid())

@@ -29,7 +29,7 @@ from elastic_ft.errors import UsageError
 from elastic_ft.faults import Points
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks, use_interface_of
-from elastic_ft.keeper.client import KeeperClient
+from elastic_ft.keeper.keeper_client import KeeperClient
 from elastic_ft.state.checkpointer import owned_by
 from elastic_ft.state.tensors import LocalState
 from elastic_ft.transport.control import FaultFired, Form, Welcome
@@ -81,7 +81,6 @@ class Worker:
         key: JobKey,
         member: Member,
         on_generation: Callable[[Any], None] | None,
-        on_pause: Callable[[], None] | None,
     ) -> None:
         self.member, self._key, self._on_generation = member, key, on_generation
         birth.passed("imports_s")
@@ -99,7 +98,6 @@ class Worker:
         hooks = Hooks(
             lambda: self._training.current,
             lambda message: self._keeper.use(message),
-            on_pause or _nothing,
             self._follow,
         )
         self._line = ControllerLine(lifeline, member, self._points, hooks, self._pause_timeout_s)
@@ -416,10 +414,6 @@ def _unseen(steps: Steps) -> Steps:
     for _ in steps:
         pass
     yield from ()
-
-
-def _nothing() -> None:
-    pass
 
 
 with contextlib.suppress(RuntimeError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.gang_queue import WAYS
+from benchmarks.shared_cluster import Times
 from benchmarks.sharing_day import Setting, one_load, ratios
 from benchmarks.sharing_jobs import HELIOS, fitted, submitted
-from elastic_ft.sim.shared_cluster import Times
 
 NODES, JOBS = 64, 120
 

@@ -14,13 +14,13 @@ import psutil
 import pytest
 import yaml
 
+from chaos.s3_server import s3_server
 from elastic_ft import __version__
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.cli.check_stores import check_apart
 from elastic_ft.cli.preflight import Place, check_workers, one_worker
 from elastic_ft.config import load_job
 from elastic_ft.errors import ConfigError
-from tests.s3_server import s3_server
 
 Refused = Callable[..., str]
 PROCESSES = ["--processes"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,7 @@ from chaos.clusters import Cluster
 from chaos.runner import Runner
 from chaos.scenario import SCENARIOS, arm, load_scenario
 from elastic_ft.observe.run_reader import Tail, Watch
-
-DEADLINE_S = 20.0
+from tests.waiting import until
 
 
 class Recorder(Cluster):
@@ -76,13 +73,6 @@ class Written:
 @pytest.fixture
 def run(tmp_path: Path) -> Written:
     return Written(tmp_path)
-
-
-def until(condition: Any) -> None:
-    deadline_s, pause = time.monotonic() + DEADLINE_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.01)
 
 
 def faults(tmp_path: Path, text: str) -> Any:

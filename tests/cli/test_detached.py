@@ -22,17 +22,11 @@ from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, INTERRUPTED, run_co
 from elastic_ft.cli.run import Fitting
 from elastic_ft.cli.terminal import Ending, stay
 from elastic_ft.observe.run_reader import RunReader
+from tests.waiting import until
 
 Start = Callable[..., Any]
 WriteJob = Callable[..., str]
 DEADLINE_S = 150.0
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline_s, pause = time.monotonic() + DEADLINE_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.05)
 
 
 def pids_of(run: Path) -> set[int]:

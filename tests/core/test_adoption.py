@@ -42,7 +42,7 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.records import Adoption
 from elastic_ft.core.state import State
 from elastic_ft.core.table import Table
-from elastic_ft.sim.script import Script, assignment_in, keeper_on
+from tests.core.script import Script, assignment_in, keeper_on
 
 POLICY = Policy(min_workers=1, max_workers=3, strategy="fsdp")
 CHANGED = [WantWorkers(3, "the controller has changed"), StartTimer("return 2", 0, 2)]

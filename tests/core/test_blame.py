@@ -16,7 +16,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
 )
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, assignment_in
+from tests.core.script import Script, assignment_in
 
 ERROR = "GroupBroken: forming: connect: timed out"
 NAMES = "abcdefghijkl"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from elastic_ft.core.assignment import Member
 from elastic_ft.core.buddies import choose_buddies
 from elastic_ft.core.layouts.layout import Layout, LayoutWish, plan_layout
-from elastic_ft.sim.script import member
+from tests.core.script import member
 
 TWO = Layout(dp_shard=2)
 

@@ -25,7 +25,7 @@ from elastic_ft.core.events import (
     WorkerLost,
 )
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, assignment_in
+from tests.core.script import Script, assignment_in
 
 
 def ddp() -> Script:

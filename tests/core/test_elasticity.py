@@ -36,7 +36,7 @@ from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Work
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.stragglers import find_straggler
 from elastic_ft.core.world import WINDOW_S
-from elastic_ft.sim.script import Script, assignment_in, member
+from tests.core.script import Script, assignment_in, member
 
 FOUR = {"a": "n1", "b": "n2", "c": "n3", "d": "n4"}
 

@@ -30,7 +30,7 @@ from elastic_ft.core.layouts.expert_owners import (
 from elastic_ft.core.layouts.layout import Layout, ShardPlace
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.typed import decoder
-from elastic_ft.sim.script import Script, assignment_in, member
+from tests.core.script import Script, assignment_in, member
 
 PARTS = 12  # of an expert
 

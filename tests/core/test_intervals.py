@@ -18,7 +18,7 @@ from elastic_ft.core.intervals import (
     snapshot_every,
 )
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script
+from tests.core.script import Script
 
 
 @given(st.floats(1e-4, 10), st.floats(1e-3, 100), st.floats(0.001, 0.5))

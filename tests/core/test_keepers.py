@@ -38,7 +38,7 @@ from elastic_ft.core.events import (
 )
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, assignment_in, keeper_on
+from tests.core.script import Script, assignment_in, keeper_on
 
 S0, S1, S2 = "pp0.s0.tp0", "pp0.s1.tp0", "pp0.s2.tp0"
 SHARD_OF = {"a": S0, "b": S1, "c": S2}

@@ -44,7 +44,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
-from elastic_ft.sim.script import Script, assignment_in, member
+from tests.core.script import Script, assignment_in, member
 
 WHOLE = "pp1.s1.tp1"  # the shard space of DDP, and its only shard
 SHARD = "pp0.s0.tp0"

@@ -15,7 +15,7 @@ from elastic_ft.core.commands import (
 )
 from elastic_ft.core.events import UNREACHABLE, SourceRefused, StopRequested, WorkerLost
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, assignment_in
+from tests.core.script import Script, assignment_in
 
 REFS = (CheckpointRef(120, "s3://b/120"), CheckpointRef(80, "s3://b/80"))
 NEWEST = Source(120, Tier.CHECKPOINT, url="s3://b/120")

@@ -20,7 +20,7 @@ from elastic_ft.core.events import (
     WorkerRaised,
 )
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script, assignment_in
+from tests.core.script import Script, assignment_in
 
 ERROR = "DataError: data.url: /mnt/corpus: no such file or folder"
 UNFIT = f"it can't take part: {ERROR}"

@@ -34,8 +34,9 @@ from elastic_ft.core.layouts.layout import Strategy
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import CLOSED_KEPT, RECOVERIES_KEPT, State, Turn
 from elastic_ft.core.world import has_joiners, joiners
-from elastic_ft.sim import make_scenario, simulate
-from elastic_ft.sim.script import Script, member
+from elastic_ft.sim import simulate
+from tests.core.script import Script, member
+from tests.sim.scenarios import make_scenario
 
 SMALL, TIMES = 128, 16
 RATIO_MAX = 3.0  # of the time per event; what is quadratic comes near TIMES

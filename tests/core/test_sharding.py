@@ -18,7 +18,6 @@ from elastic_ft.core.sharding import (
     Piece,
     StateMissing,
     boxes_of_range,
-    bytes_of_copies,
     overlapping,
     uncovered,
 )
@@ -47,6 +46,10 @@ def missing_elements(
     have = {(t, e) for (_, t), found in held_elements(sources).items() for e in found}
     want = {(t, e) for (_, t), found in held_elements(targets).items() for e in found}
     return want - have
+
+
+def bytes_of_copies(plan: Sequence[Copy], itemsize: int = 1) -> int:
+    return sum(copy.box.numel * itemsize for copy in plan if not copy.is_local)
 
 
 def check_plan(plan: Sequence[Copy], sources: Sequence[Piece], targets: Sequence[Piece]) -> None:
@@ -289,7 +292,7 @@ def test_a_pure_shrink_moves_only_the_lost_shard() -> None:
     targets += [Piece("w2", "t", Box((4,), (4,)))]
     plan = plan_reshard(sources, targets, {"t": 4})
     assert [c for c in plan if not c.is_local] == [Copy("t", "w0", "w2", row[3])]
-    assert bytes_of_copies(plan, {"t": 4}) == 8
+    assert bytes_of_copies(plan, 4) == 8
 
 
 def test_own_state_is_taken_whole_before_that_of_peers() -> None:

@@ -14,8 +14,9 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.shares import Share, share_of, shares
 from elastic_ft.core.state import State
-from elastic_ft.sim import make_scenario, simulate
-from elastic_ft.sim.script import member
+from elastic_ft.sim import simulate
+from tests.core.script import member
+from tests.sim.scenarios import make_scenario
 
 
 def agrees(assignment: Assignment) -> None:

@@ -7,7 +7,7 @@ import pytest
 from elastic_ft.core.events import KeeperLost, WorkerLost
 from elastic_ft.core.hangs import Progress
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim.script import Script
+from tests.core.script import Script
 
 HANG_S, SILENT_S = 20.0, 10.0
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from chaos.s3_server import s3_server
 from elastic_ft.config import Job
 from elastic_ft.controller.controller import Controller
 from elastic_ft.controller.inheritance import Inheritance
@@ -32,7 +32,7 @@ from elastic_ft.observe.segments import read_whole
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.tls import new_key
 from tests.multiproc.harness import RUN_DEADLINE_S, Run, make_job
-from tests.s3_server import s3_server
+from tests.waiting import until
 
 Where = Callable[[Controller, Any], bool]
 
@@ -129,8 +129,8 @@ class Realm:
 
     def run(self, *untils: Where, faults: tuple[PointFault, ...] = ()) -> dict[str, Any]:
         """A controller that ends at each of these, and one that ends with the job."""
-        for until in untils:
-            reign = self.reign(until, faults)
+        for where in untils:
+            reign = self.reign(where, faults)
             reign.thread.join(RUN_DEADLINE_S)
             assert isinstance(reign.error, Killed), (reign.error, reign.result)
         last = self.reign(faults=faults)
@@ -285,7 +285,7 @@ def test_one_that_was_stopped_wakes_up_and_leaves(
     first = realm.reign(stopped)
     assert asleep.wait(RUN_DEADLINE_S)
     last = realm.reign()
-    wait_for(lambda: last.controller.state.committed > 20 or last.error is not None)
+    until(lambda: last.controller.state.committed > 20 or last.error is not None)
     awake.set()
     first.thread.join(RUN_DEADLINE_S)
     assert isinstance(first.error, Superseded), first.error
@@ -310,10 +310,3 @@ def test_with_a_run_folder_in_an_object_store(
             (tmp_path / name).write_bytes(read_whole(store, name))
         run = Run(realm.job, tmp_path, result)
         check_adopted(run, 1)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + RUN_DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.02)

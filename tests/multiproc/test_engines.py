@@ -249,7 +249,8 @@ def test_tied_embeddings_in_two_stages(
 @pytest.mark.parametrize(
     ("model", "strategy", "world", "parallel"),
     [
-        ("decoder", "ddp", 2, {}),
+        ("decoder", "ddp", 2, {"activation_checkpointing": True}),
+        ("decoder", "fsdp", 3, {"activation_checkpointing": True}),
         ("decoder", "fsdp", 4, {"tp": 2, "activation_checkpointing": True}),
         ("decoder", "ddp", 4, {"pp": 2, "tp": 2}),
         ("llama", "fsdp", 4, {"tp": 2}),
@@ -355,6 +356,8 @@ def test_what_can_wait_for_the_last_micro_batch_is_sent_once_a_step(
 @pytest.mark.parametrize(
     ("strategy", "world", "parallel"),
     [
+        ("ddp", 2, {}),
+        ("fsdp", 2, {}),
         ("ddp", 2, {"tp": 2}),
         ("fsdp", 4, {"tp": 2}),
         ("ddp", 2, {"pp": 2}),

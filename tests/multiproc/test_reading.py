@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from chaos.s3_server import s3_server
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.assignment import Member
 from tests.multiproc.harness import make_job, run_job
-from tests.s3_server import s3_server
 
 SHARDS = r"\.bin"
 WORKERS = 2

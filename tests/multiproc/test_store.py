@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,14 @@ import pytest
 import yaml
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from chaos.s3_server import s3_server
 from elastic_ft.controller.controller import Controller
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe.lines import parse_lines
 from elastic_ft.storage.store import Store, open_store
 from tests.multiproc.harness import Gate, make_job, on_disk, run_job
-from tests.s3_server import s3_server
+from tests.waiting import until
 
 SHARD = ".bin"
 STEPS_BEFORE = 6  # the last of them with a checkpoint
@@ -85,16 +84,15 @@ def test_replicas_read_a_checkpoint_once(
     assert sum(read.values()) == committed["bytes"], read
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_training_goes_on_while_the_bucket_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3_server(tmp_path / "s3") as s3, ObjectStoreProxy(s3.endpoint) as proxy:
         environment = s3.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         checkpoint = {"url": s3.url("checkpoints"), "every_steps": 3}
-        job = make_job(strategy, steps=4000, workers=2, checkpoint=checkpoint)
+        job = make_job("fsdp", steps=4000, workers=2, checkpoint=checkpoint)
         outage = Outage(proxy)
         run = run_job(job, tmp_path / "run", on_step=outage, environment=environment)
     assert run.result["status"] == "stopped", run.story()
@@ -209,17 +207,17 @@ def test_controllers_are_killed_and_stopped_where_all_is_in_a_bucket(
             return max((line["step"] for line in lines(store, "steps.jsonl")), default=0)
 
         first = start()
-        wait_for("some steps", lambda: recorded() >= 20)
+        until(lambda: recorded() >= 20, "some steps")
         ended(first)
         second = start()
-        wait_for("what the keepers saved", lambda: events(store, "emergency_checkpoint"))
+        until(lambda: events(store, "emergency_checkpoint"), "what the keepers saved")
         ended(second)
         third, before = start(), recorded()
-        wait_for("the third to train", lambda: recorded() >= before + 20)
+        until(lambda: recorded() >= before + 20, "the third to train")
         third.send_signal(signal.SIGSTOP)
         stopped_at = recorded()
         fourth = start()
-        wait_for("the fourth to train", lambda: recorded() >= stopped_at + 20)
+        until(lambda: recorded() >= stopped_at + 20, "the fourth to train")
         third.send_signal(signal.SIGCONT)
         _, said = third.communicate(timeout=WAIT_S)
         fourth.send_signal(signal.SIGINT)
@@ -247,10 +245,3 @@ def events(store: Store, name: str) -> list[dict[str, Any]]:
 
 def lines(store: Store, name: str) -> list[dict[str, Any]]:
     return parse_lines(store.get(name), name) if store.exists(name) else []
-
-
-def wait_for(what: str, condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, f"waited {WAIT_S:g} s for {what}"
-        time.sleep(0.2)

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from chaos.s3_server import s3_server
 from elastic_ft.controller.controller import Controller
 from tests.multiproc.harness import Gate, Run, make_job, run_job
 from tests.multiproc.test_averaged_job import SCHEDULE_FREE
 from tests.multiproc.test_experts_job import SIZES
-from tests.s3_server import s3_server
 
 STEPS, EVERY_STEPS = 20, 3
 SILENT_S = 4.0  # a stopped worker is lost; one that a busy machine holds up so long is, too

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from chaos.object_store_proxy import FaultKind, ObjectStoreProxy, StoreFault
+from chaos.s3_server import s3_server
 from elastic_ft.controller.controller import Controller
 from tests.multiproc.harness import make_job, run_job
-from tests.s3_server import s3_server
 
 CHECKPOINTS_BEFORE = 2  # as many as are kept
 TRIES = 3  # to read, each with all the client's own; then the store is well again

@@ -16,11 +16,12 @@ from elastic_ft.observe import replay
 from elastic_ft.observe.accounts import CLASSES, PRODUCTIVE, Accounts, Totals
 from elastic_ft.observe.run_folder import read_lines
 from elastic_ft.observe.startup import PARTS
-from elastic_ft.sim import SimScenario, make_scenario
+from elastic_ft.sim import SimScenario
 from elastic_ft.sim.runs import Chaos
 from elastic_ft.sim.simulation import Simulation
 from tests.multiproc.harness import Run
 from tests.observe.disturbed import Lifetimes
+from tests.sim.scenarios import make_scenario
 
 TOLERANCE = 0.01
 SIMULATED = 30

@@ -11,11 +11,10 @@ import queue
 import re
 import subprocess
 import threading
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,19 +32,11 @@ from elastic_ft.observe.run_folder import RunFolder
 from tests.multiproc.harness import make_job
 from tests.observe.conftest import tool
 from tests.observe.test_rules import ALERTS, PROMETHEUS, RECORDED, RULES
+from tests.waiting import until
 
 GRAFANA = PROMETHEUS.parent / "grafana"
 DEADLINE_S = 120.0
 NAME = "observed"
-
-
-def until(what: str, condition: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
-    """Returns the first true answer."""
-    pause, end = threading.Event(), time.monotonic() + deadline_s
-    while not (found := condition()):
-        assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        pause.wait(0.1)
-    return found
 
 
 # ------------------------------------------------------------------------------ the stack
@@ -90,7 +81,7 @@ def serving(port: int, log: Path, *command: str) -> Iterator[str]:
                 return False
 
         try:
-            until(f"{command[0]} is ready", ready, 90)
+            until(ready, f"{command[0]} is ready", 90)
             yield url
         finally:
             process.kill()
@@ -245,8 +236,8 @@ def test_an_operator_sees_everything_and_hears_of_a_lost_node(tmp_path: Path) ->
             )
         )
         asked = Asked(url)
-        until("the job is seen", lambda: asked.series(f'elastic_ft_loss{{job_name="{NAME}"}}'))
-        until("the user's error is recovered from", lambda: job.controller.state.recoveries)
+        until(lambda: asked.series(f'elastic_ft_loss{{job_name="{NAME}"}}'), "the job is seen")
+        until(lambda: job.controller.state.recoveries, "the user's error is recovered from")
         job.lose_a_node()
         job.host.add_node("n9", 1)
         missing = questions()
@@ -258,7 +249,7 @@ def test_an_operator_sees_everything_and_hears_of_a_lost_node(tmp_path: Path) ->
             return not missing
 
         try:
-            until("every panel and rule has an answer", all_answered)
+            until(all_answered, "every panel and rule has an answer")
         except AssertionError:
             pytest.fail("\n".join(f"empty: {name}: {query}" for name, query in missing.items()))
         groups = asked.get("rules")["groups"]

@@ -10,7 +10,7 @@ from elastic_ft.core.events import Event, JobStarted, WorkerReady
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.observe.startup import PARTS, Startup
-from elastic_ft.sim.script import Script, member
+from tests.core.script import Script, member
 
 BEGUN = JobStarted(101.0, (), 0, 0)
 SPENT = {"imports_s": 5.0, "connect_s": 1.0, "data_s": 4.0, "model_s": 2.0}

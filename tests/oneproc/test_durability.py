@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -16,6 +16,7 @@ from elastic_ft.errors import Superseded
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
+from tests.waiting import until
 
 DEADLINE_S = 60.0
 
@@ -92,8 +93,8 @@ def test_a_store_that_answers_nothing_is_waited_for_once(
     (note,) = durable.posted
     assert note.event == NOT_DURABLE and "not within 0.5 s" in note.reason
     durable.hole.open.set()
-    wait_for(lambda: durable.mirrored() == 21)
-    wait_for(lambda: not durable.durability._is_away)
+    until(lambda: durable.mirrored() == 21)
+    until(lambda: not durable.durability._is_away)
     monkeypatch.setattr(durability, "NOW_S", DEADLINE_S)
     durable.told()
     assert durable.mirrored() == 22 and len(durable.posted) == 1
@@ -106,10 +107,3 @@ def test_a_successor_is_heard_of(durable: Durable) -> None:
     )
     with pytest.raises(Superseded):
         durable.told()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s, pause = time.monotonic() + DEADLINE_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.01)

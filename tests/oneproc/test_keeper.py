@@ -34,16 +34,15 @@ from elastic_ft.keeper.buffer import (
     seal,
     shard_bytes,
 )
-from elastic_ft.keeper.client import (
+from elastic_ft.keeper.keeper_client import (
     KeeperClient,
     KeeperDeadlines,
     KeeperGone,
     KeeperRefused,
     LeftShard,
 )
-from elastic_ft.keeper.keeper import HEALTH_EVERY_S, NodeKeeper
+from elastic_ft.keeper.node_keeper import HEALTH_EVERY_S, NodeKeeper
 from elastic_ft.keeper.protocol import Free, Sealed, Unseal, Upload
-from elastic_ft.sim.script import member
 from elastic_ft.state import host_memory
 from elastic_ft.state.host_memory import HostMemory
 from elastic_ft.state.snapshot import Snapshots
@@ -51,6 +50,7 @@ from elastic_ft.state.tensors import StateTensor
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.control import ControlServer, Inspect, NodeHealth, Welcome
 from elastic_ft.transport.tls import JobKey
+from tests.core.script import member
 from tests.multiproc.harness import make_job
 
 WHOLE = Box((0, 0), (4, 3))
@@ -419,7 +419,7 @@ def test_what_a_keeper_can_not_do_is_its_lines_end(
     def breaks(*_: object) -> None:
         raise OverflowError("what nobody thought of")
 
-    monkeypatch.setattr("elastic_ft.keeper.keeper.inspect", breaks)
+    monkeypatch.setattr("elastic_ft.keeper.node_keeper.inspect", breaks)
     serving = threading.Thread(target=node_keeper.serve, daemon=True)
     serving.start()
     desk.next(KeeperReady)

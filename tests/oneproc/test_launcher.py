@@ -53,17 +53,11 @@ from elastic_ft.transport.messages import encode
 from elastic_ft.transport.reception import listen
 from elastic_ft.transport.tls import JobKey
 from tests.multiproc.harness import make_job
+from tests.waiting import until
 
 DEADLINE_S = 200.0  # one imports torch, on what other tiers leave
 WOKEN_S = 30.0  # to answer, for one that has imported all and was stopped
 KEY = JobKey(b"k" * 32)
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline_s, pause = time.monotonic() + DEADLINE_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.01)
 
 
 @pytest.fixture

@@ -220,7 +220,7 @@ def test_what_a_worker_can_not_do_is_the_lines_end(realm: Realm) -> None:
     """The thread that reads died of it, and the worker trained on for ever."""
     first = realm.reigning()
     points = Points("w0", (), lambda index: None)
-    hooks = Hooks(lambda: 0, raises, lambda: None, lambda welcome: None)
+    hooks = Hooks(lambda: 0, raises, lambda welcome: None)
     line = ControllerLine(realm.lifeline(first), MEMBER, points, hooks, 1.0)
     realm.closing.append(line.close)
     line.start()

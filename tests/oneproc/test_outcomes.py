@@ -15,11 +15,11 @@ from elastic_ft.core.manifest import Manifest
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import StateDamaged, StateUnreadable, StoreFailed
 from elastic_ft.groups.groups import Groups, Peer
-from elastic_ft.sim.script import member
 from elastic_ft.state.outcomes import together
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.cancellable import find_object
 from elastic_ft.storage.store import open_store
+from tests.core.script import member
 
 KEY = "manifests/0000000010-1.json"
 Work = Callable[[], tuple[Any, tuple[str, ...]]]

@@ -26,8 +26,8 @@ from elastic_ft.core.commands import FinishJob, RecordStep
 from elastic_ft.core.events import JobStarted, StopRequested
 from elastic_ft.errors import StoreFailed, UsageError
 from elastic_ft.keeper import emergency
-from elastic_ft.keeper.client import KeeperClient
-from elastic_ft.keeper.keeper import NodeKeeper
+from elastic_ft.keeper.keeper_client import KeeperClient
+from elastic_ft.keeper.node_keeper import NodeKeeper
 from elastic_ft.keeper.protocol import Sealed
 from elastic_ft.observe import alive
 from elastic_ft.observe.run_folder import RunFolder, read_lines

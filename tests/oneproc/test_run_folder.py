@@ -8,8 +8,6 @@ import json
 import math
 import os
 import shutil
-import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend, Bytes
 from elastic_ft.storage.store import open_store
+from tests.waiting import until
 
 
 def test_voided_lines_stay_beside_the_record_and_not_for_ever(tmp_path: Path) -> None:
@@ -116,21 +115,14 @@ def test_what_others_wait_for_is_not_held_up_by_what_the_mirror_sends(
     store = open_store(folder.url)
     folder.take_over("run1", "job")
     folder.journal(1.0, "said", 0, "", {})
-    wait_for(lambda: store.exists("events.jsonl"))
+    until(lambda: store.exists("events.jsonl"))
     alive.leave_sign(folder.path)
-    wait_for(lambda: store.exists(alive.NAME))
+    until(lambda: store.exists(alive.NAME))
     store.put(handover.NAME, json.dumps({"run": "run1"}).encode())
-    wait_for(lambda: folder.is_asked(handover.NAME))
+    until(lambda: folder.is_asked(handover.NAME))
     owners.take_over(store, job="job", run="run2", run_folder=folder.url)
-    wait_for(lambda: not folder.is_ours)
+    until(lambda: not folder.is_ours)
     folder.close()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline_s, pause = time.monotonic() + 20, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.01)
 
 
 def test_the_owner_is_looked_at_again_before_a_put_is_repeated() -> None:

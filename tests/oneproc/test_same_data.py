@@ -13,8 +13,8 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import DataDiffers, DataError, GroupBroken
 from elastic_ft.groups.groups import Groups, Peer
-from elastic_ft.sim.script import member
 from elastic_ft.worker.same_data import check_same_data
+from tests.core.script import member
 
 
 def judged(*workers: tuple[str, bool]) -> list[Any]:

@@ -8,7 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.service.service_config import load_config
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served, no_cluster, post
 from tests.oneproc.test_service_hands import Bench, bench, later  # noqa: F401
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -34,13 +35,6 @@ def served(tmp_path: Path) -> Iterator[Served]:
     served = Served(tmp_path / "F")
     yield served
     served.close()
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    until_s, pause = time.monotonic() + WAIT_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < until_s, what
-        pause.wait(0.01)
 
 
 def test_a_service_that_waits_for_the_head_answers_others(

@@ -19,11 +19,11 @@ from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.core.shares import share_of
 from elastic_ft.errors import GroupBroken
-from elastic_ft.keeper.client import KeeperGone, KeeperRefused
-from elastic_ft.sim.script import member
+from elastic_ft.keeper.keeper_client import KeeperGone, KeeperRefused
 from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.snapshot import Snapshots
 from elastic_ft.state.tensors import LocalState, StateTensor
+from tests.core.script import member
 
 LAYOUT, _ = plan_layout(LayoutWish(strategy="fsdp"), 2)
 MEMBERS = (member("a", "n1"), member("b", "n2"))

@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.store import open_store
 from tests.multiproc.harness import make_job
+from tests.waiting import until
 
 
 class Idle(LocalHost):
@@ -163,10 +162,3 @@ def test_a_terminal_whose_job_was_taken_over_says_so(
 def starts(folder: Path) -> list[Any]:
     lines = read_lines(folder / "events.jsonl")
     return [line for line in lines if line["event"] == "job_started"]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s, pause = time.monotonic() + 30, threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s
-        pause.wait(0.02)

@@ -10,7 +10,9 @@ from trial import START_S, Trial, job
 from elastic_ft.hosts.ray.cluster import LocalCluster
 
 Start = Callable[..., Trial]
-pytestmark = pytest.mark.timeout(300)
+# In CI test_moves goes through such changes when nodes of two workers are lost, and test_elastic
+# loses nodes of Ray's.
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

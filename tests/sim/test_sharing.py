@@ -11,12 +11,12 @@ import random
 
 import pytest
 
+from benchmarks.shared_cluster import JobRun, SharedCluster, SubmittedWork, Times
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import Bundles
 from elastic_ft.observe.snapshots import as_plain_values
-from elastic_ft.sim.shared_cluster import JobRun, SharedCluster, SubmittedWork, Times
-from elastic_ft.sim.sharing_checks import check_all
+from tests.sim.sharing_checks import check_all
 
 FIRST = int(os.environ.get("ELASTIC_FT_SIM_SEED", "1"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "60"))

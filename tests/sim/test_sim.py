@@ -36,25 +36,20 @@ from elastic_ft.core.assignment import Assignment, Holding, Source
 from elastic_ft.core.layouts import layout
 from elastic_ft.core.lineage import Lineage
 from elastic_ft.core.policy import Policy
-from elastic_ft.sim import (
+from elastic_ft.sim import SimFault, SimScenario, SimViolation, sim_emergency, sim_policy, simulate
+from elastic_ft.sim.nodes import Key, ObjectStore
+from elastic_ft.sim.scenario import POLICY
+from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper
+from tests.sim.scenarios import (
     CHANGES,
     KINDS,
     OUTAGES,
     PLANNING,
     SUCCESSIONS,
-    SimFault,
-    SimScenario,
-    SimViolation,
     bearable,
     large,
     make_scenario,
-    sim_emergency,
-    sim_policy,
-    simulate,
 )
-from elastic_ft.sim.nodes import Key, ObjectStore
-from elastic_ft.sim.scenario import POLICY
-from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "500"))
@@ -551,7 +546,8 @@ def test_a_rule_for_what_is_gone_on_from_that_is_wrong_is_seen(
 # ------------------------------------------------------------------------------- determinism
 
 HASHES = """
-from elastic_ft.sim import make_scenario, simulate
+from elastic_ft.sim import simulate
+from tests.sim.scenarios import make_scenario
 for seed in range({first}, {first} + 20):
     print(seed, simulate(make_scenario(seed)).trace_hash)
 """

@@ -21,18 +21,16 @@ from elastic_ft.core.membership import step as decide
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import State
 from elastic_ft.sim import (
-    ADOPTIONS,
     Report,
     SimFault,
     SimKill,
     SimScenario,
     SimViolation,
-    adopted,
-    make_scenario,
     sim_policy,
     simulate,
 )
 from elastic_ft.sim.nodes import ObjectStore
+from tests.sim.scenarios import ADOPTIONS, adopted, make_scenario
 
 FIRST_SEED = int(os.environ.get("ELASTIC_FT_SIM_SEED", "0"))
 COUNT = int(os.environ.get("ELASTIC_FT_SIM_COUNT", "150"))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # plain `pytest`, where `python -m pytest` would have it
     sys.path.insert(0, str(ROOT))
 
-from tests.s3_server import S3Server, s3_server  # noqa: E402
+from chaos.s3_server import S3Server, s3_server  # noqa: E402
 
 
 @pytest.fixture(scope="session")

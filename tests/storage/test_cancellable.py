@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from chaos.s3_server import S3Server
 from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
-from tests.s3_server import S3Server
 
 AT_ONCE_S = 20.0  # below every deadline here
 PATIENT_S = 60.0

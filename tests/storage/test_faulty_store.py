@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from chaos.s3_server import S3Server
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import StateDamaged, StoreFailed
@@ -38,7 +39,6 @@ from elastic_ft.storage.checkpoints import (
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.objects import Objects
 from elastic_ft.storage.store import Store, StoreError
-from tests.s3_server import S3Server
 
 MIXES = 100
 AT_ONCE = 8

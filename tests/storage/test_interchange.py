@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import elastic_ft
+from chaos.s3_server import S3Server
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, FAILED, run_command
 from elastic_ft.cli.check_model import check_weights
 from elastic_ft.config import ModelConfig
@@ -29,7 +30,6 @@ from elastic_ft.storage.safetensors import SINGLE
 from elastic_ft.storage.shards import Want, prefix_of
 from elastic_ft.storage.store import Store, open_store
 from tests.multiproc.harness import make_job, run_job
-from tests.s3_server import S3Server
 from tests.storage.sharded import load_sharded, tiny_model
 
 library = pytest.importorskip("safetensors.torch")

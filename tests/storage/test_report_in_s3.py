@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from chaos.s3_server import S3Server
 from elastic_ft.cli.app import COMPLETED, run_command
 from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.storage.store import open_store
-from tests.s3_server import S3Server
 
 
 def test_a_remote_run_is_reported_beside_its_files(s3: S3Server) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from chaos.s3_server import S3Server
 from elastic_ft.config import DataConfig
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.storage.store import open_store
-from tests.s3_server import S3Server
 
 
 def test_samples_come_from_the_bucket(s3: S3Server, tmp_path: Path) -> None:

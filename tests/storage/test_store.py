@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from chaos.s3_server import S3Server
 from elastic_ft.errors import StorageError, StoreFailed
 from elastic_ft.storage import backends
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, check_access, open_store
-from tests.s3_server import S3Server
 
 
 def test_objects_come_back_as_they_were_put(url: str) -> None:

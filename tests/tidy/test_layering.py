@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -51,8 +52,6 @@ CORE_INPUT_OUTPUT = {"open", "print", "input", "eval", "exec", "__import__"}
 MAY_SLEEP = {
     "tests/cli/test_launch.py": "polls for a condition, with a deadline",
     "tests/multiproc/conftest.py": "polls for a condition, with a deadline",
-    "tests/multiproc/test_store.py": "polls for a condition, with a deadline",
-    "tests/multiproc/test_world.py": "polls for a condition, with a deadline",
     "tests/multiproc/tiny.py": "a gate that a test opens, with a deadline",
     "tests/oneproc/test_lifeline.py": "polls for a condition, with a deadline",
     "tests/ray/test_service.py": "polls for a condition, with a deadline",
@@ -76,23 +75,25 @@ def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imports_of(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, absolute dotted name) of every import, those inside functions included."""
-    package = path.relative_to(ROOT).parts[:-1]
+    package, found = path.relative_to(ROOT).parts[:-1], list[tuple[int, str]]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+            found += ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+    return tuple(found)
 
 
-def calls_of(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def calls_of(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, dotted name as written) of every call."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            yield node.lineno, ast.unparse(node.func)
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return tuple((n.lineno, ast.unparse(n.func)) for n in nodes if isinstance(n, ast.Call))
 
 
 def breaches(paths: list[Path], layer_may: dict[str, set[str]]) -> list[str]:
@@ -201,7 +202,7 @@ def test_a_process_of_a_job_imports_what_every_job_needs() -> None:
     program = f"""
 import sys
 import elastic_ft.hosts.local, elastic_ft.controller.controller
-import elastic_ft.worker.worker, elastic_ft.keeper.keeper
+import elastic_ft.worker.worker, elastic_ft.keeper.node_keeper
 print(*(name for name in {SOME_JOBS!r} if name in sys.modules))
 """
     done = subprocess.run(

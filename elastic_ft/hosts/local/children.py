@@ -18,7 +18,7 @@ from typing import NoReturn
 from elastic_ft.hosts.local import in_charge
 from elastic_ft.hosts.local.guard import Guard
 from elastic_ft.hosts.local.orders import Order, StartProcess
-from elastic_ft.keeper.keeper import NodeKeeper
+from elastic_ft.keeper.node_keeper import NodeKeeper
 from elastic_ft.transport.title import set_title
 from elastic_ft.worker.forked import draw_apart
 from elastic_ft.worker.this_process import member_here, run_worker

@@ -14,21 +14,8 @@ from typing import Any
 from elastic_ft.config import Job
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.faults import PointFault
+from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.guard import read_note
-from elastic_ft.hosts.local.orders import (
-    Attend,
-    Forked,
-    Interrupt,
-    LocalRun,
-    NodeRequest,
-    Order,
-    Packets,
-    ProcessTable,
-    RunEnded,
-    call_in,
-    listen_in,
-    lives,
-)
 from elastic_ft.hosts.local.to_launcher import FOLDER, LAUNCHER_S
 from elastic_ft.hosts.local.warm import fork_launcher, stop_warm
 from elastic_ft.observe import scratch, stop_request
@@ -61,7 +48,7 @@ class DetachedRun:
         accept_changes: bool = False,
     ) -> None:
         self.log = _log_of(out, job.name)
-        self._run = LocalRun(
+        self._run = orders.LocalRun(
             job,
             out,
             checkpoint_url,
@@ -72,16 +59,16 @@ class DetachedRun:
             accept_changes,
         )
         self._folder: Path | None = None
-        self._line: Packets | None = None
-        self._outcome: RunEnded | None = None
+        self._line: orders.Packets | None = None
+        self._outcome: orders.RunEnded | None = None
         self._vigil: Vigil | None = None  # while no launcher answers
         self._stops, self._unheard = 0, False  # ``_unheard``: by whoever passes it on
 
     def start(self) -> None:
         """Returns once the launcher is there. Raises JobFailed."""
         folder = self._folder = scratch.make(FOLDER)
-        order = Order(str(folder), None, dict(os.environ), tuple(sys.path), self._run)
-        with listen_in(folder) as listener:
+        order = orders.Order(str(folder), None, dict(os.environ), tuple(sys.path), self._run)
+        with orders.listen_in(folder) as listener:
             fork_launcher(order, listener)
         try:
             self._line = _watch(folder)
@@ -101,7 +88,7 @@ class DetachedRun:
         self.close()
         shutil.rmtree(folder, ignore_errors=True)
 
-    def poll(self, timeout_s: float) -> RunEnded | None:
+    def poll(self, timeout_s: float) -> orders.RunEnded | None:
         """How it has ended; None: it has not, within ``timeout_s``, as far as is known."""
         self._ask_in_folder()
         try:
@@ -116,10 +103,10 @@ class DetachedRun:
             self._unheard |= self._stops > 0 and self._outcome is None
             self._vigil = self._vigil or Vigil(self._run.out)
             if (dead := self._vigil.look()) and self._outcome is None:  # nobody starts another
-                self._outcome = RunEnded(1, dead)
+                self._outcome = orders.RunEnded(1, dead)
             return self._outcome
         self._vigil = None
-        if isinstance(message, RunEnded):
+        if isinstance(message, orders.RunEnded):
             self._outcome = message
         return self._outcome
 
@@ -127,7 +114,7 @@ class DetachedRun:
         """In good order; the second time: at once. Without a launcher: by the run folder, from
         which a controller takes the same request no second time."""
         self._stops += 1
-        if self._line is None or not self._line.send(Interrupt()):
+        if self._line is None or not self._line.send(orders.Interrupt()):
             self._unheard = True
 
     def _ask_in_folder(self) -> None:
@@ -135,15 +122,15 @@ class DetachedRun:
             with contextlib.suppress(StoreFailed):  # asked again when it is looked at next
                 self._unheard = not stop_request.ask_to_stop(self._run.out, now=self._stops > 1)
 
-    def processes(self) -> list[Forked]:
+    def processes(self) -> list[orders.Forked]:
         """All that are alive. Raises ProcessLookupError where no launcher tells."""
-        return [process for process in self._asked().forked if lives(process)]
+        return [process for process in self._asked().forked if orders.lives(process)]
 
     def nodes(self) -> list[str]:
         """Names of those alive, oldest first. Raises ProcessLookupError likewise."""
         return [name for name, node in self._asked().nodes.items() if node["alive"]]
 
-    def ask(self, request: NodeRequest) -> None:
+    def ask(self, request: orders.NodeRequest) -> None:
         """Returns once it is seen to. Raises ProcessLookupError where nobody in charge does."""
         until_s = time.monotonic() + ANSWER_S
         self._asked(request)
@@ -152,7 +139,7 @@ class DetachedRun:
                 raise ProcessLookupError(f"nobody is in charge to {request.what} {request.node}")
             time.sleep(CALL_AGAIN_S)
 
-    def _asked(self, request: NodeRequest | None = None) -> ProcessTable:
+    def _asked(self, request: orders.NodeRequest | None = None) -> orders.ProcessTable:
         if self._folder is None:
             raise ProcessLookupError("it was not started yet")
         try:
@@ -165,7 +152,7 @@ class DetachedRun:
                 line.close()
         except (EOFError, OSError) as error:
             raise ProcessLookupError(f"no launcher answers: {error}") from error
-        if not isinstance(table, ProcessTable):
+        if not isinstance(table, orders.ProcessTable):
             raise ProcessLookupError("no launcher answers")
         return table
 
@@ -186,7 +173,7 @@ class DetachedRun:
         return self._line.receive(LAUNCHER_S)
 
 
-def _is_done(request: NodeRequest, nodes: dict[str, Any]) -> bool:
+def _is_done(request: orders.NodeRequest, nodes: dict[str, Any]) -> bool:
     node = nodes.get(request.node)
     if node is None:
         return False
@@ -194,9 +181,9 @@ def _is_done(request: NodeRequest, nodes: dict[str, Any]) -> bool:
     return bool(done[request.what])
 
 
-def _watch(folder: Path) -> Packets:
-    line = call_in(folder)
-    line.send(Attend("watcher", os.getpid()))
+def _watch(folder: Path) -> orders.Packets:
+    line = orders.call_in(folder)
+    line.send(orders.Attend("watcher", os.getpid()))
     return line
 
 

@@ -18,13 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastic_ft.errors import StoreFailed
-from elastic_ft.hosts.local.orders import (
-    Attend,
-    Order,
-    call_in,
-    listen_in,
-    ticks_of,
-)
+from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.warm import fork_launcher, stop_warm
 from elastic_ft.observe import alive, scratch
 from elastic_ft.transport.messages import Messages, encode
@@ -43,13 +37,13 @@ class LauncherNote:
     ``pid``, ``ticks``: its own.
     """
 
-    order: Order
+    order: orders.Order
     pid: int
     ticks: int
 
     @property
     def lives(self) -> bool:
-        return bool(self.ticks) and ticks_of(self.pid) == self.ticks
+        return bool(self.ticks) and orders.ticks_of(self.pid) == self.ticks
 
     def kill(self) -> None:
         if self.lives:
@@ -60,17 +54,17 @@ class LauncherNote:
 NOTES = Messages(LauncherNote)
 
 
-def note(order: Order) -> None:
+def note(order: orders.Order) -> None:
     """Of this launcher, for its user's eyes alone. Raises OSError."""
     folder = Path(order.folder)
-    content = encode(LauncherNote(order, os.getpid(), ticks_of(os.getpid())))
+    content = encode(LauncherNote(order, os.getpid(), orders.ticks_of(os.getpid())))
     swap = folder / f"{NOTE}.tmp"
     with os.fdopen(os.open(swap, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
     swap.replace(folder / NOTE)
 
 
-def forget_launcher(order: Order) -> None:
+def forget_launcher(order: orders.Order) -> None:
     """The run has ended: no launcher follows."""
     (Path(order.folder) / NOTE).unlink(missing_ok=True)
 
@@ -87,11 +81,11 @@ def read_note(folder: Path) -> LauncherNote | None:
 def answers(folder: Path, timeout_s: float) -> bool | None:
     """Whether the launcher of ``folder`` does, in time. None: nobody listens there."""
     try:
-        line = call_in(folder)
+        line = orders.call_in(folder)
     except OSError:
         return None
     try:
-        line.send(Attend("watcher", os.getpid()))
+        line.send(orders.Attend("watcher", os.getpid()))
         return line.receive(timeout_s) is not None
     except EOFError:
         return True  # it ended just now: the next look says more
@@ -154,7 +148,7 @@ class Guard(threading.Thread):
     def _start(self, known: LauncherNote) -> None:
         log.warning("launcher and controller are gone: a keeper starts another launcher")
         scratch.claim(self._folder)
-        with listen_in(self._folder) as listener:
+        with orders.listen_in(self._folder) as listener:
             fork_launcher(replace(known.order, in_charge=""), listener)
         assert known.order.run is not None
         over = threading.Event()

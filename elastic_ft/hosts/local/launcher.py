@@ -25,34 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from elastic_ft.hosts.local import children, forked_call, guard
-from elastic_ft.hosts.local.orders import (
-    TO_LAUNCHER,
-    TO_WARM,
-    Attend,
-    ControllerLives,
-    Forked,
-    Interrupt,
-    KeepNodes,
-    KillProcess,
-    LauncherLives,
-    LeaveAlone,
-    NodeRequest,
-    Order,
-    Packets,
-    ProcessEnded,
-    ProcessStarted,
-    ProcessTable,
-    RunEnded,
-    StartProcess,
-    end_in_words,
-    has_ended_child,
-    is_readable,
-    lives,
-    number_of,
-    ticks_of,
-    worth_telling,
-)
+from elastic_ft.hosts.local import children, forked_call, guard, orders
 from elastic_ft.observe import scratch
 from elastic_ft.transport.title import set_title
 
@@ -65,8 +38,8 @@ LEFT_S = 1800.0  # for who is left without a controller to end: keepers save fir
 class Attached:
     """Who has connected."""
 
-    line: Packets
-    hello: Attend | None = None
+    line: orders.Packets
+    hello: orders.Attend | None = None
 
 
 @dataclass(slots=True)
@@ -87,7 +60,7 @@ class Charge:
 def main(fd: int) -> None:
     """Of the warm process: by now all is imported."""
     set_title("ef-warm")
-    line = Packets(socket.socket(fileno=fd), TO_WARM)
+    line = orders.Packets(socket.socket(fileno=fd), orders.TO_WARM)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a launcher
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -103,7 +76,7 @@ def main(fd: int) -> None:
         os.close(handle)
 
 
-def serve(order: Order, listener: socket.socket) -> NoReturn:
+def serve(order: orders.Order, listener: socket.socket) -> NoReturn:
     """Of the process that was forked for it."""
     code = 1
     try:
@@ -116,7 +89,7 @@ def serve(order: Order, listener: socket.socket) -> NoReturn:
 
 
 class Launcher:
-    def __init__(self, order: Order, listener: socket.socket) -> None:
+    def __init__(self, order: orders.Order, listener: socket.socket) -> None:
         self._order, self._listener = order, listener
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -127,7 +100,7 @@ class Launcher:
         self._charge: Charge | None = None
         self._interrupts = 0  # to be passed on to the controller
         self._in_vain = 0  # controllers in a row that have ended without a step
-        self._outcome: RunEnded | None = None
+        self._outcome: orders.RunEnded | None = None
         self._is_anothers = False  # what runs: its controller is nobody that was forked here
         self._left_at_s = 0.0  # since when nobody is in charge any more
 
@@ -158,7 +131,7 @@ class Launcher:
         if order.owner is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._attend_to(os.pidfd_open(order.owner), self._leave_alone)
-            if not ticks_of(order.owner):
+            if not orders.ticks_of(order.owner):
                 self._leave_alone()
         for process in order.forked:
             self._take(process)
@@ -183,10 +156,10 @@ class Launcher:
     # ------------------------------------------------------------------- who asks
 
     def _accept(self) -> None:
-        if not is_readable(self._listener.fileno()):  # who called was let in out of turn
+        if not orders.is_readable(self._listener.fileno()):  # who called was let in out of turn
             return
         sock, _ = self._listener.accept()
-        attached = Attached(Packets(sock, TO_LAUNCHER))
+        attached = Attached(orders.Packets(sock, orders.TO_LAUNCHER))
         fd = attached.line.fileno()
         self._attached[fd] = attached
         self._attend_to(fd, lambda: self._hear(attached))
@@ -197,23 +170,23 @@ class Launcher:
         except EOFError:
             self._hang_up(attached)
             return
-        if isinstance(message, Attend):
+        if isinstance(message, orders.Attend):
             self._admit(attached, message)
-        elif isinstance(message, Interrupt):
+        elif isinstance(message, orders.Interrupt):
             self._interrupt()
-        elif isinstance(message, ControllerLives):
+        elif isinstance(message, orders.ControllerLives):
             self._answer(message, attached)
-        elif isinstance(message, NodeRequest):
+        elif isinstance(message, orders.NodeRequest):
             self._tell(message, "controller")
         elif message is not None and self._obeys(attached):
             self._do(message, attached)
 
     def _hear_out(self, pid: int) -> None:
         """All that a process said that has ended: its end may be seen before its last words."""
-        while is_readable(self._listener.fileno()):
+        while orders.is_readable(self._listener.fileno()):
             self._accept()
         for fd, attached in list(self._attached.items()):
-            while fd in self._attached and is_readable(fd):
+            while fd in self._attached and orders.is_readable(fd):
                 if attached.hello is not None and attached.hello.pid != pid:
                     break
                 self._hear(attached)
@@ -227,10 +200,10 @@ class Launcher:
         if was_in_charge and self._order.run is None:
             self._leave_alone()
 
-    def _admit(self, attached: Attached, hello: Attend) -> None:
+    def _admit(self, attached: Attached, hello: orders.Attend) -> None:
         attached.hello = hello
         if hello.role == "watcher" or self._obeys(attached):
-            attached.line.send(ProcessTable(tuple(self._forked.values()), self._nodes))
+            attached.line.send(orders.ProcessTable(tuple(self._forked.values()), self._nodes))
         if hello.role == "watcher" and self._outcome is not None:
             attached.line.send(self._outcome)
 
@@ -247,20 +220,20 @@ class Launcher:
         if self._charge is not None:
             self._charge.silent_s = 0.0
         match message:
-            case StartProcess():
+            case orders.StartProcess():
                 self._start(message, attached)
-            case KillProcess():
+            case orders.KillProcess():
                 self._kill(message.name)
-            case KeepNodes():
+            case orders.KeepNodes():
                 self._nodes = message.nodes
                 self._note()
-            case RunEnded():
+            case orders.RunEnded():
                 self._end_run(message)
-            case LeaveAlone():
+            case orders.LeaveAlone():
                 self._is_anothers, self._left_at_s = True, time.monotonic()
 
-    def _answer(self, sign: ControllerLives, attached: Attached) -> None:
-        attached.line.send(LauncherLives())
+    def _answer(self, sign: orders.ControllerLives, attached: Attached) -> None:
+        attached.line.send(orders.LauncherLives())
         if self._charge is not None and self._obeys(attached):
             self._charge.silent_s = 0.0
             self._charge.trained |= sign.trained
@@ -273,17 +246,19 @@ class Launcher:
 
     # ------------------------------------------------------------------- processes
 
-    def _start(self, start: StartProcess, attached: Attached) -> None:
+    def _start(self, start: orders.StartProcess, attached: Attached) -> None:
         assert attached.hello is not None
         hello = attached.hello
         environment = hello.environment | start.environment
         prepared = children.Prepared(environment, hello.path, [*self._handlers])
         pid = children.fork(prepared, lambda: self._live(start))
-        process = Forked(start.name, start.kind, start.node, pid, ticks_of(pid), start.gpu)
+        process = orders.Forked(
+            start.name, start.kind, start.node, pid, orders.ticks_of(pid), start.gpu
+        )
         self._take(process)
-        attached.line.send(ProcessStarted(process))
+        attached.line.send(orders.ProcessStarted(process))
 
-    def _live(self, start: StartProcess) -> None:
+    def _live(self, start: orders.StartProcess) -> None:
         """In the process that was forked."""
         if start.kind == "worker":
             children.worker(start)
@@ -297,7 +272,7 @@ class Launcher:
             with contextlib.suppress(OSError):
                 guard.note(replace(self._order, forked=forked, nodes=nodes, in_charge=""))
 
-    def _take(self, process: Forked) -> None:
+    def _take(self, process: orders.Forked) -> None:
         self._forked[process.name] = process
         self._note()
         if process.ended:
@@ -306,7 +281,7 @@ class Launcher:
             fd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             fd = -1
-        if fd < 0 or (not lives(process) and not has_ended_child(process.pid)):
+        if fd < 0 or (not orders.lives(process) and not orders.has_ended_child(process.pid)):
             if fd >= 0:
                 os.close(fd)
             self._ended(process)
@@ -314,13 +289,13 @@ class Launcher:
         self._pidfds[process.name] = fd
         self._attend_to(fd, lambda: self._reap(process))
 
-    def _reap(self, process: Forked) -> None:
+    def _reap(self, process: orders.Forked) -> None:
         fd = self._pidfds.pop(process.name)
         self._forget(fd)
         os.close(fd)
         self._ended(process)
 
-    def _ended(self, process: Forked) -> None:
+    def _ended(self, process: orders.Forked) -> None:
         code: int | None = None
         with contextlib.suppress(ChildProcessError):  # another launcher's, which is gone
             pid, status = os.waitpid(process.pid, 0)
@@ -330,13 +305,13 @@ class Launcher:
         self._forked = _by_name([*self._forked.values(), ended])
         self._note()
         if process.kind != "controller":
-            self._tell(ProcessEnded(ended), "controller")
+            self._tell(orders.ProcessEnded(ended), "controller")
         elif self._charge is not None and self._charge.name == process.name:
             self._controller_ended(ended)
 
     def _kill(self, name: str) -> None:
         process = self._forked.get(name)
-        if process is not None and lives(process):
+        if process is not None and orders.lives(process):
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfds[name], signal.SIGKILL)
 
@@ -350,18 +325,18 @@ class Launcher:
         run, order = self._order.run, self._order
         assert run is not None
         earlier = [one.name for one in self._forked.values() if one.kind == "controller"]
-        name = f"controller{1 + max(map(number_of, earlier), default=-1)}"
+        name = f"controller{1 + max(map(orders.number_of, earlier), default=-1)}"
         prepared = children.Prepared(order.environment, order.path, [*self._handlers])
         again = replace(order, in_charge=name)
         is_first = not earlier
         pid = children.fork(prepared, lambda: children.controller(again, is_first))
         self._charge = Charge(name, pid)
-        self._take(Forked(name, "controller", "", pid, ticks_of(pid)))
+        self._take(orders.Forked(name, "controller", "", pid, orders.ticks_of(pid)))
 
-    def _controller_ended(self, ended: Forked) -> None:
+    def _controller_ended(self, ended: orders.Forked) -> None:
         self._hear_out(ended.pid)
         if self._outcome is None:
-            end = end_in_words(ended).replace("killed", "was killed")
+            end = orders.end_in_words(ended).replace("killed", "was killed")
             _log(f"the controller, process {ended.pid}, {end}")
             self._succeed()
 
@@ -384,7 +359,7 @@ class Launcher:
         line = f"{CONTROLLERS_MAX} controllers ended in a row without a step between them"
         run = self._order.run
         assert run is not None
-        self._end_run(RunEnded(1, f"{line}: the last one's words are in {run.log}"))
+        self._end_run(orders.RunEnded(1, f"{line}: the last one's words are in {run.log}"))
 
     def _interrupt(self) -> None:
         self._interrupts += 1  # a signal may come at whatever place in this program
@@ -399,7 +374,7 @@ class Launcher:
 
     # ------------------------------------------------------------------------ the end
 
-    def _end_run(self, outcome: RunEnded) -> None:
+    def _end_run(self, outcome: orders.RunEnded) -> None:
         self._outcome, self._left_at_s = outcome, time.monotonic()
         guard.forget_launcher(self._order)
         if outcome.line:
@@ -440,8 +415,8 @@ def _detach(log: str) -> None:
     os.close(out)
 
 
-def _by_name(processes: Iterable[Forked]) -> dict[str, Forked]:
-    return {process.name: process for process in worth_telling(processes)}
+def _by_name(processes: Iterable[orders.Forked]) -> dict[str, orders.Forked]:
+    return {process.name: process for process in orders.worth_telling(processes)}
 
 
 def _log(line: str) -> None:

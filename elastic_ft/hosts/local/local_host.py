@@ -15,26 +15,7 @@ from typing import Any
 from elastic_ft.controller.host import Tell
 from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
 from elastic_ft.core.events import EVERYONES, NodeDraining, NodeLost, WorkerLost, WorkerRaised
-from elastic_ft.hosts.local.orders import (
-    Forked,
-    KeepNodes,
-    KillProcess,
-    Kind,
-    LeaveAlone,
-    NodeRequest,
-    Order,
-    ProcessEnded,
-    ProcessStarted,
-    ProcessTable,
-    RunEnded,
-    StartProcess,
-    end_in_words,
-    is_ending,
-    kill_directly,
-    lives,
-    number_of,
-    worth_telling,
-)
+from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.to_launcher import ToLauncher
 from elastic_ft.hosts.local.warm import ENVIRONMENT, start_warm
 from elastic_ft.transport.tls import JobKey
@@ -63,7 +44,7 @@ class LocalNode:
 class LocalProcess:
     """``forked``: by the launcher; its pid is 0 until that has forked it. ``killed``: by us."""
 
-    forked: Forked
+    forked: orders.Forked
     killed: bool = False
 
     @property
@@ -71,7 +52,7 @@ class LocalProcess:
         return self.forked.pid or None
 
     def is_alive(self) -> bool:
-        return not self.forked.ended and (not self.forked.pid or lives(self.forked))
+        return not self.forked.ended and (not self.forked.pid or orders.lives(self.forked))
 
 
 class LocalHost:
@@ -88,7 +69,7 @@ class LocalHost:
         self,
         nodes: dict[str, int],
         environment: dict[str, str] | None = None,
-        launched: Order | None = None,
+        launched: orders.Order | None = None,
     ) -> None:
         self._nodes = {name: LocalNode(name, slots) for name, slots in nodes.items()}
         self.worker_environment = ENVIRONMENT | (environment or {})
@@ -193,7 +174,7 @@ class LocalHost:
         with self._lock:
             self._closed, self._wanted = True, 0
             if self._line.is_there:
-                self._ask(LeaveAlone())
+                self._ask(orders.LeaveAlone())
         for timer in self._timers:
             timer.cancel()
         if not self._launched:
@@ -267,7 +248,7 @@ class LocalHost:
         """A step was committed: should this controller end, it was not in vain."""
         self._line.trained = True
 
-    def depart(self, outcome: RunEnded) -> None:
+    def depart(self, outcome: orders.RunEnded) -> None:
         """The launcher is to start no controller after this one."""
         self._closed = True
         self._line.depart(outcome)
@@ -313,23 +294,25 @@ class LocalHost:
             self._keepers += 1
             node.keeper = self._start("keeper", f"keeper{self._keepers}", node, {})
 
-    def _start(self, kind: Kind, name: str, node: LocalNode, gpu: dict[str, str]) -> LocalProcess:
+    def _start(
+        self, kind: orders.Kind, name: str, node: LocalNode, gpu: dict[str, str]
+    ) -> LocalProcess:
         shown = gpu.get(VISIBLE)
-        process = self._all[name] = LocalProcess(Forked(name, kind, node.name, 0, 0, shown))
-        self._ask(StartProcess(name, kind, node.name, self._address, self._key, shown, gpu))
+        process = self._all[name] = LocalProcess(orders.Forked(name, kind, node.name, 0, 0, shown))
+        self._ask(orders.StartProcess(name, kind, node.name, self._address, self._key, shown, gpu))
         return process
 
     def _kill(self, process: LocalProcess | None) -> None:
         """By the launcher, unless it is gone: it obeys none that is superseded."""
         if process is None or process.forked.ended:
             return
-        process.killed = process.killed or not is_ending(process.forked)
-        if not self._ask(KillProcess(process.forked.name)):
-            kill_directly(process.forked)
+        process.killed = process.killed or not orders.is_ending(process.forked)
+        if not self._ask(orders.KillProcess(process.forked.name)):
+            orders.kill_directly(process.forked)
 
     def _keep_nodes(self) -> None:
         if self._line.is_there:
-            self._ask(KeepNodes(self._noted_nodes()))
+            self._ask(orders.KeepNodes(self._noted_nodes()))
 
     def _noted_nodes(self) -> dict[str, Any]:
         kept = ("slots", "alive", "draining", "ends_at_s", "keepers_left")
@@ -360,46 +343,46 @@ class LocalHost:
             for forked in table.forked:
                 self._know(forked)
 
-    def _know(self, forked: Forked) -> None:
+    def _know(self, forked: orders.Forked) -> None:
         """A process of the controller before this one."""
         process = self._all[forked.name] = LocalProcess(forked)
         if forked.kind == "keeper":
-            self._keepers = max(self._keepers, number_of(forked.name))
+            self._keepers = max(self._keepers, orders.number_of(forked.name))
         if forked.kind != "worker":
             return
-        self._count = max(self._count, number_of(forked.name) + 1)
+        self._count = max(self._count, orders.number_of(forked.name) + 1)
         if not forked.ended:
             self._processes[forked.name] = process
             self._nodes[forked.node].workers.add(forked.name)
             self._shown[forked.name] = forked.gpu
 
-    def known(self) -> tuple[tuple[Forked, ...], dict[str, Any]]:
+    def known(self) -> tuple[tuple[orders.Forked, ...], dict[str, Any]]:
         with self._lock:
             forked = tuple(process.forked for process in self._all.values())
             return forked, self._noted_nodes()
 
     def hear(self, message: Any) -> None:
         match message:
-            case ProcessTable():
+            case orders.ProcessTable():
                 for forked in message.forked:
                     if forked.ended:
                         self._on_end(forked)
-            case ProcessStarted():
+            case orders.ProcessStarted():
                 with self._lock:
                     self._all[message.forked.name].forked = message.forked
                     self._changed.notify_all()
-            case ProcessEnded():
+            case orders.ProcessEnded():
                 self._on_end(message.forked)
-            case NodeRequest():
+            case orders.NodeRequest():
                 self._do_to_node(message)
 
-    def lost_unborn(self, forked: Forked) -> None:
+    def lost_unborn(self, forked: orders.Forked) -> None:
         self._on_end(replace(forked, ended=True))
 
     def gave_up(self, reason: str) -> None:
         self._post(WorkerRaised(time.time(), "w0", 0, 0, reason, whose=EVERYONES))
 
-    def _do_to_node(self, asked: NodeRequest) -> None:
+    def _do_to_node(self, asked: orders.NodeRequest) -> None:
         if asked.what == "add":
             self.add_node(asked.node)
         elif asked.node in self._nodes and asked.what == "kill":
@@ -407,7 +390,7 @@ class LocalHost:
         elif asked.node in self._nodes:
             self.drain_node(asked.node, asked.deadline_s)
 
-    def _on_end(self, forked: Forked) -> None:
+    def _on_end(self, forked: orders.Forked) -> None:
         with self._lock:
             process = self._all.get(forked.name)
             if process is None or process.forked.ended:
@@ -415,7 +398,7 @@ class LocalHost:
             process.forked = forked
             self._all[forked.name] = self._all.pop(forked.name)  # its place is that of its end
             self._changed.notify_all()
-            told = worth_telling(one.forked for one in self._all.values())
+            told = orders.worth_telling(one.forked for one in self._all.values())
             self._all = {one.name: self._all[one.name] for one in told}
             if forked.kind == "keeper":
                 self._keeper_ended(process)
@@ -437,7 +420,7 @@ class LocalHost:
 
     def _worker_ended(self, process: LocalProcess) -> None:
         forked = process.forked
-        worker, end = forked.name, end_in_words(forked)
+        worker, end = forked.name, orders.end_in_words(forked)
         self._post(WorkerLost(time.time(), worker, end, asked=process.killed))
         if not self._formed and forked.code != 0:
             self._failures += 1

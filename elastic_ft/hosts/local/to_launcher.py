@@ -16,19 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.guard import LAUNCHER_S, answers, read_note
-from elastic_ft.hosts.local.orders import (
-    Attend,
-    ControllerLives,
-    Forked,
-    Order,
-    Packets,
-    ProcessTable,
-    StartProcess,
-    call_in,
-    listen_in,
-    ticks_of,
-)
 from elastic_ft.hosts.local.warm import fork_launcher, stop_warm
 from elastic_ft.observe import scratch
 
@@ -43,13 +32,13 @@ FOLDER = "elastic_ft_launcher_"
 class Listener(Protocol):
     """The host. Called in the thread that listens."""
 
-    def known(self) -> tuple[tuple[Forked, ...], dict[str, Any]]:
+    def known(self) -> tuple[tuple[orders.Forked, ...], dict[str, Any]]:
         """Processes and nodes, for the launcher that is to take them over."""
 
     def hear(self, message: Any) -> None:
         """What the launcher tells."""
 
-    def lost_unborn(self, forked: Forked) -> None:
+    def lost_unborn(self, forked: orders.Forked) -> None:
         """The launcher is gone, and was not heard to have forked it."""
 
     def gave_up(self, reason: str) -> None:
@@ -67,12 +56,12 @@ class ToLauncher:
     """
 
     def __init__(
-        self, listener: Listener, launched: Order | None, environment: dict[str, str]
+        self, listener: Listener, launched: orders.Order | None, environment: dict[str, str]
     ) -> None:
         self._listener, self._environment = listener, environment
         self._launched, self._order = launched, launched
         self._changed = threading.Condition(threading.RLock())
-        self._line: Packets | None = None
+        self._line: orders.Packets | None = None
         self._in_vain, self._departed = 0, False
         self._unsent: set[str] = set()  # who was to be started, while no launcher was there
         self._sign_due_s = self._silent_s = 0.0  # silent as far as this process was awake
@@ -83,12 +72,12 @@ class ToLauncher:
     def is_there(self) -> bool:
         return self._line is not None
 
-    def join(self) -> ProcessTable:
+    def join(self) -> orders.ProcessTable:
         """Of the launcher that has forked this process. Raises OSError, EOFError."""
         assert self._order is not None
         self._line = self._call(Path(self._order.folder))
         table = self._line.receive(LAUNCHER_S)
-        if not isinstance(table, ProcessTable):
+        if not isinstance(table, orders.ProcessTable):
             raise EOFError("the launcher does not answer")
         self._listen()
         return table
@@ -97,11 +86,11 @@ class ToLauncher:
         """False: it is gone. Then who is known to it is taken over by the next one."""
         with self._changed:
             if self._line is None and self._order is None:
-                self._order = Order(str(scratch.make(FOLDER)), owner=os.getpid())
+                self._order = orders.Order(str(scratch.make(FOLDER)), owner=os.getpid())
                 self._line = self._launch(self._order)
                 self._listen()
             sent = self._line is not None and self._line.send(message)
-            if not sent and isinstance(message, StartProcess):
+            if not sent and isinstance(message, orders.StartProcess):
                 self._unsent.add(message.name)
             return sent
 
@@ -120,19 +109,19 @@ class ToLauncher:
 
     # ----------------------------------------------------------------- internals
 
-    def _launch(self, order: Order) -> Packets:
+    def _launch(self, order: orders.Order) -> orders.Packets:
         """Returns at once. Raises OSError."""
         folder = Path(order.folder)
-        with listen_in(folder) as listener:
+        with orders.listen_in(folder) as listener:
             scratch.claim(folder)  # the one before it, whose the folder was, is gone
             fork_launcher(order, listener)
         self._heard, self._silent_s = False, 0.0
         return self._call(folder)
 
-    def _call(self, folder: Path) -> Packets:
-        line = call_in(folder)
+    def _call(self, folder: Path) -> orders.Packets:
+        line = orders.call_in(folder)
         environment = dict(os.environ) | self._environment
-        line.send(Attend("controller", os.getpid(), environment, tuple(sys.path)))
+        line.send(orders.Attend("controller", os.getpid(), environment, tuple(sys.path)))
         return line
 
     def _listen(self) -> None:
@@ -157,7 +146,7 @@ class ToLauncher:
                 self._replace_launcher()
                 before_s = time.monotonic()
                 continue
-            if isinstance(message, ProcessTable):
+            if isinstance(message, orders.ProcessTable):
                 self._in_vain = 0
                 if self._launched is not None:
                     stop_warm()  # the launcher is there, which alone needed it
@@ -186,7 +175,7 @@ class ToLauncher:
             return
         self._sign_due_s = now_s + every_s
         trained, self.trained = self.trained, False
-        self.ask(ControllerLives(trained))
+        self.ask(orders.ControllerLives(trained))
 
     def _is_followed(self) -> bool:
         """Whether a keeper has started a launcher, while this process stood still: that one has a
@@ -233,12 +222,12 @@ class ToLauncher:
             if forked.name in unborn and not forked.ended:
                 self._listener.lost_unborn(forked)
 
-    def _order_of(self, known: tuple[Forked, ...], nodes: dict[str, Any]) -> Order:
+    def _order_of(self, known: tuple[orders.Forked, ...], nodes: dict[str, Any]) -> orders.Order:
         """For the launcher that takes over whom this process knows: no name is used again."""
         assert self._order is not None
         forked = [one if one.pid else replace(one, ended=True) for one in known]
         in_charge = ""
         if self._launched is not None:
             in_charge, pid = f"controller of process {os.getpid()}", os.getpid()
-            forked.append(Forked(in_charge, "controller", "", pid, ticks_of(pid)))
+            forked.append(orders.Forked(in_charge, "controller", "", pid, orders.ticks_of(pid)))
         return replace(self._order, forked=tuple(forked), nodes=nodes, in_charge=in_charge)

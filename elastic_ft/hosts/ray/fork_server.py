@@ -34,7 +34,7 @@ TALK_S = 5.0  # a client that says nothing holds up the others no longer
 BEFORE_RAY = (
     "elastic_ft.worker.preload",
     "elastic_ft.controller.controller",
-    "elastic_ft.keeper.keeper",
+    "elastic_ft.keeper.node_keeper",
 )
 MODULES = (
     *BEFORE_RAY,

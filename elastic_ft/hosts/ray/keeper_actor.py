@@ -42,7 +42,7 @@ class KeeperActor:
     def __init__(
         self, controller: tuple[str, int], key: JobKey, node: NodeId, run_url: str
     ) -> None:
-        from elastic_ft.keeper.keeper import NodeKeeper
+        from elastic_ft.keeper.node_keeper import NodeKeeper
 
         keeper = NodeKeeper(controller, key, node, ray.util.get_node_ip_address())
         itself = ray.get_runtime_context().current_actor

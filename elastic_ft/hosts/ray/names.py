@@ -26,11 +26,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util import list_named_actors
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from elastic_ft.core.assignment import NodeId, WorkerId
 from elastic_ft.hosts.ray.ray_private import PlacementGroupID, actors_on

@@ -13,24 +13,14 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from elastic_ft.keeper.preemption import (
-    AWS,
-    AZURE,
-    GCP,
-    MARKS,
-    PreemptionNotice,
-    cloud_of,
-    of_aws,
-    of_azure,
-    of_gcp,
-)
+from elastic_ft.keeper import preemption
 
 log = logging.getLogger(__name__)
 FIRMWARE = Path("/sys/class/dmi/id")
 SERVERS = {
-    AWS: "http://169.254.169.254",
-    GCP: "http://metadata.google.internal",
-    AZURE: "http://169.254.169.254",
+    preemption.AWS: "http://169.254.169.254",
+    preemption.GCP: "http://metadata.google.internal",
+    preemption.AZURE: "http://169.254.169.254",
 }
 EVERY_S = 2.0
 ASK_TIMEOUT_S = 2.0
@@ -44,12 +34,12 @@ def cloud_here(wish: str, firmware: Path = FIRMWARE) -> str | None:
     if wish != "auto":
         return None if wish == "none" else wish
     found: dict[str, str] = {}
-    for name in {name for name, _ in MARKS.values()}:
+    for name in {name for name, _ in preemption.MARKS.values()}:
         try:
             found[name] = (firmware / name).read_text(errors="replace").strip()
         except OSError:  # no such file in a container without it
             continue
-    return cloud_of(found)
+    return preemption.cloud_of(found)
 
 
 class Metadata:
@@ -59,21 +49,23 @@ class Metadata:
         self._cloud, self._server = cloud, server or SERVERS[cloud]
         self._machine = ""
 
-    def notice(self) -> PreemptionNotice | None:
+    def notice(self) -> preemption.PreemptionNotice | None:
         """Raises OSError, ValueError, KeyError."""
         now_s = time.time()
-        if self._cloud == AWS:
+        if self._cloud == preemption.AWS:
             path = "/latest/meta-data/spot/instance-action"
-            return of_aws(self._ask(path, {"X-aws-ec2-metadata-token": self._token()}), now_s)
-        if self._cloud == GCP:
+            return preemption.of_aws(
+                self._ask(path, {"X-aws-ec2-metadata-token": self._token()}), now_s
+            )
+        if self._cloud == preemption.GCP:
             path = "/computeMetadata/v1/instance/preempted"
-            return of_gcp(self._ask(path, {"Metadata-Flavor": "Google"}), now_s)
+            return preemption.of_gcp(self._ask(path, {"Metadata-Flavor": "Google"}), now_s)
         metadata, version = {"Metadata": "true"}, f"api-version={AZURE_VERSION}"
         if not self._machine:
             path = f"/metadata/instance/compute/name?{version}&format=text"
             self._machine = self._ask(path, metadata).strip()
         answer = self._ask(f"/metadata/scheduledevents?{version}", metadata)
-        return of_azure(answer, self._machine, now_s)
+        return preemption.of_azure(answer, self._machine, now_s)
 
     def _token(self) -> str:
         lasts = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_S)}
@@ -99,7 +91,7 @@ class NoticeWatch:
     def __init__(
         self,
         metadata: Metadata,
-        on_notice: Callable[[PreemptionNotice], object],
+        on_notice: Callable[[preemption.PreemptionNotice], object],
         every_s: float = EVERY_S,
     ) -> None:
         self._metadata, self._on_notice, self._every_s = metadata, on_notice, every_s

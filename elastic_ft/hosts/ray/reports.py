@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_ft.core.assignment import WorkerId
 from elastic_ft.hosts.ray.ray_private import (
@@ -26,7 +26,7 @@ from elastic_ft.hosts.ray.ray_private import (
     TrainingReport,
 )
 from elastic_ft.hosts.ray.train_calls import REPORT, SEQUENCES, WorkerRefused
-from elastic_ft.hosts.ray.worker_actor import Polled
+from elastic_ft.hosts.ray.worker_actor import Polled, WorkerLook
 
 log = logging.getLogger(__name__)
 FENCE_CHECK_EVERY_S = 0.02
@@ -86,23 +86,6 @@ class _Gathering:
 
 def _refused(generation: int) -> SynchronizationBarrierResetError:
     return SynchronizationBarrierResetError(f"generation {generation} is over")
-
-
-class ReportsKept(Protocol):
-    """What a worker tells a new controller of its reports (``worker_actor.WorkerLook``)."""
-
-    @property
-    def passed(self) -> tuple[int, Any]: ...
-    @property
-    def undelivered(self) -> Sequence[Polled]: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def joined(self) -> int: ...
-    @property
-    def rounds(self) -> int: ...
-    @property
-    def delivered(self) -> int: ...
 
 
 @dataclass
@@ -170,7 +153,7 @@ class Rounds:
         """A generation trains from ``step``: earlier reports of later steps are void."""
         self._starts[generation] = step
 
-    def resume(self, told: Mapping[WorkerId, ReportsKept], delivered: int) -> None:
+    def resume(self, told: Mapping[WorkerId, WorkerLook], delivered: int) -> None:
         """Goes on where an earlier controller's were: who has joined in a round that was not
         delivered has kept its report, or still owes it; so does who has not heard that the last
         one has opened, and asks again.

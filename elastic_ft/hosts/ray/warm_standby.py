@@ -171,7 +171,7 @@ def standby_of(prefix: str, places: ControllerPlaces, variables: dict[str, str])
 
 
 def standby_nodes(
-    own: NodeId, order: Sequence[NodeId], nodes: Collection[dict[str, Any]], count: int = NODES
+    own: NodeId, order: Sequence[NodeId], nodes: Collection[dict[str, Any]]
 ) -> list[NodeId]:
     """Its ``own``, where the controller is, and where it is next, should that node die; not on the
     head unless there is nothing else. Once ``order`` is used up that is Ray's choice, and this but
@@ -184,4 +184,4 @@ def standby_nodes(
         return name != own, of_order, labels.get(LABEL) != "true", HEAD in node["Resources"], name
 
     living = sorted((node for node in nodes if node["Alive"]), key=place)
-    return [str(node["NodeID"]) for node in living[:count]]
+    return [str(node["NodeID"]) for node in living[:NODES]]

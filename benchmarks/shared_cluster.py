@@ -2,7 +2,7 @@
 
 Jobs do what they are told after the times of ``Times``: workers come up, join, go, write a
 checkpoint. The world has its own account of who has a worker where, from the commands alone, and
-holds the core's against it after each event (``sharing_checks``).
+holds the core's against it after each event (``tests/sim/sharing_checks``).
 """
 
 from __future__ import annotations

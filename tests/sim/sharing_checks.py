@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from benchmarks.shared_cluster import SharedCluster
 from elastic_ft.core.scheduling import decide
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import Sharing, alike, count, why_waits
-from elastic_ft.sim.shared_cluster import SharedCluster
 
 TO_A_JOB = (asks.StartJob, asks.ResizeJob, asks.SuspendJob, asks.StopJob, asks.GiveUpJob)
 
