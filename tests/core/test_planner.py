@@ -10,7 +10,7 @@ from math import gcd
 
 import pytest
 
-from elastic_ft.core.layouts.layout import Layout, divisors
+from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
 from elastic_ft.core.layouts.memory_costs import host_bytes, memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
@@ -285,13 +285,22 @@ def test_the_planner_shares_experts_out_where_gathering_them_is_dear() -> None:
     assert best(work, there, replace(limits, ep_max=1)).layout.ep == 1
 
 
-def test_ranks_that_share_positions_share_experts_too() -> None:
-    """But no stages: these have whole sequences of a mixture."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_ranks_that_share_positions_share_experts_too(whole: bool) -> None:
+    """But no stages where these have whole sequences, as those of built-in mixtures."""
+
+    def can(wish: LayoutWish) -> bool:
+        in_stages = wish.pp > 1 and (wish.ep > 1 or (whole and wish.cp > 1))
+        return wish.tp == 1 and not in_stages
+
     long = with_experts(decoder(8, 1024, 16, 8, 4096, 512, 32_768), 64, 2)
-    limits = replace(allowed(long, 8, lambda wish: wish.tp == 1), recompute=(True,))
+    limits = allowed(long, 8, can)
+    assert limits.apart == ((("pp", "cp"), ("pp", "ep")) if whole else (("pp", "ep"),))
+    limits = replace(limits, recompute=(True,))
     found = plans(Work(long, 2), devices(8), limits, top=1000)
     shared = {plan.layout for plan in found if plan.layout.cp > 1}
-    assert all(layout.pp == 1 for layout in shared)
+    assert any(layout.pp > 1 for layout in shared) is not whole
+    assert all(layout.pp == 1 for layout in shared if layout.ep > 1)
     assert {layout.ep for layout in shared} == {1, 2, 4, 8}
     assert any(plan.layout.pp > 1 for plan in found)
 
