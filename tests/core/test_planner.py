@@ -15,6 +15,7 @@ from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seat
 from elastic_ft.core.layouts.memory_costs import host_bytes, memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
 from elastic_ft.core.layouts.planner import CHUNKS, Limits, allowed, best, plans
+from elastic_ft.core.layouts.rank_memory import rank_layers
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import (
     RECOMPUTES,
@@ -403,6 +404,27 @@ def test_bubbles_are_those_of_the_papers() -> None:
     ratio = times["interleaved1f1b"].bubble / times["interleaved1f1b"].compute
     assert ratio == pytest.approx(3 / 64 / 2)
     assert times["zero_bubble"].bubble < times["interleaved1f1b"].bubble
+
+
+def test_a_v_of_stages_is_as_slow_as_its_fullest_rank() -> None:
+    """Whose two stages are the first and the last, which is short for the projection's sake."""
+    model = decoder(8, 1024, 16, 8, 4096, 2 * 8 * 1024, 2048)
+    work, there = Work(model, 64), devices(2, layer_s=0.0)
+    links, choice = Interconnect.of(there, (2,)), Choice(Layout(pp=2), 1, False, "zero_bubble", 2)
+    layers = rank_layers(work, choice)
+    assert layers != stage_layers(model, 2)
+    output = model.output_flops
+    slowest = max(layers[0] * model.block_flops + output, layers[1] * model.block_flops)
+    assert step_time(work, choice, links).compute == pytest.approx(
+        3 * 64 * slowest / there.flops_per_s
+    )
+
+
+def test_stages_hand_on_the_positions_that_a_rank_has() -> None:
+    work, there = Work(SMALL, 64), devices(8, 8, latency_s=0.0)
+    links = Interconnect.of(there, (8, 8))
+    alone, shared = (step_time(work, Choice(Layout(pp=2, tp=tp), 1), links).pp for tp in (1, 8))
+    assert shared == pytest.approx(alone / 8)
 
 
 def test_what_is_sent_once_a_step_costs_no_more_for_more_micro_batches() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ft.cli.check_model import check_model_and_data
 from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.planning import engine_of, planning_of, recomputes_of
 from elastic_ft.core.layouts.layout import WISHES, Layout, LayoutWish, plan_layout
@@ -18,6 +19,7 @@ from elastic_ft.core.layouts.planner import plans
 from elastic_ft.engines.laid_out import check_kernels, check_parallel
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import build_model
+from elastic_ft.models.describe import describe_job
 from tests.oneproc.alone import job_of
 
 pytest.importorskip("transformers")
@@ -194,3 +196,28 @@ def test_stages_go_with_what_is_said_of_shards() -> None:
     parallel = {"strategy": "auto", "reduce_gradients": "step", "reshard_after_backward": False}
     job = job_of(**LONG, model=sizes("decoder-1m"), parallel=parallel)
     assert planning_of(job).limits.pp_max == 4
+
+
+class Weighed:
+    """Samples with something that stages know nothing of."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.full((16,), index % VOCABULARY)
+        return {"tokens": tokens, "weights": torch.ones(16)}
+
+
+def test_samples_are_of_all_that_may_be_planned() -> None:
+    """Not after a loss, when the planner first takes stages."""
+    given = {"model": sizes("decoder-1m"), "data": {"path": f"{__name__}:Weighed"}}
+    expected = r"^parallel\.strategy: auto may choose pp: .*, found weights in a batch$"
+    with pytest.raises(ConfigError, match=expected):
+        check_model_and_data(job_of(**LONG | given, parallel={"strategy": "auto"}))
+
+
+def test_amsgrad_keeps_a_third_moment() -> None:
+    job = job_of(optimizer={"name": "adamw", "kwargs": {"amsgrad": True}})
+    assert describe_job(job).optimizer_bytes == 12
+    assert describe_job(job_of()).optimizer_bytes == 8
