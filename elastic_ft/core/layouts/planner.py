@@ -35,6 +35,7 @@ EXACT_DEVICES = 64  # up to here every number of stages and replicas is tried
 CHUNKS: dict[Schedule, int] = {"interleaved1f1b": 2, "zero_bubble": 2}  # of layers per rank
 NEAR_MAX = 32  # near-equal layouts whose bytes moved are counted
 CONTEXT_TOKENS_MIN = 4096
+CONTEXTS_ALL = 8  # up to here ranks of any number share positions: what a loss leaves
 PRUNE = 1.15  # times the fastest so far: not worth ranking
 
 
@@ -312,7 +313,7 @@ def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> 
     is nothing to gain.
     """
     most_cp = min(most, max(1, model.sequence_length // CONTEXT_TOKENS_MIN))
-    contexts = (cp for cp in range(1, most_cp + 1) if cp & (cp - 1) == 0)
+    contexts = (cp for cp in range(1, most_cp + 1) if cp <= CONTEXTS_ALL or cp & (cp - 1) == 0)
     most_ep = max(1, min(most, model.experts))
     stages = range(min(most, model.layers), 0, -1)
     sizes = {
