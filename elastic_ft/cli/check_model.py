@@ -63,9 +63,7 @@ def check_model_and_data(job: Job) -> ModelAndData:
     if job.parallel.strategy == "auto":
         from elastic_ft.controller.planning import planning_of
 
-        limits = planning_of(job).limits
-        sizes = {"cp": max(limits.cp_sizes), "pp": limits.pp_max or 1}
-        check_data(job, bundle.train, [key for key, most in sizes.items() if most > 1])
+        check_data(job, bundle.train, planning_of(job).limits.shared)
     if job.parallel.engine == "deepspeed":
         from elastic_ft.engines.deepspeed import check_parameters
 

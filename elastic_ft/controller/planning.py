@@ -23,7 +23,7 @@ from elastic_ft.errors import ConfigError
 from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
 
-OF_SHARDS = ("reshard_after_backward", "reduce_gradients")
+OF_SHARDS = {"reshard_after_backward": True, "reduce_gradients": "micro_batch"}  # as by default
 MEMORY_UNKNOWN_BYTES = 80e9  # of a device, where neither the job file nor a worker says
 
 
@@ -78,7 +78,10 @@ def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
             return wish.ranks_per_sample * wish.ep == 1
         for strategy in dict.fromkeys((job.parallel.data_strategy, "fsdp")):
             with suppress(ConfigError):
-                check(_asking(job, **fields_of(replace(wish, strategy=strategy))))
+                asked = fields_of(replace(wish, strategy=strategy))
+                # Of auto these go with stages, which do so anyway.
+                is_idle = job.parallel.strategy == "auto" and wish.has_stages
+                check(_asking(job, **asked | (OF_SHARDS if is_idle else {})))
                 return True
         return False
 
@@ -102,8 +105,6 @@ def recomputes_of(job: Job) -> tuple[Recompute, ...]:
 def _asking(job: Job, **parallel: Any) -> Job:
     """The job of a file that says so of ``parallel``. Raises ConfigError."""
     given = {key: getattr(job.parallel, key) for key in job.parallel.model_fields_set} | parallel
-    if job.parallel.strategy == "auto" and parallel.get("pp", 1) > 1:  # stages do so anyway
-        given = {key: value for key, value in given.items() if key not in OF_SHARDS}
     sections = {key: getattr(job, key) for key in job.model_fields_set}
     try:
         return Job.model_validate(sections | {"parallel": ParallelConfig.model_validate(given)})

@@ -55,6 +55,13 @@ class Limits:
     world_min: int = 1
     multiple_of: int = 1  # of the world
 
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What ranks may share, of ``WISHES``, where an engine was asked."""
+        most = {"tp": max(self.tp_sizes, default=1), "pp": self.pp_max or 1}
+        most |= {"cp": max(self.cp_sizes), "ep": self.ep_max}
+        return tuple(name for name in WISHES if most[name] > 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Planning:
