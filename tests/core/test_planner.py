@@ -303,7 +303,7 @@ def test_ranks_that_share_positions_share_experts_too(whole: bool) -> None:
     shared = {plan.layout for plan in found if plan.layout.cp > 1}
     assert any(layout.pp > 1 for layout in shared) is not whole
     assert all(layout.pp == 1 for layout in shared if layout.ep > 1)
-    assert {layout.ep for layout in shared} == {1, 2, 4, 8}
+    assert {layout.ep for layout in shared} >= {1, 2, 4, 8}
     assert any(plan.layout.pp > 1 for plan in found)
 
 
