@@ -126,38 +126,33 @@ def systems_of(values: dict[str, Any]) -> list[str]:
 
 
 def wins_of_peers(values: dict[str, Any]) -> list[str]:
-    """Where the best median is a peer's, clearly: one line each."""
+    """Where a peer's median is clearly better than one of ours, whichever hosts it: a line for each
+    peer."""
     all_of = {system: figures(values, system) for system in systems_of(values)}
     lines = []
     for figure in FIGURES:
         medians = {s: f["median"] for s, some in all_of.items() if (f := some[figure.title])}
-        ours = [v for s, v in medians.items() if s.startswith("elastic_ft")]
-        if not ours:
-            continue
-        pick = max if figure.more_is_better else min
-        our_best = pick(ours)
-        for system, value in medians.items():
-            better = value > our_best if figure.more_is_better else value < our_best
-            clearly = abs(value - our_best) > EQUAL * max(abs(value), abs(our_best))
-            if not system.startswith("elastic_ft") and better and clearly:
-                lines.append(
-                    f"{figure.title}: {system} {figure.show(value)}, "
-                    f"elastic_ft at best {figure.show(our_best)}"
-                )
-    return lines + _losses_ahead(values)
+        shown = {system: figure.show(value) for system, value in medians.items()}
+        lines += _ahead(figure.title, medians, shown, figure.more_is_better)
+    gaps = {s: max(found) for s in systems_of(values) if (found := loss_differences(values, s))}
+    return lines + _ahead(LOSS, gaps, {system: _loss(values, system) for system in gaps}, False)
 
 
-def _losses_ahead(values: dict[str, Any]) -> list[str]:
-    some = {s: max(found) for s in systems_of(values) if (found := loss_differences(values, s))}
-    ours = {system: gap for system, gap in some.items() if system.startswith("elastic_ft")}
-    if not ours:
-        return []
-    best = min(ours, key=ours.__getitem__)
-    return [
-        f"{LOSS}: {system} {_loss(values, system)}, elastic_ft at best {_loss(values, best)}"
-        for system, gap in some.items()
-        if system not in ours and gap < (1 - EQUAL) * ours[best]
-    ]
+def _ahead(
+    title: str, found: dict[str, float], shown: dict[str, str], more_is_better: bool
+) -> list[str]:
+    ours = {system: value for system, value in found.items() if system.startswith("elastic_ft")}
+    lines = []
+    for system, value in found.items():
+        behind = [
+            f"{name} {shown[name]}"
+            for name, own in ours.items()
+            if (value > own if more_is_better else value < own)
+            and abs(value - own) > EQUAL * max(abs(value), abs(own))
+        ]
+        if system not in ours and behind:
+            lines.append(f"{title}: {system} {shown[system]}, {', '.join(behind)}")
+    return lines
 
 
 def _loss(values: dict[str, Any], system: str) -> str:
@@ -201,6 +196,8 @@ def _cell(figure: Figure, value: Spread) -> str:
     show = figure.show
     low, high = show(value["min"]), show(value["max"])
     middle = show(value["median"])
+    if value["n"] == 1:
+        return f"{middle} (once)"
     return middle if low == high else f"{middle} ({low} to {high})"
 
 

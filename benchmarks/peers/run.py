@@ -324,11 +324,13 @@ def _pss_mb(pid: int) -> float:
 class Results:
     """The raw file: one record per (system, round, case), rewritten after each."""
 
-    def __init__(self, path: Path, fresh: bool) -> None:
+    def __init__(self, path: Path, fresh: bool, report_only: bool = False) -> None:
         self._path = path
         self.values: dict[str, Any] = {"cases": [], "runs": []}
         if path.exists() and not fresh:
             self.values = json.loads(path.read_text())
+        if report_only:  # as it was when they were measured
+            return
         self.values |= {
             "command": "python benchmarks/peers/run.py",
             "job": make_job(),
@@ -459,8 +461,9 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="forget an earlier run's results")
     parser.add_argument("--report-only", action="store_true", help="from the results as they are")
     arguments = parser.parse_args()
-    results = Results(Path(arguments.out), arguments.fresh)
-    if not arguments.report_only:
+    only = arguments.report_only
+    results = Results(Path(arguments.out), arguments.fresh and not only, only)
+    if not only:
         with _ended_by_sigterm():
             _expected()(1)  # the tokens are made before anything is timed
             for number in range(arguments.repeats):

@@ -21,6 +21,7 @@ TUNED: dict[str, dict[str, str]] = {
         "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": f"{HANG_S:g}",
         "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": f"{HANG_S:g}",  # else 60 for a lost node's place
         "elastic_resize_monitor_interval_s": "1",
         "timeout of collectives": f"{HANG_S:g} s; of forming, TorchConfig.timeout_s: {FORM_S:g}",
         "RAY_health_check_{initial_delay,period,timeout}_ms, failure_threshold": (

@@ -63,7 +63,7 @@ def check_model_and_data(job: Job) -> ModelAndData:
     if job.parallel.strategy == "auto":
         from elastic_ft.controller.planning import planning_of
 
-        planning_of(job)
+        check_data(job, bundle.train, planning_of(job).limits.shared)
     if job.parallel.engine == "deepspeed":
         from elastic_ft.engines.deepspeed import check_parameters
 

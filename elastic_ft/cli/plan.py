@@ -31,7 +31,7 @@ from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.plan_words import gb
 from elastic_ft.core.layouts.planner import Limits, allowed, best, plans
-from elastic_ft.core.layouts.work import Devices, Work
+from elastic_ft.core.layouts.work import Devices, Recompute, Work
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
 
@@ -69,13 +69,14 @@ def plan(
     """Rank the layouts that fit, and say what losing 1, 2 and 8 devices would lead to."""
     job = load_job(job_file)
     there = parse_devices(devices, flops, intra, inter)
-    work, can = _describe(job)
+    work, can, recompute = _describe(job)
     measured = None if run is None else measure(job, work, there, run)
     if measured is not None:
         there = as_measured(there, measured.flops_per_s, measured.links)
         if measured.waited_s is not None:  # that is measured on CPUs alone
             there = on_cpus(there)
-    limits = _limits(job, allowed(work.model, there.count, can), can, max_tp, max_pp)
+    limits = replace(allowed(work.model, there.count, can), recompute=recompute)
+    limits = _limits(job, limits, can, max_tp, max_pp)
     try:
         ranked = plans(work, there, limits, top=top)
     except NoLayout as error:
@@ -142,14 +143,14 @@ def parse_devices(text: str, flops: float, intra: float, inter: float) -> Device
         raise ConfigError(f"--devices: {error}, found {text!r}") from None
 
 
-def _describe(job: Job) -> tuple[Work, Callable[[LayoutWish], bool]]:
+def _describe(job: Job) -> tuple[Work, Callable[[LayoutWish], bool], tuple[Recompute, ...]]:
     """And what the engine can do with the job's model: the question that ``auto`` asks."""
-    from elastic_ft.controller.planning import engine_of
+    from elastic_ft.controller.planning import engine_of, recomputes_of
     from elastic_ft.engines.pretrained import with_model_read
     from elastic_ft.models.describe import describe_job
 
     job, _ = with_model_read(job)
-    return describe_job(job), engine_of(job)
+    return describe_job(job), engine_of(job), recomputes_of(job)
 
 
 def measure(job: Job, work: Work, there: Devices, run: str) -> Calibration:

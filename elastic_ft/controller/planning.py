@@ -6,20 +6,24 @@ It imports torch, for seconds: whoever plans nothing leaves it out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
+from pydantic import ValidationError
 
-from elastic_ft.config import Job
+from elastic_ft.config import Job, ParallelConfig
 from elastic_ft.core.layouts.layout import LayoutWish
 from elastic_ft.core.layouts.planner import Planning, allowed
-from elastic_ft.core.layouts.work import Devices
+from elastic_ft.core.layouts.work import RECOMPUTES, Devices, Recompute
 from elastic_ft.core.typed import fields_of
 from elastic_ft.engines.pretrained import with_model_read
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
 
+OF_SHARDS = {"reshard_after_backward": True, "reduce_gradients": "micro_batch"}  # as by default
 MEMORY_UNKNOWN_BYTES = 80e9  # of a device, where neither the job file nor a worker says
 
 
@@ -52,35 +56,60 @@ def planning_of(job: Job) -> Planning:
 
 
 def engine_of(job: Job) -> Callable[[LayoutWish], bool]:
-    """Whether the engine lays the job's model out as wished. ``pretrained`` has been read.
+    """Whether a job file could ask for layouts as wished, beside all else that the job has: what is
+    refused there is not planned. ``pretrained`` has been read.
 
-    Raises ConfigError for a job that it can't lay out at all.
+    Raises ConfigError for a job that can't be laid out at all.
     """
-    from elastic_ft.engines.laid_out import check_parallel  # imports for seconds
+    from elastic_ft.engines.laid_out import check_kernels, check_parallel  # imports for seconds
 
     with torch.device("meta"):
         model = build_model(
             job.model, vocab_size=job.data.vocab_size, sequence_length=job.data.sequence_length
         )
-    given = job.parallel
-    whole = given.engine != "native" or given.compile or given.unused_parameters
-    whole = whole or job.model.lora is not None or job.precision.fp8 is not None
-    whole = whole or job.comm.compresses is not None
+    device = torch.device("cuda" if job.parallel.wants_gpu or _on_gpus(job) else "cpu")
 
-    def check(wish: LayoutWish) -> None:
-        parallel = given.model_copy(update=fields_of(replace(wish, strategy="fsdp")))
-        asked = job.model_copy(update={"parallel": parallel})
+    def check(asked: Job) -> None:
         check_parallel(asked, model, job.data.sequence_length)
+        check_kernels(asked, device)
 
     def can(wish: LayoutWish) -> bool:
-        try:
-            check(wish)
-        except ConfigError:
-            return False
-        return wish.ranks_per_sample * wish.ep == 1 or not whole
+        if job.parallel.engine != "native":
+            return wish.ranks_per_sample * wish.ep == 1
+        for strategy in dict.fromkeys((job.parallel.data_strategy, "fsdp")):
+            with suppress(ConfigError):
+                asked = fields_of(replace(wish, strategy=strategy))
+                # Of auto these go with stages, which do so anyway.
+                is_idle = job.parallel.strategy == "auto" and wish.has_stages
+                check(_asking(job, **asked | (OF_SHARDS if is_idle else {})))
+                return True
+        return False
 
-    check(LayoutWish())
+    own = LayoutWish(strategy=job.parallel.data_strategy)
+    check(_asking(job, **fields_of(own)))
     return can
+
+
+def recomputes_of(job: Job) -> tuple[Recompute, ...]:
+    """In which ways layers may be computed again, beside all else that the job has."""
+    found: list[Recompute] = []
+    for recompute in RECOMPUTES:
+        with suppress(ConfigError):
+            asked = _asking(job, activation_checkpointing=recompute)
+            if job.parallel.compile:  # the model decides
+                engine_of(asked)
+            found.append(recompute)
+    return tuple(found)
+
+
+def _asking(job: Job, **parallel: Any) -> Job:
+    """The job of a file that says so of ``parallel``. Raises ConfigError."""
+    given = {key: getattr(job.parallel, key) for key in job.parallel.model_fields_set} | parallel
+    sections = {key: getattr(job, key) for key in job.model_fields_set}
+    try:
+        return Job.model_validate(sections | {"parallel": ParallelConfig.model_validate(given)})
+    except ValidationError as error:
+        raise ConfigError(f"parallel: {error}") from None
 
 
 def _on_gpus(job: Job) -> bool:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from elastic_ft.core.assignment import Member, NodeId, Source, Tier
 from elastic_ft.core.events import ResizeRequested, StepApplied
 from elastic_ft.core.layouts.calibration import STEPS_MAX, as_measured, calibrate
 from elastic_ft.core.layouts.expert_owners import allot, in_runs, weigh
 from elastic_ft.core.layouts.layout import EXPERTS_MAX, Layout, ShardPlace, plan_layout
-from elastic_ft.core.layouts.layout_plan import NoLayout
+from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout
 from elastic_ft.core.layouts.moved import Previous
 from elastic_ft.core.layouts.planner import Limits, Planning, best
-from elastic_ft.core.layouts.work import Devices
+from elastic_ft.core.layouts.work import Devices, Work
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.state import Turn, is_current
 
@@ -86,14 +87,24 @@ def _planned(turn: Turn, members: Sequence[Member]) -> World | str:
     if (old := turn.state.assignment) is not None:
         ranks = tuple(turn.state.ranks.get(member.worker) for member in placed)
         previous = Previous(old.layout, ranks)
-    try:
-        plan = best(planning.work, devices, _limits(turn.policy), previous)
-    except NoLayout as error:
-        return str(error)
+    plan = _best(planning.work, devices, _limits(turn.policy), previous)
+    if isinstance(plan, str):
+        return plan
     chosen = tuple(placed[device] for device in plan.devices)
     idle = tuple(member for member in placed if member not in chosen)
     why = f"planned {plan.layout}: {'; '.join(plan.why)}"
     return World(chosen, plan.layout, why, idle, "the plan has no rank for it" * bool(idle))
+
+
+@lru_cache(maxsize=16)  # asked with every event of who might join, and again as a world forms
+def _best(
+    work: Work, devices: Devices, limits: Limits, previous: Previous | None
+) -> LayoutPlan | str:
+    """Or why there is none."""
+    try:
+        return best(work, devices, limits, previous)
+    except NoLayout as error:
+        return str(error)
 
 
 def note_experts(turn: Turn, experts: int) -> None:
@@ -236,11 +247,8 @@ def why_not_resized(turn: Turn, event: ResizeRequested) -> str:
         return ""
     memory_bytes = _memory_bytes(policy.planning, turn.state.ready.values())
     devices = replace(policy.planning.devices, nodes=(event.workers,), memory_bytes=memory_bytes)
-    try:
-        best(policy.planning.work, devices, _limits(policy))
-    except NoLayout as error:
-        return str(error)
-    return ""
+    plan = _best(policy.planning.work, devices, _limits(policy), None)
+    return plan if isinstance(plan, str) else ""
 
 
 # ----------------------------------------------------------------------------- regrowth

@@ -8,7 +8,7 @@ need be with shards of one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -221,12 +221,20 @@ def check_kernels(job: Job, device: torch.device) -> None:
         raise ConfigError("parallel.cp: on GPUs needs precision.dtype bf16 or fp16, found fp32")
 
 
-def check_data(job: Job, samples: Any) -> None:
-    """Raises ConfigError for samples that the layout can't run. Reads one if it depends on that."""
-    key = next((key for key in ("cp", "pp") if getattr(job.parallel, key) > 1), None)
-    if key is not None:
+def check_data(job: Job, samples: Any, planned: Collection[str] = ()) -> None:
+    """Raises ConfigError for samples that the layout can't run. Reads one if it depends on that.
+
+    ``planned``: of strategy auto, by what the planner may share samples out.
+    """
+    asked = [key for key in ("cp", "pp") if getattr(job.parallel, key) > 1 or key in planned]
+    for key in asked:
         of_transformers = job.model.preset is None
-        check_batch(samples.collate([samples[0]]), f"parallel.{key}", of_transformers)
+        try:
+            check_batch(samples.collate([samples[0]]), f"parallel.{key}", of_transformers)
+        except ConfigError as error:
+            if not planned:
+                raise
+            raise ConfigError(f"parallel.strategy: auto may choose {key}: {error}") from None
 
 
 # ------------------------------------------------------------------------------- helpers

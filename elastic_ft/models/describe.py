@@ -68,12 +68,14 @@ def describe_job(job: Job) -> Work:
             "optimizer.name: the planner knows adamw, adam, sgd, muon, schedule_free_adamw and "
             f"schedule_free_sgd, found {job.optimizer.name!r}"
         )
-    momentum = 4 if one or job.optimizer.kwargs.get("momentum") else 0
+    kept = 4 if one or job.optimizer.kwargs.get("momentum") else 0
+    if two_moments:
+        kept = 12 if job.optimizer.kwargs.get("amsgrad") else 8
     return Work(
         model=_shape(job),
         global_batch=job.batch.global_batch_size,
         compute_bytes=4 if job.precision.dtype == "fp32" else 2,
-        optimizer_bytes=8 if two_moments else momentum,
+        optimizer_bytes=kept,
         gathers_once=not job.parallel.reshard_after_backward,
         reduces_once=job.parallel.reduce_gradients == "step",
         loss_chunk_tokens=job.parallel.loss_chunk_tokens,
@@ -142,6 +144,7 @@ def _of_transformers(values: dict[str, Any], trained: int | None, length: int) -
         idle_parameters=idle // len(blocks),
         experts=experts if shared else 0,
         expert_parameters=sum(map(_numel, shared)) // len(blocks),
+        head_dim=getattr(config, "head_dim", None) or 0,
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.document import put
 from benchmarks.peers import analysis, replay, report
 from benchmarks.peers.analysis import Line
+from benchmarks.peers.run import Results
 
 ROOT = Path(__file__).parents[2]
 BATCH = 8
@@ -118,15 +119,16 @@ def test_the_table_says_where_a_peer_wins(tmp_path: Path) -> None:
         "command": "run",
     }
     text = report.markdown(values, "raw.json")
-    assert "| worker killed: paused, s | 0.60 (0.50 to 0.70) | 0.30 |" in text
-    assert "| node joins: paused, s | - | 9.00 |" in text
-    assert "- worker killed: paused, s: peer 0.30, elastic_ft at best 0.60" in text
+    assert "| worker killed: paused, s | 0.60 (0.50 to 0.70) | 0.30 (once) |" in text
+    assert "| node joins: paused, s | - | 9.00 (once) |" in text
+    assert "- worker killed: paused, s: peer 0.30, elastic_ft (Ray) 0.60" in text
+    assert "| worker killed: steps redone | 0 | 20 (once) |" in text
     assert "replay" not in text.split("**Where a peer is ahead:**")[1].split("**Cases")[0]
     assert "- peer, round 0, drain: Late: too late" in text
     assert "| - | 5.0e-01 in 2 steps |" in text and "raw.json" in text
     runs = [*values["runs"], {"system": "elastic_ft (Ray)", "round": 0, "losses": [1.0, 2.0, 4.0]}]
     assert (
-        f"- {report.LOSS}: peer 5.0e-01 in 2 steps, elastic_ft at best 1.0e+00 in 3 steps"
+        f"- {report.LOSS}: peer 5.0e-01 in 2 steps, elastic_ft (Ray) 1.0e+00 in 3 steps"
         in report.markdown(values | {"runs": runs}, "raw.json")
     )
     document = tmp_path / "d.md"
@@ -136,6 +138,21 @@ def test_the_table_says_where_a_peer_wins(tmp_path: Path) -> None:
     assert document.read_text() == "a\n<!-- peers:begin -->\nnew\n<!-- peers:end -->\nb\n"
     with pytest.raises(ValueError, match="once each"):
         put(document, "others", "new")
+
+
+def test_the_better_of_our_two_hides_no_peer() -> None:
+    """Ray Train beside ours on Ray, too, where plain processes are as fast."""
+    speeds = {"elastic_ft (processes)": 100.0, "elastic_ft (Ray)": 80.0, "peer": 101.0}
+    cases = [record(system, "steady", tokens_per_s=v) for system, v in speeds.items()]
+    (line,) = report.wins_of_peers({"cases": cases, "runs": []})
+    assert line == "steady: tokens/s: peer 101, elastic_ft (Ray) 80"
+
+
+def test_a_report_relabels_nothing(tmp_path: Path) -> None:
+    raw = tmp_path / "peers.json"
+    raw.write_text(json.dumps({"cases": [], "runs": [], "versions": {"torch": "1"}}))
+    assert Results(raw, fresh=False, report_only=True).values["versions"] == {"torch": "1"}
+    assert Results(raw, fresh=False).values["versions"]["torch"] != "1"
 
 
 def test_the_harness_on_elastic_ft(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ft.core import world
 from elastic_ft.core.assignment import Tier
 from elastic_ft.core.commands import (
     Bench,
@@ -30,7 +31,8 @@ from elastic_ft.core.events import (
     WorkerReady,
 )
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.layouts.planner import Limits, Planning
+from elastic_ft.core.layouts.layout_plan import LayoutPlan
+from elastic_ft.core.layouts.planner import Limits, Planning, best
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Work
 from elastic_ft.core.policy import Policy
@@ -451,6 +453,24 @@ def test_after_a_loss_the_rest_is_laid_out_anew() -> None:
             script.paused(worker)
     assert {m.node for m in script.assignment.members} == {"n0"}
     assert script.assignment.layout.world_size == len(script.ranks) <= 4
+
+
+def test_the_same_devices_are_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes seconds for thousands of them, and training is paused for it."""
+    asked: list[object] = []
+
+    def counted(*given: object) -> LayoutPlan:
+        asked.append(given)
+        return best(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(world, "best", counted)
+    world._best.cache_clear()
+    script = eight(planned(9e9))
+    script.train(1)
+    script.tell(NodeLost, "n1", "power")
+    pause_all(script, 1)
+    script.ready("new", "n2")
+    assert len(asked) == len({*asked}) > 1
 
 
 def test_a_world_that_can_not_hold_the_model_waits_for_more() -> None:

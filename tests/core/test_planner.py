@@ -10,11 +10,12 @@ from math import gcd
 
 import pytest
 
-from elastic_ft.core.layouts.layout import Layout, divisors
+from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
 from elastic_ft.core.layouts.memory_costs import host_bytes, memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
 from elastic_ft.core.layouts.planner import CHUNKS, Limits, allowed, best, plans
+from elastic_ft.core.layouts.rank_memory import rank_layers
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import (
     RECOMPUTES,
@@ -238,7 +239,8 @@ def test_the_planner_shares_positions_where_one_sample_does_not_fit() -> None:
     model = replace(SEVEN_B, sequence_length=131_072)
     work, there = Work(model, 8, loss_chunk_tokens=2048), devices(8)
     limits = allowed(model, 8, lambda wish: wish.tp == wish.pp == 1)
-    assert limits.cp_sizes == (1, 2, 4, 8)
+    assert limits.cp_sizes == tuple(range(1, 9))
+    assert best(work, devices(7), limits).layout.cp == 7, "who is left, not 4 of them"
     plan = best(work, there, limits)
     assert plan.layout.cp > 1
     assert any(reason.startswith("context parallelism: without it ") for reason in plan.why)
@@ -285,14 +287,23 @@ def test_the_planner_shares_experts_out_where_gathering_them_is_dear() -> None:
     assert best(work, there, replace(limits, ep_max=1)).layout.ep == 1
 
 
-def test_ranks_that_share_positions_share_experts_too() -> None:
-    """But no stages: these have whole sequences of a mixture."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_ranks_that_share_positions_share_experts_too(whole: bool) -> None:
+    """But no stages where these have whole sequences, as those of built-in mixtures."""
+
+    def can(wish: LayoutWish) -> bool:
+        in_stages = wish.pp > 1 and (wish.ep > 1 or (whole and wish.cp > 1))
+        return wish.tp == 1 and not in_stages
+
     long = with_experts(decoder(8, 1024, 16, 8, 4096, 512, 32_768), 64, 2)
-    limits = replace(allowed(long, 8, lambda wish: wish.tp == 1), recompute=(True,))
+    limits = allowed(long, 8, can)
+    assert limits.apart == ((("pp", "cp"), ("pp", "ep")) if whole else (("pp", "ep"),))
+    limits = replace(limits, recompute=(True,))
     found = plans(Work(long, 2), devices(8), limits, top=1000)
     shared = {plan.layout for plan in found if plan.layout.cp > 1}
-    assert all(layout.pp == 1 for layout in shared)
-    assert {layout.ep for layout in shared} == {1, 2, 4, 8}
+    assert any(layout.pp > 1 for layout in shared) is not whole
+    assert all(layout.pp == 1 for layout in shared if layout.ep > 1)
+    assert {layout.ep for layout in shared} >= {1, 2, 4, 8}
     assert any(plan.layout.pp > 1 for plan in found)
 
 
@@ -394,6 +405,27 @@ def test_bubbles_are_those_of_the_papers() -> None:
     ratio = times["interleaved1f1b"].bubble / times["interleaved1f1b"].compute
     assert ratio == pytest.approx(3 / 64 / 2)
     assert times["zero_bubble"].bubble < times["interleaved1f1b"].bubble
+
+
+def test_a_v_of_stages_is_as_slow_as_its_fullest_rank() -> None:
+    """Whose two stages are the first and the last, which is short for the projection's sake."""
+    model = decoder(8, 1024, 16, 8, 4096, 2 * 8 * 1024, 2048)
+    work, there = Work(model, 64), devices(2, layer_s=0.0)
+    links, choice = Interconnect.of(there, (2,)), Choice(Layout(pp=2), 1, False, "zero_bubble", 2)
+    layers = rank_layers(work, choice)
+    assert layers != stage_layers(model, 2)
+    output = model.output_flops
+    slowest = max(layers[0] * model.block_flops + output, layers[1] * model.block_flops)
+    assert step_time(work, choice, links).compute == pytest.approx(
+        3 * 64 * slowest / there.flops_per_s
+    )
+
+
+def test_stages_hand_on_the_positions_that_a_rank_has() -> None:
+    work, there = Work(SMALL, 64), devices(8, 8, latency_s=0.0)
+    links = Interconnect.of(there, (8, 8))
+    alone, shared = (step_time(work, Choice(Layout(pp=2, tp=tp), 1), links).pp for tp in (1, 8))
+    assert shared == pytest.approx(alone / 8)
 
 
 def test_what_is_sent_once_a_step_costs_no_more_for_more_micro_batches() -> None:

@@ -125,6 +125,7 @@ def test_plans_of_tensor_parallelism(
         ("llama tied", "ddp", 4, {"pp": 2, "tp": 2}),
         ("qwen3", "ddp", 4, {"pp": 2, "tp": 2}),
         ("mixtral", "fsdp", 4, {"pp": 2}),
+        ("mixtral", "fsdp", 4, {"pp": 2, "cp": 2}),
     ],
 )
 def test_transformers_models_in_stages(

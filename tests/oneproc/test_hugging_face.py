@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -292,6 +293,19 @@ def test_the_planner_counts_every_parameter(name: str) -> None:
     shape, model = shape_of(values), build_on_meta(values)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.layers == 2
+
+
+def test_heads_may_be_wider_than_the_model() -> None:
+    """Qwen3's are: 16 of 128 for a width of 1024."""
+    wide = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    values = ON_THE_HUB["qwen 3"] | {"hidden_size": 1024} | wide
+    shape, model = shape_of(values), build_on_meta(values)
+    attention = model.get_submodule("model.layers.0.self_attn")
+    assert shape.q_dim == attention.get_submodule("q_proj").out_features == 2048
+    assert shape.kv_dim == attention.get_submodule("k_proj").out_features == 1024
+    narrow = replace(shape, head_dim=0)
+    assert (narrow.q_dim, narrow.kv_dim) == (1024, 512)
+    assert shape.block_flops - narrow.block_flops == 2 * 128 * 128 * 1024
 
 
 def test_a_token_goes_through_some_of_the_experts() -> None:

@@ -44,6 +44,10 @@ class LayoutWish:
         """Ranks that work on one sample together, where all is as wished."""
         return prod(getattr(self, name) for name in MODEL_DIMENSIONS)
 
+    @property
+    def has_stages(self) -> bool:
+        return self.pp > 1
+
     def sizes_in_words(self) -> str:
         """Such as "tp 2 x pp 4", cp too if it is more."""
         sizes = {name: getattr(self, name) for name in MODEL_DIMENSIONS}

@@ -164,7 +164,7 @@ def _of_layer(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
     weights = r.weights + r.unit + r.arriving
     yield _Moment(before, weights + r.staged(r.unit, a), held + handed, at_hand)
 
-    attention = 2 * model.dim * (model.dim + model.kv_dim) / tp
+    attention = 2 * model.dim * (model.q_dim + model.kv_dim) / tp
     fed = max(0.0, r.block - attention) * made  # of the feed-forward's matrices: three, or two
     down = fed / (3 if model.gated else 2)
     inner = r.tokens * model.ffn_dim * a / tp
@@ -176,7 +176,7 @@ def _of_layer(r: RankShape, flying: float, done: bool) -> Iterator[_Moment]:
         sent = r.block * work.gradient_bytes
         yield _Moment(before + down + reduced, weights + sent, feed - r.kept, at_hand)
 
-    projected = model.dim * model.dim / tp * made + (0.0 if kept_whole else fed)
+    projected = model.dim * model.q_dim / tp * made + (0.0 if kept_whole else fed)
     gone = inner * (4 if model.gated else 2) + r.tokens * (
         norm_bytes(work, r.fused, r.casts) / tp + model.dim * a
     )
@@ -203,14 +203,14 @@ def _attention_backward_bytes(r: RankShape) -> float:
     them, repeated to all heads, their gradients, and those summed over heads and over ranks."""
     work, layout, a = r.work, r.choice.layout, r.work.compute_bytes
     model, tp = work.model, layout.tp
-    heads = r.tokens * model.dim / tp
+    heads = r.tokens * model.q_dim / tp
     if layout.cp == 1:
         return 3 * heads * a
     of_all = layout.cp * r.tokens / tp
     kv, seen = 2 * of_all * model.kv_dim, 1 - 1 / (2 * layout.cp)
-    repeated = 2 * of_all * model.dim * a * (1 + seen)
+    repeated = 2 * of_all * model.q_dim * a * (1 + seen)
     if a < FLOAT32_BYTES:
-        repeated += of_all * seen * model.dim * FLOAT32_BYTES
+        repeated += of_all * seen * model.q_dim * FLOAT32_BYTES
     copies = 1 + r.copies
     return repeated + kv * (a + FLOAT32_BYTES * (1 + copies)) + heads * (FLOAT32_BYTES + 2 * a)
 

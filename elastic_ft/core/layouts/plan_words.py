@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from math import ceil, inf
+from typing import NamedTuple
 
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, seats_on_nodes
 from elastic_ft.core.layouts.work import Choice, Work
 
-Without = dict[str, tuple[float, float]]  # by feature: the least bytes and best seconds without it
+
+class Without(NamedTuple):
+    """Of all choices that have not a feature: the least bytes, the best seconds of those that fit;
+    and what those take at least that were not tried, as others were faster."""
+
+    nbytes: float = inf
+    time_s: float = inf
+    untried_s: float = inf
 
 
 def gb(nbytes: float) -> str:
@@ -29,16 +38,24 @@ def features(choice: Choice) -> dict[str, bool]:
 
 
 def why(
-    plan: LayoutPlan, fastest: LayoutPlan, work: Work, usable_bytes: float, without: Without
+    plan: LayoutPlan,
+    fastest: LayoutPlan,
+    work: Work,
+    usable_bytes: float,
+    without: Mapping[str, Without],
+    multiple_of: int = 1,
 ) -> Iterator[str]:
-    """Sentences: fit, each feature against doing without it, tie-break, who is idle."""
+    """Sentences: fit, each feature against doing without it, tie-break, who is idle.
+
+    ``multiple_of``: worlds are multiples of it.
+    """
     yield f"fits: {gb(plan.memory.total)} of {gb(usable_bytes)} on the fullest device"
     if plan.host_bytes:
         step_s = f"{plan.time.offload / plan.time.total:.0%} of a step"
         yield f"the optimizer takes {gb(plan.host_bytes)} of host memory a device, and {step_s}"
     for feature, has in features(plan.choice).items():
         if has:
-            yield f"{feature}: {_loss_without(feature, plan, without)}"
+            yield f"{feature}: {_loss_without(plan, without.get(feature, Without()))}"
     if plan.layout.cuts_layers:
         apart = "across nodes: no node has room for a group"
         where = "inside a node" if plan.peers_inside else apart
@@ -58,7 +75,7 @@ def why(
             f"{count} micro-batches over {dp} replicas are uneven: the busiest has "
             f"{plan.choice.micro_batches(work)}"
         )
-    yield from _idle(plan)
+    yield from _idle(plan, count, multiple_of)
 
 
 def _experts(plan: LayoutPlan, work: Work) -> str:
@@ -69,12 +86,15 @@ def _experts(plan: LayoutPlan, work: Work) -> str:
     return f"each of {ep} ranks computes {of_each} experts, and tokens travel {where}"
 
 
-def _loss_without(feature: str, plan: LayoutPlan, without: Without) -> str:
-    need, time_s = without.get(feature, (float("inf"), float("inf")))
-    if time_s < float("inf"):
+def _loss_without(plan: LayoutPlan, without: Without) -> str:
+    need, time_s, untried_s = without
+    if untried_s < time_s:
+        fits = "" if time_s < inf else ", if it fits"
+        return f"without it at least {untried_s / plan.time.total - 1:.0%} slower{fits}"
+    if time_s < inf:
         ratio = time_s / plan.time.total - 1
         return f"without it {abs(ratio):.0%} {'slower' if ratio >= 0 else 'faster'}"
-    if need < float("inf"):
+    if need < inf:
         return f"without it nothing fits, the least need is {gb(need)}"
     return "nothing else was allowed"
 
@@ -92,8 +112,8 @@ def _preferred(plan: LayoutPlan, fastest: LayoutPlan) -> str:
     return "and shares each copy of the model among fewer ranks"
 
 
-def _idle(plan: LayoutPlan) -> Iterator[str]:
-    """Which devices have no rank, and why."""
+def _idle(plan: LayoutPlan, count: int, multiple_of: int) -> Iterator[str]:
+    """Which devices have no rank, and why. ``count``: micro-batches of a step."""
     if not any(plan.idle):
         return
     total, group = sum(plan.nodes), plan.layout.ranks_per_layer
@@ -101,12 +121,18 @@ def _idle(plan: LayoutPlan) -> Iterator[str]:
     yield f"{sum(plan.idle)} of {total} devices idle: {where}"
     seats = seats_on_nodes(plan.nodes, group)
     if seats != plan.nodes:
-        yield f"a node's devices beyond a multiple of {group} have no tensor-parallel group"
+        yield f"a node's devices beyond a multiple of {group} have no group that shares layers"
     spare, copy = sum(seats) - plan.layout.world_size, plan.layout.pipeline_size * group
-    if 0 < spare < copy:
+    dp = plan.layout.data_parallel_size
+    more = min(dp + spare // copy, count)
+    if 0 < spare < multiple_of:
+        yield f"worlds are multiples of {multiple_of}"
+    elif 0 < spare < copy:
         yield f"{spare} are too few for another replica, which takes {copy}"
-    elif spare:
+    elif spare and ceil(count / more) == ceil(count / dp):
         yield f"{spare} would not make a step faster: it would have as many micro-batches in a row"
+    elif spare:
+        yield "no layout of more devices that fits is over 3% faster"
 
 
 def compared(plan: LayoutPlan, first: LayoutPlan) -> str:

@@ -7,13 +7,14 @@ numbers of stages, shards and replicas that can matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import product
+from itertools import combinations, product
 from math import ceil, gcd
+from typing import Any
 
-from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
+from elastic_ft.core.layouts.layout import WISHES, Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
 from elastic_ft.core.layouts.memory_costs import host_bytes, memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
@@ -34,6 +35,7 @@ EXACT_DEVICES = 64  # up to here every number of stages and replicas is tried
 CHUNKS: dict[Schedule, int] = {"interleaved1f1b": 2, "zero_bubble": 2}  # of layers per rank
 NEAR_MAX = 32  # near-equal layouts whose bytes moved are counted
 CONTEXT_TOKENS_MIN = 4096
+CONTEXTS_ALL = 8  # up to here ranks of any number share positions: what a loss leaves
 PRUNE = 1.15  # times the fastest so far: not worth ranking
 
 
@@ -49,8 +51,16 @@ class Limits:
     tp_sizes: tuple[int, ...] = ()  # that the engine can do; none: what divides the model
     cp_sizes: tuple[int, ...] = (1,)
     ep_max: int = 1
+    apart: tuple[tuple[str, str], ...] = (("tp", "ep"), ("pp", "ep"))  # of WISHES: not together
     world_min: int = 1
     multiple_of: int = 1  # of the world
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What ranks may share, of ``WISHES``, where an engine was asked."""
+        most = {"tp": max(self.tp_sizes, default=1), "pp": self.pp_max or 1}
+        most |= {"cp": max(self.cp_sizes), "ep": self.ep_max}
+        return tuple(name for name in WISHES if most[name] > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,8 @@ def plans(
     near.sort(key=_preference)
     ranked = (near + ordered[len(near) :])[:top]
     fastest = next(plan for plan in near if plan.choice == fastest.choice)
-    explained = why(ranked[0], fastest, work, devices.usable_bytes, search.without)
+    there = devices.usable_bytes, search.without, search.limits.multiple_of
+    explained = why(ranked[0], fastest, work, *there)
     first = replace(ranked[0], why=tuple(explained))
     return (first, *(replace(p, why=(compared(p, first),)) for p in ranked[1:]))
 
@@ -130,7 +141,7 @@ class _Search:
     fastest_s: float = float("inf")
     least: tuple[float, Choice] | None = None  # bytes: the smallest need of all
     placed: dict[tuple[int, int], _Placed] = field(default_factory=dict)  # by tp and world
-    without: Without = field(default_factory=dict)  # see _note
+    without: dict[str, Without] = field(default_factory=dict)  # see _note
 
     @property
     def exact(self) -> bool:
@@ -141,7 +152,7 @@ class _Search:
             for cp in self.limits.cp_sizes:
                 seats = seats_on_nodes(self.devices.nodes, tp * cp)
                 groups = sum(seats) // (tp * cp)
-                for pp in self._stages(groups, cp):
+                for pp in self._stages(groups, tp, cp):
                     for dp, micro_batch in self._replicas(groups // pp):
                         self._try_shards(
                             Layout(dp_shard=dp, pp=pp, tp=tp, cp=cp), micro_batch, seats
@@ -157,6 +168,7 @@ class _Search:
         share = micro_batch * self.work.model.sample_flops / (world // dp)
         least_s = rounds * share / self.devices.flops_per_s
         if least_s > PRUNE * self.fastest_s:
+            self._leave(Choice(replace(sharded, dp_replicate=dp, dp_shard=1), micro_batch), least_s)
             return
         placed = self._place(seats, world // dp // pp, world)
         shards = divisors(dp)
@@ -164,31 +176,37 @@ class _Search:
             shards = tuple(n for n in shards if n & (n - 1) == 0 or n == dp)
             if not self._may_fit(sharded, micro_batch):
                 return
+        replicated = (replace(sharded, dp_replicate=dp // n, dp_shard=n) for n in shards)
         layouts = (
-            replace(sharded, dp_replicate=dp // shard, dp_shard=shard, ep=ep)
-            for shard in shards
-            for ep in self._sharing_experts(sharded, shard * sharded.cp)
+            replace(layout, ep=ep) for layout in replicated for ep in self._sharing_experts(layout)
         )
         for layout in layouts:
             for schedule, chunks in self._schedules(pp):
                 for recompute in sorted(self.limits.recompute, key=RECOMPUTES.index):
-                    slower = 1 + AGAIN[recompute] / 3
-                    if recompute and least_s * slower > PRUNE * self.fastest_s and not self.exact:
-                        continue
                     choice = Choice(layout, micro_batch, recompute, schedule, chunks)
+                    again_s = least_s * (1 + AGAIN[recompute] / 3)
+                    if recompute and again_s > PRUNE * self.fastest_s and not self.exact:
+                        self._leave(choice, least_s)
+                        continue
                     if self._try(choice, placed):
                         break  # recomputing what fits is never faster
 
-    def _sharing_experts(self, layout: Layout, shards: int) -> tuple[int, ...]:
-        """By how many of ``shards`` ranks the experts may be shared out."""
-        if layout.cuts_layers or layout.has_stages:
-            return (1,)
+    def _sharing_experts(self, layout: Layout) -> tuple[int, ...]:
+        """By how many of its shards the experts may be shared out. Of strategy ddp they are not."""
         most = min(self.limits.ep_max, self.work.model.experts)
-        return tuple(ep for ep in divisors(shards) if ep == 1 or ep <= most)
+        if layout.dp_shard < layout.data_parallel_size == layout.dp_replicate:
+            return (1,)
+        among = (ep for ep in divisors(layout.state_shards) if ep == 1 or ep <= most)
+        return tuple(ep for ep in among if self._may(tp=layout.tp, pp=layout.pp, ep=ep))
+
+    def _may(self, **sizes: int) -> bool:
+        """Whether ranks may share all of it."""
+        shared = [name for name in WISHES if sizes.get(name, 1) > 1]
+        return not any(pair in self.limits.apart for pair in combinations(shared, 2))
 
     def _may_fit(self, layout: Layout, micro_batch: int) -> bool:
         """Whether the most frugal choice does: all sharded, all recomputed that may be."""
-        ways = self._sharing_experts(layout, layout.state_shards)
+        ways = self._sharing_experts(layout)
         # What is sent to experts may take more than all of them, gathered.
         ends = sorted({ways[0], ways[-1]})
         for ep, (schedule, chunks) in product(ends, self._schedules(layout.pp)):
@@ -232,13 +250,24 @@ class _Search:
             self.least = nbytes, choice
         for feature, has in features(choice).items():
             if not has:
-                known = self.without.get(feature, (float("inf"), float("inf")))
-                self.without[feature] = min(known[0], nbytes), min(known[1], time_s)
+                known = self.without.get(feature, Without())
+                best_s = min(known.time_s, time_s)
+                nbytes = min(known.nbytes, nbytes)
+                self.without[feature] = known._replace(nbytes=nbytes, time_s=best_s)
 
-    def _stages(self, groups: int, cp: int) -> list[int]:
-        if cp > 1 and self.work.model.experts:  # stages of mixtures have whole sequences
-            return [1]
+    def _leave(self, choice: Choice, least_s: float) -> None:
+        """Not tried, as it can't be faster than ``least_s``: which says something of doing without
+        what it has not."""
+        for feature in (feature for feature, has in features(choice).items() if not has):
+            known = self.without.get(feature, Without())
+            self.without[feature] = known._replace(untried_s=min(known.untried_s, least_s))
+
+    def _stages(self, groups: int, tp: int, cp: int) -> list[int]:
         most = min(groups, self.work.model.layers, self.limits.pp_max or groups)
+        if not self._may(tp=tp, cp=cp):
+            return []
+        if not self._may(tp=tp, cp=cp, pp=2):
+            return [1] if groups else []
         if self.exact:
             return list(range(1, most + 1))
         layers = self.work.model.layers
@@ -291,15 +320,34 @@ def allowed(model: ModelShape, most: int, can: Callable[[LayoutWish], bool]) -> 
     is nothing to gain.
     """
     most_cp = min(most, max(1, model.sequence_length // CONTEXT_TOKENS_MIN))
-    contexts = (cp for cp in range(1, most_cp + 1) if cp & (cp - 1) == 0)
+    contexts = (cp for cp in range(1, most_cp + 1) if cp <= CONTEXTS_ALL or cp & (cp - 1) == 0)
     most_ep = max(1, min(most, model.experts))
     stages = range(min(most, model.layers), 0, -1)
+    sizes = {
+        "tp": [tp for tp in divisors(model.heads) if tp == 1 or can(LayoutWish(tp=tp))],
+        "pp": [next(pp for pp in stages if pp == 1 or can(LayoutWish(pp=pp)))],
+        "cp": [cp for cp in contexts if cp == 1 or can(LayoutWish(cp=cp))],
+        "ep": [max(ep for ep in range(1, most_ep + 1) if ep == 1 or can(LayoutWish(ep=ep)))],
+    }
+    least = {name: min((n for n in sizes[name] if n > 1), default=1) for name in WISHES}
+    least["pp"] = min(2, least["pp"])
     return Limits(
-        tp_sizes=tuple(tp for tp in divisors(model.heads) if can(LayoutWish(tp=tp))),
-        pp_max=next(pp for pp in stages if can(LayoutWish(pp=pp))),
-        cp_sizes=tuple(cp for cp in contexts if can(LayoutWish(cp=cp))),
-        ep_max=max(ep for ep in range(1, most_ep + 1) if ep == 1 or can(LayoutWish(ep=ep))),
+        tp_sizes=tuple(sizes["tp"]),
+        pp_max=sizes["pp"][0],
+        cp_sizes=tuple(sizes["cp"]),
+        ep_max=sizes["ep"][0],
+        apart=tuple(_apart(least, can)),
     )
+
+
+def _apart(
+    sizes: Mapping[str, int], can: Callable[[LayoutWish], bool]
+) -> Iterator[tuple[str, str]]:
+    """Of what ranks can share one by one (``sizes``), the pairs that they can't."""
+    for pair in combinations((name for name in WISHES if sizes[name] > 1), 2):
+        together: dict[str, Any] = {name: sizes[name] for name in pair}
+        if not can(LayoutWish(**together)):
+            yield pair
 
 
 def tensor_sizes(model: ModelShape, devices: Devices, limits: Limits) -> list[int]:

@@ -30,7 +30,7 @@ def block_activation_bytes(
     """
     model, a = work.model, work.compute_bytes
     inner = (4 if model.gated else 2) * model.ffn_dim * a
-    attended = 4 * model.dim if cp == 1 else 3 * model.dim + 2 * model.kv_dim
+    attended = 4 * model.q_dim if cp == 1 else 3 * model.q_dim + 2 * model.kv_dim
     whole = (5 if casts else 2) * model.dim * a + 2 * rows_bytes(work)
     cut = inner + 2 * norm_bytes(work, fused, casts) + attended * a + 4 * model.heads
     return cut / parts + whole
@@ -63,7 +63,7 @@ def kept_activation_bytes(
     if recompute != "selective":
         return inputs
     inner = (2 if model.gated else 1) * model.ffn_dim
-    kept = (inner + 2 * model.dim + 2 * model.kv_dim) * a + 4 * model.heads
+    kept = (inner + 2 * model.q_dim + 2 * model.kv_dim) * a + 4 * model.heads
     whole = 2 * model.dim * a * (1 if parts == 1 else 1 + 1 / parts)
     return inputs + kept / parts + whole + kept_rows_bytes(work, recompute, ep)
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from math import ceil, gcd
 from typing import NamedTuple
 
-from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import held_parameters
-from elastic_ft.core.layouts.rank_memory import kept_activation_bytes
-from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute, Work, stage_layers
+from elastic_ft.core.layouts.rank_memory import kept_activation_bytes, rank_layers
+from elastic_ft.core.layouts.work import Choice, Devices, ModelShape, Recompute, Work
 
 # Shares of a layer's forward, and of what it sends, that are done again. Selective: norms, rotary
 # angles and activation functions, and inputs gathered, not what was reduced.
@@ -108,7 +107,7 @@ class Interconnect:
 def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     """Returns the time of one step, by its slowest pipeline stage."""
     model, layout, devices = work.model, choice.layout, links.devices
-    layers, count = stage_layers(model, layout.pp), choice.micro_batches(work)
+    layers, count = rank_layers(work, choice), choice.micro_batches(work)
     rate = devices.flops_per_s * layout.tp * layout.cp  # chunks are dealt so that all have as much
     block_s = max(_block_flops(model, layout.ep) * choice.micro_batch / rate, devices.layer_s)
     output_s = model.output_flops * choice.micro_batch / rate
@@ -134,7 +133,7 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     rows = hidden / layout.tp * model.experts_per_token
     ep_s = 2 * layers[stage] * links.swap(rows, layout.ep, layout.tp)
     ep_again_s = ep_s * (2 if choice.recompute is True else 1)
-    pp_s = 2 * links.send(hidden) * choice.chunks
+    pp_s = 2 * links.send(hidden / layout.tp) * choice.chunks
     pp_s *= layout.pp > 1
     tp_again = SENT_AGAIN[choice.recompute]
     backward_s = 2 * forward_s + again_s + (1 + tp_again) * tp_s + cp_again_s + ep_again_s
@@ -183,13 +182,13 @@ def _optimizer_s(work: Work, choice: Choice, devices: Devices) -> float:
     return held_parameters(work, choice) * (sent + stepped) / devices.host_bytes_per_s
 
 
-def _widest_stage(model: ModelShape, layout: Layout) -> tuple[float, float]:
-    """Parameters of the stage that has the most, as a rank gathers them: of experts that ranks
-    share out, and all others."""
-    counts = stage_layers(model, layout.pp)
+def _widest_stage(work: Work, choice: Choice) -> tuple[float, float]:
+    """Parameters of the rank that has the most, as it gathers them: of experts that ranks share
+    out, and all others."""
+    model, layout, counts = work.model, choice.layout, rank_layers(work, choice)
     layers = [n * model.block_parameters for n in counts]
     layers[0] += model.embedding_parameters
-    layers[-1] += model.output_parameters
+    layers[choice.output_rank] += model.output_parameters
     most = max(range(len(layers)), key=layers.__getitem__)
     shared = counts[most] * model.expert_parameters if layout.shares_experts else 0
     share = model.expert_share(layout.ep)
@@ -219,7 +218,7 @@ def _data_parallel_s(
     """
     layout, packed = choice.layout, work.compression
     shards, stride = layout.state_shards, layout.tp
-    experts, own = _widest_stage(work.model, layout)
+    experts, own = _widest_stage(work, choice)
     held = own / shards + experts / layout.expert_shards
     each = packed.replica_bytes(work.model, shards) if packed.replicas else work.gradient_bytes
     replicas_s = 2 * links.ring(held * each, layout.dp_replicate, stride * shards)

@@ -36,6 +36,7 @@ class ModelShape:
     idle_parameters: int = 0  # of one layer: experts that a token does not go through
     experts: int = 0  # of one layer, if ranks can share them out
     expert_parameters: int = 0  # of one layer, all experts'
+    head_dim: int = 0  # 0: heads make up dim
 
     @property
     def block_active_parameters(self) -> int:
@@ -62,9 +63,14 @@ class ModelShape:
         return self.output_parameters < self.vocabulary * self.dim
 
     @property
+    def q_dim(self) -> int:
+        """Width of queries, and of what attention returns."""
+        return self.head_dim * self.heads or self.dim
+
+    @property
     def kv_dim(self) -> int:
         """Width of keys, and of values."""
-        return self.dim // self.heads * self.kv_heads
+        return (self.head_dim or self.dim // self.heads) * self.kv_heads
 
     @property
     def parameters(self) -> int:
@@ -76,7 +82,7 @@ class ModelShape:
     def block_flops(self) -> float:
         """Of one layer, forward, one sample; attention is causal."""
         tokens = self.sequence_length
-        return 2.0 * tokens * self.block_active_parameters + 2.0 * tokens * tokens * self.dim
+        return 2.0 * tokens * self.block_active_parameters + 2.0 * tokens * tokens * self.q_dim
 
     @property
     def output_flops(self) -> float:
