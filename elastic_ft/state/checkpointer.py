@@ -10,15 +10,17 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from elastic_ft.core.box_owners import find_owners
 from elastic_ft.core.events import ShardsFailed, ShardsWritten
 from elastic_ft.core.sharding import Box
+from elastic_ft.errors import StoreFailed
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import bytes_of_box
-from elastic_ft.keeper.client import KeeperGone
+from elastic_ft.keeper.client import KeeperGone, KeeperRefused
 from elastic_ft.keeper.protocol import Upload
 from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.placed import Placed
@@ -27,10 +29,15 @@ from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import open_store
+from elastic_ft.transport.control import Note
 
 COPIED_TIMEOUT_S = 3600.0  # last resort: a copy in host memory ends with its generation
 
+AGAIN_S, AGAIN_MAX_S = 0.5, 5.0  # before the last state is written again
+LOOK_S = 0.1
+
 OwnedBoxes = frozenset[tuple[str, Box]]
+Entries = tuple[dict[str, Any], ...]
 
 
 def owned_by(groups: Groups, placed: Placed) -> OwnedBoxes:
@@ -50,13 +57,15 @@ class Checkpointer:
         send: Callable[[Any], object],
         reach: Reach,
         max_upload_mb_per_s: float | None = None,
+        away_s: float = 0.0,
     ) -> None:
+        """``away_s``: for how long a store that is away is waited for with a job's last state."""
         self._worker, self._run, self._url = worker, run, url
         self._snapshots, self._send, self._reach = snapshots, send, reach
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[None]] = []
         self._store: Any = None
-        self._max_mb_per_s = max_upload_mb_per_s
+        self._max_mb_per_s, self._away_s = max_upload_mb_per_s, away_s
         self._pace = (
             checkpoints.RateLimit(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
         )
@@ -64,8 +73,18 @@ class Checkpointer:
     def owned_state(self, state: LocalState, owned: OwnedBoxes) -> LocalState:
         return {key: t for key, t in state.items() if (tensor_name(key), t.box) in owned}
 
-    def write(self, shard: HostShard, owned: OwnedBoxes, state: LocalState, groups: Groups) -> None:
-        """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
+    def write(
+        self,
+        shard: HostShard,
+        owned: OwnedBoxes,
+        state: LocalState,
+        groups: Groups,
+        insists: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed.
+
+        ``insists``: while it says so a store that fails is tried again, for ``away_s``.
+        """
         shard.users += 1
         tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
         self._running = [f for f in self._running if not f.done()]
@@ -78,6 +97,7 @@ class Checkpointer:
                 groups.generation,
                 groups.rank,
                 time.monotonic(),
+                insists,
             )
         )
 
@@ -89,12 +109,14 @@ class Checkpointer:
         generation: int,
         rank: int,
         began_s: float,
+        insists: Callable[[], bool],
     ) -> None:
         try:
             shard.ready.result(COPIED_TIMEOUT_S)
             self._reach("checkpoint_shard", shard.of.step)
             prefix = checkpoints.attempt_prefix(self._run, generation, shard.of.step)
-            entries = self._write_shards(shard, owned, prefix, rank)
+            write = partial(self._write_shards, shard, owned, prefix, rank)
+            entries = self._insist(write, insists, generation, shard.of.step)
             self._reach("before_manifest", shard.of.step)
         except Exception as error:  # a full disk, a store that is down: training goes on
             reason = f"{type(error).__name__}: {error}"
@@ -114,9 +136,27 @@ class Checkpointer:
         finally:
             self._snapshots.release(shard)
 
+    def _insist(
+        self, write: Callable[[], Entries], insists: Callable[[], bool], generation: int, step: int
+    ) -> Entries:
+        """Raises what ``write`` does: what a second try can't cure, or the last one's."""
+        until_s, pause_s = time.monotonic() + self._away_s, AGAIN_S
+        while True:
+            try:
+                return write()
+            except (StoreFailed, KeeperRefused) as error:
+                is_damaged = isinstance(error, KeeperRefused) and error.damaged
+                if is_damaged or time.monotonic() > until_s or not insists():
+                    raise
+                why = f"step {step} is the last, and is written again and again: {error}"
+            if pause_s == AGAIN_S:
+                self._send(Note(self._worker, generation, "checkpoint_warning", why))
+            _rest(pause_s, insists)
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
+
     def _write_shards(
         self, shard: HostShard, owned: OwnedBoxes, prefix: str, rank: int
-    ) -> tuple[dict[str, Any], ...]:
+    ) -> Entries:
         """By the keeper whose memory it is; here, if there is none.
 
         Raises StoreFailed, StateDamaged, KeeperRefused.
@@ -139,6 +179,12 @@ class Checkpointer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _rest(pause_s: float, insists: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + pause_s
+    while time.monotonic() < until_s and insists():
+        time.sleep(LOOK_S)
 
 
 def _pieces(shard: HostShard, owned: OwnedBoxes) -> Iterator[tuple[str, Box, str, memoryview]]:
