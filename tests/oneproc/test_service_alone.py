@@ -51,7 +51,7 @@ class Served:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         users: dict[str, Rights] | None = None,
         tls: Any = None,
         terms: SharingTerms = TERMS,
