@@ -200,10 +200,15 @@ class RunFolder(InboxFile):
         """The runs before this one that had this folder and did not end."""
         return self._claim.unended if self._claim is not None else ()
 
-    def forget_ended(self) -> None:
-        """Of the runs that did not end, the journal has been told. Raises StoreFailed."""
-        for run in self._claim.unended if self._claim is not None else ():
-            self._claim.ended(run)
+    def forget_ended(self) -> str:
+        """Of the runs that did not end, the journal has been told. Returns what went wrong: then
+        the next controller is told of them, too, and no job ends for that."""
+        try:
+            for run in self._claim.unended if self._claim is not None else ():
+                self._claim.ended(run)
+        except StoreFailed as error:
+            return f"the end of an earlier run is not noted: {error}"
+        return ""
 
     def check_owner(self) -> None:
         """Raises Superseded if another has taken this folder over, or did and ended.
