@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,14 @@ def owned_by(groups: Groups, placed: Placed) -> OwnedBoxes:
     return frozenset((one.tensor, one.box) for one in owned if one.owner == me)
 
 
+@dataclass(frozen=True, slots=True)
+class StorePatience:
+    """With a store that fails: while ``insists`` says so it is tried again, for ``away_s``."""
+
+    away_s: float
+    insists: Callable[[], bool]
+
+
 class Checkpointer:
     def __init__(
         self,
@@ -57,15 +66,13 @@ class Checkpointer:
         send: Callable[[Any], object],
         reach: Reach,
         max_upload_mb_per_s: float | None = None,
-        away_s: float = 0.0,
     ) -> None:
-        """``away_s``: for how long a store that is away is waited for with a job's last state."""
         self._worker, self._run, self._url = worker, run, url
         self._snapshots, self._send, self._reach = snapshots, send, reach
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[None]] = []
         self._store: Any = None
-        self._max_mb_per_s, self._away_s = max_upload_mb_per_s, away_s
+        self._max_mb_per_s = max_upload_mb_per_s
         self._pace = (
             checkpoints.RateLimit(max_upload_mb_per_s * 1e6) if max_upload_mb_per_s else None
         )
@@ -79,12 +86,9 @@ class Checkpointer:
         owned: OwnedBoxes,
         state: LocalState,
         groups: Groups,
-        insists: Callable[[], bool] = lambda: False,
+        patience: StorePatience,
     ) -> None:
-        """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed.
-
-        ``insists``: while it says so a store that fails is tried again, for ``away_s``.
-        """
+        """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
         shard.users += 1
         tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
         self._running = [f for f in self._running if not f.done()]
@@ -97,7 +101,7 @@ class Checkpointer:
                 groups.generation,
                 groups.rank,
                 time.monotonic(),
-                insists,
+                patience,
             )
         )
 
@@ -109,14 +113,14 @@ class Checkpointer:
         generation: int,
         rank: int,
         began_s: float,
-        insists: Callable[[], bool],
+        patience: StorePatience,
     ) -> None:
         try:
             shard.ready.result(COPIED_TIMEOUT_S)
             self._reach("checkpoint_shard", shard.of.step)
             prefix = checkpoints.attempt_prefix(self._run, generation, shard.of.step)
             write = partial(self._write_shards, shard, owned, prefix, rank)
-            entries = self._insist(write, insists, generation, shard.of.step)
+            entries = self._insist(write, patience, generation, shard.of.step)
             self._reach("before_manifest", shard.of.step)
         except Exception as error:  # a full disk, a store that is down: training goes on
             reason = f"{type(error).__name__}: {error}"
@@ -137,26 +141,24 @@ class Checkpointer:
             self._snapshots.release(shard)
 
     def _insist(
-        self, write: Callable[[], Entries], insists: Callable[[], bool], generation: int, step: int
+        self, write: Callable[[], Entries], patience: StorePatience, generation: int, step: int
     ) -> Entries:
         """Raises what ``write`` does: what a second try can't cure, or the last one's."""
-        until_s, pause_s = time.monotonic() + self._away_s, AGAIN_S
+        until_s, pause_s = time.monotonic() + patience.away_s, AGAIN_S
         while True:
             try:
                 return write()
             except (StoreFailed, KeeperRefused) as error:
                 is_damaged = isinstance(error, KeeperRefused) and error.damaged
-                if is_damaged or time.monotonic() > until_s or not insists():
+                if is_damaged or time.monotonic() > until_s or not patience.insists():
                     raise
                 why = f"step {step} is the last, and is written again and again: {error}"
             if pause_s == AGAIN_S:
                 self._send(Note(self._worker, generation, "checkpoint_warning", why))
-            _rest(pause_s, insists)
+            _rest(pause_s, patience.insists)
             pause_s = min(2 * pause_s, AGAIN_MAX_S)
 
-    def _write_shards(
-        self, shard: HostShard, owned: OwnedBoxes, prefix: str, rank: int
-    ) -> Entries:
+    def _write_shards(self, shard: HostShard, owned: OwnedBoxes, prefix: str, rank: int) -> Entries:
         """By the keeper whose memory it is; here, if there is none.
 
         Raises StoreFailed, StateDamaged, KeeperRefused.

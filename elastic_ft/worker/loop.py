@@ -26,6 +26,7 @@ from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
 from elastic_ft.engines.along import Along
 from elastic_ft.engines.base import Engine, MicroBatch, Update
+from elastic_ft.state.checkpointer import StorePatience
 from elastic_ft.state.digest import state_digest
 from elastic_ft.transport.control import Note
 from elastic_ft.worker import notes
@@ -403,8 +404,10 @@ class Loop:
         )
         if upload:
             tools.checkpointed_step = self.step
-            insists = partial(self._insists, self.step)
-            tools.checkpointer.write(shard, owned, state, self.groups, insists)
+            away_s, insists = self.job.elastic.suspend_timeout_s, partial(self._insists, self.step)
+            tools.checkpointer.write(
+                shard, owned, state, self.groups, StorePatience(away_s, insists)
+            )
 
     def _insists(self, step: int) -> bool:
         """Whether that was the job's last, as it is made: no later checkpoint has what it has."""

@@ -68,8 +68,7 @@ def prepare(
     snapshots = Snapshots(worker, on_gpu, unkept, welcome.run)
     points.corrupt = snapshots.corrupt
     url, most = welcome.checkpoint_url, job.checkpoint.max_upload_mb_per_s
-    away_s = job.elastic.suspend_timeout_s
-    checkpointer = Checkpointer(worker, welcome.run, url, snapshots, send, points, most, away_s)
+    checkpointer = Checkpointer(worker, welcome.run, url, snapshots, send, points, most)
     gc.collect()
     gc.freeze()  # imports and caches: no later collection needs to look at them
     tools = Tools(

@@ -208,7 +208,7 @@ class NothingEnds(Returning):
     """A backend that is away whenever the end of a run is to be noted."""
 
     def put(self, key: str, *args: Any) -> Any:
-        return getattr(Away() if key.endswith(".ended") else self._backend, "put")(key, *args)
+        return (Away() if key.endswith(".ended") else self._backend).put(key, *args)
 
 
 def test_a_store_that_goes_away_as_the_job_is_taken_over_ends_no_job(tmp_path: Path) -> None:

@@ -366,7 +366,7 @@ def test_an_actor_that_can_not_read_its_port_takes_no_other(
     made._service = Service(str(tmp_path), TERMS, no_cluster, print, look=Sight)
     assert made._earlier_port() == 0
     (tmp_path / service_actor.PORT_FILE).mkdir()
-    with pytest.raises(StoreFailed, match="service.json"):
+    with pytest.raises(StoreFailed, match=r"service\.json"):
         made._earlier_port()
 
 
