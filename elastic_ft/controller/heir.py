@@ -108,7 +108,7 @@ class Heir:
             self.heritage = None
             self._tell_not_adopted(error)
             return False
-        self.folder.forget_ended()
+        trouble = self.folder.forget_ended()
         self.takeover.run_id = standing.run
         self.continuity.go_on(standing.terms)
         self.hearing.heard.update(standing.heard)
@@ -116,6 +116,8 @@ class Heir:
         self.executor.data_read.update(standing.data_read)
         self.watchdog.request = standing.request
         self.observer.go_on(heritage.accounts, standing.startup, heritage.state)
+        if trouble:
+            self.observer.journal("checkpoint_warning", heritage.state.generation, trouble, {})
         return True
 
     def tell_begun(self, number: int, generation: int) -> None:

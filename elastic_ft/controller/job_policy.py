@@ -26,6 +26,7 @@ def policy_of(job: Job) -> Policy:
         "publish_timeout_s": elastic.suspend_timeout_s,
         # Whose controller is stopped hears that from its silence alone, and looks now and then.
         "return_timeout_s": 1.5 * elastic.heartbeat_timeout_s + RETURN_S,
+        "final_checkpoint": checkpoint.final,
         "checkpoint_every_s": None if checkpoint.every_s == "auto" else checkpoint.every_s,
         "checkpoint_auto": checkpoint.every_s == "auto",
     }

@@ -152,7 +152,8 @@ class Takeover:
             reason = f"the one before it did not end, at step {recorded}: from step {step}"
             fields = {"step": step, "steps_lost": max(0, recorded - step)}
             self._observer.journal("controller_restarted", 0, reason, fields)
-            folder.forget_ended()
+            if trouble := folder.forget_ended():
+                self._observer.journal("checkpoint_warning", 0, trouble, {})
         if step > recorded > 0:
             self._tell_unrecorded(recorded, step)
         return found

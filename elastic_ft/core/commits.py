@@ -381,8 +381,13 @@ def finish_if_done(turn: Turn) -> None:
         return
     if state.stopping:
         finish(turn, "stopped", f"{state.stopping}; {turn.last_good()}")
+        return
+    newest = max((ref.step for ref in state.checkpoints), default=0)
+    said = f"all {state.committed} steps are committed"
+    if turn.policy.final_checkpoint and newest < state.committed:  # what was learnt is nowhere yet
+        finish(turn, "suspended", f"{said}, but not in a checkpoint; {turn.last_good()}")
     else:
-        finish(turn, "completed", f"all {state.committed} steps are committed")
+        finish(turn, "completed", said)
 
 
 def finish(turn: Turn, status: str, reason: str) -> None:

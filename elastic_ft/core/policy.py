@@ -43,6 +43,7 @@ class Policy(LayoutWish):
     max_node_failures: int = 2  # workers that could not take part, before their node is avoided
     avoid_node_s: float = 600
     keep_last: int = 2  # checkpoints
+    final_checkpoint: bool = False  # the job is complete with that of its last step
     from_scratch: bool = False  # the seed may be a source although steps are recorded
     checkpoint_every_s: float | None = None
     checkpoint_auto: bool = False  # as cost and failures advise

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, BinaryIO
@@ -29,8 +31,10 @@ from elastic_ft.storage.store import if_there, open_store
 
 __all__ = ["RunFolder", "count_lines", "last_generation", "read_lines"]
 
+log = logging.getLogger(__name__)
 MIRROR_EVERY_S = 5.0
 MIRROR_BYTES_PER_S = 4 << 20  # at most, on average
+RESULT_AWAY_S, RESULT_AGAIN_S = 600.0, 2.0  # a complete job's result waits for its store
 SEGMENTS_MAX = {"inbox.jsonl": 256 << 10}  # it is mirrored twice a second
 RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
 # Files that go up together are of one moment.
@@ -76,7 +80,7 @@ class RunFolder(InboxFile):
         self._request_seen: files.Stamp | None = None
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
-        self._has_result = False
+        self._has_result = self._is_complete = False
         self._threads: list[threading.Thread] = []
         self.mirror_error = ""
 
@@ -200,10 +204,15 @@ class RunFolder(InboxFile):
         """The runs before this one that had this folder and did not end."""
         return self._claim.unended if self._claim is not None else ()
 
-    def forget_ended(self) -> None:
-        """Of the runs that did not end, the journal has been told. Raises StoreFailed."""
-        for run in self._claim.unended if self._claim is not None else ():
-            self._claim.ended(run)
+    def forget_ended(self) -> str:
+        """Of the runs that did not end, the journal has been told. Returns what went wrong: then
+        the next controller is told of them, too, and no job ends for that."""
+        try:
+            for run in self._claim.unended if self._claim is not None else ():
+                self._claim.ended(run)
+        except StoreFailed as error:
+            return f"the end of an earlier run is not noted: {error}"
+        return ""
 
     def check_owner(self) -> None:
         """Raises Superseded if another has taken this folder over, or did and ended.
@@ -263,7 +272,7 @@ class RunFolder(InboxFile):
         self.check_owner()
         text = json.dumps(files.finite(result), indent=2) + "\n"
         files.replace(self.path / "result.json", text.encode())
-        self._has_result = True
+        self._has_result, self._is_complete = True, result.get("status") == "completed"
 
     def close(self) -> None:
         with self._lock:
@@ -273,7 +282,7 @@ class RunFolder(InboxFile):
         for thread in self._threads:
             thread.join(60)
         if self._threads:
-            self._mirror()
+            self._mirror_whole()
         if self._has_result and self._claim is not None and not self.mirror_error:
             with contextlib.suppress(StoreFailed):  # the next start says that this one was killed
                 self._claim.ended()
@@ -362,6 +371,16 @@ class RunFolder(InboxFile):
         with self._noting_trouble():
             for names in (*UPLOADS, REPORT):
                 self._upload(names)
+
+    def _mirror_whole(self) -> None:
+        """For the last time. Of a job that is complete nobody comes later to make up for it."""
+        until_s = time.monotonic() + (RESULT_AWAY_S if self._is_complete else 0.0)
+        self._mirror()
+        while self.mirror_error and self._superseded is None and time.monotonic() < until_s:
+            time.sleep(RESULT_AGAIN_S)
+            self._mirror()
+        if self.mirror_error and self._superseded is None:
+            log.warning("what %s lacks is in %s: %s", self.url, self.path, self.mirror_error)
 
     def _attend_always(self) -> None:
         while self._superseded is None and not self._stop_mirror.wait(MIRROR_EVERY_S):

@@ -74,6 +74,7 @@ class JobHand:
         self._start_timeout_s = _start_timeout_s(order)
         self._mark: StartMark | None = None
         self._submitted_s = 0.0  # monotonic, when its controller was known to be asked for
+        self._unread_s = 0.0  # monotonic, when its run folder could not be read
         self._asked: tuple[int, dict[str, int]] | None = None
         self._stop_asked_s = -STOP_AGAIN_S
         self._ended_s: float | None = None
@@ -197,7 +198,7 @@ class JobHand:
             if not self.story.result:
                 self._lost(job)
             return
-        if self._has_not_begun_for(sight) > self._start_timeout_s:
+        if self._has_not_begun_for(sight) > self._start_timeout_s and not self.story.trouble:
             self._give_up_start(job)
             return
         if not job.has_room:
@@ -220,8 +221,11 @@ class JobHand:
     def _has_not_begun_for(self, sight: Sight) -> float:
         """Seconds for which its controller, which Ray knows of, has journalled nothing. 0: it has.
         One that stands still later on is its keepers' concern."""
+        if self.story.trouble:  # what can't be read says nothing, nor can it write
+            self._unread_s = time.monotonic()
         seq = self._mark.seq if self._mark is not None else -1
-        return sight.asked_s - self._submitted_s if self.story.seq <= seq else 0.0
+        since_s = max(self._submitted_s, self._unread_s)
+        return sight.asked_s - since_s if self.story.seq <= seq else 0.0
 
     def _give_up_start(self, job: SharedJob) -> None:
         end_actor(self.names.controller)

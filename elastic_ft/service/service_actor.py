@@ -26,7 +26,7 @@ from elastic_ft.observe.lines import local_path
 from elastic_ft.service.access import Rights
 from elastic_ft.service.api import Api
 from elastic_ft.service.service import Service
-from elastic_ft.storage.store import open_store
+from elastic_ft.storage.store import if_there, open_store
 from elastic_ft.transport.title import set_title
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ PORT_FILE = "service.json"
 BIND_TIMEOUT_S, BIND_AGAIN_S = 15.0, 0.2  # of a port that the service before this one had
 OPEN_TIMEOUT_S = 90.0  # a store that is away included
 CALLS = 16
+UNREAD = 74  # exit code (EX_IOERR)
 SILENT_S = 75.0  # of a connection without a request, or with half of one's head: it is ended
 
 
@@ -64,6 +65,18 @@ class ServiceActor:
         self._loop = asyncio.new_event_loop()
         self._ended = threading.Event()
         self.url = ""
+        try:
+            self._begin()
+        except StoreFailed as error:
+            if not self._is_restarted():  # who starts it is told
+                raise
+            # Raised here, it would end the actor for good: Ray tries again so.
+            log.error("the service ends, for another to begin: %s", error)
+            os._exit(UNREAD)
+        if options.warm:
+            self._warm.start()
+
+    def _begin(self) -> None:
         self._service.start()
         opened: Future[None] = Future()
         threading.Thread(target=self._serve, args=[opened], name="http", daemon=True).start()
@@ -72,8 +85,6 @@ class ServiceActor:
             opened.result(OPEN_TIMEOUT_S)
         except TimeoutError:
             raise StoreFailed(f"it does not serve after {OPEN_TIMEOUT_S:g} s") from None
-        if options.warm:
-            self._warm.start()
 
     def _submit(self, job: Job, run_url: str) -> None:
         submit_on_ray(job, run_url, self._warm.executable() if self._options.warm else "")
@@ -122,9 +133,11 @@ class ServiceActor:
         return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
     def _earlier_port(self) -> int:
+        store = open_store(self._service.folder)
+        content = if_there(lambda: store.get(PORT_FILE))  # not another port as the store is away
         try:
-            return int(json.loads(open_store(self._service.folder).get(PORT_FILE))["port"])
-        except (StoreFailed, ValueError, KeyError, TypeError):
+            return int(json.loads(content or b"{}")["port"])
+        except (ValueError, KeyError, TypeError):
             return 0
 
     def _leave(self, why: Superseded | None = None) -> None:

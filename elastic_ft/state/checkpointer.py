@@ -10,15 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from elastic_ft.core.box_owners import find_owners
 from elastic_ft.core.events import ShardsFailed, ShardsWritten
 from elastic_ft.core.sharding import Box
+from elastic_ft.errors import StoreFailed
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.keeper.buffer import bytes_of_box
-from elastic_ft.keeper.keeper_client import KeeperGone
+from elastic_ft.keeper.keeper_client import KeeperGone, KeeperRefused
 from elastic_ft.keeper.protocol import Upload
 from elastic_ft.state.host_shards import HostShard
 from elastic_ft.state.placed import Placed
@@ -27,10 +30,15 @@ from elastic_ft.state.tensors import LocalState, tensor_name
 from elastic_ft.storage import checkpoints
 from elastic_ft.storage.shards import OBJECT_DEADLINE_S
 from elastic_ft.storage.store import open_store
+from elastic_ft.transport.control import Note
 
 COPIED_TIMEOUT_S = 3600.0  # last resort: a copy in host memory ends with its generation
 
+AGAIN_S, AGAIN_MAX_S = 0.5, 5.0  # before the last state is written again
+LOOK_S = 0.1
+
 OwnedBoxes = frozenset[tuple[str, Box]]
+Entries = tuple[dict[str, Any], ...]
 
 
 def owned_by(groups: Groups, placed: Placed) -> OwnedBoxes:
@@ -38,6 +46,14 @@ def owned_by(groups: Groups, placed: Placed) -> OwnedBoxes:
     me = str(groups.participant)
     owned = find_owners(me, placed.needed, placed.itemsizes)
     return frozenset((one.tensor, one.box) for one in owned if one.owner == me)
+
+
+@dataclass(frozen=True, slots=True)
+class StorePatience:
+    """With a store that fails: while ``insists`` says so it is tried again, for ``away_s``."""
+
+    away_s: float
+    insists: Callable[[], bool]
 
 
 class Checkpointer:
@@ -64,7 +80,14 @@ class Checkpointer:
     def owned_state(self, state: LocalState, owned: OwnedBoxes) -> LocalState:
         return {key: t for key, t in state.items() if (tensor_name(key), t.box) in owned}
 
-    def write(self, shard: HostShard, owned: OwnedBoxes, state: LocalState, groups: Groups) -> None:
+    def write(
+        self,
+        shard: HostShard,
+        owned: OwnedBoxes,
+        state: LocalState,
+        groups: Groups,
+        patience: StorePatience,
+    ) -> None:
         """Starts writing what this rank owns of ``shard``; reports ShardsWritten or -Failed."""
         shard.users += 1
         tensors = {tensor_name(key): (t.dtype, t.shape) for key, t in state.items()}
@@ -78,6 +101,7 @@ class Checkpointer:
                 groups.generation,
                 groups.rank,
                 time.monotonic(),
+                patience,
             )
         )
 
@@ -89,12 +113,14 @@ class Checkpointer:
         generation: int,
         rank: int,
         began_s: float,
+        patience: StorePatience,
     ) -> None:
         try:
             shard.ready.result(COPIED_TIMEOUT_S)
             self._reach("checkpoint_shard", shard.of.step)
             prefix = checkpoints.attempt_prefix(self._run, generation, shard.of.step)
-            entries = self._write_shards(shard, owned, prefix, rank)
+            write = partial(self._write_shards, shard, owned, prefix, rank)
+            entries = self._insist(write, patience, generation, shard.of.step)
             self._reach("before_manifest", shard.of.step)
         except Exception as error:  # a full disk, a store that is down: training goes on
             reason = f"{type(error).__name__}: {error}"
@@ -114,9 +140,25 @@ class Checkpointer:
         finally:
             self._snapshots.release(shard)
 
-    def _write_shards(
-        self, shard: HostShard, owned: OwnedBoxes, prefix: str, rank: int
-    ) -> tuple[dict[str, Any], ...]:
+    def _insist(
+        self, write: Callable[[], Entries], patience: StorePatience, generation: int, step: int
+    ) -> Entries:
+        """Raises what ``write`` does: what a second try can't cure, or the last one's."""
+        until_s, pause_s = time.monotonic() + patience.away_s, AGAIN_S
+        while True:
+            try:
+                return write()
+            except (StoreFailed, KeeperRefused) as error:
+                is_damaged = isinstance(error, KeeperRefused) and error.damaged
+                if is_damaged or time.monotonic() > until_s or not patience.insists():
+                    raise
+                why = f"step {step} is the last, and is written again and again: {error}"
+            if pause_s == AGAIN_S:
+                self._send(Note(self._worker, generation, "checkpoint_warning", why))
+            _rest(pause_s, patience.insists)
+            pause_s = min(2 * pause_s, AGAIN_MAX_S)
+
+    def _write_shards(self, shard: HostShard, owned: OwnedBoxes, prefix: str, rank: int) -> Entries:
         """By the keeper whose memory it is; here, if there is none.
 
         Raises StoreFailed, StateDamaged, KeeperRefused.
@@ -139,6 +181,12 @@ class Checkpointer:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _rest(pause_s: float, insists: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + pause_s
+    while time.monotonic() < until_s and insists():
+        time.sleep(LOOK_S)
 
 
 def _pieces(shard: HostShard, owned: OwnedBoxes) -> Iterator[tuple[str, Box, str, memoryview]]:

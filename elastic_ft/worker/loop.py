@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, cast
 
 from elastic_ft.core.batches import deal, job_order, step_batch
@@ -25,20 +26,19 @@ from elastic_ft.core.events import StepApplied, StepHeld, WorkerDone
 from elastic_ft.core.intervals import Cadence
 from elastic_ft.engines.along import Along
 from elastic_ft.engines.base import Engine, MicroBatch, Update
-from elastic_ft.errors import GroupBroken
+from elastic_ft.state.checkpointer import StorePatience
 from elastic_ft.state.digest import state_digest
 from elastic_ft.transport.control import Note
 from elastic_ft.worker import notes
 from elastic_ft.worker.agreement import Agreed, Contribution, places, sum_over_members
 from elastic_ft.worker.device_marks import DeviceMarks
+from elastic_ft.worker.last_uploads import await_uploads, is_called_off
 from elastic_ft.worker.layer_timer import LayerTimer
 from elastic_ft.worker.overlap import Overlap
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.spent import Spent
 from elastic_ft.worker.step import Step
 from elastic_ft.worker.tools import Flags, Formed, Tools
-
-UPLOAD_POLL_S = 0.1
 
 
 class Making:
@@ -404,7 +404,15 @@ class Loop:
         )
         if upload:
             tools.checkpointed_step = self.step
-            tools.checkpointer.write(shard, owned, state, self.groups)
+            away_s, insists = self.job.elastic.suspend_timeout_s, partial(self._insists, self.step)
+            tools.checkpointer.write(
+                shard, owned, state, self.groups, StorePatience(away_s, insists)
+            )
+
+    def _insists(self, step: int) -> bool:
+        """Whether that was the job's last, as it is made: no later checkpoint has what it has."""
+        is_last = step == self.step and (step >= self.job.steps or self._maker.is_over)
+        return is_last and not self.stopping and not is_called_off(self.groups, self.flags)
 
     def _share_residuals(self) -> None:
         """All members call it: before they change, and before one of them is written for all."""
@@ -427,7 +435,7 @@ class Loop:
         if hold or upload:
             self._snapshot(hold, upload)
             tools.snapshots.wait(self.groups.deadline())
-        if not self._await_uploads():
+        if not await_uploads(tools, self.groups, self.flags):
             return
         state, held = self.engine.state(), tools.snapshots.bytes_allocated
         self.note("host_memory", *notes.note_on_memory(state, held, self.groups.rank))
@@ -435,16 +443,3 @@ class Loop:
         # It takes as long as the state is large: this is no hang.
         digest = state_digest(self.groups, owned, lambda: tools.points("finishing", self.step))
         self.send(WorkerDone(time.time(), tools.worker, self.generation, self.step, digest))
-
-    def _await_uploads(self) -> bool:
-        """Returns whether they have ended, each by its own deadline; False if a pause came first.
-
-        Raises GroupBroken.
-        """
-        while not self.tools.checkpointer.wait_all(UPLOAD_POLL_S):
-            self.tools.points("finishing")  # an upload takes as long as it takes: this is no hang
-            if self.groups.aborted:
-                raise GroupBroken(self.groups.aborted)
-            if self.flags.pause:
-                return False
-        return True

@@ -98,6 +98,34 @@ def test_a_terminal_may_go_and_another_one_may_come(
     assert steps == [*range(1, len(steps) + 1)]
 
 
+@pytest.mark.soak
+def test_launcher_and_controller_may_stand_still_together(
+    start: Start, write_job: WriteJob, folder: Path
+) -> None:
+    """Neither sees that the other does. What wakes up later is nobody's any more."""
+    patient = {"steps": 100_000, "elastic.controller_timeout_s": 240}
+    run, first = folder / "runs/tiny", start("run", write_job(patient), "--processes")
+    first.until_step(3)
+    os.killpg(first.process.pid, signal.SIGKILL)
+    before = pids_of(run)
+    former = {title: first.named(title) for title in ("ef-launcher", "ef-controller")}
+    for process in former.values():
+        process.suspend()
+    for title, process in former.items():
+        until(lambda: first.has(title, besides=process.pid))  # noqa: B023
+    until(lambda: "in_charge" in events_of(run))
+    former["ef-controller"].resume()
+    former["ef-controller"].wait(DEADLINE_S)
+    assert not former["ef-launcher"].is_running(), "a keeper has ended it"
+    assert start("stop", "runs/tiny").finish()[0] == COMPLETED
+    psutil.wait_procs(first.left(), DEADLINE_S)
+    assert first.left() == []
+    assert pids_of(run) == before
+    assert not {"controller_restarted", "worker_lost"} & events_of(run)
+    steps = [line["step"] for line in RunReader(run).steps()]
+    assert steps == [*range(1, len(steps) + 1)]
+
+
 class Goes:
     """A job that ends once it was asked to."""
 

@@ -367,6 +367,18 @@ def test_the_last_checkpoint_is_waited_for() -> None:
     assert isinstance(finish, FinishJob) and finish.status == "completed"
 
 
+def test_a_job_whose_last_state_is_in_no_checkpoint_is_not_complete() -> None:
+    """It was: nothing went on from it any more, and the store had an older state."""
+    script = Script(Policy(1, 2, final_checkpoint=True)).run(a="n1", b="n2")
+    script.train(1)
+    write(script, 1, "a", "b")
+    for worker in "ab":
+        assert script.tell(WorkerDone, worker, 1, 1) == []
+    finish = script.tell(CheckpointFailed, 1, "503")[-1]
+    said = "all 1 steps are committed, but not in a checkpoint; there is no checkpoint"
+    assert finish == FinishJob("suspended", said)
+
+
 def test_an_upload_its_writer_has_forgotten_does_not_hold_up_the_end() -> None:
     script = ddp()
     script.train(1)

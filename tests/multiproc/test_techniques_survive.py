@@ -1,6 +1,6 @@
 """What README says of losses holds for every technique: the run folder and the checkpoints are in
-an object store; a worker is killed, another is stopped, then all are killed, and go on from what
-the store has.
+an object store; a worker is killed, another is stopped, then all are killed while the store can't
+be read, and go on from what it has once it can.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from chaos.s3_server import s3_server
 from elastic_ft.controller.controller import Controller
 from tests.multiproc.harness import Gate, Run, make_job, run_job
@@ -21,6 +22,8 @@ from tests.multiproc.test_averaged_job import SCHEDULE_FREE
 from tests.multiproc.test_experts_job import SIZES
 
 STEPS, EVERY_STEPS = 20, 3
+AWAY = StoreFault("busy", methods=("GET",), path=r"\.(bin|json)")  # to who restores
+TRIES = 2  # to read, each with all of the client's own; then the store is well again
 SILENT_S = 4.0  # a stopped worker is lost; one that a busy machine holds up so long is, too
 MIXTURE = {"preset": "decoder-moe-4m", "kwargs": SIZES}
 DENSE = {
@@ -46,7 +49,15 @@ class Disasters:
     as ``snapshot.every_steps`` is 1."""
 
     gate: Gate
+    proxy: ObjectStoreProxy
     came: list[str] = field(default_factory=list)
+
+    def watch(self, controller: Controller) -> None:
+        self.gate(controller)
+        outage = controller.state.outage
+        if self.came[-1:] == ["all killed"] and outage is not None and outage.tries >= TRIES:
+            self.came.append("store back")
+            self.proxy.set()
 
     def on_step(self, controller: Controller, line: dict[str, Any]) -> None:
         state, step = controller.state, line["step"]
@@ -62,6 +73,7 @@ class Disasters:
             os.kill(members[2].pid, signal.SIGSTOP)
         elif step >= 12 and len(self.came) == 2 and state.checkpoints:
             self.came.append("all killed")
+            self.proxy.set(AWAY)
             for worker in list(state.ready):
                 controller.host.kill_worker(worker)
 
@@ -70,6 +82,7 @@ TECHNIQUES: dict[str, tuple[str, dict[str, Any], float]] = {
     "experts": ("fsdp", {"model": MIXTURE, "parallel": {"ep": 2}}, 1e-5),
     "experts, long": ("fsdp", {"model": MIXTURE, "parallel": {"ep": 2, "cp": 2}}, 1e-5),
     "stages of a llama": ("fsdp", {"model": LLAMA, "parallel": {"pp": 2}}, 1e-5),
+    "positions of a llama": ("fsdp", {"model": LLAMA, "parallel": {"cp": 2}}, 1e-5),
     "schedule-free": ("fsdp", {"model": DENSE, "optimizer": SCHEDULE_FREE}, 1e-5),
     "offloaded": ("fsdp", {"model": DENSE, "optimizer": {"offload": "cpu"}}, 1e-5),
     "muon": ("fsdp", {"model": DENSE, "optimizer": {"name": "muon"}}, 1e-5),
@@ -86,10 +99,11 @@ def test_losses_are_those_of_one_process(
 ) -> None:
     strategy, sections, tolerance = TECHNIQUES[technique]
     alone = run_of(tmp_path / "alone", "ddp", 1, {"model": sections["model"]} | optimizer(sections))
-    with s3_server(tmp_path / "s3") as server:
-        for name, value in server.env.items():
+    with s3_server(tmp_path / "s3") as server, ObjectStoreProxy(server.endpoint) as proxy:
+        environment = server.env | {"AWS_ENDPOINT_URL": proxy.endpoint}
+        for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        disasters = Disasters(Gate(tmp_path / "gate"))
+        disasters = Disasters(Gate(tmp_path / "gate"), proxy)
         run = run_of(
             tmp_path / "run",
             strategy,
@@ -97,12 +111,14 @@ def test_losses_are_those_of_one_process(
             sections | {"elastic": {"multiple_of": 1, "heartbeat_timeout_s": SILENT_S}},
             folder_url=f"s3://{server.bucket}/run",
             disasters=disasters,
-            environment=server.env,
+            environment=environment,
         )
-    assert disasters.came == ["killed", "stopped", "all killed"], run.story()
-    (*_, last) = run.all("generation_formed")
-    sources = [line["source"] for line in run.all("generation_formed")]
-    assert "checkpoint" in sources, run.story()
+    assert disasters.came == ["killed", "stopped", "all killed", "store back"], run.story()
+    assert run.all("source_unreadable") and not run.all("checkpoint_refused"), run.story()
+    (*_, last) = formed = run.all("generation_formed")
+    resumed = next(line for line in formed if line["source"] == "checkpoint")
+    known = [c["step"] for c in run.all("checkpoint_committed") if c["seq"] < resumed["seq"]]
+    assert resumed["step"] == max(known), run.story()
     assert last["world_size"] == 4
     for line in run.recoveries:
         if line["source"] != "checkpoint":
@@ -129,7 +145,7 @@ def run_of(
     batch = {"global_batch_size": 14, "micro_batch_size": 2}
     common = {"data": data, "batch": batch, "checkpoint": {"every_steps": EVERY_STEPS}}
     job = make_job(strategy, steps=STEPS, workers=workers, **(common | sections))
-    watch = None if disasters is None else disasters.gate
+    watch = None if disasters is None else disasters.watch
     on_step = None if disasters is None else disasters.on_step
     keepers = disasters is None  # they would have what all workers had
     return run_job(job, folder, watch=watch, on_step=on_step, keepers=keepers, **where).check()

@@ -24,7 +24,7 @@ from elastic_ft.observe.run_reader import read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
 from elastic_ft.transport.tls import new_key
-from tests.oneproc.test_controller_end import Returning
+from tests.oneproc.test_controller_end import Away, Returning
 from tests.oneproc.test_publisher import JOB
 
 
@@ -202,6 +202,28 @@ def test_a_claim_that_waits_for_the_store_for_too_long_adopts_nobody(
     line.reign(second)
     assert line.events("suspended") and line.events("not_adopted")
     assert line.owner().address == "" and not line.events("in_charge")
+
+
+class NothingEnds(Returning):
+    """A backend that is away whenever the end of a run is to be noted."""
+
+    def put(self, key: str, *args: Any) -> Any:
+        return (Away() if key.endswith(".ended") else self._backend).put(key, *args)
+
+
+def test_a_store_that_goes_away_as_the_job_is_taken_over_ends_no_job(tmp_path: Path) -> None:
+    """It did: what could be noted the next time was taken for the job's failure."""
+    line = Line(tmp_path)
+    line.reign()
+    second = line.controller()
+    store = second.run_folder._store
+    store.backend, store.attempts = NothingEnds(store.backend, 0), 1
+    line.reign(second)
+    (told,) = line.events("in_charge")
+    assert (warned := line.events("checkpoint_warning")) and warned[-1]["seq"] < told["seq"]
+    assert "the end of an earlier run is not noted" in warned[-1]["reason"]
+    line.reign()
+    assert len(line.events("in_charge")) == 2 and not line.events("not_adopted")
 
 
 STOP = ev.StopRequested(0.0, "enough")

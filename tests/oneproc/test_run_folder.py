@@ -22,6 +22,7 @@ from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend, Bytes
 from elastic_ft.storage.store import open_store
+from tests.oneproc.test_controller_end import Returning
 from tests.waiting import until
 
 
@@ -327,3 +328,31 @@ def test_a_disk_that_is_full_for_a_while_costs_no_line(tmp_path: Path, name: str
     assert [line["step"] for line in read_lines(steps)] == [1, 2, 3]
     assert [line["step"] for line in read_lines(tmp_path / "ledger.jsonl")] == [1, 2, 3]
     assert [line["type"] for line in read_lines(tmp_path / "inbox.jsonl")] == ["A", "B"]
+
+
+@pytest.mark.parametrize("status", ["completed", "stopped"])
+def test_the_result_of_a_complete_job_waits_for_its_store(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: str
+) -> None:
+    """It was left out: the job had ended without a result, whoever looked. Who stops one is not
+    kept waiting."""
+    monkeypatch.setattr(run_folder, "RESULT_AGAIN_S", 0.01)
+    url = f"memory://t/{uuid4().hex}"
+    folder = RunFolder(url)
+    folder.take_over("r1", "job")
+    folder._stop_mirror.set()  # what is mirrored is so at the end
+    folder.record_step({"step": 1, "generation": 1}, None)
+    folder.write_result({"status": status})
+    backend: Any = Returning(folder._store.backend, 5)
+    folder._store.backend, folder._store.attempts = backend, 1
+    folder.close()
+    if status == "completed":
+        assert b"completed" in open_store(url).get("result.json")
+        assert b'"step": 1' in open_store(url).get("steps.jsonl")
+        assert owners.newest(open_store(url))[1], "its end is noted"
+        assert not folder.path.exists() and not caplog.text
+    else:
+        assert not open_store(url).exists("result.json")
+        assert f"what {url} lacks is in {folder.path}: cannot" in caplog.text
+        assert (folder.path / "result.json").exists()
+        shutil.rmtree(folder.path)

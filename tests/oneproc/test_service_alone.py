@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -21,7 +23,7 @@ import pytest
 from aiohttp import web
 
 from elastic_ft.core.sharing.asks import QueueTerms, SharingTerms
-from elastic_ft.errors import ConfigError, StorageError, Superseded, UsageError
+from elastic_ft.errors import ConfigError, StorageError, StoreFailed, Superseded, UsageError
 from elastic_ft.service import api, service, service_actor
 from elastic_ft.service.access import Rights, check_host, new_token, read_token
 from elastic_ft.service.api import Api
@@ -49,7 +51,7 @@ class Served:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         users: dict[str, Rights] | None = None,
         tls: Any = None,
         terms: SharingTerms = TERMS,
@@ -338,6 +340,34 @@ def test_an_actor_that_can_not_serve_says_so(
     monkeypatch.setattr(service_actor, "Service", lambda *_: SimpleNamespace(start=print))
     with pytest.raises(UsageError, match="--tls-cert, --tls-key"):
         service_actor.ServiceActor(ServiceOptions(str(tmp_path), tls_cert=str(tmp_path / "none")))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_an_actor_whose_store_is_away_is_tried_again_by_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
+) -> None:
+    """A service that was killed while its folder could not be read was gone for good: what Ray's
+    constructor raises is final."""
+    context = SimpleNamespace(current_actor=None, was_current_actor_reconstructed=is_restarted)
+    monkeypatch.setattr(service_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(service_actor, "set_title", print)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    (tmp_path / "owners").write_text("a file where a folder is to be")
+    expected = (SystemExit, "74") if is_restarted else (StoreFailed, "owners/1")
+    with pytest.raises(expected[0], match=expected[1]):
+        service_actor.ServiceActor(ServiceOptions(str(tmp_path)))
+
+
+def test_an_actor_that_can_not_read_its_port_takes_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_actor, "set_title", print)
+    made = object.__new__(service_actor.ServiceActor)
+    made._service = Service(str(tmp_path), TERMS, no_cluster, print, look=Sight)
+    assert made._earlier_port() == 0
+    (tmp_path / service_actor.PORT_FILE).mkdir()
+    with pytest.raises(StoreFailed, match=r"service\.json"):
+        made._earlier_port()
 
 
 def test_a_queue_with_jobs_stays(serve: Callable[..., Served], tmp_path: Path) -> None:

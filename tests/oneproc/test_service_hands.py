@@ -153,6 +153,27 @@ def test_a_controller_that_never_begins_is_not_waited_for_for_ever(
     assert ended[-1] == hand.names.controller and len(bench.submitted) == 1
 
 
+def test_a_controller_whose_folder_can_not_be_read_is_not_taken_for_one_that_does_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store is away for both: the job was ended, that may have trained by then."""
+    ended = list[str]()
+    monkeypatch.setattr(hands, "actor_named", lambda name: object())
+    hand = bench.hand()
+    hand.step(Sight())
+    monkeypatch.setattr(hands, "end_actor", ended.append)
+    led, result = frozenset([hand.names.prefix]), bench.run / "result.json"
+    result.mkdir()  # a read fails, and not because there is none
+    hand.step(Sight(time.monotonic() + 2 * START_TIMEOUT_S, led=led))
+    assert "result.json can't be read" in hand.story.trouble
+    assert (bench.phase, ended) == ("starting", [])
+    result.rmdir()
+    hand.step(Sight(time.monotonic() + START_TIMEOUT_S / 2, led=led))  # it has that time anew
+    assert (bench.phase, ended) == ("starting", [])
+    hand.step(Sight(time.monotonic() + 2 * START_TIMEOUT_S, led=led))
+    assert bench.phase == "queued" and ended == [hand.names.controller]
+
+
 class Killed(BaseException):
     """The service, at a call that a step makes."""
 

@@ -1,0 +1,67 @@
+"""A store that is away as a job ends: what the last steps have learnt is nowhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_ft.controller.controller import Controller
+from elastic_ft.observe.run_folder import read_lines
+from tests.multiproc.harness import Run, make_job, run_job
+
+STEPS, EARLIER = 3, 2
+
+
+class AwayAtTheEnd:
+    """The store takes all but the last step's objects: a file is where their folder is to be."""
+
+    def __init__(self, folder: Path, comes_back: bool) -> None:
+        self.folder, self.comes_back = folder, comes_back
+        self._file: Path | None = None
+        self._is_back = False
+
+    def watch(self, controller: Controller) -> None:
+        if self._file is None:
+            run = self.folder / "store/data" / controller.run_id
+            run.mkdir(parents=True)
+            self._file = run / f"g1-s{STEPS}"
+            self._file.write_text("")
+        elif self.comes_back and not self._is_back and self._is_told():
+            self._is_back = True
+            self._file.unlink()
+
+    def _is_told(self) -> bool:
+        lines = read_lines(self.folder / "run/events.jsonl")
+        return any(line["event"] == "checkpoint_warning" for line in lines)
+
+
+def run_with(away: AwayAtTheEnd | None, folder: Path, keepers: bool = True) -> Run:
+    job = make_job(
+        "ddp",
+        steps=STEPS,
+        workers=1,
+        checkpoint={"url": str(folder / "store"), "every_steps": EARLIER},
+        elastic={"heartbeat_timeout_s": 10.0, "suspend_timeout_s": 60.0 if keepers else 1.0},
+    )
+    watch = away.watch if away is not None else None
+    return run_job(job, folder / "run", watch=watch, keepers=keepers)
+
+
+def test_the_last_state_is_written_once_the_store_is_back(tmp_path: Path) -> None:
+    """It was given up at once, and the job was complete with the checkpoint before it."""
+    run = run_with(AwayAtTheEnd(tmp_path, comes_back=True), tmp_path).check()
+    assert [line["step"] for line in run.all("checkpoint_committed")] == [EARLIER, STEPS]
+    assert not run.all("checkpoint_abandoned"), run.story()
+    (warned,) = run.all("checkpoint_warning")
+    assert "is the last, and is written again and again" in warned["reason"]
+
+
+@pytest.mark.soak
+def test_a_job_without_it_is_not_complete_and_goes_on(tmp_path: Path) -> None:
+    run = run_with(AwayAtTheEnd(tmp_path, comes_back=False), tmp_path, keepers=False)
+    assert run.result["status"] == "suspended", run.story()
+    assert "all 3 steps are committed, but not in a checkpoint" in run.result["reason"]
+    again = run_with(None, tmp_path)
+    assert again.result["status"] == "completed", again.story()
+    assert again.all("checkpoint_committed")[-1]["step"] == STEPS
