@@ -86,6 +86,13 @@ class MixtureOutput(NamedTuple):
     router_sum: Tensor
 
 
+def is_grouped(x_ND: Tensor, weight_XDF: Tensor) -> bool:
+    """Whether all experts' products are one kernel's: of GPUs, for bfloat16 whose rows begin at
+    multiples of 16 bytes."""
+    fits = weight_XDF.shape[1] % 8 == weight_XDF.shape[2] % 8 == 0
+    return x_ND.is_cuda and x_ND.dtype == weight_XDF.dtype == torch.bfloat16 and fits
+
+
 class Experts(nn.Module):
     """SwiGLUs side by side: weights [X, in, out]."""
 
@@ -104,7 +111,11 @@ class Experts(nn.Module):
         gate, up, down = map(local, (self.gate, self.up, self.down))
         if (found := of_nothing(x_ND, (gate, up, down))) is not None:
             return found
-        if x_ND.is_cuda and x_ND.dtype == gate.dtype == torch.bfloat16:  # its kernel's only
+        kind = x_ND.device.type
+        if torch.is_autocast_enabled(kind):  # which knows nothing of grouped products
+            dtype = torch.get_autocast_dtype(kind)
+            x_ND, gate, up, down = (x.to(dtype) for x in (x_ND, gate, up, down))
+        if is_grouped(x_ND, gate):
             ends_X = counts_X.cumsum(0).to(torch.int32)
             inner = F.silu(F.grouped_mm(x_ND, gate, offs=ends_X))
             inner = inner * F.grouped_mm(x_ND, up, offs=ends_X)
