@@ -39,6 +39,7 @@ __all__ = [
     "fail_an_assert",
     "forget_forwards",
     "forget_meshes",
+    "gather_nothing",
     "gloo_made_by",
     "import_lazy_parts",
     "is_cut_parameter",
@@ -151,6 +152,21 @@ def is_cut_parameter(parameter: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor)
+
+
+class _One:
+    """In the place of the ranks that gather."""
+
+    def size(self) -> int:
+        return 1
+
+
+def gather_nothing(part: torch.nn.Module) -> None:
+    """FSDP2 gathers nothing for ``part``, whose parameters have no numbers on any rank: what copies
+    out of what was gathered divides by their size on a GPU, and takes the process with it."""
+    for group in _fsdp_groups(part):
+        kind = type(group)
+        group.__class__ = type(kind.__name__, (kind,), {"_all_gather_process_group": _One()})
 
 
 def adopt(cut: CutParameter, parameter: torch.nn.Parameter) -> None:

@@ -13,14 +13,18 @@ import torch.nn.functional as F
 from test_cuda_on_cpu import make_job
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines import laid_out
+from elastic_ft.engines.expert_parallel import shard_experts
 from elastic_ft.errors import ConfigError
 from elastic_ft.models import context_parallel
 from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.expert_exchange import ExpertShare, how_many
-from elastic_ft.models.experts import MIXTURES, Experts, is_grouped
-from elastic_ft.torch_private import TorchDispatchMode
+from elastic_ft.models.experts import MIXTURES, Experts, MixtureDecoder, is_grouped
+from elastic_ft.torch_private import TorchDispatchMode, pretended_world
 
 ATEN: Any = torch.ops.aten
 GPU = torch.device("cuda", 0)
@@ -236,3 +240,39 @@ def test_experts_by_one_product_are_experts_one_by_one(
     for alone, together in zip(*made, strict=True):
         torch.testing.assert_close(alone, together, rtol=2e-2, atol=2e-2)
     assert not experts.gate.grad[counts.index(0)].any()
+
+
+class Copies(TorchDispatchMode):
+    """Sizes of what FSDP2 copies out of what it has gathered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.fsdp.split_with_sizes_copy.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("owners", [(1, 1, 1), (0, 1, 1)])
+def test_a_rank_without_experts_gathers_nothing(owners: tuple[int, ...]) -> None:
+    """On a GPU torch's kernel divides by how much there is, which ends the process (SIGFPE)."""
+    layout, none = Layout(dp_shard=4, ep=2, owners=owners), 0 not in owners
+    with pretended_world(4), Copies() as copies:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+        config = dataclasses.replace(
+            MIXTURES["decoder-moe-4m"], n_experts=3, dim=16, expert_ffn_dim=8, n_layers=1
+        )
+        with torch.device("meta"):
+            model = MixtureDecoder(config)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        shard_experts(model, mesh, layout, {"mp_policy": policy, "reshard_after_forward": True})
+        experts = model.layers[0].ffn.experts.to_empty(device="cpu")
+        own = owners.count(0)
+        x = torch.ones(0 if none else 2, 16, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):
+            experts(x, torch.full((own,), len(x))).sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+        assert len(list(experts.parameters())) == 3
+    assert copies.sizes == ([] if none else [3 * 16 * 8] * 4)
