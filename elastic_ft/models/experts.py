@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -93,6 +94,22 @@ def is_grouped(x_ND: Tensor, weight_XDF: Tensor) -> bool:
     return x_ND.is_cuda and x_ND.dtype == weight_XDF.dtype == torch.bfloat16 and fits
 
 
+@cache
+def spoils_empty_groups(device: torch.device) -> bool:
+    """Whether a grouped product's gradient for a weight that had no rows is any numbers: on
+    Blackwell (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+def without_spoils(weight_XDF: Tensor, counts_X: Tensor) -> Tensor:
+    """The same, with gradients of zero for experts without rows."""
+    if not weight_XDF.requires_grad:
+        return weight_XDF
+    found, used = weight_XDF.view_as(weight_XDF), (counts_X > 0)[:, None, None]
+    found.register_hook(lambda gradient: torch.where(used, gradient, 0.0))  # NaN, too
+    return found
+
+
 class Experts(nn.Module):
     """SwiGLUs side by side: weights [X, in, out]."""
 
@@ -116,6 +133,8 @@ class Experts(nn.Module):
             dtype = torch.get_autocast_dtype(kind)
             x_ND, gate, up, down = (x.to(dtype) for x in (x_ND, gate, up, down))
         if is_grouped(x_ND, gate):
+            if spoils_empty_groups(x_ND.device):
+                gate, up, down = (without_spoils(w, counts_X) for w in (gate, up, down))
             ends_X = counts_X.cumsum(0).to(torch.int32)
             inner = F.silu(F.grouped_mm(x_ND, gate, offs=ends_X))
             inner = inner * F.grouped_mm(x_ND, up, offs=ends_X)

@@ -4,6 +4,7 @@ ask the same, by tensors without numbers, and by what no step may do: wait for i
 from __future__ import annotations
 
 import dataclasses
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,6 +241,54 @@ def test_experts_by_one_product_are_experts_one_by_one(
     for alone, together in zip(*made, strict=True):
         torch.testing.assert_close(alone, together, rtol=2e-2, atol=2e-2)
     assert not experts.gate.grad[counts.index(0)].any()
+
+
+class Spoiled(torch.autograd.Function):
+    """A grouped product as on Blackwell."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return F.grouped_mm(x, weight, offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, ends = ctx.saved_tensors
+        counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        parts = [
+            a.t() @ b for a, b in zip(x.split(counts), gradients[0].split(counts), strict=True)
+        ]
+        spoiled = [
+            p if n else torch.full_like(p, math.nan) for p, n in zip(parts, counts, strict=True)
+        ]
+        dx = F.grouped_mm(gradients[0], weight.transpose(1, 2).contiguous(), offs=ends)
+        return dx, torch.stack(spoiled), None
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_an_expert_without_tokens_has_a_gradient_of_zero(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    """Blackwell's kernel writes none for it (pytorch#172439): what was in its memory stays."""
+    import elastic_ft.models.experts as module
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    module.spoils_empty_groups.cache_clear()
+    spoils = module.spoils_empty_groups(GPU)
+    module.spoils_empty_groups.cache_clear()
+    assert spoils is (capability >= (10, 0))
+    product = (lambda x, w, offs: Spoiled.apply(x, w, offs)) if spoils else F.grouped_mm
+    monkeypatch.setattr(module, "F", SimpleNamespace(silu=F.silu, grouped_mm=product))
+    monkeypatch.setattr(module, "is_grouped", lambda x, weight: True)
+    monkeypatch.setattr(module, "spoils_empty_groups", lambda device: spoils)
+    config = dataclasses.replace(MIXTURES["decoder-moe-4m"], n_experts=3, dim=16, expert_ffn_dim=8)
+    experts = Experts(config).to(torch.bfloat16)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    experts(torch.randn(5, 16).bfloat16(), torch.tensor([3, 0, 2])).square().sum().backward()
+    for weight in experts.parameters():
+        assert weight.grad is not None and bool(weight.grad.isfinite().all())
+        assert weight.grad[0].any() and not weight.grad[1].any()
 
 
 class Copies(TorchDispatchMode):
