@@ -339,12 +339,20 @@ def import_lazy_parts() -> None:
 
 def set_up_compiler(graphs_max: int) -> None:
     """So many graphs of one function before it runs eagerly. Compiling starts no process of its own
-    that would hold this one's sockets open when it dies: peers would not notice."""
+    that would hold this one's sockets open when it dies: peers would not notice.
+
+    In every thread: torch 2.13 keeps what is set for the one that sets it, and a step is made, and
+    on a GPU its backward compiled, in others."""
     import torch._dynamo.config
     import torch._inductor.config
 
-    torch._dynamo.config.recompile_limit = graphs_max
-    torch._inductor.config.compile_threads = 1
+    wanted: tuple[tuple[Any, str, int], ...] = (
+        (torch._dynamo.config, "recompile_limit", graphs_max),
+        (torch._inductor.config, "compile_threads", 1),
+    )
+    for config, name, value in wanted:
+        setattr(config, name, value)
+        config._config[name].default = value
 
 
 def compiled_graphs() -> int:
