@@ -25,7 +25,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "experts": {"model": {"preset": "decoder-moe-4m"}, "parallel": {"ep": 2}} | BF16,
     "cp": {"parallel": {"cp": 2}} | BF16,
     "compile": {"parallel": {"compile": True}} | BF16,
-    "offload": {"model": {"preset": "decoder-15m"}, "optimizer": {"offload": "cpu"}},
+    "offload": {"optimizer": {"offload": "cpu"}},
     "fp8": {"precision": {"dtype": "bf16", "fp8": "rowwise"}, "parallel": {"compile": True}},
 }
 ODD = ("worker_lost", "device_lost", "worker_raised", "collective_failed", "worker_hung")
@@ -41,6 +41,7 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
     offloads = options.technique == "offload" and options.device == "cuda"  # of 1 MB and more
     parallel |= {"offload_activations": True} if offloads else {}
     preset = with_it.get("model", {}).get("preset", options.preset)
+    preset = "decoder-15m" if offloads else preset
     others = {key: with_it[key] for key in with_it.keys() - {"parallel", "model"}}
     return {
         "name": "gpu",
