@@ -26,7 +26,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "cp": {"parallel": {"cp": 2}} | BF16,
     "compile": {"parallel": {"compile": True}} | BF16,
     "offload": {"optimizer": {"offload": "cpu"}},
-    "fp8": {"precision": {"dtype": "bf16", "fp8": "rowwise"}, "parallel": {"compile": True}},
+    "fp8": {"precision": {"dtype": "bf16", "fp8": "rowwise"}},
 }
 ODD = ("worker_lost", "device_lost", "worker_raised", "collective_failed", "worker_hung")
 
