@@ -112,6 +112,21 @@ def is_cut_parameter(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor)
 
 
+class _One:
+    """In the place of the ranks that gather."""
+
+    def size(self) -> int:
+        return 1
+
+
+def gather_nothing(part: torch.nn.Module) -> None:
+    """FSDP2 gathers nothing for ``part``, whose parameters have no numbers on any rank: what copies
+    out of what was gathered divides by their size on a GPU, and takes the process with it."""
+    for group in _fsdp_groups(part):
+        kind = type(group)
+        group.__class__ = type(kind.__name__, (kind,), {"_all_gather_process_group": _One()})
+
+
 def adopt(cut: CutParameter, parameter: torch.nn.Parameter) -> None:
     """``parameter`` is what FSDP2 shards from now on, in place of what it has made."""
     cut.sharded_param = parameter
@@ -282,12 +297,20 @@ def import_lazy_parts() -> None:
 
 def set_up_compiler(graphs_max: int) -> None:
     """So many graphs of one function before it runs eagerly. Compiling starts no process of its own
-    that would hold this one's sockets open when it dies: peers would not notice."""
+    that would hold this one's sockets open when it dies: peers would not notice.
+
+    In every thread: torch 2.13 keeps what is set for the one that sets it, and a step is made, and
+    on a GPU its backward compiled, in others."""
     import torch._dynamo.config
     import torch._inductor.config
 
-    torch._dynamo.config.recompile_limit = graphs_max
-    torch._inductor.config.compile_threads = 1
+    wanted: tuple[tuple[Any, str, int], ...] = (
+        (torch._dynamo.config, "recompile_limit", graphs_max),
+        (torch._inductor.config, "compile_threads", 1),
+    )
+    for config, name, value in wanted:
+        setattr(config, name, value)
+        config._config[name].default = value
 
 
 def compiled_graphs() -> int:

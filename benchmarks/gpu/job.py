@@ -18,6 +18,16 @@ from elastic_ft.hosts.local import run_local
 from elastic_ft.observe.run_folder import read_lines
 
 STEPS, AT_STEP = 40, 10
+BF16 = {"precision": {"dtype": "bf16"}}
+# What each has that kernels or streams of a GPU can get wrong alone.
+TECHNIQUES: dict[str, dict[str, Any]] = {
+    "": {},
+    "experts": {"model": {"preset": "decoder-moe-4m"}, "parallel": {"ep": 2}} | BF16,
+    "cp": {"parallel": {"cp": 2}} | BF16,
+    "compile": {"parallel": {"compile": True}} | BF16,
+    "offload": {"optimizer": {"offload": "cpu"}},
+    "fp8": {"precision": {"dtype": "bf16", "fp8": "rowwise"}},
+}
 ODD = ("worker_lost", "device_lost", "worker_raised", "collective_failed", "worker_hung")
 
 
@@ -26,15 +36,22 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
     parallel |= {"backend": options.backend if options.device == "cuda" else "auto"}
     parallel |= {"shard_size": 2} if options.strategy == "hsdp" else {}
     parallel |= {"tp": options.tp} if options.tp > 1 else {}
+    with_it = TECHNIQUES[options.technique]
+    parallel |= with_it.get("parallel", {})
+    offloads = options.technique == "offload" and options.device == "cuda"  # of 1 MB and more
+    parallel |= {"offload_activations": True} if offloads else {}
+    preset = with_it.get("model", {}).get("preset", options.preset)
+    preset = "decoder-15m" if offloads else preset
+    others = {key: with_it[key] for key in with_it.keys() - {"parallel", "model"}}
     return {
         "name": "gpu",
         "seed": 3,
         "steps": STEPS,
-        "model": {"preset": options.preset},
+        "model": {"preset": preset},
         "data": {
             "url": "stdlib:",
             "vocab_size": 1024,
-            "sequence_length": 128,
+            "sequence_length": 1024 if offloads else 128,
             "max_tokens": 200_000,
         },
         "batch": {"global_batch_size": 12, "micro_batch_size": 1},
@@ -49,7 +66,7 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
             "hang_timeout_s": 20,
             "start_timeout_s": 120,
         },
-    }
+    } | others
 
 
 def main() -> None:
@@ -60,6 +77,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--preset", default="decoder-1m")
+    parser.add_argument("--technique", choices=TECHNIQUES, default="")
     parser.add_argument("--kill", action="store_true")
     parser.add_argument("--fault", default="")
     options = parser.parse_args()
@@ -95,10 +113,12 @@ def main() -> None:
         json.dumps(
             {
                 "job": values["parallel"],
+                "technique": options.technique,
                 "workers": options.workers,
                 "status": found["status"],
                 "reason": str(found.get("reason"))[:300],
                 "steps": len(steps),
+                "losses": [round(steps[at]["loss"], 4) for at in (0, -1)] if steps else None,
                 "pids_kept": sum(last.get(worker) == pid for worker, pid in pids.items()),
                 "pause_s": round(after[0] - killed_at_s, 3) if after else None,
                 "step_s": round(statistics.median(times), 4) if times else None,

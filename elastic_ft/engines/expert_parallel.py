@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from elastic_ft import torch_private
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.expert_owners import experts_at, owners_of, part_of, runs_of
 from elastic_ft.core.layouts.layout import Layout
@@ -97,6 +98,8 @@ def shard_experts(
         experts.set_gradient_divide_factor(float(layout.gradient_size))
         if layout.expert_shards > 1:  # alone, FSDP2 would divide twice
             experts.set_force_sum_reduction_for_comms(True)  # Gloo can't multiply as it sums
+        if rank not in share.owners:
+            torch_private.gather_nothing(experts)
 
 
 def is_shared_out(tensor: Tensor) -> bool:

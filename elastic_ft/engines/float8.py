@@ -39,10 +39,14 @@ def check_float8(job: Job, model: nn.Module) -> None:
 
 
 def converting(
-    job: Job, device: torch.device, factory: Callable[[], nn.Module]
+    job: Job, device: torch.device, factory: Callable[[], nn.Module], tokens_per_sample: int = 1
 ) -> Callable[[], nn.Module]:
     """What makes the job's model, as ``factory`` does, ready to be cut. Raises ConfigError for a
-    GPU that has no kernels."""
+    GPU that has no kernels.
+
+    Gradients of weights are sums over a micro-batch's tokens. Of another number than kernels take
+    it is filled up with zeros, for which everything is copied once more.
+    """
     kind = job.precision.fp8
     if kind is None:
         return factory
@@ -57,7 +61,11 @@ def converting(
         check_float8(job, model)
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        config = replace(Float8LinearConfig.from_recipe_name(kind), emulate=device.type == "cpu")
+        config = replace(
+            Float8LinearConfig.from_recipe_name(kind),
+            emulate=device.type == "cpu",
+            pad_inner_dim=job.batch.micro_batch_size * tokens_per_sample % MULTIPLE != 0,
+        )
         convert_to_float8_training(model, module_filter_fn=_is_converted, config=config)
         return model
 

@@ -57,6 +57,8 @@ from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.experts import MixtureDecoder
 
+FLASH_CAPABILITY = 8  # the least major one of a GPU that has flash attention
+
 
 @dataclass(eq=False, slots=True)
 class LaidOut:
@@ -216,9 +218,14 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
 
 def check_kernels(job: Job, device: torch.device) -> None:
     """Raises ConfigError where the device has no kernel for what the layout does."""
-    whole = DTYPES[job.precision.dtype] is torch.float32
-    if job.parallel.cp > 1 and device.type == "cuda" and whole:
+    if job.parallel.cp == 1 or device.type != "cuda":
+        return
+    if DTYPES[job.precision.dtype] is torch.float32:
         raise ConfigError("parallel.cp: on GPUs needs precision.dtype bf16 or fp16, found fp32")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < FLASH_CAPABILITY:
+        least = f"sm_{FLASH_CAPABILITY}0"
+        raise ConfigError(f"parallel.cp: needs a GPU of {least} or newer, found sm_{major}{minor}")
 
 
 def check_data(job: Job, samples: Any, planned: Collection[str] = ()) -> None:

@@ -81,7 +81,7 @@ class NativeEngine:
         tokens_per_sample: int,
     ) -> None:
         self.job, self.device = job, device
-        self._factory = converting(job, device, model_factory)
+        self._factory = converting(job, device, model_factory, tokens_per_sample)
         self._sequence_length = tokens_per_sample
         self._nominal_tokens = tokens_per_sample * job.batch.global_batch_size
         self._compute_dtype = DTYPES[job.precision.dtype]

@@ -134,9 +134,12 @@ class OwnEngine(OwnStep):
         self._initial = {name: tensor.detach().cpu().clone() for name, tensor in whole}
 
     def whole_state(self, model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
-        """See ``own_cut.whole_state``."""
+        """See ``own_cut.whole_state``. Raises GroupBroken."""
         kept = self._frozen.whole() if self._frozen is not None else {}
-        return own_cut.whole_state(model, rank, kept)
+        found = own_cut.whole_state(model, rank, kept)
+        if self._is_cut:  # somebody is about to write it
+            self.check_groups()
+        return found
 
     def _is_frozen(self, name: str) -> bool:
         return self._frozen is not None and name in self._frozen.names

@@ -112,16 +112,24 @@ class Buffers:
         self._others = [name for name, buffer in self._find() if id(buffer) not in averaged]
 
     @torch.no_grad()
-    def share(self, rank: int, world_size: int, device: torch.device) -> None:
-        """All ranks have those of all micro-batches then. A collective."""
+    def share(
+        self, rank: int, world_size: int, device: torch.device, check: Callable[[], None]
+    ) -> None:
+        """All ranks have those of all micro-batches then. A collective. ``check``: raises if one
+        was aborted, after which its result may be anything."""
         averages = self._averages or []
         if world_size > 1 and (averages or self._others):
-            self._exchange(averages, rank, world_size, device)
+            self._exchange(averages, rank, world_size, device, check)
         self._averages = None
         self.begin()
 
     def _exchange(
-        self, averages: list[_Average], rank: int, world_size: int, device: torch.device
+        self,
+        averages: list[_Average],
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        check: Callable[[], None],
     ) -> None:
         found = dict(self._find())
         now = _counts([average.part for average in averages])
@@ -132,6 +140,7 @@ class Buffers:
         changed = [_differ(found[name], self.kept[name]) for name in self._others]
         told = torch.cat([counts.reshape(-1), torch.tensor(changed, dtype=torch.int64)]).to(device)
         dist.all_reduce(told)
+        check()
         *seen, last = told.cpu().split([len(averages)] * (world_size + 1) + [len(changed)])
         for name, is_changed in zip(self._others, last.tolist(), strict=True):
             if is_changed:
@@ -143,6 +152,7 @@ class Buffers:
             parts = [a.gained(*told, rank) for a, told in zip(averages, each, strict=True)]
             flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
             dist.all_reduce(flat)
+            check()
             pieces = flat.split([part.numel() for part in parts])
             for average, (start, ranks), piece in zip(averages, each, pieces, strict=True):
                 average.put(piece.view(2, -1).to(average.mean.device), start + sum(ranks))

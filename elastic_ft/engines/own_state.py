@@ -13,7 +13,7 @@ has changed between its batch and the step: it will not do that again.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,10 +150,18 @@ class OwnState:
         self._kept, self._seen = kept, {}
         self._sums = [_checksum(kept[name]) for name in self._objects]
 
-    def take_from(self, source: int, step: int) -> None:
-        """What rank ``source`` has captured is everybody's. A collective."""
-        for _, tensor in sorted(self.tensors.items()):
+    def take_from(self, source: int, step: int, check: Callable[[], None]) -> None:
+        """What rank ``source`` has captured is everybody's. A collective.
+
+        ``check``: raises if it was aborted, after which it may have brought anything: then the
+        state is as it was.
+        """
+        taken = {name: tensor.clone() for name, tensor in sorted(self.tensors.items())}
+        for tensor in taken.values():
             dist.broadcast(tensor, src=source)
+        check()
+        for name, tensor in taken.items():
+            self.tensors[name].copy_(tensor)
         self._ahead = None
         self.put_back(step)
 
@@ -255,7 +263,8 @@ def _packed_tensor(tensor: torch.Tensor) -> msgpack.ExtType:
     local = tensor.detach().cpu().contiguous()
     raw = local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
     dtype = str(local.dtype).removeprefix("torch.")
-    return msgpack.ExtType(TENSOR, msgpack.packb([dtype, list(local.shape), raw]))
+    where = [] if tensor.device.type == "cpu" else [tensor.device.type]
+    return msgpack.ExtType(TENSOR, msgpack.packb([dtype, list(local.shape), raw, *where]))
 
 
 def _unpack(packed: bytes, large: Mapping[str, torch.Tensor]) -> Any:
@@ -263,10 +272,12 @@ def _unpack(packed: bytes, large: Mapping[str, torch.Tensor]) -> Any:
         if code == LARGE:
             return large[data.decode()].clone()
         if code in (TENSOR, NUMPY):
-            dtype, shape, raw = msgpack.unpackb(data)
+            dtype, shape, raw, *where = msgpack.unpackb(data)
             made = torch.empty(shape, dtype=getattr(torch, dtype))
             if raw:
                 made.view(-1).view(torch.uint8).copy_(_bytes(raw))
+            if where == ["cuda"] and torch.cuda.is_available():  # else a job that has moved
+                made = made.to(torch.device("cuda", torch.cuda.current_device()))
             return made if code == TENSOR else made.numpy()
         inner = msgpack.unpackb(data, ext_hook=read, strict_map_key=False)
         return tuple(inner) if code == TUPLE else {_key(key): value for key, value in inner}

@@ -214,8 +214,10 @@ class OwnStep(ABC):
         return running.norm
 
     def check_groups(self) -> None:
-        """Raises GroupBroken if what they have computed may be wrong."""
+        """Raises GroupBroken if what they have computed may be wrong: NCCL raises nothing."""
         assert self._groups is not None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._groups.check()
 
     def _agree(self, running: Running) -> None:
@@ -237,7 +239,8 @@ class OwnStep(ABC):
         if self._frozen is not None:
             self._frozen.check_unchanged(running.number)
         assert self._groups is not None and self._groups.rank is not None
-        self._buffers.share(self._groups.rank, self._groups.world_size, self.device)
+        place = self._groups.rank, self._groups.world_size
+        self._buffers.share(*place, self.device, self.check_groups)
         squares = self._square_norm(running)
         told = float(running.loss), running.terms.total()
         terms, squares = running.agree(*told, squares, self.own.sums(running.number))

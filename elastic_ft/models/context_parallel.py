@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_ft.errors import ModelError
 
@@ -127,23 +128,17 @@ class ContextShare:
         own = kv_2BKtE.movedim(3, 0).contiguous()
         everyones = own.new_empty(self.ranks * own.shape[0], *own.shape[1:])
         _all_gather(everyones, own, group=self.group)
-        chunks = everyones.unflatten(0, (2 * self.ranks, -1))
-        return chunks[self._order()].flatten(0, 1).movedim(0, 3)
+        # Without an index: one that is not on the device makes this thread wait for it.
+        early, late = everyones.unflatten(0, (self.ranks, 2, -1)).unbind(1)
+        return torch.cat([early, late.flip(0)]).flatten(0, 1).movedim(0, 3)
 
     def scatter(self, sums_2BKTE: Tensor) -> Tensor:
         """[2, B, K, t, E]: this rank's positions, summed over ranks."""
-        ordered = sums_2BKTE.movedim(3, 0).unflatten(0, (2 * self.ranks, -1))
-        by_rank = torch.empty_like(ordered, memory_format=torch.contiguous_format)
-        by_rank[self._order()] = ordered
-        by_rank = by_rank.flatten(0, 1)
+        early, late = sums_2BKTE.movedim(3, 0).unflatten(0, (2, self.ranks, -1)).unbind(0)
+        by_rank = torch.stack([early, late.flip(0)], dim=1).flatten(0, 2)
         own = by_rank.new_empty(by_rank.shape[0] // self.ranks, *by_rank.shape[1:])
         _reduce_scatter(own, by_rank, group=self.group)
         return own.movedim(0, 3)
-
-    def _order(self) -> list[int]:
-        """Where in what ranks have, one after the other, each chunk of the sequence is."""
-        ranks = self.ranks
-        return [2 * c if c < ranks else 2 * (2 * ranks - 1 - c) + 1 for c in range(2 * ranks)]
 
 
 def documents_of(position_ids_BT: Tensor, jumps: bool = False) -> Tensor:
@@ -187,10 +182,20 @@ class _Block(NamedTuple):
     kind: _Kind
 
 
+_known: Any = WeakIdKeyDictionary()  # spans: each layer asks, and to find them is to wait
+
+
 def _spans(documents_BT: Tensor | None, length: int) -> list[_Span]:
     """Where they are; in all rows at once if they are at the same places."""
     if documents_BT is None:
         return [_Span(slice(None), 0, length)]
+    found: list[_Span] | None = _known.get(documents_BT)
+    if found is None:
+        found = _known[documents_BT] = _found_spans(documents_BT, length)
+    return found
+
+
+def _found_spans(documents_BT: Tensor, length: int) -> list[_Span]:
     borders: list[list[int]] = [[0] for _ in documents_BT]
     for row, before in (documents_BT[:, 1:] != documents_BT[:, :-1]).nonzero().tolist():
         borders[row].append(before + 1)
@@ -290,15 +295,34 @@ def _turned(kind: _Kind, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.flip(2) for x in tensors) if kind == "backwards" else tensors
 
 
+WIDTH_MULTIPLE = 8  # of a head, for flash attention; of numbers that add nothing
+
+
+def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
+    missing = -tensors[0].shape[-1] % WIDTH_MULTIPLE
+    return tuple(F.pad(x, (0, missing)) for x in tensors) if missing else tensors
+
+
+def _scale_of(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def _is_on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, kind: _Kind, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """(output, float32 log-sum-exp) of one kernel."""
-    given = (*_turned(kind, q, k, v), 0.0, kind != "all")
-    if q.device.type == "cpu":
-        out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(*given, scale=scale)
+    q, k, v = _turned(kind, q, k, v)
+    if _is_on_cpu(q):
+        name = _ops._scaled_dot_product_flash_attention_for_cpu
+        out, lse = name(q, k, v, 0.0, kind != "all", scale=scale)
     else:
-        out, lse, *_ = _ops._scaled_dot_product_flash_attention(*given, scale=scale)
+        name, wide = _ops._scaled_dot_product_flash_attention, _widened(q, k, v)
+        out, lse, *_ = name(*wide, 0.0, kind != "all", scale=_scale_of(q, scale))
+        out = out.narrow(-1, 0, q.shape[-1])
     out, lse = _turned(kind, out, lse)
     return out, lse.float()
 
@@ -315,12 +339,13 @@ def _attention_backward(
 ) -> tuple[Tensor, ...]:
     """Of queries, keys and values; ``lse`` and ``out``: over all keys, not these alone."""
     dout, q, out, lse, k, v = _turned(kind, dout, q, out, lse, k, v)
-    lse, causal = lse.contiguous(), kind != "all"
-    if q.device.type == "cpu":
+    lse, causal, width = lse.contiguous(), kind != "all", q.shape[-1]
+    if _is_on_cpu(q):
         name = _ops._scaled_dot_product_flash_attention_for_cpu_backward
         found = name(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
         return _turned(kind, *found)
     lengths, none = (q.shape[2], k.shape[2]), torch.empty(0, dtype=torch.uint64, device=q.device)
-    name = _ops._scaled_dot_product_flash_attention_backward
+    name, scale = _ops._scaled_dot_product_flash_attention_backward, _scale_of(q, scale)
+    dout, q, k, v, out = _widened(dout, q, k, v, out)
     given = (dout, q, k, v, out, lse, None, None, *lengths, 0.0, causal, none, none)
-    return _turned(kind, *name(*given, scale=scale))
+    return _turned(kind, *(x.narrow(-1, 0, width) for x in name(*given, scale=scale)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -33,12 +34,18 @@ def by_experts(
     """Of each token the weighed sum of what the experts that were chosen for it make of it."""
     per_token = chosen_NS.shape[1]
     order = chosen_NS.flatten().argsort(stable=True)
-    counts_X = chosen_NS.flatten().bincount(minlength=experts)
+    counts_X = how_many(chosen_NS, experts)
     made_ND = compute(x_ND[order // per_token], counts_X)
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
     out_NSD = made_ND[places].unflatten(0, (-1, per_token))
     return (out_NSD * weights_NS[..., None].to(out_NSD.dtype)).sum(dim=1)
+
+
+def how_many(chosen: Tensor, experts: int) -> Tensor:
+    """int64 [X]: how often each is in ``chosen``. Waits for no device, as ``bincount`` does."""
+    flat = chosen.flatten()
+    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def local(weight: Tensor) -> Tensor:
@@ -57,6 +64,12 @@ def of_nothing(rows_ND: Tensor, weights: Sequence[Tensor]) -> Tensor | None:
     return None if len(rows_ND) else rows_ND * sum(weight.sum() for weight in weights)
 
 
+@lru_cache(maxsize=8)  # each layer asks, and to bring it to the device is to wait
+def _slots_of(owners: tuple[int, ...], device: torch.device) -> Tensor:
+    order = sorted(range(len(owners)), key=lambda expert: (owners[expert], expert))
+    return torch.tensor(order).argsort().to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
     """Attributes:
@@ -71,9 +84,7 @@ class ExpertShare:
         """Experts by where they are: those of the first rank come first, each rank's in order."""
         if self.owners == tuple(sorted(self.owners)):
             return chosen
-        numbers = range(len(self.owners))
-        order = torch.tensor(sorted(numbers, key=lambda expert: (self.owners[expert], expert)))
-        return order.argsort().to(chosen.device)[chosen]
+        return _slots_of(self.owners, chosen.device)[chosen]
 
     def compute(self, experts: Compute, x_ND: Tensor, counts_X: Tensor) -> Tensor:
         """What all ranks' experts make of ``x``: rows in ``slots``' order, ``counts`` of each.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -86,6 +87,29 @@ class MixtureOutput(NamedTuple):
     router_sum: Tensor
 
 
+def is_grouped(x_ND: Tensor, weight_XDF: Tensor) -> bool:
+    """Whether all experts' products are one kernel's: of GPUs, for bfloat16 whose rows begin at
+    multiples of 16 bytes."""
+    fits = weight_XDF.shape[1] % 8 == weight_XDF.shape[2] % 8 == 0
+    return x_ND.is_cuda and x_ND.dtype == weight_XDF.dtype == torch.bfloat16 and fits
+
+
+@cache
+def spoils_empty_groups(device: torch.device) -> bool:
+    """Whether a grouped product's gradient for a weight that had no rows is any numbers: on
+    Blackwell (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+def without_spoils(weight_XDF: Tensor, counts_X: Tensor) -> Tensor:
+    """The same, with gradients of zero for experts without rows."""
+    if not weight_XDF.requires_grad:
+        return weight_XDF
+    found, used = weight_XDF.view_as(weight_XDF), (counts_X > 0)[:, None, None]
+    found.register_hook(lambda gradient: torch.where(used, gradient, 0.0))  # NaN, too
+    return found
+
+
 class Experts(nn.Module):
     """SwiGLUs side by side: weights [X, in, out]."""
 
@@ -104,7 +128,13 @@ class Experts(nn.Module):
         gate, up, down = map(local, (self.gate, self.up, self.down))
         if (found := of_nothing(x_ND, (gate, up, down))) is not None:
             return found
-        if x_ND.is_cuda and x_ND.dtype == gate.dtype == torch.bfloat16:  # its kernel's only
+        kind = x_ND.device.type
+        if torch.is_autocast_enabled(kind):  # which knows nothing of grouped products
+            dtype = torch.get_autocast_dtype(kind)
+            x_ND, gate, up, down = (x.to(dtype) for x in (x_ND, gate, up, down))
+        if is_grouped(x_ND, gate):
+            if spoils_empty_groups(x_ND.device):
+                gate, up, down = (without_spoils(w, counts_X) for w in (gate, up, down))
             ends_X = counts_X.cumsum(0).to(torch.int32)
             inner = F.silu(F.grouped_mm(x_ND, gate, offs=ends_X))
             inner = inner * F.grouped_mm(x_ND, up, offs=ends_X)

@@ -78,13 +78,14 @@ class ByUser:
         if own.checkpoint:
             own.checkpoint, loop.flags.checkpoint = False, True
         source, self._ahead_of_others = self._ahead_of_others, None
-        if self._moved or source is not None:
+        if self._moved or source is not None:  # over what a snapshot may still be copying
+            loop.tools.snapshots.wait(loop.groups.deadline())
             self._engine.capture()
         if self._moved:  # an errand of the step before came with its logs: it was told of
             self._note_logged(loop, own.take_logged())
             self._moved = False
         if source is not None:
-            self._engine.own.take_from(source, loop.step)
+            self._engine.own.take_from(source, loop.step, self._engine.check_groups)
         own.at.begin_step(attempt.number)  # not before: who breaks off above is where it was
         self._engine.own.look_ahead(loop.step)
         if body is not None:

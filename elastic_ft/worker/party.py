@@ -115,6 +115,9 @@ class Party:
             return [found.to(tensor.device) for found in self._exchanged(tensor)]
         found = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(found, tensor.contiguous())
+        if tensor.is_cuda:  # NCCL raises nothing: of what was aborted these may be any numbers
+            torch.cuda.current_stream(tensor.device).synchronize()
+        self._groups.check()
         return found
 
     def _exchanged(self, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -33,12 +33,20 @@ def test_each_step_is_there_and_its_job_a_job(step: kit.Step) -> None:
             "backend": "auto",
             "preset": "decoder-1m",
             "device": "cuda",
+            "technique": "",
         }
         names = [word.removeprefix("--") for word in given if word.startswith("--")]
         options |= {n: given[given.index(f"--{n}") + 1] for n in names if n not in ("kill",)}
         found = argparse.Namespace(**options)
         found.tp, found.workers = int(found.tp), int(found.workers)
-        assert parse_job(kit_job.job_of(found)).parallel.wants_gpu
+        for device in ("cuda", "cpu") if step.on_cpu else ("cuda",):
+            found.device = device
+            assert parse_job(kit_job.job_of(found)).parallel.wants_gpu is (device == "cuda")
+
+
+def test_what_is_new_is_tried_too() -> None:
+    tried = {word for step in kit.STEPS for word in shlex.split(step.command)}
+    assert kit_job.TECHNIQUES.keys() - {""} <= tried
 
 
 def test_a_step_that_does_not_end_is_killed(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from elastic_ft import torch_private
 from elastic_ft.engines.base import MicroBatch
-from elastic_ft.engines.compiling import check_compiler
+from elastic_ft.engines.compiling import GRAPHS_MAX, check_compiler
 from elastic_ft.errors import ConfigError
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
@@ -75,3 +77,26 @@ def test_without_a_compiler_there_is_one_line(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"parallel\.compile: needs a C\+\+ compiler"):
         check_compiler(on_gpu=False)
+
+
+def test_every_thread_compiles_as_the_process_was_set_up() -> None:
+    """Steps are made in a thread of their own; on a GPU torch's threads compile the backward."""
+    import torch._dynamo.config
+    import torch._inductor.config
+
+    found: list[tuple[object, object]] = []
+
+    def look() -> None:
+        limit = torch._dynamo.config.recompile_limit
+        found.append((limit, torch._inductor.config.compile_threads))
+
+    before = torch._dynamo.config.recompile_limit
+    try:
+        torch_private.set_up_compiler(GRAPHS_MAX + 1)
+        look()
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    finally:
+        torch_private.set_up_compiler(int(before))
+    assert found == [(GRAPHS_MAX + 1, 1)] * 2

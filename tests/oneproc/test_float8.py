@@ -79,3 +79,37 @@ def test_an_older_gpu_is_refused_by_name(
     job = job_of(precision={"dtype": "bf16", "fp8": kind})
     with pytest.raises(ConfigError, match=rf"fp8: {kind} needs a GPU of sm_\d+ .*found sm_8\d"):
         converting(job, torch.device("cuda"), decoder)
+
+
+def as_gpus_do(a: torch.Tensor, b: torch.Tensor, **given: Any) -> torch.Tensor:
+    """In the place of ``torch._scaled_mm``, with what it asks of sizes on a GPU."""
+    assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0, (a.shape, b.shape)
+    found = (a.float() * given["scale_a"]) @ (b.float() * given["scale_b"])
+    return found.to(given["out_dtype"])
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("tokens", "padded"), [(24, True), (32, False), (1, True)])
+def test_a_micro_batch_has_any_number_of_tokens(
+    monkeypatch: pytest.MonkeyPatch, kind: str, tokens: int, padded: bool
+) -> None:
+    """A weight's gradient is a product over them, and kernels take multiples of 16 alone."""
+    from elastic_ft.engines.float8 import converting
+
+    monkeypatch.setattr(torch, "_scaled_mm", as_gpus_do)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    batch = {"global_batch_size": 4, "micro_batch_size": 1}
+    job, found = job_of(precision={"dtype": "bf16", "fp8": kind}, batch=batch), []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        make = converting(
+            job, torch.device(device), lambda: nn.Sequential(nn.Linear(32, 48)), tokens
+        )
+        model = make().to(torch.bfloat16)
+        assert model[0].config.pad_inner_dim is padded
+        assert model[0].config.emulate is (device == "cpu")
+        x = torch.randn(1, tokens, 32, dtype=torch.bfloat16).requires_grad_()
+        model(x).square().sum().backward()
+        found.append([x.grad, model[0].weight.grad])
+    for emulated, by_kernel in zip(*found, strict=True):
+        torch.testing.assert_close(by_kernel, emulated, rtol=2e-2, atol=2e-2)

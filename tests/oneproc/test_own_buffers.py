@@ -12,7 +12,7 @@ from torch import nn
 from elastic_ft.config import parse_job
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.engines.own_buffers import Buffers
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, GroupBroken
 from tests.oneproc.alone import CPU
 
 
@@ -68,7 +68,7 @@ def share(monkeypatch: pytest.MonkeyPatch, buffers: list[Buffers]) -> None:
             monkeypatch.setattr("torch.distributed.all_reduce", add_up)
             monkeypatch.setattr("torch.distributed.broadcast", take)
             try:
-                own.share(rank, len(buffers), CPU)
+                own.share(rank, len(buffers), CPU, lambda: None)
             except InterruptedError:
                 given.append(mine)
         if not given:
@@ -120,7 +120,27 @@ def test_a_buffer_that_was_written_and_is_the_same_is_not_sent(
         buffer.copy_(buffer.clone())
     monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: None)
     monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: pytest.fail("sent"))
-    buffers.share(0, 2, CPU)
+    buffers.share(0, 2, CPU, lambda: None)
+
+
+def test_what_an_aborted_collective_brings_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL returns from it, and its result is any numbers."""
+
+    def broken() -> None:
+        raise GroupBroken("a worker was lost")
+
+    model = nn.Sequential(nn.BatchNorm1d(2), Counting())
+    buffers = Buffers([model], model.named_buffers)
+    buffers.capture()
+    buffers.begin()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda tensor: tensor.fill_(1 << 62))
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *_, **__: pytest.fail("sent"))
+    with pytest.raises(GroupBroken):
+        buffers.share(0, 2, CPU, broken)
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])

@@ -103,6 +103,17 @@ def test_a_norm_of_groups_that_were_aborted_is_refused(monkeypatch: pytest.Monke
             ctx.clip_grad_norm_(own.model.parameters(), 1.0)
 
 
+def test_whole_weights_of_groups_that_were_aborted_are_not_written() -> None:
+    """NCCL returns from what was aborted: they may be any numbers."""
+    own = Own("fsdp")
+    with own.generation():
+        assert own.engine.whole_state(own.model, 0)
+        assert own.engine._groups is not None
+        own.engine._groups.abort("a worker was lost")
+        with pytest.raises(GroupBroken):
+            own.engine.whole_state(own.model, 0)
+
+
 def test_a_prepared_model_is_pickled_as_itself() -> None:
     """As by torch.save(model), in the step's function and outside it."""
     own = Own("ddp")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from elastic_ft.engines import own_state
 from elastic_ft.engines.own_forward import Routed, Whole
 from elastic_ft.engines.own_state import Hyper, OwnState
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, GroupBroken
 
 ROOM = 1 << 14
 
@@ -200,3 +201,48 @@ def test_a_routed_module_runs_its_hooks_once_and_copies_as_itself() -> None:
     with torch.no_grad():
         model(x)
     assert len(through) == 2, "where nothing is trained it is the module's own"
+
+
+def test_small_tensors_come_back_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps them there, a metric say, adds to them as they are. Without one they stay."""
+    moved: list[torch.device] = []
+
+    class There(torch.Tensor):
+        """As one of a GPU says of itself."""
+
+        device = torch.device("cuda", 0)  # type: ignore[assignment]
+
+        def detach(self) -> Any:
+            return torch.ones(2)
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    packed = own_state._pack("thing", {"there": There(), "here": torch.ones(2)}, {}, {})
+    real = torch.Tensor.to
+    for sees_gpu in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda seen=sees_gpu: seen)
+        with monkeypatch.context() as spied:
+            spied.setattr(
+                torch.Tensor,
+                "to",
+                lambda x, *a, **k: moved.append(a[0]) or x if a[0] != torch.uint8 else real(x, *a),
+            )
+            found = own_state._unpack(packed, {})
+        assert found["there"].tolist() == found["here"].tolist() == [1, 1]
+        assert moved == [torch.device("cuda", 0)] * sees_gpu
+
+
+def test_what_an_aborted_broadcast_brings_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL returns from it, with anything: captured is what it was."""
+
+    def broken() -> None:
+        raise GroupBroken("a worker was lost")
+
+    thing = Thing(count=5, weights=torch.full((600,), 2.0))
+    state = own(thing=thing)
+    state.capture()
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    monkeypatch.setattr("torch.distributed.broadcast", lambda tensor, src: tensor.zero_())
+    with pytest.raises(GroupBroken):
+        state.take_from(1, 3, broken)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
+    assert thing.state["count"] == 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from elastic_ft.errors import GroupBroken, UsageError
+from elastic_ft.worker.by_user import ByUser
 from elastic_ft.worker.party import Party
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
@@ -120,3 +122,53 @@ def test_of_a_cut_model_who_is_behind_steps_aside_if_enough_are_left() -> None:
         first.need_whole(2, aside)
     with pytest.raises(SteppedAside):  # who is at its step already hears of it
         behind.meet(aside)
+
+
+def test_what_an_aborted_gather_brings_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL returns from it, and raises nothing."""
+    monkeypatch.setattr("torch.distributed.all_gather", lambda found, own: None)
+    (whole, _) = (Party(groups(rank, [2.0, 2.0], HashStore())) for rank in range(2))  # type: ignore[arg-type]
+    assert len(whole.all_gather(torch.ones(2))) == 2
+    whole._groups.check = broken  # type: ignore[method-assign]
+    with pytest.raises(GroupBroken):
+        whole.all_gather(torch.ones(2))
+
+
+class Ended(Exception):
+    pass
+
+
+def test_what_is_captured_anew_is_not_what_a_snapshot_still_copies() -> None:
+    """After an errand between two steps: the snapshot of the step before may be under way."""
+    log: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda *_: log.append(what)
+
+    def body() -> None:
+        raise Ended
+
+    engine = SimpleNamespace(
+        capture=note("capture"),
+        own=SimpleNamespace(look_ahead=note("step")),
+        attempt=lambda running: None,
+        named=SimpleNamespace(),
+    )
+    at = SimpleNamespace(begin_step=lambda number: None)
+    own = SimpleNamespace(engine=engine, at=at, body=body, attempting=False, ending=False)
+    own.checkpoint, own.take_errand, own.take_logged = False, lambda: None, dict
+    of_world = groups(0, [2.0], HashStore())
+    of_world.generation, of_world.deadline = 1, lambda: 0.0
+    tools = SimpleNamespace(
+        snapshots=SimpleNamespace(wait=note("wait")),
+        points=SimpleNamespace(outside=contextlib.nullcontext),
+    )
+    loop: Any = SimpleNamespace(tools=tools, groups=of_world, party=Party(of_world), step=3)  # type: ignore[arg-type]
+    for moved, expected in ((True, ["wait", "capture", "step"]), (False, ["step"])):
+        own.body = body
+        log.clear()
+        maker = ByUser(own)  # type: ignore[arg-type]
+        maker._moved = moved
+        with pytest.raises(Ended):
+            list(maker.make(loop, SimpleNamespace(number=4, micro_batches=[])))  # type: ignore[arg-type]
+        assert log == expected

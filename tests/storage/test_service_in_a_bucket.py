@@ -8,9 +8,9 @@ from uuid import uuid4
 import pytest
 
 from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
+from chaos.s3_server import S3Server
 from elastic_ft.service import chronicle
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
-from tests.s3_server import S3Server
 
 
 def test_what_was_answered_is_kept_and_what_is_asked_waits(
