@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.training.context import Context
 from elastic_ft.training.each import ZeroGrad, body_of
 from elastic_ft.training.elsewhere import INSTEAD
+from elastic_ft.training.loader import Loader, drawn_bundle
 from elastic_ft.worker.steering import Dealt, Ended, Steering
 from elastic_ft.worker.step import Step
 from tests.oneproc.test_own_engine import Own
@@ -149,6 +151,66 @@ def test_each_goes_over_what_goes_over_the_loader() -> None:
             seen.append((place, batch.number))
 
     assert seen == [(1, 4), (0, 5), (1, 6)] and shown == [4, 5, 6]
+
+
+def test_epochs_of_so_many_steps() -> None:
+    """Whatever a pass over the data is; a second call's may be of others."""
+    ctx, loader = context(first=4)
+    made_steps(ctx)
+    seen = list[tuple[int, int, int]]()
+    for epochs, steps in ((range(2), 3), (range(2, 4), 1)):
+        for epoch in ctx.epochs(epochs.start, epochs.stop, steps=steps):
+
+            @ctx.each(loader, whole=True, enumerated=True)
+            def train_step(place: int, batch: Any, epoch: int = epoch) -> None:
+                seen.append((epoch, place, batch.number))
+
+    assert seen == [(1, 0, 4), (1, 1, 5), (1, 2, 6), (2, 0, 7), (3, 0, 8)]
+
+
+@pytest.mark.parametrize("epochs", [True, False])
+def test_each_refuses_what_ends_by_a_count_of_its_own(epochs: bool) -> None:
+    """Who joins in the middle would begin to count there: also where nobody has joined."""
+    ctx, loader = context()
+    made_steps(ctx)
+
+    def first(batches: Any, count: int) -> Any:
+        for number, batch in enumerate(batches, 1):
+            yield batch
+            if number == count:
+                break
+
+    with pytest.raises(ConfigError, match=r"islice counts from where .* ctx.epochs\(n, steps="):
+        ctx.each(itertools.islice(loader, 1))
+    span = ctx.epochs(3, steps=4) if epochs else iter([0])
+    next(span)
+    said = "after step 3, 3 of 4 in its epoch" if epochs else "after step 3, before the loader"
+    with pytest.raises(ConfigError, match=said):
+        ctx.each(first(loader, 3), whole=True)(lambda batch: None)
+
+
+def test_an_epoch_that_is_left_in_its_middle_is_refused() -> None:
+    """It went on as the same epoch, and an epoch less was trained; at its end it may be left."""
+    ctx, loader = context()
+    made_steps(ctx)
+    make, epochs = ctx.step(lambda batch: None), ctx.epochs(4, steps=3)
+    for count in (3, 2):
+        next(epochs)
+        for batch in loader:
+            if make(batch).number % 3 == count % 3:
+                break
+    with pytest.raises(ConfigError, match=r"after step 5, 2 of 3 in its epoch: .* steps="):
+        next(epochs)
+
+
+def test_an_epoch_of_a_stream_needs_its_steps() -> None:
+    ctx, _ = context()
+    ctx._loader = Loader(ctx, drawn_bundle())
+    with pytest.raises(ConfigError, match=r"ctx.epochs\(n, steps=...\)"):
+        next(ctx.epochs(3))
+    with pytest.raises(ConfigError, match="at least 1, found 0"):
+        next(ctx.epochs(3, steps=0))
+    assert next(ctx.epochs(3, steps=2)) == 0
 
 
 @pytest.mark.parametrize("over", [[(0, 1)], enumerate("ab")])
