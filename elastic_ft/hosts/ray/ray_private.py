@@ -142,6 +142,7 @@ __all__ = [
     "shutdown_workers",
     "silence_raylets",
     "start_node",
+    "sweep_as_written",
     "time_monotonic",
     "tune_session",
 ]
@@ -186,6 +187,20 @@ def tune_session() -> Any:
     """Of the trial of Ray Tune's whose function this process runs, None elsewhere."""
     session = get_session()
     return session if session is not None and session.world_rank is None else None
+
+
+def sweep_as_written() -> bytes:
+    """What ``tune.Tuner`` has pickled of the sweep of that trial, its configuration without what is
+    trained; empty where there is none. Raises OSError."""
+    session = tune_session()
+    if session is None:
+        return b""
+    path = f"{session.storage.experiment_fs_path}/tuner.pkl"
+    try:
+        with session.storage.storage_filesystem.open_input_stream(path) as file:
+            return bytes(file.read())
+    except FileNotFoundError:
+        return b""
 
 
 def reports_waiting() -> Any:
