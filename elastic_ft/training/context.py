@@ -31,6 +31,7 @@ from elastic_ft.training.loader import (
     drawn_bundle,
     read_in_processes,
 )
+from elastic_ft.training.within import check_outside, without_exit
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.prepare import ready_device
 from elastic_ft.worker.steering import Dealt, Ended, MakeHere, Steering
@@ -294,7 +295,7 @@ class Context(Between):
     def _within(self, call: Callable[[], Any]) -> Any:
         self._inside, self._turn = True, None
         try:
-            return call()
+            return without_exit(call)
         finally:
             self._inside = False
 
@@ -402,7 +403,9 @@ class Context(Between):
 
     def _next(self) -> Any:
         """Lets the job go on until it wants something of this loop. Raises Released."""
+        check_outside(self._inside)
         item = self.worker.next_item()
+        self._inside = False  # who was left behind in a step's function does not say so
         if item is None:
             raise self._released()
         if isinstance(item, Dealt):
@@ -416,6 +419,7 @@ class Context(Between):
 
     def _is_dealt(self) -> bool:
         """Waits for the next batch; whether there is one."""
+        check_outside(self._inside)
         self._steering("prepare").at.ask()
         while self._dealt is None and not self._ended:
             item = self._next()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic_ft.config import parse_job
+from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.training.context import Context
 from elastic_ft.training.each import ZeroGrad, body_of
 from elastic_ft.training.elsewhere import INSTEAD
-from elastic_ft.training.loader import Loader, drawn_bundle
+from elastic_ft.training.loader import Loader, collated, drawn_bundle
 from elastic_ft.worker.steering import Dealt, Ended, Steering
 from elastic_ft.worker.step import Step
 from tests.oneproc.test_own_engine import Own
@@ -244,3 +247,82 @@ def test_what_another_library_has_is_told_by_name() -> None:
         _ = ctx.nonsense
     assert not hasattr(ctx, "nonsense") and not hasattr(ctx, "accumulate")
     assert not [name for name in INSTEAD if hasattr(Context, name)]
+
+
+class Growing:
+    def __init__(self) -> None:
+        self.values = [torch.tensor(1.0)] * 8
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.values[index]
+
+
+class Collating(Growing):
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples)
+
+
+@pytest.mark.parametrize("kind", [Growing, Collating])
+def test_a_dataset_that_grows_is_refused(kind: type[Growing]) -> None:
+    """The order of samples is of so many, and each's index was of another number of them."""
+    dataset = kind()
+    samples = collated(dataset, None)
+    assert len(samples) == 8
+    dataset.values.append(torch.tensor(2.0))
+    with pytest.raises(ConfigError, match="had 8 samples when it was prepared, and has 9 now"):
+        len(samples)
+    with Prefetcher(samples) as prefetcher, pytest.raises(ConfigError, match="has 9 now"):
+        prefetcher.request(1, [(8,)])
+        prefetcher.get(1)
+
+
+def test_a_step_in_a_step_and_a_batch_for_another_thread_are_refused() -> None:
+    """It was told that a generator executes already, and tried three times."""
+    ctx, loader = context()
+    made_steps(ctx)
+    inner = ctx.step(lambda batch: None)
+
+    @ctx.step
+    def train_step(batch: Any, what: str) -> None:
+        if what == "a step":
+            inner(batch)
+        elif what == "a batch":
+            next(iter(loader))
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: next(iter(loader))).result()
+
+    for batch in loader:
+        for what in ("a step", "a batch", "a thread's batch"):
+            with pytest.raises(UsageError, match="while the function of a step runs"):
+                train_step(batch, what)
+        break
+
+
+def test_who_was_left_behind_in_a_step_is_not_in_it() -> None:
+    """Its thread sleeps there for good: the world goes on in another."""
+    ctx, loader = context()
+    made_steps(ctx)
+    next_item, broken = ctx.worker.next_item, iter([True])
+
+    def breaks_once() -> Any:
+        if ctx._own.body is not None and next(broken, False):  # type: ignore[union-attr]
+            ctx._inside = True
+            return ctx._awaited()
+        return next_item()
+
+    ctx.worker.next_item = breaks_once  # type: ignore[method-assign]
+    made = ctx.step(lambda batch: None)
+    assert [made(batch).number for batch in loader] == [*range(1, 13)]
+
+
+def test_a_step_that_exits_is_told_to_leave_the_loop() -> None:
+    """Its worker ended without a word, and another came in its place to do the same."""
+    ctx, loader = context()
+    made_steps(ctx)
+    leave = ctx.step(lambda batch: sys.exit(0))
+    with pytest.raises(UsageError, match=r"exits \(0\): .* `break` from the loop"):
+        leave(next(iter(loader)))
