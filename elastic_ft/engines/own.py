@@ -30,7 +30,12 @@ from elastic_ft.engines.modules import FirstGradients
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running
-from elastic_ft.engines.own_buffers import Buffers, check_batch_norms
+from elastic_ft.engines.own_buffers import (
+    BufferPlace,
+    Buffers,
+    check_batch_norms,
+    persistent_places,
+)
 from elastic_ft.engines.own_forward import Routed, Whole
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.own_state import Hyper, OwnState
@@ -69,7 +74,7 @@ class OwnEngine(OwnStep):
         self.seed: int | None = job.seed  # of each micro-batch's draws; None: they go on and on
         self.running: Running | None = None
         self._listed: list[nn.Parameter] = []  # attached; listing a module's takes a while
-        self._persistent_names: list[frozenset[str]] = []  # of buffers, by number of the model
+        self._persistent_at: list[BufferPlace] = []
         self._buffers = Buffers(self.models, self._persistent)
         self._groups: Groups | None = None
         self._runners: dict[int, DistributedDataParallel] = {}  # by number of the model
@@ -96,10 +101,9 @@ class OwnEngine(OwnStep):
         """Raises ConfigError, one line, for what can't be carried."""
         torch_private.forget_meshes()
         check_batch_norms(self.models)
-        for model in self.models:
+        for number, model in enumerate(self.models):
             model.to(self.device)
-            buffers = {name for name, _ in model.named_buffers()}
-            self._persistent_names.append(frozenset(buffers & model.state_dict().keys()))
+            self._persistent_at += persistent_places(model, _prefix(number))
         parameters = dict(self._parameters())
         self._trainable = {p for p in parameters.values() if p.requires_grad}
         owners = {id(p): name for name, p in parameters.items()}
@@ -150,11 +154,9 @@ class OwnEngine(OwnStep):
                 yield f"{_prefix(number)}{name}", parameter
 
     def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for number, model in enumerate(self.models):
-            wanted = self._persistent_names[number]
-            for name, buffer in model.named_buffers() if wanted else ():
-                if name in wanted:
-                    yield f"{_prefix(number)}{name}", buffer
+        for place in self._persistent_at:
+            if (buffer := place.buffer) is not None:
+                yield place.name, buffer
 
     def _whole_model(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._parameters()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,31 @@ def check_batch_norms(models: list[nn.Module]) -> None:
             "leave BatchNorm as it is: it normalises a micro-batch, and its running statistics are "
             "those of all ranks"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """Where a module has a buffer, which may be another one with each step."""
+
+    name: str
+    owner: nn.Module
+    key: str
+
+    @property
+    def buffer(self) -> torch.Tensor | None:
+        found: torch.Tensor | None = getattr(self.owner, self.key)
+        return found
+
+
+def persistent_places(model: nn.Module, prefix: str = "") -> list[BufferPlace]:
+    """Of each persistent buffer once. Looking for them goes through all modules."""
+    kept, places = model.state_dict().keys(), dict[int, BufferPlace]()
+    for path, part in model.named_modules():
+        for key, buffer in part.named_buffers(path, recurse=False):
+            if key in kept:
+                place = BufferPlace(f"{prefix}{key}", part, key.rpartition(".")[2])
+                places.setdefault(id(buffer), place)
+    return list(places.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +111,7 @@ class Buffers:
         self._models, self._find = models, find
         self.kept: dict[str, torch.Tensor] = {}
         self._averages: list[_Average] | None = None  # as the micro-batches found them
+        self._parts: list[Any] | None = None  # that have them
         self._others: list[str] = []
 
     def capture(self) -> None:
@@ -102,14 +129,20 @@ class Buffers:
         """A step's micro-batches begin to change them, unless they have since ``share``."""
         if self._averages is not None:
             return
-        parts = [p for m in self._models for p in m.modules() if isinstance(p, AVERAGES)]
-        parts = [part for part in parts if part.running_mean is not None]
+        if self._parts is None:
+            self._parts = self._sort_out()
         self._averages = [
             _Average(part, part.running_mean.clone(), part.running_var.clone(), count)
-            for part, count in zip(parts, _counts(parts), strict=True)
+            for part, count in zip(self._parts, _counts(self._parts), strict=True)
         ]
+
+    def _sort_out(self) -> list[Any]:
+        """Once: it goes through all modules."""
+        parts = [p for m in self._models for p in m.modules() if isinstance(p, AVERAGES)]
+        parts = [part for part in parts if part.running_mean is not None]
         averaged = {id(buffer) for part in parts for buffer in part.buffers(recurse=False)}
         self._others = [name for name, buffer in self._find() if id(buffer) not in averaged]
+        return parts
 
     @torch.no_grad()
     def share(

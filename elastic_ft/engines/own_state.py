@@ -99,6 +99,7 @@ class OwnState:
         elif missing := sorted(self.tensors.keys() - large.keys() - {"user"}):
             raise ConfigError(f"register: {missing[0]} was a tensor, and is none any more")
         for name, tensor in large.items():
+            _check_alike(name, self.tensors[name], tensor)
             self.tensors[name].copy_(tensor)
         self._write(body)
 
@@ -184,6 +185,18 @@ class OwnState:
         """
         pairs = zip(self._objects, summed, squared, strict=True)
         return next((n for n, s, q in pairs if world_size * q != s * s), "")
+
+
+def _check_alike(name: str, before: torch.Tensor, now: torch.Tensor) -> None:
+    """Raises ConfigError where ``now`` would not fit, or be spread over the room of ``before``."""
+    if before.shape != now.shape or before.dtype != now.dtype:
+        was, found = (
+            f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in (before, now)
+        )
+        raise ConfigError(
+            f"register: {name.removeprefix('user.')} was {was} with the first batch, and is "
+            f"{found} now: keep one size, or keep what grows as a list of numbers (loop.state_kb)"
+        )
 
 
 def _checksum(packed: bytes) -> int:

@@ -21,7 +21,8 @@ from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
-from elastic_ft.training.each import MicroTurns, NextMicroBatch, ZeroGrad, as_batch, body_of
+from elastic_ft.training.each import MicroTurns, ZeroGrad, as_batch, body_of, not_counted
+from elastic_ft.training.epochs import EpochSpan, check_through, span_of
 from elastic_ft.training.given import sort_out
 from elastic_ft.training.loader import (
     Loader,
@@ -30,6 +31,7 @@ from elastic_ft.training.loader import (
     drawn_bundle,
     read_in_processes,
 )
+from elastic_ft.training.within import check_outside, without_exit
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.prepare import ready_device
 from elastic_ft.worker.steering import Dealt, Ended, MakeHere, Steering
@@ -104,8 +106,8 @@ class Context(Between):
         self._ended, self._inside = False, False  # ``_inside``: the step's function runs
         self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
-        self._epoch_steps: int | None = None  # where the loader is to end, if not with the job
-        self._epochs_done = 0  # of earlier calls of ``epochs``
+        self._span: EpochSpan | None = None  # where the loader is to end, if not with the job
+        self._spanned = 0  # steps of earlier calls of ``epochs``
 
     # ------------------------------------------------------------------------------ before
 
@@ -181,36 +183,33 @@ class Context(Between):
         bundle = bundle_of(dataset, collate_fn, self.job.batch, self.job.seed, shuffle_buffer)
         return Loader(self, replace(bundle, order=order))
 
-    def epochs(self, *span: int) -> Iterator[int]:
+    def epochs(self, *span: int, steps: int | None = None) -> Iterator[int]:
         """In the place of ``range``, with its arguments, around a loop over the loader: that gives
-        an epoch's batches then, ``len(loader)`` of them.
+        an epoch's batches then, ``steps`` of them, or else ``len(loader)``.
 
         What is yielded first is the epoch in which the job is, and the loader gives its rest: for
         who joins, and after a restart. A second call gives the epochs behind those of the first.
         """
         self._steering("epochs")
         assert self._loader is not None
-        if self._loader.is_stream:
-            raise ConfigError(
-                "ctx.epochs: nobody knows how long a stream is, or what a script draws itself: "
-                "leave out the loop over epochs, and say `steps`"
-            )
-        epochs, self._epoch_steps = range(*span), len(self._loader)
+        self._span = span_of(self._loader, self._spanned, range(*span), steps)
         try:
             while self._is_dealt():
                 dealt = self._awaited()
-                epoch = (dealt.running.number - 1) // self._epoch_steps - self._epochs_done
-                if epoch >= len(epochs):
-                    self._epochs_done += len(epochs)
+                if dealt.running.number > self._span.last:
+                    self._spanned = self._span.last
                     return
-                epoch = max(0, epoch)  # the first call's last step may be made again
-                yield epochs[epoch]
+                epoch = self._span.epoch_of(dealt.running.number)
+                yield epoch
                 if self._dealt is dealt:
-                    raise ConfigError(
-                        f"ctx.epochs: nothing asked the loader for epoch {epochs[epoch]}"
-                    )
+                    raise ConfigError(f"ctx.epochs: nothing asked the loader for epoch {epoch}")
+                self._check_through()
         finally:
-            self._epoch_steps = None
+            self._span = None
+
+    def _check_through(self) -> None:
+        if not self._ended and self.latest is not None and not self.latest.last:
+            check_through(self._span, self.latest.number)
 
     # ------------------------------------------------------------------------------ a step
 
@@ -266,25 +265,24 @@ class Context(Between):
         own = self._steering("each")
         assert self._loader is not None
         prepared = self._loader
+        given = prepared if over is None else not_counted(over)
 
         def run(function: Callable[..., Any]) -> Callable[..., Any]:
             body = body_of(function, enumerated, prepared.is_drawn and not whole)
 
             def make(batch: Batch) -> None:
-                place = (batch.number - 1) % (self._epoch_steps or batch.number)
+                place = self._span.place(batch.number) if self._span else batch.number - 1
                 if whole:
                     body(place, batch)
                     return
-                self._turn = turn = MicroTurns(batch, own.engine.gradients_seen)
-                for micro in turn.given():
-                    try:
-                        body(place, micro)
-                    except NextMicroBatch:
-                        turn.was_left = True
+                self._turn = MicroTurns(batch, own.engine.gradients_seen)
+                self._turn.run(functools.partial(body, place))
 
             made = self.step(make)
-            for batch in prepared if over is None else over:
+            for batch in given:
                 made(as_batch(batch))
+            if given is not prepared:
+                self._check_through()
             return function
 
         return run
@@ -297,7 +295,7 @@ class Context(Between):
     def _within(self, call: Callable[[], Any]) -> Any:
         self._inside, self._turn = True, None
         try:
-            return call()
+            return without_exit(call)
         finally:
             self._inside = False
 
@@ -405,7 +403,9 @@ class Context(Between):
 
     def _next(self) -> Any:
         """Lets the job go on until it wants something of this loop. Raises Released."""
+        check_outside(self._inside)
         item = self.worker.next_item()
+        self._inside = False  # who was left behind in a step's function does not say so
         if item is None:
             raise self._released()
         if isinstance(item, Dealt):
@@ -419,6 +419,7 @@ class Context(Between):
 
     def _is_dealt(self) -> bool:
         """Waits for the next batch; whether there is one."""
+        check_outside(self._inside)
         self._steering("prepare").at.ask()
         while self._dealt is None and not self._ended:
             item = self._next()
@@ -444,6 +445,6 @@ class Context(Between):
                     f"the batch of step {given.number} was not used: give it to the function "
                     "that @ctx.step decorates, or leave the loop"
                 )
-            is_last = self._epoch_steps is not None and given.number % self._epoch_steps == 0
+            is_last = self._span is not None and self._span.is_last(given.number)
             if is_last and (self._dealt is None or self._dealt.running.number > given.number):
                 return  # else the epoch's last step is made again

@@ -7,9 +7,10 @@ what comes after it (clipping, the optimizer, the scheduler) is there once for e
 from __future__ import annotations
 
 import inspect
+import itertools
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from elastic_ft.errors import ConfigError, UsageError
@@ -33,8 +34,15 @@ class MicroTurns:
         self._is_first, self._is_told = True, True
         self.was_left = False  # the body, by NextMicroBatch
 
-    def given(self) -> Iterator[Any]:
-        """Each micro-batch. Raises ConfigError where a call has told no loss."""
+    def run(self, body: Callable[[Any], None]) -> None:
+        """Calls it with each micro-batch. Raises ConfigError where a call has told no loss."""
+        for micro in self._given():
+            try:
+                body(micro)
+            except NextMicroBatch:
+                self.was_left = True
+
+    def _given(self) -> Iterator[Any]:
         while self._left:
             micro = next(self._micros)
             self._is_told, left = False, self._left
@@ -83,6 +91,17 @@ def as_batch(given: Any) -> Batch:
         f"gives its batches (a progress bar), found a {type(given).__name__}; for "
         "enumerate(loader) say enumerated=True: who joins in the middle of an epoch counts on there"
     )
+
+
+def not_counted(over: Iterable[Any]) -> Iterable[Any]:
+    """``over``. Raises ConfigError for what ends by a count of its own."""
+    if isinstance(over, itertools.islice):
+        raise ConfigError(
+            "ctx.each: islice counts from where it begins, which is elsewhere for who joins in the "
+            "middle: give the loader, and say ctx.epochs(n, steps=...) for epochs of so many "
+            "steps, or `steps` to init for the whole training"
+        )
+    return over
 
 
 def body_of(

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from elastic_ft.config.trained import BatchConfig
 from elastic_ft.core.batches import ENDLESS, samples_in_words
@@ -175,22 +181,31 @@ def drawn_bundle() -> DataBundle:
 
 def collated(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None) -> Dataset:
     """Raises ConfigError for one without samples."""
-    samples: Dataset = dataset
-    if collate_fn is not None:
-        samples = _With(dataset, collate_fn)
-    elif not isinstance(dataset, Dataset):
-        samples = Collated(dataset)
+    if collate_fn is None:
+        collate_fn = dataset.collate if isinstance(dataset, Dataset) else default_collate
+    samples = _With(dataset, collate_fn)
     if len(samples) == 0:
         raise ConfigError("ctx.prepare: the dataset has no samples")
     return samples
 
 
 class _With(Collated):
-    """A dataset with a collate function of the user's."""
+    """A dataset with a collate function, which has as many samples as when it was prepared: their
+    order, and each one's index, are made of that."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         super().__init__(dataset)
-        self._collate_fn = collate_fn
+        self._collate_fn, self._count = collate_fn, len(dataset)
+
+    def __len__(self) -> int:
+        """Raises ConfigError."""
+        if (count := len(self.dataset)) != self._count:
+            raise ConfigError(
+                f"ctx.prepare: the dataset had {self._count} samples when it was prepared, and has "
+                f"{count} now: the order of samples is of so many: prepare it as it is to stay, or "
+                "iterate over it (an IterableDataset)"
+            )
+        return count
 
     def collate(self, samples: list[Any]) -> Any:
         return self._collate_fn(samples)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from elastic_ft.config import parse_job
+from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.training.context import Context
 from elastic_ft.training.each import ZeroGrad, body_of
 from elastic_ft.training.elsewhere import INSTEAD
+from elastic_ft.training.loader import Loader, collated, drawn_bundle
 from elastic_ft.worker.steering import Dealt, Ended, Steering
 from elastic_ft.worker.step import Step
 from tests.oneproc.test_own_engine import Own
@@ -162,6 +167,66 @@ def test_each_goes_over_what_goes_over_the_loader() -> None:
     assert seen == [(1, 4), (0, 5), (1, 6)] and shown == [4, 5, 6]
 
 
+def test_epochs_of_so_many_steps() -> None:
+    """Whatever a pass over the data is; a second call's may be of others."""
+    ctx, loader = context(first=4)
+    made_steps(ctx)
+    seen = list[tuple[int, int, int]]()
+    for epochs, steps in ((range(2), 3), (range(2, 4), 1)):
+        for epoch in ctx.epochs(epochs.start, epochs.stop, steps=steps):
+
+            @ctx.each(loader, whole=True, enumerated=True)
+            def train_step(place: int, batch: Any, epoch: int = epoch) -> None:
+                seen.append((epoch, place, batch.number))
+
+    assert seen == [(1, 0, 4), (1, 1, 5), (1, 2, 6), (2, 0, 7), (3, 0, 8)]
+
+
+@pytest.mark.parametrize("epochs", [True, False])
+def test_each_refuses_what_ends_by_a_count_of_its_own(epochs: bool) -> None:
+    """Who joins in the middle would begin to count there: also where nobody has joined."""
+    ctx, loader = context()
+    made_steps(ctx)
+
+    def first(batches: Any, count: int) -> Any:
+        for number, batch in enumerate(batches, 1):
+            yield batch
+            if number == count:
+                break
+
+    with pytest.raises(ConfigError, match=r"islice counts from where .* ctx.epochs\(n, steps="):
+        ctx.each(itertools.islice(loader, 1))
+    span = ctx.epochs(3, steps=4) if epochs else iter([0])
+    next(span)
+    said = "after step 3, 3 of 4 in its epoch" if epochs else "after step 3, before the loader"
+    with pytest.raises(ConfigError, match=said):
+        ctx.each(first(loader, 3), whole=True)(lambda batch: None)
+
+
+def test_an_epoch_that_is_left_in_its_middle_is_refused() -> None:
+    """It went on as the same epoch, and an epoch less was trained; at its end it may be left."""
+    ctx, loader = context()
+    made_steps(ctx)
+    make, epochs = ctx.step(lambda batch: None), ctx.epochs(4, steps=3)
+    for count in (3, 2):
+        next(epochs)
+        for batch in loader:
+            if make(batch).number % 3 == count % 3:
+                break
+    with pytest.raises(ConfigError, match=r"after step 5, 2 of 3 in its epoch: .* steps="):
+        next(epochs)
+
+
+def test_an_epoch_of_a_stream_needs_its_steps() -> None:
+    ctx, _ = context()
+    ctx._loader = Loader(ctx, drawn_bundle())
+    with pytest.raises(ConfigError, match=r"ctx.epochs\(n, steps=...\)"):
+        next(ctx.epochs(3))
+    with pytest.raises(ConfigError, match="at least 1, found 0"):
+        next(ctx.epochs(3, steps=0))
+    assert next(ctx.epochs(3, steps=2)) == 0
+
+
 @pytest.mark.parametrize("over", [[(0, 1)], enumerate("ab")])
 def test_each_refuses_what_gives_no_batches(over: Any) -> None:
     ctx, _ = context()
@@ -193,3 +258,82 @@ def test_what_another_library_has_is_told_by_name() -> None:
         _ = ctx.nonsense
     assert not hasattr(ctx, "nonsense") and not hasattr(ctx, "accumulate")
     assert not [name for name in INSTEAD if hasattr(Context, name)]
+
+
+class Growing:
+    def __init__(self) -> None:
+        self.values = [torch.tensor(1.0)] * 8
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.values[index]
+
+
+class Collating(Growing):
+    def collate(self, samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples)
+
+
+@pytest.mark.parametrize("kind", [Growing, Collating])
+def test_a_dataset_that_grows_is_refused(kind: type[Growing]) -> None:
+    """The order of samples is of so many, and each's index was of another number of them."""
+    dataset = kind()
+    samples = collated(dataset, None)
+    assert len(samples) == 8
+    dataset.values.append(torch.tensor(2.0))
+    with pytest.raises(ConfigError, match="had 8 samples when it was prepared, and has 9 now"):
+        len(samples)
+    with Prefetcher(samples) as prefetcher, pytest.raises(ConfigError, match="has 9 now"):
+        prefetcher.request(1, [(8,)])
+        prefetcher.get(1)
+
+
+def test_a_step_in_a_step_and_a_batch_for_another_thread_are_refused() -> None:
+    """It was told that a generator executes already, and tried three times."""
+    ctx, loader = context()
+    made_steps(ctx)
+    inner = ctx.step(lambda batch: None)
+
+    @ctx.step
+    def train_step(batch: Any, what: str) -> None:
+        if what == "a step":
+            inner(batch)
+        elif what == "a batch":
+            next(iter(loader))
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(lambda: next(iter(loader))).result()
+
+    for batch in loader:
+        for what in ("a step", "a batch", "a thread's batch"):
+            with pytest.raises(UsageError, match="while the function of a step runs"):
+                train_step(batch, what)
+        break
+
+
+def test_who_was_left_behind_in_a_step_is_not_in_it() -> None:
+    """Its thread sleeps there for good: the world goes on in another."""
+    ctx, loader = context()
+    made_steps(ctx)
+    next_item, broken = ctx.worker.next_item, iter([True])
+
+    def breaks_once() -> Any:
+        if ctx._own.body is not None and next(broken, False):  # type: ignore[union-attr]
+            ctx._inside = True
+            return ctx._awaited()
+        return next_item()
+
+    ctx.worker.next_item = breaks_once  # type: ignore[method-assign]
+    made = ctx.step(lambda batch: None)
+    assert [made(batch).number for batch in loader] == [*range(1, 13)]
+
+
+def test_a_step_that_exits_is_told_to_leave_the_loop() -> None:
+    """Its worker ended without a word, and another came in its place to do the same."""
+    ctx, loader = context()
+    made_steps(ctx)
+    leave = ctx.step(lambda batch: sys.exit(0))
+    with pytest.raises(UsageError, match=r"exits \(0\): .* `break` from the loop"):
+        leave(next(iter(loader)))

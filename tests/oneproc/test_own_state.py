@@ -246,3 +246,23 @@ def test_what_an_aborted_broadcast_brings_changes_nothing(monkeypatch: pytest.Mo
         state.take_from(1, 3, broken)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
     assert thing.state["count"] == 5
+
+
+@pytest.mark.parametrize(
+    ("later", "said"),
+    [
+        (torch.ones(1), r"was float32 \[300\] with the first batch, and is float32 \[1\] now"),
+        (torch.ones(301), r"and is float32 \[301\] now"),
+        (torch.ones(300, dtype=torch.float64), r"and is float64 \[300\] now"),
+        (torch.tensor(5.0), r"and is float32 \[\] now"),
+    ],
+)
+def test_a_tensor_that_becomes_another_is_refused(later: torch.Tensor, said: str) -> None:
+    """One of its numbers filled all of the room, in another's precision; or torch said something of
+    sizes. A list may grow."""
+    thing = Thing(losses=torch.ones(300))
+    state = own(thing=thing)
+    state.capture()
+    thing.state = {"losses": later}
+    with pytest.raises(ConfigError, match=rf"thing.losses .*{said}: .* list of numbers"):
+        state.capture()

@@ -18,6 +18,7 @@ from ray._private.ray_constants import SETUP_WORKER_FILENAME
 from ray.train._internal.session import _TrainSession
 from ray.train.v2._internal.execution.context import ExecutionContext, TrainContext
 from ray.train.v2._internal.execution.failure_handling import default
+from ray.tune.impl.tuner_internal import _TUNER_PKL, TunerInternal
 from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 from ray.util.queue import Queue
@@ -251,6 +252,15 @@ def test_what_a_trial_of_tune_keeps_under_private_names() -> None:
     assert "self.world_rank = world_rank" in source
     assert "self.stop_event.set()" in inspect.getsource(_TrainSession.finish)
     assert "world_rank is None" in inspect.getsource(_in_tune_session)
+
+
+def test_where_a_sweep_is_written_before_its_trials_start() -> None:
+    """``sweep_as_written`` reads it: the scheduler's class is named in it."""
+    assert _TUNER_PKL == "tuner.pkl"
+    source = inspect.getsource(TunerInternal)
+    assert "Path(storage.experiment_fs_path, _TUNER_PKL)" in source
+    assert "state.pop(_TRAINABLE_KEY, None)" in source
+    assert "self.storage = storage" in inspect.getsource(_TrainSession)
 
 
 def test_a_report_that_its_barrier_refuses_returns_and_is_not_counted() -> None:

@@ -3,9 +3,13 @@ scheduler, of one the process is killed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue as queues
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +21,14 @@ from ray import cloudpickle, tune
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 from ray.train import RunConfig, ScalingConfig
 from ray.tune.integration.ray_train import TuneReportCallback
-from ray.tune.schedulers import ASHAScheduler
+from ray.tune.schedulers import (
+    ASHAScheduler,
+    HyperBandForBOHB,
+    HyperBandScheduler,
+    MedianStoppingRule,
+    PopulationBasedTraining,
+    ResourceChangingScheduler,
+)
 from ray.util.queue import Full
 from trial import SOON_S, START_S, job
 
@@ -25,7 +36,14 @@ from elastic_ft.faults import PointFault
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.names import RunNames, actors_of, groups_of
 from elastic_ft.hosts.ray.trainer import ElasticTrainer
-from elastic_ft.hosts.ray.tune_trial import TRIAL_OVER, TrialReports, TuneTrial
+from elastic_ft.hosts.ray.tune_trial import (
+    SILENT_LOOKS,
+    TRIAL_OVER,
+    TRIAL_SILENT,
+    TrialReports,
+    TuneTrial,
+    pausing_scheduler,
+)
 from elastic_ft.observe.run_reader import RunReader
 
 pytestmark = pytest.mark.timeout(600)
@@ -120,15 +138,62 @@ def check_the_one_that_was_kept(folder: Path, loss: float) -> None:
     assert [line["rank"] for line in run.events() if line["event"] == "worker_lost"] == [1]
 
 
-def check_it_has_ended(folder: Path) -> None:
+def check_it_has_ended(folder: Path, why: str = TRIAL_OVER, within_s: float = SOON_S) -> None:
     """With a checkpoint of all its steps, and nothing of it is left on the cluster."""
     prefix = RunNames(folder.name, str(folder)).prefix
     nothing_left = lambda: not (actors_of(prefix) or groups_of(prefix))  # noqa: E731
-    wait_for(nothing_left, SOON_S, f"{folder.name}: nothing is left")
+    wait_for(nothing_left, within_s, f"{folder.name}: nothing is left")
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "stopped"
-    assert result["reason"].startswith(TRIAL_OVER)
+    assert result["reason"].startswith(why)
     assert result["checkpoints"][-1]["step"] == RunReader(folder).steps()[-1]["step"]
+
+
+@contextlib.contextmanager
+def sweep(cluster: LocalCluster, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).with_name("sweep_driver.py")
+    command = [sys.executable, str(script), cluster.address, str(folder), *arguments]
+    with (folder / "driver.err").open("w") as errors:
+        driver = subprocess.Popen(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+    try:
+        yield driver
+    finally:
+        driver.kill()
+        driver.communicate()
+        print((folder / "driver.err").read_text()[-3000:])
+
+
+@pytest.mark.soak
+def test_a_sweep_that_pauses_trials_starts_none_of_its_jobs(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    with sweep(cluster, tmp_path, "pbt", "0.1", "0.2") as driver:
+        out, _ = driver.communicate(timeout=SOON_S)
+    errors = json.loads(out.splitlines()[-1])
+    assert len(errors) == 2
+    assert all("Ray Tune's PopulationBasedTraining pauses trials" in error for error in errors)
+    assert not list(tmp_path.glob("rate-*"))
+
+
+@pytest.mark.soak
+def test_a_stopped_trial_ends_its_job_and_so_does_a_killed_driver(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    stopped, other = "0.2", "0.3"
+    with sweep(cluster, tmp_path, "plain", stopped, other) as driver:
+        pids = [tmp_path / f"pid-{rate}" for rate in (stopped, other)]
+        wait_for(lambda: all(pid.exists() for pid in pids), START_S, "results of both")
+        os.kill(pid := int(pids[0].read_text()), signal.SIGSTOP)
+        try:
+            check_it_has_ended(tmp_path / f"rate-{stopped}", TRIAL_SILENT, 2 * SOON_S)
+            assert not (tmp_path / f"rate-{other}/result.json").exists()
+            driver.kill()
+            check_it_has_ended(tmp_path / f"rate-{other}", TRIAL_OVER)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 class Queue:
@@ -158,10 +223,56 @@ def test_a_trial_and_its_reports_are_one_where_they_are_unpickled() -> None:
     trial = TuneTrial("of no actor", threading.Event())
     reports = TrialReports(Queue(), trial)  # type: ignore[arg-type]
     there, of_reports = cloudpickle.loads(cloudpickle.dumps((trial, reports)))
-    over = threading.Event()
-    there.watch(over.set)
+    reasons = queues.Queue[str]()
+    there.watch(reasons.put)
     of_reports._trial.end()
-    assert over.wait(SOON_S) and there.is_over and not trial.is_over
+    assert reasons.get(timeout=SOON_S) == TRIAL_OVER
+    assert there.is_over and not trial.is_over
+
+
+def test_a_trial_that_is_stopped_is_over_once_it_was_silent_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its actor is not gone, and its reports waited for ever."""
+    looks, reasons = iter(range(1000)), queues.Queue[str]()
+    trial = TuneTrial("of an actor")
+
+    def look(actor: str) -> bool:
+        number = next(looks)
+        if number == SILENT_LOOKS - 1:
+            trial.hear(is_over=False)
+        if number == SILENT_LOOKS:
+            raise GetTimeoutError("the head is away: that is no silence of the trial's")
+        return False
+
+    monkeypatch.setattr("elastic_ft.hosts.ray.tune_trial.LOOK_S", 1e-4)
+    monkeypatch.setattr("elastic_ft.hosts.ray.tune_trial.actor_is_gone", look)
+    trial.watch(reasons.put)
+    assert reasons.get(timeout=SOON_S) == TRIAL_SILENT
+    assert trial.is_over and next(looks) == 2 * SILENT_LOOKS + 1
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "found"),
+    [
+        (PopulationBasedTraining(hyperparam_mutations={"rate": [1.0]}), "PopulationBasedTraining"),
+        (HyperBandScheduler(), "HyperBandScheduler"),
+        (HyperBandForBOHB(), "HyperBandForBOHB"),
+        (ResourceChangingScheduler(), "ResourceChangingScheduler"),
+        (ASHAScheduler(), None),
+        (MedianStoppingRule(), None),
+        (None, None),
+    ],
+)
+def test_a_scheduler_that_pauses_trials_is_seen(
+    tmp_path: Path, scheduler: Any, found: str | None
+) -> None:
+    """In what a Tuner writes before its trials start."""
+    config = tune.TuneConfig(metric="score", mode="max", scheduler=scheduler)
+    run = tune.RunConfig(name="sweep", storage_path=str(tmp_path))
+    tune.Tuner(trial, tune_config=config, run_config=run)
+    assert pausing_scheduler((tmp_path / "sweep/tuner.pkl").read_bytes()) == found
+    assert pausing_scheduler(b"") is None
 
 
 def test_a_trial_does_not_end_before_tune_has_its_last_report(
@@ -193,12 +304,14 @@ def test_who_waits_for_the_job_leaves_a_trial_that_tune_ends(
     def wait(answers: list[str], timeout: float) -> tuple[list[str], list[str]]:
         return next(waits), []
 
-    controller = SimpleNamespace(end_with_trial=SimpleNamespace(remote=lambda: told.append("over")))
+    said = lambda is_over: told.append("over" if is_over else "here")  # noqa: E731
+    controller = SimpleNamespace(hear_trial=SimpleNamespace(remote=said))
     monkeypatch.setattr("ray.wait", wait)
     monkeypatch.setattr("ray.get", lambda answer, timeout: answer)
     trial = TuneTrial("of no actor", stopped)
     trial.wait_for("the answer", controller)
-    assert not told
+    assert told == ["here"], "it is not stopped: so says it"
+    told.clear()
     stopped.set()
     with pytest.raises(SystemExit) as left:
         trial.wait_for("the answer", controller)

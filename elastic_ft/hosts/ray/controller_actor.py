@@ -59,7 +59,6 @@ from elastic_ft.hosts.ray.submission import (
     read_submission,
 )
 from elastic_ft.hosts.ray.trainer_parts import ElasticResult, JobFailedError, as_checkpoint
-from elastic_ft.hosts.ray.tune_trial import TRIAL_OVER
 from elastic_ft.hosts.ray.warm_standby import Standbys, end_standbys
 from elastic_ft.hosts.ray.worker_actor import WorkerLook
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup
@@ -157,7 +156,7 @@ class ElasticController(TrainController):
         self._itself = ray.get_runtime_context().current_actor
         self._running: asyncio.Task[None] | None = None
         if (trial := self._submission.trial) is not None:
-            trial.watch(lambda: self._pass_on(TRIAL_OVER))
+            trial.watch(self._pass_on)
         threading.Thread(target=self._call_begin, name="begin", daemon=True).start()
 
     @property
@@ -252,10 +251,10 @@ class ElasticController(TrainController):
         self._pass_on(reason)
 
     @ray.method(concurrency_group=ALIVE)
-    async def end_with_trial(self) -> None:
-        """The trial in which it was started is over, whose process may live on."""
+    async def hear_trial(self, is_over: bool) -> None:
+        """Of the trial in which it was started: over it may be, and its process live on."""
         assert self._submission.trial is not None
-        self._submission.trial.end()
+        self._submission.trial.hear(is_over)
 
     def _pass_on(self, reason: str) -> None:
         with self._asking:

@@ -119,6 +119,20 @@ def tune_session() -> Any:
     return session if session is not None and session.world_rank is None else None
 
 
+def sweep_as_written() -> bytes:
+    """What ``tune.Tuner`` has pickled of the sweep of that trial, its configuration without what is
+    trained; empty where there is none. Raises OSError."""
+    session = tune_session()
+    if session is None:
+        return b""
+    path = f"{session.storage.experiment_fs_path}/tuner.pkl"
+    try:
+        with session.storage.storage_filesystem.open_input_stream(path) as file:
+            return bytes(file.read())
+    except FileNotFoundError:
+        return b""
+
+
 def reports_waiting() -> Any:
     """The queue of the reports that callbacks make to that trial, None where it has none."""
     session = tune_session()

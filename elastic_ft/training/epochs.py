@@ -1,0 +1,72 @@
+"""Which steps are those of an epoch, of a loop over epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastic_ft.errors import ConfigError
+from elastic_ft.training.loader import Loader
+
+
+@dataclass(frozen=True, slots=True)
+class EpochSpan:
+    """The epochs of one call of ``ctx.epochs``.
+
+    Attributes:
+        before: the last step of the calls before it.
+        numbers: of its epochs, as the script counts them.
+        steps: of each.
+    """
+
+    before: int
+    numbers: Sequence[int]
+    steps: int
+
+    @property
+    def last(self) -> int:
+        """Its last step."""
+        return self.before + len(self.numbers) * self.steps
+
+    def epoch_of(self, step: int) -> int:
+        """Its number. That of the first for the last step of the call before, made again."""
+        return self.numbers[max(0, step - self.before - 1) // self.steps]
+
+    def place(self, step: int) -> int:
+        """Of a step in its epoch, from 0."""
+        return (step - self.before - 1) % self.steps
+
+    def is_last(self, step: int) -> bool:
+        """Of an epoch."""
+        return self.place(step) == self.steps - 1
+
+
+def span_of(loader: Loader, before: int, numbers: Sequence[int], steps: int | None) -> EpochSpan:
+    """Of ``steps`` steps each, or of one pass. Raises ConfigError."""
+    if steps is None:
+        if loader.is_stream:
+            raise ConfigError(
+                "ctx.epochs: nobody knows how long a stream is, or what a script draws itself: "
+                "say of how many steps an epoch is, ctx.epochs(n, steps=...), or leave the loop "
+                "over epochs out, and say `steps` to init"
+            )
+        steps = len(loader)
+    if steps < 1:
+        raise ConfigError(f"ctx.epochs: steps: expected at least 1, found {steps}")
+    return EpochSpan(before, numbers, steps)
+
+
+def check_through(span: EpochSpan | None, made: int) -> None:
+    """Raises ConfigError where the loop over the loader was left after step ``made``, before its
+    end: who joins in the middle begins there, and would leave it elsewhere."""
+    if span is None:
+        raise ConfigError(
+            f"ctx.each: what goes over the loader ended after step {made}, before the loader: who "
+            "joins in the middle would end elsewhere: say `steps` to init"
+        )
+    if not span.is_last(made):
+        raise ConfigError(
+            f"ctx.epochs: the loop over the loader was left after step {made}, "
+            f"{span.place(made) + 1} of {span.steps} in its epoch: who joins in the middle would "
+            "leave it elsewhere: say ctx.epochs(n, steps=...), where epochs are to be shorter"
+        )
