@@ -23,14 +23,14 @@ from elastic_ft.hosts.ray.names import abandoned, clear_away
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service import views
 from elastic_ft.service.chronicle import Chronicle
-from elastic_ft.service.cluster_size import Ask, ClusterSize, ask_rays_autoscaler
+from elastic_ft.service.cluster_size import Ask, AskNote, ClusterSize, ask_rays_autoscaler
 from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
 from elastic_ft.service.listing import JobListing, listed_jobs
 from elastic_ft.service.office import NotKnown, Office, entry_of
-from elastic_ft.service.share_standing import ASKS, ShareStanding
+from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
@@ -71,7 +71,8 @@ class Service:
         self.office = Office(Chronicle(self._store), terms, self._check_claim, on_superseded)
         self._on_superseded = on_superseded
         self._watch = ClusterWatch(self._saw, look)
-        self._size = ClusterSize(self._wanted, lambda: self._watch.sight.kind, ask)
+        self._note = AskNote(self._store)
+        self._size = ClusterSize(self._wanted, lambda: self._watch.sight.kind, ask, self._note.keep)
         self._hands: dict[str, JobHand] = {}
         self._ended: OrderedDict[str, JobStory] = OrderedDict()
         self._ended_turn = threading.Lock()
@@ -89,13 +90,11 @@ class Service:
         run = uuid.uuid4().hex[:12]
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
         self.lines = self.office.open()
-        standing = self.office.standing  # a snapshot of before such were counted has no count
-        asked = bool(standing.counts.get(ASKS, 0) or standing.sharing.asked)
+        left = self._note.is_there()
         self._watch.start()
         if not self.office.standing.sharing.nodes:  # what a worker takes is a part of a node
             self._seen.wait(SEEN_WITHIN_S)
-        # Also what was taken back here: who did may not have told it.
-        if self.terms.autoscaler or asked:
+        if self.terms.autoscaler or left:
             self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
@@ -113,7 +112,7 @@ class Service:
     # --------------------------------------------------------------------------------- its work
 
     def _wanted(self) -> Bundles:
-        """Without an autoscaler nothing: what the service before this one had asked for goes."""
+        """Without an autoscaler nothing: what an earlier service had asked for goes."""
         return self.office.standing.sharing.asked if self.terms.autoscaler else ()
 
     def _saw(self, sight: Sight) -> None:
