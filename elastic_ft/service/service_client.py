@@ -28,6 +28,7 @@ TIMEOUT_S = 60.0
 AWAY_S = 30.0  # a service that was killed is back by then
 TOLD_S = 1.0  # of silence, before it is said that one waits
 AGAIN_S = 0.3
+HELD_S = 10.0  # who still says something on a stream after that is not away
 ENDED = ("completed", "failed", "stopped")
 PAGE = 500  # jobs that are asked for at a time
 
@@ -193,7 +194,7 @@ class Client:
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(content), dict):
                 return found
-        raise ConfigError(f"--service: who answers at {self.url} is no service of elastic_ft")
+        raise self._stranger()
 
     def _away(self, error: Exception) -> ServiceAway:
         if isinstance(error, ServiceAway):
@@ -241,22 +242,35 @@ class Client:
             yield from self._call("GET", _of(job, f"{kind}?follow=0"))[kind]
             return
         last_id: int | None = None
-        until_s: float | None = None
+        until_s: float | None = None  # from when it broke off: nothing new came since
         while True:
             try:
                 with self._open("GET", _of(job, kind), None, TIMEOUT_S, last_id) as answer:
-                    until_s = None
-                    for event, id, data in _server_sent(answer):
+                    opened_s = time.monotonic()
+                    for event, id, data in self._sent(answer):
                         if event == "end":
                             return
+                        is_new = event == "message" and id != last_id
+                        if is_new or time.monotonic() - opened_s > HELD_S:
+                            until_s = None
                         if event == "message":
                             last_id = id
                             yield data
-            except (ServiceAway, OSError, http.client.HTTPException) as error:
-                until_s = until_s or time.monotonic() + self.away_s  # from when it broke off
-                self._rest(until_s, self._away(error))
-            else:
-                time.sleep(AGAIN_S)
+                    error = ServiceAway(f"the stream from {self.url} ends before the job does")
+            except (ServiceAway, OSError, http.client.HTTPException) as broken:
+                error = self._away(broken)
+            until_s = until_s or time.monotonic() + self.away_s
+            self._rest(until_s, error)
+
+    def _sent(self, answer: Any) -> Iterator[tuple[str, int, Any]]:
+        """Raises ConfigError."""
+        try:
+            yield from _server_sent(answer)
+        except ValueError:
+            raise self._stranger() from None
+
+    def _stranger(self) -> ConfigError:
+        return ConfigError(f"--service: who answers at {self.url} is no service of elastic_ft")
 
 
 def _scheme(url: str) -> str:
@@ -297,10 +311,13 @@ def _tls(ca_file: str | Path | None) -> ssl.SSLContext:
 
 
 def _server_sent(answer: Any) -> Iterator[tuple[str, int, Any]]:
+    """Event, id and data; "" for a comment, by which the service says that it is still here."""
     event, id, data = "message", 0, ""
     for line in answer:
         name, _, value = line.decode().rstrip("\r\n").partition(": ")
-        if name == "event":
+        if line.startswith(b":"):
+            yield "", 0, None
+        elif name == "event":
             event = value
         elif name == "id":
             id = int(value)
