@@ -275,20 +275,24 @@ class JobHand:
             self._tell(asks.JobSuspended(at_s, job.job, job.start))
 
     def _lost(self, job: SharedJob) -> None:
-        """Its controller has ended for good without a result."""
+        """Its controller has ended for good without a result: another is started, so long as that
+        leads anywhere (``ControllerLost``)."""
         clear_away(self.names.prefix, Remains(groups=groups_of(self.names.prefix)))
-        reason = self._last_words()
+        reason, at_s = self._last_words(), time.time()
         if job.phase == "stopping":
             self._end(job, "stopped", reason)
         elif job.phase == "starting" and not self._trains():
-            self._tell(asks.StartFailed(time.time(), job.job, job.start, reason))
+            self._tell(asks.StartFailed(at_s, job.job, job.start, reason))
         else:
-            self._end(job, "failed", reason)
+            step = self.story.committed
+            self._tell(asks.ControllerLost(at_s, job.job, job.start, step, reason))
 
     def _last_words(self) -> str:
+        """Of this start."""
+        before = (self._mark or StartMark()).seq
         found, _ = self.story.events.since(0)
         for item in reversed(found):
-            if item.data["event"] == "controller_failed":
+            if item.data["event"] == "controller_failed" and item.id > before:
                 return str(item.data["reason"])
         return "its controller is gone, and has left no result"
 

@@ -320,6 +320,8 @@ def _kind(command: asks.SharingCommand) -> str:
             return "suspend"
         case asks.StopJob():
             return "stop"
+        case asks.Requeue():
+            return "requeue"
         case asks.GiveUpJob():
             return "give_up"
         case asks.AskAutoscaler():
@@ -338,6 +340,8 @@ def _in_words(command: asks.SharingCommand) -> tuple[str, Decision] | None:
             what = "suspend"
         case asks.StopJob():
             what = "stop"
+        case asks.Requeue():
+            what = "start again"
         case asks.GiveUpJob():
             what = "give up"
         case _:
