@@ -2,9 +2,9 @@
 
 Ray keeps the last request, whoever made it: so the first thing a service with an autoscaler does is
 to make its own, and one that is stopped asks for nothing. What was asked for and not taken back is
-noted in the service's folder: a later one without an autoscaler takes that back, once. Ray keeps it in its head's memory alone, and forgets
-it where that starts again: so what is wanted is asked for now and then. Nodes that
-idle once nothing is are the autoscaler's to end, after its own idle timeout.
+noted in the service's folder: a later one without an autoscaler takes that back, once. Ray keeps it
+in its head's memory alone, and forgets it where that starts again: so what is wanted is asked for
+now and then. Nodes that idle once nothing is are the autoscaler's to end, after its own timeout.
 """
 
 from __future__ import annotations

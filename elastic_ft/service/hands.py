@@ -32,7 +32,7 @@ from elastic_ft.observe import resize_request, stop_request
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.job_orders import JobOrder
-from elastic_ft.service.office import Office
+from elastic_ft.service.office import UNWRITTEN, Office
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
@@ -69,6 +69,7 @@ class JobHand:
         self.story = JobStory(run_url)
         self.trouble = ""
         self._troubled_s = 0.0  # monotonic, since when
+        self._unread_s = 0.0  # monotonic, when its run folder could not be read last
         self._office, self._submit = office, submit
         self._store: Store = open_store(run_url)
         self._start_timeout_s = _start_timeout_s(order)
@@ -104,6 +105,8 @@ class JobHand:
     def _step(self, job: SharedJob, sight: Sight) -> None:
         if is_at_work(job):
             self.story.look()
+            if self.story.trouble:
+                self._unread_s = time.monotonic()
             if self._has_begun(job):
                 self._follow(job, sight)
             elif job.has_room:
@@ -218,10 +221,12 @@ class JobHand:
         return since_s > GONE_S and self.names.prefix not in sight.led
 
     def _has_not_begun_for(self, sight: Sight) -> float:
-        """Seconds for which its controller, which Ray knows of, has journalled nothing. 0: it has.
-        One that stands still later on is its keepers' concern."""
+        """Seconds for which its controller, which Ray knows of, has journalled nothing, of those in
+        which its run folder could be read. 0: it has. One that stands still later on is its
+        keepers' concern."""
         seq = self._mark.seq if self._mark is not None else -1
-        return sight.asked_s - self._submitted_s if self.story.seq <= seq else 0.0
+        since_s = max(self._submitted_s, self._unread_s)
+        return sight.asked_s - since_s if self.story.seq <= seq else 0.0
 
     def _give_up_start(self, job: SharedJob) -> None:
         end_actor(self.names.controller)
@@ -312,7 +317,7 @@ class JobHand:
         try:
             self._untold.result(TELL_TIMEOUT_S)
         except TimeoutError:
-            raise StoreFailed("the service's journal can't be written now") from None
+            raise StoreFailed(UNWRITTEN) from None
         finally:
             if self._untold.done():
                 self._untold = None

@@ -28,13 +28,20 @@ TIMEOUT_S = 60.0
 AWAY_S = 30.0  # a service that was killed is back by then
 TOLD_S = 1.0  # of silence, before it is said that one waits
 AGAIN_S = 0.3
+DOUBT_S = 600.0  # a submission that may have been taken in is asked about
 HELD_S = 10.0  # who still says something on a stream after that is not away
 ENDED = ("completed", "failed", "stopped")
 PAGE = 500  # jobs that are asked for at a time
 
 
 class ServiceAway(ElasticError):
-    """Nobody answers at the service's address."""
+    """Nobody answers at the service's address, or who does can do nothing now.
+
+    Attributes:
+        in_doubt: it may be done later.
+    """
+
+    in_doubt = False
 
 
 class Client:
@@ -183,14 +190,20 @@ class Client:
     def _call(
         self, verb: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
-        until_s = time.monotonic() + self.away_s
+        until_s, in_doubt = time.monotonic() + self.away_s, False
         while True:
             try:
                 with self._open(verb, path, body, timeout_s) as answer:
                     content = answer.read()
                 break
             except (ServiceAway, OSError, http.client.HTTPException) as error:
-                self._rest(until_s, self._away(error))
+                away = self._away(error)
+                if away.in_doubt and not in_doubt and self.away_s and path == "jobs":
+                    until_s, in_doubt = time.monotonic() + DOUBT_S, True
+                    self._waiting(f"{away}; asking, {DOUBT_S:g} s at most, whether it was done")
+                if in_doubt:
+                    away = ServiceAway(f"{away}; look at the jobs before you submit it again")
+                self._rest(until_s, away)
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(content), dict):
                 return found
@@ -229,9 +242,12 @@ class Client:
         try:
             return self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            said = _error_of(error)
+            found = _refusal_of(error)
+            said = str(found.get("error", f"HTTP {error.code}"))
             if error.code == 503:
-                raise ServiceAway(said) from None
+                away = ServiceAway(said)
+                away.in_doubt = found.get("in_doubt") is True
+                raise away from None
             raise ConfigError(said) from None
         except (OSError, http.client.HTTPException) as error:
             raise self._away(error) from None
@@ -332,11 +348,11 @@ def _of(job: str, what: str = "") -> str:
     return f"jobs/{urllib.parse.quote(job, safe='')}" + (f"/{what}" if what else "")
 
 
-def _error_of(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"])
-    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
-        return f"HTTP {error.code}"
+def _refusal_of(error: urllib.error.HTTPError) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, OSError, http.client.HTTPException):
+        if isinstance(found := json.loads(error.read()), dict):
+            return found
+    return {}
 
 
 def _read(path: Path) -> Any:

@@ -49,7 +49,7 @@ class Served:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         users: dict[str, Rights] | None = None,
         tls: Any = None,
         terms: SharingTerms = TERMS,
@@ -330,7 +330,7 @@ def test_an_actor_that_can_not_serve_says_so(
                 super().start()
                 self.join(WAIT_S)
 
-    context = SimpleNamespace(current_actor=None)
+    context = SimpleNamespace(current_actor=None, was_current_actor_reconstructed=False)
     monkeypatch.setattr(service_actor.ray, "get_runtime_context", lambda: context)
     threads = SimpleNamespace(Thread=Inline, Event=threading.Event)
     monkeypatch.setattr(service_actor, "threading", threads)
