@@ -21,7 +21,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, UsageError
 from elastic_ft.service.access import Caller, NotAllowed, Rights, caller_of, check_site
-from elastic_ft.service.crews import LOGS, LOOKS, READING, WORDS, Streams
+from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, WORDS, Crew, Streams
 from elastic_ft.service.listing import listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
@@ -140,7 +140,7 @@ class Api:
             jobs, more = self._service.jobs(listing, caller.may_read)
             return {"jobs": jobs} | ({"more": more} if listing.limit is not None else {})
 
-        return await _json_of(found)
+        return await _json_of(found, WORDS if listing.limit is not None else LISTS)
 
     async def submit(self, request: web.Request) -> web.Response:
         if self._closing:
@@ -380,9 +380,9 @@ async def _answered(answer: Future[str]) -> str:
         raise InDoubt(f"{UNWRITTEN}: it may be done later, or not") from None
 
 
-async def _json_of(made: Callable[[], Any]) -> web.Response:
+async def _json_of(made: Callable[[], Any], crew: Crew = WORDS) -> web.Response:
     """Of what may be large: made, and put in words, in a thread."""
-    text = await WORDS.do(lambda: json.dumps(made()))
+    text = await crew.do(lambda: json.dumps(made()))
     return web.Response(text=text, content_type="application/json")
 
 

@@ -71,4 +71,5 @@ LOOKS = Crew("what lies in a store", 4, 64)
 LOGS = Crew("logs of machines", 4, 1024)
 # What takes a processor alone: it waits for nobody who asks a store.
 WORDS = Crew("long answers", 2, 64)
+LISTS = Crew("whole lists of jobs", 1, 64)
 READING = Crew("jobs to be read", 2, 1024)  # what is sent: megabytes of YAML take minutes

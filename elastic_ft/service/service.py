@@ -43,7 +43,7 @@ REAP_EVERY_S = 60.0
 SEEN_WITHIN_S = 5.0  # the nodes, by a service that knows of none; then jobs are taken in
 HANDS = 8
 IDLE_HANDS = 2  # that look once at each job that waits: thousands may, and none holds up who runs
-STORIES_KEPT = 32  # of jobs that have ended
+STORIES_KEPT, LINES_KEPT = 32, 200_000  # of jobs that have ended; of all of them, some 700 B each
 PRIORITY_MAX = 10**6
 VERSION = version("elastic-ft")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -167,8 +167,9 @@ class Service:
         with self._ended_turn:
             self._ended[job] = story
             self._ended.move_to_end(job)
-            while len(self._ended) > STORIES_KEPT:
-                self._ended.popitem(last=False)
+            lines = sum(each.lines for each in self._ended.values())
+            while len(self._ended) > STORIES_KEPT or (len(self._ended) > 1 and lines > LINES_KEPT):
+                lines -= self._ended.popitem(last=False)[1].lines
 
     def _check_claim(self) -> None:
         """Raises Superseded, StoreFailed."""

@@ -382,6 +382,14 @@ def test_all_readers_of_a_job_that_ended_have_its_story(
         again.service.story(job)
     assert list(again.service._ended) == jobs[-1:]
 
+    monkeypatch.setattr(service, "STORIES_KEPT", 9)
+    monkeypatch.setattr(service, "LINES_KEPT", 4)  # they were megabytes each, however many
+    for job in jobs:
+        again.service._ended.clear()
+        for each in (job, *jobs):
+            again.service.story(each)
+        assert list(again.service._ended) == jobs[1:]
+
 
 def test_a_job_that_waits_is_read_once_by_the_next_service(
     serve: Callable[..., Served], tmp_path: Path
@@ -425,6 +433,7 @@ def test_a_store_that_is_away_holds_up_nobody_else(
         raise Refused("it was away")
 
     monkeypatch.setattr(served.service, "story", away)
+    monkeypatch.setattr(served.service, "knows", lambda job: False)  # as of one that has ended
     with ThreadPoolExecutor(40) as pool:
         waiting = [pool.submit(client.status, job) for _ in range(40)]
         try:
