@@ -42,7 +42,7 @@ ROUNDS_MAX = 8  # what is left to do after them waits for the next event
 OfAStart = (
     asks.JobBegan
     | asks.StartFailed
-    | asks.ControllerLost
+    | asks.JobControllerLost
     | asks.WorkersReleased
     | asks.JobSuspended
 )
@@ -136,7 +136,7 @@ def _start_failed(desk: Desk, event: asks.StartFailed) -> None:
     _wait_again(desk, job, failed, f"a start failed: {event.reason}")
 
 
-def _controller_lost(desk: Desk, event: asks.ControllerLost) -> None:
+def _controller_lost(desk: Desk, event: asks.JobControllerLost) -> None:
     """At once where it had got further since the last time: it may have been its node's trouble."""
     job = _told_by(desk, event)
     if job is None or _was_to_end(desk, job):
@@ -356,7 +356,7 @@ handlers: dict[type[Any], Callable[[Desk, Any], None]] = {
     asks.JobSubmitted: _job_submitted,
     asks.JobBegan: _job_began,
     asks.StartFailed: _start_failed,
-    asks.ControllerLost: _controller_lost,
+    asks.JobControllerLost: _controller_lost,
     asks.WorkersReleased: _workers_released,
     asks.JobSuspended: _job_suspended,
     asks.JobEnded: _job_ended,

@@ -281,7 +281,7 @@ class JobHand:
 
     def _lost(self, job: SharedJob) -> None:
         """Its controller has ended for good without a result: another is started, so long as that
-        leads anywhere (``ControllerLost``)."""
+        leads anywhere (``JobControllerLost``)."""
         clear_away(self.names.prefix, Remains(groups=groups_of(self.names.prefix)))
         reason, at_s = self._last_words(), time.time()
         if job.phase == "stopping":
@@ -290,7 +290,7 @@ class JobHand:
             self._tell(asks.StartFailed(at_s, job.job, job.start, reason))
         else:
             step = self.story.committed
-            self._tell(asks.ControllerLost(at_s, job.job, job.start, step, reason))
+            self._tell(asks.JobControllerLost(at_s, job.job, job.start, step, reason))
 
     def _last_words(self) -> str:
         """Of this start."""

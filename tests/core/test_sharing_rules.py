@@ -213,12 +213,12 @@ def test_a_job_whose_controller_is_lost_starts_again_where_it_has_room() -> None
     """It failed, whatever it had done: with the cluster's head went all jobs of a day."""
     shared = Shared(2)
     shared.submit("one", 2, 2)
-    assert shared.tell(asks.ControllerLost(5.0, "one", 1, 7, "it is gone")) == [
+    assert shared.tell(asks.JobControllerLost(5.0, "one", 1, 7, "it is gone")) == [
         asks.Requeue("one", "to be started again: it is gone"),
         asks.StartJob("one", 2, (("n0", 1), ("n1", 1)), ANY),
     ]
     assert shared.job("one").phase == "starting"
-    assert shared.tell(asks.ControllerLost(6.0, "one", 1, 9, "it is gone")) == []  # is no news
+    assert shared.tell(asks.JobControllerLost(6.0, "one", 1, 9, "it is gone")) == []  # is no news
 
 
 def test_a_job_that_loses_its_controllers_without_a_step_in_between_is_given_up() -> None:
@@ -227,7 +227,7 @@ def test_a_job_that_loses_its_controllers_without_a_step_in_between_is_given_up(
 
     def lose(step: int) -> list[Any]:
         start = shared.job("one").start
-        return shared.tell(asks.ControllerLost(shared.at_s, "one", start, step, "it is gone"))
+        return shared.tell(asks.JobControllerLost(shared.at_s, "one", start, step, "it is gone"))
 
     for step in (3, 4):
         assert [type(c).__name__ for c in lose(step)] == ["Requeue", "StartJob"]
@@ -247,7 +247,7 @@ def test_a_controller_that_is_lost_while_its_job_gives_way_frees_its_places() ->
     shared.submit("one", 1, 1)
     shared.submit("urgent", 1, 1, priority=1, trains=False)
     assert shared.job("one").releasing
-    (started,) = shared.tell(asks.ControllerLost(1.0, "one", 1, 7, "it is gone"))
+    (started,) = shared.tell(asks.JobControllerLost(1.0, "one", 1, 7, "it is gone"))
     assert started == asks.StartJob("urgent", 1, (("n0", 1),), ANY)
     assert shared.job("one").phase == "suspended" and shared.job("one").losses == 0
 

@@ -102,7 +102,7 @@ class Disorder:
             self.world.tell(asks.StartFailed(now_s, job.job, start, "no room"))
         else:
             step = self.rng.randint(0, 3)
-            self.world.tell(asks.ControllerLost(now_s, job.job, start, step, "it went"))
+            self.world.tell(asks.JobControllerLost(now_s, job.job, start, step, "it went"))
 
     def _heal(self) -> None:
         self.world.nodes = dict(self.nodes)

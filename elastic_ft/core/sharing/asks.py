@@ -108,7 +108,7 @@ class StartFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ControllerLost:
+class JobControllerLost:
     """The job's controller has ended for good, and has not said how the job ends. Nothing of it is
     left there. ``step``: the last that it had committed."""
 
@@ -191,7 +191,7 @@ SharingEvent = (
     JobSubmitted
     | JobBegan
     | StartFailed
-    | ControllerLost
+    | JobControllerLost
     | WorkersReleased
     | JobSuspended
     | JobEnded
