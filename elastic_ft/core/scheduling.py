@@ -7,7 +7,8 @@ The life of a job here:
     queued ──room──> starting ──workers train──> running ──> completed | failed | stopped
        ^                │                           │
        └── its start    ├── others need its minimum ┤        stopping: someone asked for it
-           failed       v                           v
+           failed       │   or its controller went  │
+                        v                           v
                      suspended: checkpoint, release, wait; ──room──> starting
 
 The rules are in the files of ``core.sharing``, see there: ``dealing`` has their order.
@@ -31,7 +32,13 @@ from elastic_ft.core.table import Table
 
 BUNDLES_MAX = 4096  # workers for which the autoscaler is asked; who waits behind has its turn
 ROUNDS_MAX = 8  # what is left to do after them waits for the next event
-OfAStart = asks.JobBegan | asks.StartFailed | asks.WorkersReleased | asks.JobSuspended
+OfAStart = (
+    asks.JobBegan
+    | asks.StartFailed
+    | asks.JobControllerLost
+    | asks.WorkersReleased
+    | asks.JobSuspended
+)
 
 
 def decide(
@@ -111,33 +118,58 @@ def _told_by(desk: Desk, event: OfAStart) -> SharedJob | None:
 
 def _start_failed(desk: Desk, event: asks.StartFailed) -> None:
     job = _told_by(desk, event)
-    if job is None:
+    if job is None or _was_to_end(desk, job):
         return
-    if job.phase == "stopping":
-        _end(desk, job, "stopped")
-        return
-    if job.phase != "starting":  # it was to be suspended meanwhile: now it is
-        desk.change(job.job, held=(), leaving=(), releasing=False)
-        return
-    failed, terms = job.failed_starts + 1, desk.terms
-    if failed >= terms.starts_max:
+    failed = job.failed_starts + 1
+    if failed >= desk.terms.starts_max:
         desk.do(asks.GiveUpJob(job.job, f"{failed} starts failed; the last: {event.reason}"))
         _end(desk, job, "failed")
         return
-    delay_s = terms.retry_s * 2 ** (failed - 1)
+    job = desk.change(job.job, failed_starts=failed)
+    _wait_again(desk, job, failed, f"a start failed: {event.reason}")
+
+
+def _controller_lost(desk: Desk, event: asks.JobControllerLost) -> None:
+    """At once where it had got further since the last time: it may have been its node's trouble."""
+    job = _told_by(desk, event)
+    if job is None or _was_to_end(desk, job):
+        return
+    losses = 1 if event.step > job.lost_at else job.losses + 1
+    if losses >= desk.terms.starts_max:
+        why = f"{losses} controllers were lost without a step in between"
+        desk.do(asks.GiveUpJob(job.job, f"{why}; the last: {event.reason}"))
+        _end(desk, job, "failed")
+        return
+    job = desk.change(job.job, losses=losses, lost_at=max(job.lost_at, event.step))
+    _wait_again(desk, job, losses - 1, event.reason)
+
+
+def _was_to_end(desk: Desk, job: SharedJob) -> bool:
+    """It was to stop, or to be suspended: now it has."""
+    if job.phase == "stopping":
+        _end(desk, job, "stopped")
+    elif not job.has_room:
+        desk.change(job.job, held=(), leaving=(), releasing=False)
+    return not job.has_room
+
+
+def _wait_again(desk: Desk, job: SharedJob, failed: int, reason: str) -> None:
+    """``failed``: times in a row for which it is to pause."""
+    delay_s = desk.terms.retry_s * 2 ** (failed - 1) if failed else 0.0
+    why = f"waits {delay_s:g} s: {reason}" if failed else f"to be started again: {reason}"
     desk.change(
         job.job,
-        phase="queued" if not job.ran else "suspended",
+        phase="suspended" if job.ran else "queued",
         target=0,
         held=(),
         leaving=(),
         waits_since_s=desk.at_s,
         first=True,
         behind=(),
-        failed_starts=failed,
         not_before_s=desk.at_s + delay_s,
-        why=f"waits {delay_s:g} s: a start failed: {event.reason}",
+        why=why,
     )
+    desk.do(asks.Requeue(job.job, why))
 
 
 def _priority_changed(desk: Desk, event: asks.PriorityChanged) -> None:
@@ -317,6 +349,7 @@ handlers: dict[type[Any], Callable[[Desk, Any], None]] = {
     asks.JobSubmitted: _job_submitted,
     asks.JobBegan: _job_began,
     asks.StartFailed: _start_failed,
+    asks.JobControllerLost: _controller_lost,
     asks.WorkersReleased: _workers_released,
     asks.JobSuspended: _job_suspended,
     asks.JobEnded: _job_ended,

@@ -58,6 +58,11 @@ class Caller:
         if not self.may_write(queue):
             raise NotAllowed(f"{self.name} may not change jobs of queue {queue}")
 
+    def check_writes(self) -> None:
+        """Raises NotAllowed where there is nothing that it may change."""
+        if self.rights is not None and not self.rights.write:
+            raise NotAllowed(f"{self.name} may read alone")
+
     def check_all(self) -> None:
         """Raises NotAllowed."""
         if self.rights is not None and ANY not in self.rights.write:

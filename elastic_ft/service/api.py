@@ -12,22 +12,23 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from elastic_ft.errors import ConfigError, ElasticError, UsageError
+from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, UsageError
 from elastic_ft.service.access import Caller, NotAllowed, Rights, caller_of, check_site
+from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, WORDS, Crew, Streams
 from elastic_ft.service.listing import listing_of
-from elastic_ft.service.office import NotKnown, Refused
+from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
 from elastic_ft.service.page_routes import PageRoutes
 from elastic_ft.service.service import Service, check_priority
 from elastic_ft.service.service_metrics import exposition
-from elastic_ft.service.story import Item, JobStory, LineStream
+from elastic_ft.service.story import Item, LineStream
 
 log = logging.getLogger(__name__)
 CALLER = web.RequestKey("caller", Caller)
@@ -42,9 +43,12 @@ LOGS_EVERY_S = 1.0
 PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
-_words = ThreadPoolExecutor(2, "words")
-_reading = ThreadPoolExecutor(2, "reading")  # what is sent: megabytes of YAML take minutes
+STREAMS_MAX, STREAMS_OF_ONE = 1000, 250  # who follows more is asked to come later
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class InDoubt(ElasticError):
+    """Whether it is done is not known: the same request again will tell."""
 
 
 class Api:
@@ -57,6 +61,7 @@ class Api:
     ) -> None:
         self._service, self._users, self._on_stop = service, users, on_stop
         self._closing, self._taking_in = False, 0  # no job is taken in; how many just are
+        self._streams = Streams(STREAMS_MAX, STREAMS_OF_ONE)
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=BODY_MAX, middlewares=[_one_line, self.known])
@@ -108,7 +113,7 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         office = self._service.office
         may_read = request[CALLER].may_read
-        content = await _worked_out(_words, exposition, office.standing, office.terms, may_read)
+        content = await WORDS.do(exposition, office.standing, office.terms, may_read)
         return web.Response(body=content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def login(self, request: web.Request) -> web.Response:
@@ -135,25 +140,33 @@ class Api:
             jobs, more = self._service.jobs(listing, caller.may_read)
             return {"jobs": jobs} | ({"more": more} if listing.limit is not None else {})
 
-        return await _json_of(found)
+        return await _json_of(found, WORDS if listing.limit is not None else LISTS)
 
     async def submit(self, request: web.Request) -> web.Response:
         if self._closing:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
+        request[CALLER].check_writes()  # before megabytes are read
         asked = await _body(request, "job", "priority", "queue", "name", "request")
         request[CALLER].check_write(str(asked.get("queue", "default")))
         if self._closing:  # meanwhile
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
         self._taking_in += 1
         try:
-            answer = await _worked_out(_reading, self._service.submit, asked, _by(request))
+            answer = await READING.do(self._service.submit, asked, _by(request))
             job = await _answered(answer)
         finally:
             self._taking_in -= 1
         return _json({"id": job, "page": f"{request.url.origin()}/jobs/{job}"}, status=201)
 
     async def job(self, request: web.Request) -> web.Response:
-        return _json(await _in_thread(self._service.job, request.match_info["id"]))
+        return _json(await self._told_of(request))
+
+    async def _told_of(self, request: web.Request) -> dict[str, Any]:
+        """Its job. One that has ended has to be read; of others all is known here."""
+        job = request.match_info["id"]
+        crew = WORDS if self._service.knows(job) else LOOKS
+        found: dict[str, Any] = await crew.do(self._service.job, job)
+        return found
 
     async def stop(self, request: web.Request) -> web.Response:
         now = (await _body(request, "now")).get("now", False)
@@ -214,26 +227,31 @@ class Api:
     # ---------------------------------------------------------------------------------- streams
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        story = await _in_thread(self._service.story, request.match_info["id"])
-        return await self._stream(request, story, story.events, "events")
+        story = await LOOKS.do(self._service.story, request.match_info["id"])
+        return await self._stream(request, story.events, "events")
 
     async def steps(self, request: web.Request) -> web.StreamResponse:
-        story = await _in_thread(self._service.story, request.match_info["id"])
-        return await self._stream(request, story, story.steps, "steps")
+        story = await LOOKS.do(self._service.story, request.match_info["id"])
+        return await self._stream(request, story.steps, "steps")
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """From the end of each file on; who connects again is told what comes from then on."""
-        job = request.match_info["id"]
-        reader = await _in_thread(self._service.logs, job)
+        reader = await LOOKS.do(self._service.logs, request.match_info["id"])
         if request.query.get("follow") == "0":
-            return _json({"logs": await _in_thread(reader)})
-        if _last_id(request) is not None:
-            await _in_thread(reader)
-        response = await _event_stream(request)
-        number = _last_id(request) or 0
+            return _json({"logs": await LOGS.do(reader)})
+        with self._streams.one(_by(request)):
+            return await self._follow_logs(request, reader)
+
+    async def _follow_logs(
+        self, request: web.Request, reader: Callable[[], list[dict[str, Any]]]
+    ) -> web.StreamResponse:
+        job, number = request.match_info["id"], _last_id(request)
+        if number is not None:
+            await LOGS.do(reader)
+        response, number = await _event_stream(request), number or 0
         while True:
             live = job in self._service.office.standing.sharing.jobs
-            for line in await _in_thread(reader):
+            for line in await LOGS.do(reader):
                 number += 1
                 await _send(request, response, _sent(Item(number, line)))
             if not live:
@@ -242,12 +260,18 @@ class Api:
             await asyncio.sleep(LOGS_EVERY_S)
 
     async def _stream(
-        self, request: web.Request, story: JobStory, stream: LineStream, name: str
+        self, request: web.Request, stream: LineStream, name: str
     ) -> web.StreamResponse:
         position = _position(request, stream)
         if request.query.get("follow") == "0":
             found, _ = stream.since(position)
             return await _json_of(lambda: {name: [i.data for i in found if not i.kind]})
+        with self._streams.one(_by(request)):
+            return await self._follow(request, stream, position)
+
+    async def _follow(
+        self, request: web.Request, stream: LineStream, position: int
+    ) -> web.StreamResponse:
         response = await _event_stream(request)
         job, quiet_since_s = request.match_info["id"], time.monotonic()
         while True:
@@ -267,7 +291,7 @@ class Api:
     async def _ended(
         self, request: web.Request, response: web.StreamResponse
     ) -> web.StreamResponse:
-        last = await _in_thread(self._service.job, request.match_info["id"])
+        last = await self._told_of(request)
         await _send(request, response, f"event: end\ndata: {json.dumps(last)}\n\n".encode())
         await response.write_eof()
         return response
@@ -335,7 +359,7 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
         if len(content) < SMALL:  # waits for nobody's megabytes
             found = json.loads(content)
         else:
-            found = await _worked_out(_reading, json.loads, content)
+            found = await READING.do(json.loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -345,29 +369,20 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
     return found
 
 
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Of what asks a store or the cluster: while that is away, it may take its time."""
-    return await asyncio.get_running_loop().run_in_executor(None, function, *args)
-
-
-async def _worked_out(pool: ThreadPoolExecutor, function: Callable[..., Any], *args: Any) -> Any:
-    """Of what takes a processor alone: it waits for nobody who asks a store."""
-    return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
-
-
 async def _answered(answer: Future[str]) -> str:
-    """Raises HTTPServiceUnavailable where the journal can't be written; what the office raises."""
+    """Raises StoreFailed where the journal can't be written, InDoubt where it may have been; what
+    the office raises."""
     try:
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(answer)), ANSWER_TIMEOUT_S)
     except TimeoutError:
-        raise web.HTTPServiceUnavailable(
-            text="the service's journal can't be written now; it may be done later"
-        ) from None
+        if answer.cancel():
+            raise StoreFailed(f"{UNWRITTEN}: nothing was done") from None
+        raise InDoubt(f"{UNWRITTEN}: it may be done later, or not") from None
 
 
-async def _json_of(made: Callable[[], Any]) -> web.Response:
+async def _json_of(made: Callable[[], Any], crew: Crew = WORDS) -> web.Response:
     """Of what may be large: made, and put in words, in a thread."""
-    text = await _worked_out(_words, lambda: json.dumps(made()))
+    text = await crew.do(lambda: json.dumps(made()))
     return web.Response(text=text, content_type="application/json")
 
 
@@ -388,6 +403,8 @@ async def _one_line(request: web.Request, handler: Handler) -> web.StreamRespons
         return _refused(409 if request.match_info.get("id") else 422, error)
     except UsageError as error:
         return _refused(422, error)
+    except InDoubt as error:
+        return _refused(503, error, in_doubt=True)
     except ElasticError as error:
         return _refused(503, error)
     except web.HTTPException as error:
@@ -398,5 +415,5 @@ async def _one_line(request: web.Request, handler: Handler) -> web.StreamRespons
         return _refused(499, error)
 
 
-def _refused(status: int, error: object) -> web.Response:
-    return _json({"error": " ".join(str(error).split())}, status=status)
+def _refused(status: int, error: object, **more: bool) -> web.Response:
+    return _json({"error": " ".join(str(error).split()), **more}, status=status)

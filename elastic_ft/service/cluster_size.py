@@ -1,9 +1,10 @@
 """What the cluster's autoscaler is asked for: the workers that the core wants it to hold.
 
-Ray keeps the last request, whoever made it: so the first thing a service does is to make its own,
-and a service that is stopped asks for nothing. It keeps it in its head's memory alone, and forgets
-it where that starts again: so what is wanted is asked for now and then. Nodes that
-idle once nothing is are the autoscaler's to end, after its own idle timeout.
+Ray keeps the last request, whoever made it: so the first thing a service with an autoscaler does is
+to make its own, and one that is stopped asks for nothing. What was asked for and not taken back is
+noted in the service's folder: a later one without an autoscaler takes that back, once. Ray keeps it
+in its head's memory alone, and forgets it where that starts again: so what is wanted is asked for
+now and then. Nodes that idle once nothing is are the autoscaler's to end, after its own timeout.
 """
 
 from __future__ import annotations
@@ -14,23 +15,51 @@ import time
 from collections.abc import Callable
 
 from elastic_ft.core.sharing.ledger import Bundles
+from elastic_ft.storage.store import Store
 
 log = logging.getLogger(__name__)
 EVERY_S = 0.5
 AGAIN_S = 30.0  # the same: nobody tells that it is forgotten
 LET_GO_S = 10.0  # for the head's answer when the service is stopped
+NOTE = "autoscaler-asked.json"  # of a service's folder: Ray may hold what it was asked for
 Ask = Callable[[list[dict[str, float]]], object]
+
+
+class AskNote:
+    """That the autoscaler was asked for something, from before it is until that is taken back: a
+    service may be killed between any two of these."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def is_there(self) -> bool:
+        """Raises StoreFailed."""
+        return self._store.exists(NOTE)
+
+    def keep(self, asks: bool) -> None:
+        """Raises StoreFailed."""
+        if asks:
+            self._store.put(NOTE, b"{}")
+        elif self.is_there():
+            self._store.delete(NOTE)
 
 
 class ClusterSize:
     """Asks in a thread of its own: while the head is away a call blocks, and nobody waits for it.
 
     ``ask`` replaces what was asked before; ``wanted``: slots of a worker, and how many of those;
-    ``kind``: what a slot is, CPU or GPU; "" while it is not known: then nothing is asked for.
+    ``kind``: what a slot is, CPU or GPU; "" while it is not known: then nothing is asked for;
+    ``note``: called before something is asked for with True, after it was taken back with False.
     """
 
-    def __init__(self, wanted: Callable[[], Bundles], kind: Callable[[], str], ask: Ask) -> None:
-        self._wanted, self._kind, self._ask = wanted, kind, ask
+    def __init__(
+        self,
+        wanted: Callable[[], Bundles],
+        kind: Callable[[], str],
+        ask: Ask,
+        note: Callable[[bool], object] = lambda asks: None,
+    ) -> None:
+        self._wanted, self._kind, self._ask, self._note = wanted, kind, ask, note
         self._asked: tuple[str, Bundles] | None = None
         self._again_s = 0.0  # monotonic
         self._over, self._lets_go = threading.Event(), False
@@ -68,8 +97,12 @@ class ClusterSize:
             return
         each = [{kind: float(size)} for size, count in wanted for _ in range(count)]
         try:
+            if is_news and each:
+                self._note(True)
             self._ask(each)
-        except Exception as error:  # the head is away: asked again
+            if not each:
+                self._note(False)
+        except Exception as error:  # the head is away, or the store: asked again
             log.warning("the autoscaler: %s: %s", type(error).__name__, error)
             return
         if is_news:

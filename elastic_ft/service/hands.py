@@ -32,7 +32,7 @@ from elastic_ft.observe import resize_request, stop_request
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.job_orders import JobOrder
-from elastic_ft.service.office import Office
+from elastic_ft.service.office import UNWRITTEN, Office
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError, open_store
@@ -69,12 +69,12 @@ class JobHand:
         self.story = JobStory(run_url)
         self.trouble = ""
         self._troubled_s = 0.0  # monotonic, since when
+        self._unread_s = 0.0  # monotonic, when its run folder could not be read last
         self._office, self._submit = office, submit
         self._store: Store = open_store(run_url)
         self._start_timeout_s = _start_timeout_s(order)
         self._mark: StartMark | None = None
         self._submitted_s = 0.0  # monotonic, when its controller was known to be asked for
-        self._unread_s = 0.0  # monotonic, when its run folder could not be read
         self._asked: tuple[int, dict[str, int]] | None = None
         self._stop_asked_s = -STOP_AGAIN_S
         self._ended_s: float | None = None
@@ -105,6 +105,8 @@ class JobHand:
     def _step(self, job: SharedJob, sight: Sight) -> None:
         if is_at_work(job):
             self.story.look()
+            if self.story.trouble:
+                self._unread_s = time.monotonic()
             if self._has_begun(job):
                 self._follow(job, sight)
             elif job.has_room:
@@ -198,7 +200,7 @@ class JobHand:
             if not self.story.result:
                 self._lost(job)
             return
-        if self._has_not_begun_for(sight) > self._start_timeout_s and not self.story.trouble:
+        if self._has_not_begun_for(sight) > self._start_timeout_s:
             self._give_up_start(job)
             return
         if not job.has_room:
@@ -219,10 +221,9 @@ class JobHand:
         return since_s > GONE_S and self.names.prefix not in sight.led
 
     def _has_not_begun_for(self, sight: Sight) -> float:
-        """Seconds for which its controller, which Ray knows of, has journalled nothing. 0: it has.
-        One that stands still later on is its keepers' concern."""
-        if self.story.trouble:  # what can't be read says nothing, nor can it write
-            self._unread_s = time.monotonic()
+        """Seconds for which its controller, which Ray knows of, has journalled nothing, of those in
+        which its run folder could be read. 0: it has. One that stands still later on is its
+        keepers' concern."""
         seq = self._mark.seq if self._mark is not None else -1
         since_s = max(self._submitted_s, self._unread_s)
         return sight.asked_s - since_s if self.story.seq <= seq else 0.0
@@ -279,20 +280,24 @@ class JobHand:
             self._tell(asks.JobSuspended(at_s, job.job, job.start))
 
     def _lost(self, job: SharedJob) -> None:
-        """Its controller has ended for good without a result."""
+        """Its controller has ended for good without a result: another is started, so long as that
+        leads anywhere (``JobControllerLost``)."""
         clear_away(self.names.prefix, Remains(groups=groups_of(self.names.prefix)))
-        reason = self._last_words()
+        reason, at_s = self._last_words(), time.time()
         if job.phase == "stopping":
             self._end(job, "stopped", reason)
         elif job.phase == "starting" and not self._trains():
-            self._tell(asks.StartFailed(time.time(), job.job, job.start, reason))
+            self._tell(asks.StartFailed(at_s, job.job, job.start, reason))
         else:
-            self._end(job, "failed", reason)
+            step = self.story.committed
+            self._tell(asks.JobControllerLost(at_s, job.job, job.start, step, reason))
 
     def _last_words(self) -> str:
+        """Of this start."""
+        before = (self._mark or StartMark()).seq
         found, _ = self.story.events.since(0)
         for item in reversed(found):
-            if item.data["event"] == "controller_failed":
+            if item.data["event"] == "controller_failed" and item.id > before:
                 return str(item.data["reason"])
         return "its controller is gone, and has left no result"
 
@@ -312,7 +317,7 @@ class JobHand:
         try:
             self._untold.result(TELL_TIMEOUT_S)
         except TimeoutError:
-            raise StoreFailed("the service's journal can't be written now") from None
+            raise StoreFailed(UNWRITTEN) from None
         finally:
             if self._untold.done():
                 self._untold = None

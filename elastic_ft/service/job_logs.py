@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.story import JobStory
 
 log = logging.getLogger(__name__)
-READ_TIMEOUT_S = 30.0  # a process that reads may have to come up
+READ_TIMEOUT_S = 30.0  # of all machines: a process that reads may have to come up
 READ_BYTES_MAX = 1 << 20  # of a file, at once; of its end at first
 MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray's own lines
 
@@ -27,29 +28,27 @@ class JobLogs:
     """Of one reader, who is told each line once."""
 
     story: JobStory
-    _read: dict[str, int] = field(default_factory=dict)  # by machine and file
+    _read: dict[str, dict[str, int]] = field(default_factory=dict)  # by machine, by file
 
     def read(self, sight: Sight) -> list[dict[str, Any]]:
         """What is new: ``{"who", "text"}``. Blocks, for READ_TIMEOUT_S at most."""
-        asked = {}
-        for host, pids in self._processes().items():
+        asked, processes = {}, self._processes()
+        for host, pids in processes.items():
             node = next((node for node, name in sight.hosts.items() if name == host), None)
             if node is not None:
-                where = {RAY_NODE_ID_KEY: node}
-                reading = ray.remote(num_cpus=0, label_selector=where, max_retries=0)(_new_lines)
-                known = {
-                    k.partition("/")[2]: n for k, n in self._read.items() if k.startswith(host)
-                }
-                asked[host] = reading.remote(list(pids), known)
+                asked[host] = _begin_reading(node, list(pids), self._read.get(host, {}))
         found = []
+        until_s = time.monotonic() + READ_TIMEOUT_S
         for host, answer in asked.items():
-            pids = self._processes()[host]
+            pids = processes[host]
             try:
-                for name, pid, offset, lines in ray.get(answer, timeout=READ_TIMEOUT_S):
-                    self._read[f"{host}/{name}"] = offset
+                left_s = max(0.0, until_s - time.monotonic())
+                for name, pid, offset, lines in ray.get(answer, timeout=left_s):
+                    self._read.setdefault(host, {})[name] = offset
                     found += [{"who": pids.get(pid, str(pid)), "text": text} for text in lines]
             except (RayError, GetTimeoutError) as error:
                 log.warning("logs on %s can't be read: %s", host, error)
+                ray.cancel(answer)
         return found
 
     def _processes(self) -> dict[str, dict[int, str]]:
@@ -61,6 +60,13 @@ class JobLogs:
         if (sign := alive.last_sign(self.story.run_url)) is not None:
             found.setdefault(sign.host, {})[sign.pid] = "controller"
         return found
+
+
+def _begin_reading(node: str, pids: list[int], known: dict[str, int]) -> Any:
+    """``known``: of that machine's files, how much was told."""
+    where = {RAY_NODE_ID_KEY: node}
+    reading = ray.remote(num_cpus=0, label_selector=where, max_retries=0)(_new_lines)
+    return reading.remote(pids, known)
 
 
 def _new_lines(pids: list[int], known: dict[str, int]) -> list[tuple[str, int, int, list[str]]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from elastic_ft.core.scheduling import decide, refuses
 from elastic_ft.core.sharing import asks
-from elastic_ft.errors import ConfigError, Superseded, UsageError
+from elastic_ft.errors import ConfigError, StoreFailed, Superseded, UsageError
 from elastic_ft.service.chronicle import Chronicle, Entry, NumberTaken
 from elastic_ft.service.job_orders import JobOrder, Notice, told_of
 from elastic_ft.service.service_config import sharing_terms_of, terms_to_json
@@ -30,6 +30,7 @@ TOGETHER_MAX = 256  # events in one object of the journal
 DECISIONS_KEPT = 100  # of a job
 TAIL_LINES = 1500  # of the journal; then comes a snapshot: told again within seconds
 TERMS = "TermsChanged"  # of the journal: what was decided after it was decided by these
+UNWRITTEN = "the service's journal can't be written now"
 QUIET = (asks.Ticked, asks.CapacityChanged)
 
 
@@ -145,6 +146,16 @@ class Office:
             self._refuse_rest()
         return answer
 
+    @property
+    def trouble(self) -> str:
+        """Why the journal can't be written now; "" where it can."""
+        return self._chronicle.trouble
+
+    def check_journal(self) -> None:
+        """Raises StoreFailed while it can't be written: who can do without does not wait for it."""
+        if self.trouble:
+            raise StoreFailed(f"{UNWRITTEN}: nothing was done: {self.trouble}")
+
     def tell(self, event: asks.SharingEvent, note: str = "", step: int = 0) -> Future[str]:
         """What has happened."""
         return self.ask(lambda standing: Notice(event, note=note, step=step))
@@ -181,20 +192,23 @@ class Office:
             self._refuse_rest()
 
     def _gathered(self) -> list[tuple[Question, Future[str]]]:
-        """What was asked before the office closed, so much at a time; waits for it."""
+        """What was asked before the office closed, so much at a time; waits for it. From now on
+        nobody takes it back."""
         asked = list[tuple[Question, Future[str]]]()
         while not asked or (len(asked) < TOGETHER_MAX and not self._asked.empty()):
             more = self._asked.get()
             if more is None:
                 self._is_over = True  # these are answered yet
                 break
-            asked.append(more)
+            if more[1].set_running_or_notify_cancel():
+                asked.append(more)
         return asked
 
     def _refuse_rest(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                if (late := self._asked.get_nowait()) is not None:
+                late = self._asked.get_nowait()
+                if late is not None and late[1].set_running_or_notify_cancel():
                     late[1].set_exception(Superseded("the service ends"))
 
     def _answer(self, asked: list[tuple[Question, Future[str]]]) -> None:
@@ -320,6 +334,8 @@ def _kind(command: asks.SharingCommand) -> str:
             return "suspend"
         case asks.StopJob():
             return "stop"
+        case asks.Requeue():
+            return "requeue"
         case asks.GiveUpJob():
             return "give_up"
         case asks.AskAutoscaler():
@@ -338,6 +354,8 @@ def _in_words(command: asks.SharingCommand) -> tuple[str, Decision] | None:
             what = "suspend"
         case asks.StopJob():
             what = "stop"
+        case asks.Requeue():
+            what = "start again"
         case asks.GiveUpJob():
             what = "give up"
         case _:

@@ -94,9 +94,11 @@ EARLIER = {
 FOLLOW = {"name": "follow", "in": "query", "schema": {"enum": ["0", "1"]}}
 AFTER = {"name": "after", "in": "query", "schema": WHOLE}
 LAST = {"name": "Last-Event-ID", "in": "header", "schema": WHOLE}
+IN_DOUBT = {"type": "boolean", "description": "It may be done later: the same request tells."}
+REFUSAL = _fields(("error",), error=TEXT, in_doubt=IN_DOUBT)
 ERROR = {
     "description": "What is refused, in one line.",
-    "content": {"application/json": {"schema": _fields(("error",), error=TEXT)}},
+    "content": {"application/json": {"schema": REFUSAL}},
 }
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import web
 
 from elastic_ft.observe.page import POLICY, TYPES, static
 from elastic_ft.observe.run_watch import RunWatch
+from elastic_ft.service.crews import LOOKS
 
 WATCHED_MAX = 32  # runs that somebody has looked at of late: the others are read anew
 
@@ -42,14 +42,13 @@ class PageRoutes:
         return _answer(name)
 
     async def _view(self, request: web.Request) -> web.Response:
-        loop, job = asyncio.get_running_loop(), request.match_info["id"]
-        url = await loop.run_in_executor(None, self._run_url, job)
+        url = await LOOKS.do(self._run_url, request.match_info["id"])
         watch = self._watches.pop(url, None) or RunWatch(url)
         self._watches[url] = watch
         if len(self._watches) > WATCHED_MAX:
             self._watches.popitem(last=False)
-        seen: dict[str, Any] = await loop.run_in_executor(None, watch.look)
-        answer = web.json_response(seen)
+        text = await LOOKS.do(lambda: json.dumps(watch.look()))
+        answer = web.Response(text=text, content_type="application/json")
         answer.enable_compression()
         return answer
 

@@ -23,14 +23,14 @@ from elastic_ft.hosts.ray.names import abandoned, clear_away
 from elastic_ft.observe.lines import local_path
 from elastic_ft.service import views
 from elastic_ft.service.chronicle import Chronicle
-from elastic_ft.service.cluster_size import Ask, ClusterSize, ask_rays_autoscaler
+from elastic_ft.service.cluster_size import Ask, AskNote, ClusterSize, ask_rays_autoscaler
 from elastic_ft.service.cluster_watch import ClusterWatch, Sight
 from elastic_ft.service.hands import JobHand, Submit, is_at_work
 from elastic_ft.service.job_logs import JobLogs
 from elastic_ft.service.job_orders import JobOrder, Notice, wish_of
 from elastic_ft.service.listing import JobListing, listed_jobs
-from elastic_ft.service.office import NotKnown, Office, entry_of
-from elastic_ft.service.share_standing import ASKS, ShareStanding
+from elastic_ft.service.office import NotKnown, Office, Refused, entry_of
+from elastic_ft.service.share_standing import ShareStanding
 from elastic_ft.service.story import JobStory
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
@@ -42,7 +42,8 @@ FENCE_EVERY_S = 2.0
 REAP_EVERY_S = 60.0
 SEEN_WITHIN_S = 5.0  # the nodes, by a service that knows of none; then jobs are taken in
 HANDS = 8
-STORIES_KEPT = 32  # of jobs that have ended
+IDLE_HANDS = 2  # that look once at each job that waits: thousands may, and none holds up who runs
+STORIES_KEPT, LINES_KEPT = 32, 200_000  # of jobs that have ended; of all of them, some 700 B each
 PRIORITY_MAX = 10**6
 VERSION = version("elastic-ft")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -51,6 +52,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 class Service:
     """Attributes:
     folder: where its journal is, and ``jobs/<id>`` with each job's run folder.
+    since_s: when it began (unix time).
+    lines: of the journal, when it began.
 
     ``look``: at the cluster; by default at Ray's. ``ask``: its autoscaler, if the terms have one.
     """
@@ -71,11 +74,13 @@ class Service:
         self.office = Office(Chronicle(self._store), terms, self._check_claim, on_superseded)
         self._on_superseded = on_superseded
         self._watch = ClusterWatch(self._saw, look)
-        self._size = ClusterSize(self._wanted, lambda: self._watch.sight.kind, ask)
+        self._note = AskNote(self._store)
+        self._size = ClusterSize(self._wanted, lambda: self._watch.sight.kind, ask, self._note.keep)
         self._hands: dict[str, JobHand] = {}
         self._ended: OrderedDict[str, JobStory] = OrderedDict()
         self._ended_turn = threading.Lock()
         self._pool = ThreadPoolExecutor(HANDS, thread_name_prefix="hand")
+        self._idle = ThreadPoolExecutor(IDLE_HANDS, thread_name_prefix="idle-hand")
         self._busy: dict[str, Future[None]] = {}
         self._over, self._seen = threading.Event(), threading.Event()
         self._told = Future[str]()  # of the nodes
@@ -85,17 +90,15 @@ class Service:
         self.lines = 0
 
     def start(self) -> None:
-        """Raises StoreFailed, UsageError."""
+        """Raises UsageError; StoreFailed: then it may be called again."""
         run = uuid.uuid4().hex[:12]
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
+        left = self._note.is_there()
         self.lines = self.office.open()
-        standing = self.office.standing  # a snapshot of before such were counted has no count
-        asked = bool(standing.counts.get(ASKS, 0) or standing.sharing.asked)
         self._watch.start()
         if not self.office.standing.sharing.nodes:  # what a worker takes is a part of a node
             self._seen.wait(SEEN_WITHIN_S)
-        # Also what was taken back here: who did may not have told it.
-        if self.terms.autoscaler or asked:
+        if self.terms.autoscaler or left:
             self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
@@ -113,7 +116,7 @@ class Service:
     # --------------------------------------------------------------------------------- its work
 
     def _wanted(self) -> Bundles:
-        """Without an autoscaler nothing: what the service before this one had asked for goes."""
+        """Without an autoscaler nothing: what an earlier service had asked for goes."""
         return self.office.standing.sharing.asked if self.terms.autoscaler else ()
 
     def _saw(self, sight: Sight) -> None:
@@ -137,8 +140,9 @@ class Service:
         for job, shared in live.items():
             if self._rests(job, shared):
                 continue
-            if (busy := self._busy.get(job)) is None or busy.done():
-                self._busy[job] = self._pool.submit(self._step, job)
+            busy, pool = self._busy.get(job), self._pool if is_at_work(shared) else self._idle
+            if busy is None or busy.done() or (pool is self._pool and busy.cancel()):
+                self._busy[job] = pool.submit(self._step, job)
         for job in [job for job, busy in self._busy.items() if job not in live and busy.done()]:
             if (hand := self._hands.get(job)) is not None:
                 self._keep(job, hand.story)
@@ -163,8 +167,9 @@ class Service:
         with self._ended_turn:
             self._ended[job] = story
             self._ended.move_to_end(job)
-            while len(self._ended) > STORIES_KEPT:
-                self._ended.popitem(last=False)
+            lines = sum(each.lines for each in self._ended.values())
+            while len(self._ended) > STORIES_KEPT or (len(self._ended) > 1 and lines > LINES_KEPT):
+                lines -= self._ended.popitem(last=False)[1].lines
 
     def _check_claim(self) -> None:
         """Raises Superseded, StoreFailed."""
@@ -215,7 +220,8 @@ class Service:
     # ---------------------------------------------------------------------------- what is asked
 
     def submit(self, asked: dict[str, Any], by: str) -> Future[str]:
-        """Its answer is the job's id. Raises UsageError, one line."""
+        """Its answer is the job's id. Raises UsageError, one line; StoreFailed where the journal is
+        known to be away: then nothing is done."""
         job = _job_of(asked)
         queue, priority = asked.get("queue", "default"), asked.get("priority", 0)
         if not isinstance(queue, str):
@@ -224,6 +230,9 @@ class Service:
         request = asked.get("request") or uuid.uuid4().hex
         if not isinstance(request, str) or len(request) > 100:
             raise ConfigError("request: expected a text of up to 100 characters")
+
+        if request not in self.office.standing.requests:
+            self.office.check_journal()
 
         def question(standing: ShareStanding) -> Notice | str:
             known = standing.requests.get(request)
@@ -251,8 +260,11 @@ class Service:
         def question(standing: ShareStanding) -> Notice:
             if job not in standing.orders:
                 raise NotKnown(f"there is no job {job}")
+            if (ended := standing.ended.get(job)) is not None:  # the core forgets those of long ago
+                raise Refused(f"{job}: it has {ended.status}")
             return told
 
+        self.office.check_journal()
         return self.office.ask(question)
 
     def stop_all(self, by: str) -> list[Future[str]]:
@@ -265,6 +277,10 @@ class Service:
     def queue_of(self, job: str) -> str:
         """Raises NotKnown."""
         return entry_of(self.office.standing, job)[1].queue
+
+    def knows(self, job: str) -> bool:
+        """All that ``job`` tells of it: no store is asked."""
+        return job in self._hands or job in self._ended
 
     def story(self, job: str) -> JobStory:
         """Of one that has ended it is read now, which may take long. Raises NotKnown."""
@@ -314,6 +330,7 @@ class Service:
             "pid": os.getpid(),
             "since_s": self.since_s,
             "starts": number,
+            "trouble": self.office.trouble,
         }
         standing, sight = self.office.standing, self._watch.sight
         return views.service_view(standing, self.terms, sight, about, may_read)

@@ -9,9 +9,10 @@ import os
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from aiohttp import web
@@ -30,12 +31,13 @@ from elastic_ft.storage.store import if_there, open_store
 from elastic_ft.transport.title import set_title
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 NAME = "elastic-ft-service"  # one per cluster
 PORT_FILE = "service.json"
 BIND_TIMEOUT_S, BIND_AGAIN_S = 15.0, 0.2  # of a port that the service before this one had
 OPEN_TIMEOUT_S = 90.0  # a store that is away included
+AGAIN_S = 2.0  # before a store that is away is asked again
 CALLS = 16
-UNREAD = 74  # exit code (EX_IOERR)
 SILENT_S = 75.0  # of a connection without a request, or with half of one's head: it is ended
 
 
@@ -65,26 +67,21 @@ class ServiceActor:
         self._loop = asyncio.new_event_loop()
         self._ended = threading.Event()
         self.url = ""
-        try:
-            self._begin()
-        except StoreFailed as error:
-            if not self._is_restarted():  # who starts it is told
-                raise
-            # Raised here, it would end the actor for good: Ray tries again so.
-            log.error("the service ends, for another to begin: %s", error)
-            os._exit(UNREAD)
-        if options.warm:
-            self._warm.start()
-
-    def _begin(self) -> None:
-        self._service.start()
+        self._insist(self._service.start)
         opened: Future[None] = Future()
         threading.Thread(target=self._serve, args=[opened], name="http", daemon=True).start()
         threading.Thread(target=_import_trainer, name="imports", daemon=True).start()
         try:
-            opened.result(OPEN_TIMEOUT_S)
+            opened.result(None if self._is_restarted() else OPEN_TIMEOUT_S)
         except TimeoutError:
             raise StoreFailed(f"it does not serve after {OPEN_TIMEOUT_S:g} s") from None
+        if options.warm:
+            self._warm.start()
+
+    def _insist(self, action: Callable[[], T]) -> T:
+        """Its answer. Of one that Ray has made again however long its store is away: an actor that
+        can't be made is not made once more. Raises what it raises."""
+        return insisted(action, self._is_restarted())
 
     def _submit(self, job: Job, run_url: str) -> None:
         submit_on_ray(job, run_url, self._warm.executable() if self._options.warm else "")
@@ -125,8 +122,10 @@ class ServiceActor:
         address = runner.addresses[0]
         host = address[0] if self._options.host not in ("0.0.0.0", "::") else _own_address()
         url = f"http{'s' * (tls is not None)}://{host}:{address[1]}"
-        store = open_store(self._service.folder)
-        store.put(PORT_FILE, json.dumps({"url": url, "port": address[1]}).encode())
+        store, said = open_store(self._service.folder), {"url": url, "port": address[1]}
+        await asyncio.to_thread(
+            self._insist, lambda: store.put(PORT_FILE, json.dumps(said).encode())
+        )
         self.url = url
 
     def _is_restarted(self) -> bool:
@@ -134,9 +133,9 @@ class ServiceActor:
 
     def _earlier_port(self) -> int:
         store = open_store(self._service.folder)
-        content = if_there(lambda: store.get(PORT_FILE))  # not another port as the store is away
+        content = self._insist(lambda: if_there(lambda: store.get(PORT_FILE)))
         try:
-            return int(json.loads(content or b"{}")["port"])
+            return int(json.loads(content or b"")["port"])
         except (ValueError, KeyError, TypeError):
             return 0
 
@@ -154,6 +153,19 @@ class ServiceActor:
             self._service.close()
         finally:  # it takes in nothing any more
             ray.kill(self._itself)
+
+
+def insisted(action: Callable[[], T], is_restarted: bool) -> T:
+    """The answer of ``action``: of a service that was there before, however long its store is away.
+    Raises what it raises."""
+    while True:
+        try:
+            return action()
+        except StoreFailed as error:
+            if not is_restarted:
+                raise
+            log.warning("the service begins again, and its folder is away: %s", error)
+        time.sleep(AGAIN_S)
 
 
 def runner_of(application: web.Application) -> web.AppRunner:

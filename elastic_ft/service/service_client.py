@@ -28,12 +28,20 @@ TIMEOUT_S = 60.0
 AWAY_S = 30.0  # a service that was killed is back by then
 TOLD_S = 1.0  # of silence, before it is said that one waits
 AGAIN_S = 0.3
+DOUBT_S = 600.0  # a submission that may have been taken in is asked about
+HELD_S = 10.0  # who still says something on a stream after that is not away
 ENDED = ("completed", "failed", "stopped")
 PAGE = 500  # jobs that are asked for at a time
 
 
 class ServiceAway(ElasticError):
-    """Nobody answers at the service's address."""
+    """Nobody answers at the service's address, or who does can do nothing now.
+
+    Attributes:
+        in_doubt: it may be done later.
+    """
+
+    in_doubt = False
 
 
 class Client:
@@ -182,18 +190,24 @@ class Client:
     def _call(
         self, verb: str, path: str, body: Any = None, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
-        until_s = time.monotonic() + self.away_s
+        until_s, in_doubt = time.monotonic() + self.away_s, False
         while True:
             try:
                 with self._open(verb, path, body, timeout_s) as answer:
                     content = answer.read()
                 break
             except (ServiceAway, OSError, http.client.HTTPException) as error:
-                self._rest(until_s, self._away(error))
+                away = self._away(error)
+                if away.in_doubt and not in_doubt and self.away_s and path == "jobs":
+                    until_s, in_doubt = time.monotonic() + DOUBT_S, True
+                    self._waiting(f"{away}; asking, {DOUBT_S:g} s at most, whether it was done")
+                if in_doubt:
+                    away = ServiceAway(f"{away}; look at the jobs before you submit it again")
+                self._rest(until_s, away)
         with contextlib.suppress(ValueError):
             if isinstance(found := json.loads(content), dict):
                 return found
-        raise ConfigError(f"--service: who answers at {self.url} is no service of elastic_ft")
+        raise self._stranger()
 
     def _away(self, error: Exception) -> ServiceAway:
         if isinstance(error, ServiceAway):
@@ -228,9 +242,12 @@ class Client:
         try:
             return self._opener.open(request, timeout=timeout_s)
         except urllib.error.HTTPError as error:
-            said = _error_of(error)
+            found = _refusal_of(error)
+            said = str(found.get("error", f"HTTP {error.code}"))
             if error.code == 503:
-                raise ServiceAway(said) from None
+                away = ServiceAway(said)
+                away.in_doubt = found.get("in_doubt") is True
+                raise away from None
             raise ConfigError(said) from None
         except (OSError, http.client.HTTPException) as error:
             raise self._away(error) from None
@@ -241,22 +258,35 @@ class Client:
             yield from self._call("GET", _of(job, f"{kind}?follow=0"))[kind]
             return
         last_id: int | None = None
-        until_s: float | None = None
+        until_s: float | None = None  # from when it broke off: nothing new came since
         while True:
             try:
                 with self._open("GET", _of(job, kind), None, TIMEOUT_S, last_id) as answer:
-                    until_s = None
-                    for event, id, data in _server_sent(answer):
+                    opened_s = time.monotonic()
+                    for event, id, data in self._sent(answer):
                         if event == "end":
                             return
+                        is_new = event == "message" and id != last_id
+                        if is_new or time.monotonic() - opened_s > HELD_S:
+                            until_s = None
                         if event == "message":
                             last_id = id
                             yield data
-            except (ServiceAway, OSError, http.client.HTTPException) as error:
-                until_s = until_s or time.monotonic() + self.away_s  # from when it broke off
-                self._rest(until_s, self._away(error))
-            else:
-                time.sleep(AGAIN_S)
+                    error = ServiceAway(f"the stream from {self.url} ends before the job does")
+            except (ServiceAway, OSError, http.client.HTTPException) as broken:
+                error = self._away(broken)
+            until_s = until_s or time.monotonic() + self.away_s
+            self._rest(until_s, error)
+
+    def _sent(self, answer: Any) -> Iterator[tuple[str, int, Any]]:
+        """Raises ConfigError."""
+        try:
+            yield from _server_sent(answer)
+        except ValueError:
+            raise self._stranger() from None
+
+    def _stranger(self) -> ConfigError:
+        return ConfigError(f"--service: who answers at {self.url} is no service of elastic_ft")
 
 
 def _scheme(url: str) -> str:
@@ -297,10 +327,13 @@ def _tls(ca_file: str | Path | None) -> ssl.SSLContext:
 
 
 def _server_sent(answer: Any) -> Iterator[tuple[str, int, Any]]:
+    """Event, id and data; "" for a comment, by which the service says that it is still here."""
     event, id, data = "message", 0, ""
     for line in answer:
         name, _, value = line.decode().rstrip("\r\n").partition(": ")
-        if name == "event":
+        if line.startswith(b":"):
+            yield "", 0, None
+        elif name == "event":
             event = value
         elif name == "id":
             id = int(value)
@@ -315,11 +348,11 @@ def _of(job: str, what: str = "") -> str:
     return f"jobs/{urllib.parse.quote(job, safe='')}" + (f"/{what}" if what else "")
 
 
-def _error_of(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"])
-    except (ValueError, KeyError, TypeError, OSError, http.client.HTTPException):
-        return f"HTTP {error.code}"
+def _refusal_of(error: urllib.error.HTTPError) -> dict[str, Any]:
+    with contextlib.suppress(ValueError, OSError, http.client.HTTPException):
+        if isinstance(found := json.loads(error.read()), dict):
+            return found
+    return {}
 
 
 def _read(path: Path) -> Any:

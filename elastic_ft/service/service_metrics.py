@@ -59,7 +59,7 @@ class _Counts(Collector):
         name = f"{PREFIX}decisions"
         meaning = "What was decided; a shrink for another is a preemption avoided."
         counted = CounterMetricFamily(name, meaning, labels=["kind"])
-        for kind in ("start", "shrink", "grow", "suspend", "stop", "give_up"):
+        for kind in ("start", "shrink", "grow", "suspend", "stop", "requeue", "give_up"):
             counted.add_metric([kind], self._standing.counts.get(kind, 0))
         begun = CounterMetricFamily(f"{PREFIX}begun", "Jobs that have begun to train.")
         begun.add_metric([], len(self._standing.began_s))

@@ -97,8 +97,7 @@ class StandingSnapshots:
                 raise Unreadable(f"it is of form {form!r:.20}, and this version reads {FORM}")
             keys = [str(key) for key in found["orders"]]
             contents = parallel(self._store.get, keys, READ_THREADS)
-            lines = [json.loads(text) for each in contents for text in each.splitlines()]
-            orders = [decoder(JobOrder)(line) for line in lines]
+            orders = [order for each in contents for order in _orders_in(each)]
             return _kept(found, number, {order.id: order for order in orders}), keys
         except StoreError as error:
             if error.kind in AWAY:
@@ -146,6 +145,18 @@ class StandingSnapshots:
 
 def _snapshot_key(number: int) -> str:
     return f"{FOLDER}/{number:08d}.json"
+
+
+def _orders_in(content: bytes) -> list[JobOrder]:
+    """Raises ValueError, TypeError. Read as one text, so that names of keys, which all have alike,
+    are there once; what is in a job is looked at where it is parsed."""
+    found = json.loads(b"[%s]" % b",".join(content.splitlines()))
+    orders = [JobOrder(**line) for line in found]
+    for order in orders:
+        texts = (order.id, order.name, order.by, order.request)
+        if not (all(type(text) is str for text in texts) and type(order.job) is dict):
+            raise ValueError(f"{order.id!r:.80} is no job as it was submitted")
+    return orders
 
 
 def _content(kept: ShareSnapshot, orders: list[str]) -> bytes:

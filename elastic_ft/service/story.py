@@ -11,9 +11,10 @@ from typing import Any
 from elastic_ft.errors import ElasticError
 from elastic_ft.observe.journal_text import story
 from elastic_ft.observe.lines import Line
-from elastic_ft.observe.run_reader import RunReader
+from elastic_ft.observe.run_reader import RunReader, Tail
 
 KEPT_MAX = 50_000  # lines of a file
+PIECE_BYTES = 1 << 20  # of a file that are read at once
 RATE_S = 20.0  # over which the rate is taken
 STEP_KEYS = ("step", "loss", "tokens", "world_size", "generation", "committed_at_s", "layout")
 
@@ -39,6 +40,9 @@ class LineStream:
         if len(items) > KEPT_MAX:
             half = len(items) // 2
             self._kept = items[half:], first + half
+
+    def __len__(self) -> int:
+        return len(self._kept[0])
 
     def since(self, position: int, most: int = KEPT_MAX) -> tuple[list[Item], int]:
         """Those from ``position`` on, ``most`` of them, and where to go on."""
@@ -88,13 +92,18 @@ class JobStory:
         with self._turn:
             try:
                 result = self._reader.known_result()  # before the lines, which are all there then
-                for line in self._tails[0].read(whole=bool(result)):
+                for line in _lines(self._tails[0], bool(result)):
                     self._hear(line)
-                for line in self._tails[1].read(whole=bool(result)):
+                for line in _lines(self._tails[1], bool(result)):
                     self._count(line)
                 self.result, self.trouble = result, ""
             except (ElasticError, OSError) as error:
                 self.trouble = f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+    @property
+    def lines(self) -> int:
+        """That it keeps in memory."""
+        return len(self.events) + len(self.steps)
 
     def _hear(self, line: Line) -> None:
         seq = int(line.get("seq", self.seq + 1))
@@ -145,6 +154,12 @@ class JobStory:
             return None, None
         tokens = sum(line.get("tokens", 0) for line in recent[1:])
         return (len(recent) - 1) / spent_s, tokens / spent_s
+
+
+def _lines(tail: Tail, whole: bool) -> Iterator[Line]:
+    """Piece by piece: a file may be of gigabytes. Raises what ``Tail.read`` raises."""
+    while found := tail.read(PIECE_BYTES, whole):
+        yield from found
 
 
 def _text(line: Line, elapsed_s: float) -> str:

@@ -114,13 +114,12 @@ class Local:
         return path.stat().st_size
 
     def list(self, prefix: str, timeout_s: float) -> list[str]:
-        top = self._root / prefix
-        return [
-            Path(folder, name).relative_to(self._root).as_posix()
-            for folder, _, names in os.walk(top, onerror=_raise_unless_missing)
-            for name in names
-            if not name.endswith(TMP_SUFFIX)
-        ]
+        found = list[str]()
+        for folder, _, names in os.walk(self._root / prefix, onerror=_raise_unless_missing):
+            inside = Path(folder).relative_to(self._root).as_posix()
+            where = "" if inside == "." else f"{inside}/"
+            found += [where + name for name in names if not name.endswith(TMP_SUFFIX)]
+        return found
 
     def delete(self, key: str, timeout_s: float) -> None:
         path = self._root / key

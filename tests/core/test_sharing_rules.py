@@ -209,6 +209,49 @@ def test_a_start_that_fails_is_tried_again_and_given_up() -> None:
     assert shared.state.ended["one"] == "failed"
 
 
+def test_a_job_whose_controller_is_lost_starts_again_where_it_has_room() -> None:
+    """It failed, whatever it had done: with the cluster's head went all jobs of a day."""
+    shared = Shared(2)
+    shared.submit("one", 2, 2)
+    assert shared.tell(asks.JobControllerLost(5.0, "one", 1, 7, "it is gone")) == [
+        asks.Requeue("one", "to be started again: it is gone"),
+        asks.StartJob("one", 2, (("n0", 1), ("n1", 1)), ANY),
+    ]
+    assert shared.job("one").phase == "starting"
+    assert shared.tell(asks.JobControllerLost(6.0, "one", 1, 9, "it is gone")) == []  # is no news
+
+
+def test_a_job_that_loses_its_controllers_without_a_step_in_between_is_given_up() -> None:
+    shared = Shared(1, SharingTerms(starts_max=3, retry_s=10.0))
+    shared.submit("one", 1, 1)
+
+    def lose(step: int) -> list[Any]:
+        start = shared.job("one").start
+        return shared.tell(asks.JobControllerLost(shared.at_s, "one", start, step, "it is gone"))
+
+    for step in (3, 4):
+        assert [type(c).__name__ for c in lose(step)] == ["Requeue", "StartJob"]
+        shared.begin("one")
+    assert lose(4) == [asks.Requeue("one", "waits 10 s: it is gone")]
+    assert shared.why("one") == "waits 10 s: it is gone"
+    assert [type(c).__name__ for c in shared.wait(10.0)] == ["StartJob"]
+    shared.begin("one")
+    (given_up,) = lose(4)
+    why = "3 controllers were lost without a step in between; the last: it is gone"
+    assert given_up == asks.GiveUpJob("one", why)
+    assert shared.state.ended["one"] == "failed"
+
+
+def test_a_controller_that_is_lost_while_its_job_gives_way_frees_its_places() -> None:
+    shared = Shared(1)
+    shared.submit("one", 1, 1)
+    shared.submit("urgent", 1, 1, priority=1, trains=False)
+    assert shared.job("one").releasing
+    (started,) = shared.tell(asks.JobControllerLost(1.0, "one", 1, 7, "it is gone"))
+    assert started == asks.StartJob("urgent", 1, (("n0", 1),), ANY)
+    assert shared.job("one").phase == "suspended" and shared.job("one").losses == 0
+
+
 def test_the_autoscaler_is_asked_for_all_minima_while_one_is_missing() -> None:
     """It sizes a cluster for what it is told, whatever runs there: so what runs is told, too."""
     shared = Shared(2, SharingTerms(autoscaler=True))

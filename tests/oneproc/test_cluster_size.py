@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from elastic_ft.core.sharing.asks import SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import Bundles
 from elastic_ft.service import cluster_size
 from elastic_ft.service.chronicle import Chronicle
-from elastic_ft.service.cluster_size import ClusterSize
+from elastic_ft.service.cluster_size import NOTE, AskNote, ClusterSize
 from elastic_ft.service.cluster_watch import Sight, slots_by_node
 from elastic_ft.service.job_orders import JobOrder, Notice
 from elastic_ft.service.office import Office
@@ -169,33 +170,71 @@ def test_a_slot_stays_a_gpu_once_there_was_one() -> None:
     assert slots_by_node([without], "GPU") == ("GPU", {})
 
 
-def test_what_the_one_before_asked_for_is_taken_back_where_there_is_no_autoscaler(
+def begun(folder: Path, terms: SharingTerms) -> tuple[Service, Autoscaler]:
+    autoscaler = Autoscaler()
+
+    def look() -> Sight:
+        return Sight(time.monotonic(), {"n0": 1}, kind="CPU")
+
+    service = Service(str(folder), terms, nobody, print, look, autoscaler.ask)
+    service.start()
+    return service, autoscaler
+
+
+def until(condition: Callable[[], object]) -> None:
+    until_s, pause = time.monotonic() + WAIT_S, threading.Event()
+    while not condition():
+        assert time.monotonic() < until_s
+        pause.wait(0.01)
+
+
+def test_what_an_earlier_one_asked_for_is_taken_back_once_where_there_is_no_autoscaler(
     tmp_path: Path,
 ) -> None:
+    """Each start took back what Ray was asked for, by whomever: a script of the user's, say."""
     left_asking(tmp_path)
-    autoscaler = Autoscaler()
-    service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, autoscaler.ask)
-    service.start()
-    try:
-        assert autoscaler.heard.wait(WAIT_S)
-    finally:
-        service.close()
-    assert autoscaler.told == [[]]
+    service, autoscaler = begun(tmp_path, SharingTerms(autoscaler=True))
+    until(lambda: autoscaler.told == [[{"CPU": 1.0}] * 4])
+    service.close()  # as if it was killed: nothing is taken back
+    service, autoscaler = begun(tmp_path, SharingTerms())
+    until(lambda: autoscaler.told == [[]] and not (tmp_path / NOTE).exists())
+    service.close()
+    service, autoscaler = begun(tmp_path, SharingTerms())
+    assert not service._size._thread.is_alive()
+    service.close()
+    assert autoscaler.told == []
 
 
-def test_it_is_taken_back_also_where_who_wrote_so_was_killed_before_it_did(tmp_path: Path) -> None:
-    """Nor does it matter how soon the office has decided that nothing is wanted."""
+@pytest.mark.parametrize("killed", ["before it asks", "before it takes back", "before it notes so"])
+def test_it_is_taken_back_by_whoever_comes_after_one_that_was_killed(
+    tmp_path: Path, killed: str
+) -> None:
+    """Nor does it matter that the office had decided by then that nothing is wanted."""
+    note, told = AskNote(open_store(str(tmp_path))), list[Told]()
+
+    def ask(bundles: Told) -> None:
+        if killed == ("before it asks" if bundles else "before it takes back"):
+            raise ConnectionError("killed")
+        told.append(bundles)
+
+    def keep(asks: bool) -> None:
+        if not asks and killed == "before it notes so":
+            raise ConnectionError("killed")
+        note.keep(asks)
+
+    size = ClusterSize(lambda: (), lambda: "CPU", ask, keep)
+    size._tell(ASKED)
+    if killed != "before it asks":
+        size._tell(())
+    service, autoscaler = begun(tmp_path, SharingTerms())
+    until(lambda: autoscaler.told == [[]] and not note.is_there())
+    service.close()
+
+
+def test_a_service_that_is_stopped_leaves_nothing_to_take_back(tmp_path: Path) -> None:
     left_asking(tmp_path)
-    office = Office(Chronicle(open_store(str(tmp_path))), SharingTerms(), int, print)
-    office.open()
-    office.tell(asks.Ticked(time.time())).result(WAIT_S)
-    office.close()
-    assert office.standing.sharing.asked == ()
-    autoscaler = Autoscaler()
-    service = Service(str(tmp_path), SharingTerms(), nobody, print, Sight, autoscaler.ask)
-    service.start()
-    try:
-        assert autoscaler.heard.wait(WAIT_S)
-    finally:
-        service.close()
-    assert autoscaler.told == [[]]
+    service, autoscaler = begun(tmp_path, SharingTerms(autoscaler=True))
+    until(lambda: autoscaler.told)
+    service.let_go()
+    service.close()
+    assert autoscaler.told[-1] == [] and not (tmp_path / NOTE).exists()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -332,7 +330,7 @@ def test_an_actor_that_can_not_serve_says_so(
                 super().start()
                 self.join(WAIT_S)
 
-    context = SimpleNamespace(current_actor=None)
+    context = SimpleNamespace(current_actor=None, was_current_actor_reconstructed=False)
     monkeypatch.setattr(service_actor.ray, "get_runtime_context", lambda: context)
     threads = SimpleNamespace(Thread=Inline, Event=threading.Event)
     monkeypatch.setattr(service_actor, "threading", threads)
@@ -342,28 +340,13 @@ def test_an_actor_that_can_not_serve_says_so(
         service_actor.ServiceActor(ServiceOptions(str(tmp_path), tls_cert=str(tmp_path / "none")))
 
 
-@pytest.mark.parametrize("is_restarted", [False, True])
-def test_an_actor_whose_store_is_away_is_tried_again_by_ray(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_restarted: bool
-) -> None:
-    """A service that was killed while its folder could not be read was gone for good: what Ray's
-    constructor raises is final."""
-    context = SimpleNamespace(current_actor=None, was_current_actor_reconstructed=is_restarted)
-    monkeypatch.setattr(service_actor.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(service_actor, "set_title", print)
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    (tmp_path / "owners").write_text("a file where a folder is to be")
-    expected = (SystemExit, "74") if is_restarted else (StoreFailed, "owners/1")
-    with pytest.raises(expected[0], match=expected[1]):
-        service_actor.ServiceActor(ServiceOptions(str(tmp_path)))
-
-
 def test_an_actor_that_can_not_read_its_port_takes_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_actor, "set_title", print)
     made = object.__new__(service_actor.ServiceActor)
     made._service = Service(str(tmp_path), TERMS, no_cluster, print, look=Sight)
+    monkeypatch.setattr(made, "_is_restarted", lambda: False)
     assert made._earlier_port() == 0
     (tmp_path / service_actor.PORT_FILE).mkdir()
     with pytest.raises(StoreFailed, match=r"service\.json"):
@@ -412,6 +395,14 @@ def test_all_readers_of_a_job_that_ended_have_its_story(
         again.service.story(job)
     assert list(again.service._ended) == jobs[-1:]
 
+    monkeypatch.setattr(service, "STORIES_KEPT", 9)
+    monkeypatch.setattr(service, "LINES_KEPT", 4)  # they were megabytes each, however many
+    for job in jobs:
+        again.service._ended.clear()
+        for each in (job, *jobs):
+            again.service.story(each)
+        assert list(again.service._ended) == jobs[1:]
+
 
 def test_a_job_that_waits_is_read_once_by_the_next_service(
     serve: Callable[..., Served], tmp_path: Path
@@ -455,6 +446,7 @@ def test_a_store_that_is_away_holds_up_nobody_else(
         raise Refused("it was away")
 
     monkeypatch.setattr(served.service, "story", away)
+    monkeypatch.setattr(served.service, "knows", lambda job: False)  # as of one that has ended
     with ThreadPoolExecutor(40) as pool:
         waiting = [pool.submit(client.status, job) for _ in range(40)]
         try:

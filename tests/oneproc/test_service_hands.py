@@ -153,25 +153,69 @@ def test_a_controller_that_never_begins_is_not_waited_for_for_ever(
     assert ended[-1] == hand.names.controller and len(bench.submitted) == 1
 
 
-def test_a_controller_whose_folder_can_not_be_read_is_not_taken_for_one_that_does_nothing(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def trains(bench: Bench, hand: JobHand, step: int) -> None:
+    """Its newest controller's workers, from that step on."""
+    seq = len((bench.run / "events.jsonl").read_text().splitlines()) if hand.story.formed else 0
+    line = {"event": "generation_formed", "seq": seq, "at_s": 0.0, "step": step}
+    with (bench.run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    hand.step(Sight(time.monotonic(), led=frozenset([hand.names.prefix])))
+    assert bench.phase == "running"
+
+
+def test_a_job_whose_controller_is_gone_is_started_again_and_its_page_says_why(
+    bench: Bench,
 ) -> None:
-    """Its store is away for both: the job was ended, that may have trained by then."""
-    ended = list[str]()
-    monkeypatch.setattr(hands, "actor_named", lambda name: object())
+    """It failed: somebody had killed the controller, or the cluster's head had been lost."""
     hand = bench.hand()
     hand.step(Sight())
-    monkeypatch.setattr(hands, "end_actor", ended.append)
-    led, result = frozenset([hand.names.prefix]), bench.run / "result.json"
-    result.mkdir()  # a read fails, and not because there is none
-    hand.step(Sight(time.monotonic() + 2 * START_TIMEOUT_S, led=led))
-    assert "result.json can't be read" in hand.story.trouble
-    assert (bench.phase, ended) == ("starting", [])
-    result.rmdir()
-    hand.step(Sight(time.monotonic() + START_TIMEOUT_S / 2, led=led))  # it has that time anew
-    assert (bench.phase, ended) == ("starting", [])
-    hand.step(Sight(time.monotonic() + 2 * START_TIMEOUT_S, led=led))
-    assert bench.phase == "queued" and ended == [hand.names.controller]
+    for times in range(1, 4):
+        trains(bench, hand, 10 * times)
+        hand.step(later())  # seen to be gone, and told: there is room for it
+        assert bench.phase == "starting" and len(bench.submitted) == times
+        hand.step(later())
+        assert len(bench.submitted) == times + 1
+    decided = bench.office.standing.decisions["j"]
+    gone = "to be started again: its controller is gone, and has left no result"
+    assert [(d.what, d.why) for d in decided if d.what == "start again"] == [
+        ("start again", gone)
+    ] * 3
+    assert bench.office.standing.counts["requeue"] == 3
+
+
+def test_a_job_whose_controllers_go_without_a_step_in_between_fails_with_the_reason(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.office, "terms", SharingTerms(starts_max=3, retry_s=0.0))
+    hand = bench.hand()
+    hand.step(Sight())
+    for _ in range(3):
+        trains(bench, hand, 7)
+        hand.step(later())
+        hand.step(later())
+    why = "3 controllers were lost without a step in between; the last: its controller is gone"
+    assert bench.office.standing.ended["j"].status == "failed"
+    assert bench.office.standing.ended["j"].reason.startswith(why)
+    assert len(bench.submitted) == 3
+
+
+@pytest.mark.parametrize("what", ["stop", "suspend"])
+def test_a_controller_that_goes_while_its_job_is_to_end_or_give_way_is_done_with(
+    bench: Bench, what: str
+) -> None:
+    """One that was to give way failed."""
+    hand = bench.hand()
+    hand.step(Sight())
+    trains(bench, hand, 7)
+    if what == "stop":
+        bench.office.tell(StopAsked(0.0, "j")).result(WAIT_S)
+    else:
+        urgent = JobOrder("u", "u", "", 0.0, "q", JOB)
+        event = JobSubmitted(0.0, "u", Wish(1, 1, priority=9))
+        bench.office.ask(lambda standing: Notice(event, order=urgent)).result(WAIT_S)
+    hand.step(later())
+    assert bench.phase == ("stopped" if what == "stop" else "suspended")
+    assert len(bench.submitted) == 1
 
 
 class Killed(BaseException):

@@ -141,12 +141,12 @@ def test_the_command_prints_page_after_page(
 
 
 class Foreign(socketserver.ThreadingTCPServer):
-    """Says the same to each request, or what ``then`` says from the second one on."""
+    """Says ``said`` to one request after the other, the last of it to all that follow."""
 
     allow_reuse_address, daemon_threads = True, True
 
-    def __init__(self, said: bytes, then: bytes = b"") -> None:
-        self.said, self.asked = [said, then or said], list[bytes]()
+    def __init__(self, *said: bytes) -> None:
+        self.said, self.asked = said, list[bytes]()
         super().__init__(("127.0.0.1", 0), _Handler)
         self._thread = threading.Thread(target=self.serve_forever, args=[0.05], daemon=True)
         self._thread.start()
@@ -166,7 +166,7 @@ class _Handler(socketserver.BaseRequestHandler):
         server = self.server
         assert isinstance(server, Foreign)
         server.asked.append(self.request.recv(1 << 16))
-        self.request.sendall(server.said[min(1, len(server.asked) - 1)])
+        self.request.sendall(server.said[min(len(server.said), len(server.asked)) - 1])
 
 
 def answer(content: bytes, length: int | None = None, status: str = "200 OK") -> bytes:
@@ -182,6 +182,41 @@ def test_an_answer_that_breaks_off_is_asked_for_again() -> None:
         assert len(server.asked) == 2
     with Foreign(answer(b'{"jobs": [', 9000)) as server, pytest.raises(ServiceAway):
         Client(server.url, away_s=0.0).jobs()
+
+
+@pytest.mark.parametrize("kind", ["events", "steps", "logs"])
+@pytest.mark.parametrize("sent", [b"", b": still here\n\n", b'id: 1\ndata: {"text": "a"}\n\n'])
+@pytest.mark.parametrize("breaks_off", [True, False])
+def test_a_stream_that_breaks_off_each_time_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, kind: str, sent: bytes, breaks_off: bool
+) -> None:
+    """The service answered, and so began the time for which it was waited for anew: for ever."""
+    monkeypatch.setattr(service_client, "AGAIN_S", 0.01)
+    length = 9000 if breaks_off else None
+    with Foreign(answer(sent, length)) as server:
+        client = Client(server.url, away_s=0.2)
+        with pytest.raises(ServiceAway, match=r"no service answers|ends before"):
+            for _ in getattr(client, kind)("a-1", follow=True):
+                assert len(server.asked) < 2000, "it is asked for ever"
+        assert 1 < len(server.asked) < 2000
+
+
+def test_a_stream_that_breaks_off_now_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the time without news that counts."""
+    monkeypatch.setattr(service_client, "HELD_S", 0.0)
+    monkeypatch.setattr(service_client, "AGAIN_S", 0.06)
+    end = answer(b"event: end\ndata: {}\n\n")
+    with Foreign(*[answer(b": still here\n\n")] * 5, end) as server:
+        assert list(Client(server.url, away_s=0.1).events("a-1", follow=True)) == []
+        assert len(server.asked) == 6
+
+
+def test_a_stream_of_somebody_else_is_one_line() -> None:
+    with (
+        Foreign(answer(b"data: <html>\n\n")) as server,
+        pytest.raises(ConfigError, match="is no service of elastic_ft"),
+    ):
+        list(Client(server.url, away_s=0.0).events("a-1", follow=True))
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[]", b""])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from elastic_ft.core.table import Table
 from elastic_ft.service import job_logs
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.share_standing import ShareStanding
+from elastic_ft.service.story import Item, JobStory
 from elastic_ft.service.views import service_view
 
 NODES = 50
@@ -77,3 +79,41 @@ def test_logs_go_on_after_what_has_no_end_of_a_line(
     path.write_text("anew\n")
     look()
     assert told[-1] == "anew"
+
+
+class Machines:
+    """In Ray's place: each node reads the log files of a folder of its own, here and at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def remote(self, label_selector: dict[str, str], **_: Any) -> Any:
+        (node,) = label_selector.values()
+
+        def read(pids: list[int], known: dict[str, int]) -> Any:
+            return list(job_logs._each_file(self.folder / node, pids, known))
+
+        return lambda _: SimpleNamespace(remote=read)
+
+    def get(self, answer: Any, timeout: float) -> Any:
+        return answer
+
+
+def test_what_was_told_of_one_machine_is_untold_of_another_whose_name_begins_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was told of node10's files was taken for told of node1's."""
+    monkeypatch.setattr(job_logs, "ray", Machines(tmp_path))
+    hosts = {"a": "node10", "b": "node1"}
+    members = [{"worker": f"w{n}", "host": host, "pid": 7} for n, host in enumerate(hosts.values())]
+    story = JobStory(str(tmp_path / "run"))
+    story.events.add(Item(0, {"members": members}))
+    reader, name = job_logs.JobLogs(story), "worker-x-7.out"
+    for node, text in (("a", "of the tenth\n" * 3), ("b", "")):
+        (tmp_path / node).mkdir()
+        (tmp_path / node / name).write_text(text)
+    sight = Sight(hosts=hosts)
+    assert [line["who"] for line in reader.read(sight)] == ["w0"] * 3
+    (tmp_path / "b" / name).write_text("of the first\n" * 9)
+    assert reader.read(sight) == [{"who": "w1", "text": "of the first"}] * 9
+    assert reader.read(sight) == []

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import yaml
 from trial import SOON_S, job
 
@@ -20,7 +21,7 @@ from elastic_ft import Client
 from elastic_ft.cli.app import run_command
 from elastic_ft.errors import ConfigError
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
-from elastic_ft.hosts.ray.names import ROOT, actors_of
+from elastic_ft.hosts.ray.names import ROOT, RunNames, actors_of, end_actor
 from elastic_ft.observe.run_reader import RunReader
 from tests.browser import LivePage, opened
 
@@ -178,6 +179,31 @@ def test_a_job_that_starts_as_the_service_is_killed_starts(desk: Desk) -> None:
     desk.until(one, "it starts", lambda j: j["state"] == "starting", SOON_S)
     os.kill(desk.client.service()["pid"], signal.SIGKILL)
     desk.until(one, "it trains", lambda j: j["step"] >= 3, START_S)
+    desk.run("service", "stop", "--jobs", "stop")
+
+
+@pytest.mark.soak
+def test_a_job_whose_controller_is_killed_for_good_goes_on(desk: Desk) -> None:
+    """From what its keepers have saved: no step is lost that was committed."""
+    one = desk.run("submit", desk.job_file("one")).split()[0]
+    desk.until(one, "it trains", lambda j: j["step"] >= 5, START_S)
+    ray.init(json.loads((desk.folder / "F/local-nodes.json").read_text())["address"])
+    try:
+        end_actor(RunNames("one", str(desk.folder / "F/jobs" / one)).controller)
+    finally:
+        ray.shutdown()
+    lost = desk.until(
+        one, "it starts again", lambda j: "start again" in [d["what"] for d in j["decisions"]], 60
+    )
+    assert "its controller is gone" in lost["decisions"][-2]["why"]
+    assert "its controller is gone" in desk.run("status", one)
+    again = desk.until(
+        one, "it goes on", lambda j: j["state"] == "running" and j["step"] > lost["step"], START_S
+    )
+    resumed = [world["step"] for world in again["world"]]
+    assert resumed[0] == 0 and resumed[-1] >= lost["step"] - 1, resumed
+    steps = [line["step"] for line in RunReader(desk.folder / "F/jobs" / one).steps()]
+    assert steps == list(range(1, len(steps) + 1))
     desk.run("service", "stop", "--jobs", "stop")
 
 

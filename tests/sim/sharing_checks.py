@@ -95,7 +95,7 @@ def check_commands(
         if command.more and was_whole:
             cool_s = job.resized_at_s + world.terms.cooldown_s
             assert event.at_s >= cool_s, f"{command} at {event.at_s}, cool at {cool_s}"
-    own = (asks.StartFailed, asks.JobSuspended)  # the job says so itself
+    own = (asks.StartFailed, asks.JobControllerLost, asks.JobSuspended)  # the job says so itself
     for name, job in world.state.jobs.items():
         if isinstance(event, own) and event.job == name:
             continue

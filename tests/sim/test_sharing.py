@@ -70,7 +70,9 @@ class Disorder:
     def _disturb(self) -> None:
         rng, world = self.rng, self.world
         alive = sorted(world.state.jobs)
-        what = rng.choice(("lose", "lose", "return", "priority", "resize", "stop", "fail", "tick"))
+        what = rng.choice(
+            ("lose", "lose", "return", "priority", "resize", "stop", "fail", "fail", "tick")
+        )
         if what == "lose" and world.nodes:
             world.lose_nodes(rng.sample(sorted(world.nodes), rng.randint(1, len(world.nodes))))
         elif what == "return":
@@ -90,11 +92,17 @@ class Disorder:
             self._fail(world.jobs[rng.choice(alive)])
 
     def _fail(self, run: JobRun) -> None:
-        if self.world.state.jobs[run.work.job].phase != "starting":
+        """Its start, if it is in that, or its controller."""
+        now_s, job = self.world.now_s, self.world.state.jobs[run.work.job]
+        if not (job.has_room or job.releasing):
             return
         run.places, start = {}, run.start
         run.start = -1  # nothing more comes of that start
-        self.world.tell(asks.StartFailed(self.world.now_s, run.work.job, start, "no room"))
+        if job.phase == "starting":
+            self.world.tell(asks.StartFailed(now_s, job.job, start, "no room"))
+        else:
+            step = self.rng.randint(0, 3)
+            self.world.tell(asks.JobControllerLost(now_s, job.job, start, step, "it went"))
 
     def _heal(self) -> None:
         self.world.nodes = dict(self.nodes)

@@ -60,7 +60,8 @@ class SharingTerms:
         cooldown_s: a job that was resized does not grow sooner, and gives nothing to an equal;
             more than 0.
         ageing_s: a job that waits so long counts as one priority higher, twice as long as two.
-        starts_max: failed starts in a row, before a job is given up.
+        starts_max: failed starts in a row, before a job is given up; or controllers that it loses
+            without a step in between.
         retry_s: until a failed start is tried again; doubled each time.
         autoscaler: the cluster has one, and is asked for what is missing.
         surplus: what is left over within a queue and a priority goes to jobs evenly, or in
@@ -103,6 +104,18 @@ class StartFailed:
     at_s: float
     job: JobId
     start: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobControllerLost:
+    """The job's controller has ended for good, and has not said how the job ends. Nothing of it is
+    left there. ``step``: the last that it had committed."""
+
+    at_s: float
+    job: JobId
+    start: int
+    step: int
     reason: str
 
 
@@ -178,6 +191,7 @@ SharingEvent = (
     JobSubmitted
     | JobBegan
     | StartFailed
+    | JobControllerLost
     | WorkersReleased
     | JobSuspended
     | JobEnded
@@ -233,6 +247,14 @@ class StopJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Requeue:
+    """Nothing: it waits again, before its equals, and is started from the newest that there is."""
+
+    job: JobId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUpJob:
     """It is not tried any more: it has failed."""
 
@@ -266,5 +288,13 @@ class WakeAt:
 
 
 SharingCommand = (
-    StartJob | ResizeJob | SuspendJob | StopJob | GiveUpJob | Refuse | AskAutoscaler | WakeAt
+    StartJob
+    | ResizeJob
+    | SuspendJob
+    | StopJob
+    | Requeue
+    | GiveUpJob
+    | Refuse
+    | AskAutoscaler
+    | WakeAt
 )

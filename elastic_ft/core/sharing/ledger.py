@@ -31,6 +31,7 @@ class SharedJob:
         ran: its workers have trained.
         first: it was running when it had to give way: it comes first among its equals.
         failed_starts: in a row.
+        losses: of its controllers, since it last got further than ``lost_at``, a step.
         not_before_s: no start before that.
         reserved: nodes on which it waits for room that lies apart now: nobody else gets any there.
         why: why it waits, in words; "": see ``why_waits``.
@@ -54,6 +55,8 @@ class SharedJob:
     ran: bool = False
     first: bool = False
     failed_starts: int = 0
+    losses: int = 0
+    lost_at: int = -1
     not_before_s: float = 0.0
     reserved: tuple[str, ...] = ()
     why: str = ""

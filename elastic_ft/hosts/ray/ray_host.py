@@ -77,6 +77,8 @@ class RayHost:
         return found.result()
 
     async def _adopt(self) -> frozenset[WorkerId]:
+        if not ray.get_runtime_context().was_current_actor_reconstructed:
+            return frozenset()  # those that live have another submission's key: they save and end
         found = await find_survivors(self._launch.names)
         for worker, actor in found.actors.items():
             look = found.looks[worker]
