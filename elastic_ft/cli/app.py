@@ -75,27 +75,6 @@ def _version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-app.add_typer(checkpoint.app, name="checkpoint")
-app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
-app.command("gc")(gc.gc)
-app.command("drain")(drain.drain)
-app.command("plan")(plan.plan)
-app.command("events")(show_events.events)
-app.command("replay")(show_events.replay)
-app.command("attach")(attach.attach)
-app.command("stop")(attach.stop)
-app.command("report")(show_report.report)
-app.command("tensorboard")(to_loggers.tensorboard)
-app.command("wandb")(to_loggers.wandb)
-app.command("mlflow")(to_loggers.mlflow)
-app.command("resize")(resize.resize)
-for command in service_commands.COMMANDS:
-    app.command(command.__name__)(command)
-app.add_typer(service_commands.app, name="service")
-app.command("simulate")(simulate.simulate)
-extensions.add_commands(app)
-
-
 @app.callback()
 def _options(
     is_asked: Annotated[
@@ -168,7 +147,7 @@ def check(
     out: Out = None,
     accept_changes: AcceptChanges = False,
 ) -> int:
-    """Find what ``run`` would refuse a job for, model and data included, and start nothing."""
+    """Find what `run` would refuse a job for, model and data included, and start nothing."""
     from elastic_ft.cli.preflight import check_job
 
     job = load_job(job_file)
@@ -202,3 +181,25 @@ def demo(out: Out = None) -> int:
     if not JOB_FILE.is_file():
         raise ConfigError(f"{JOB_FILE} is missing: the demo runs from a checkout of the repository")
     return run_demo(load_job(JOB_FILE), out or "runs/demo")
+
+
+# In the order of --help: who comes with a job looks for how to run and to follow it.
+app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
+app.command("attach")(attach.attach)
+app.command("stop")(attach.stop)
+app.command("resize")(resize.resize)
+app.command("events")(show_events.events)
+app.command("report")(show_report.report)
+app.command("replay")(show_events.replay)
+app.command("plan")(plan.plan)
+app.command("tensorboard")(to_loggers.tensorboard)
+app.command("wandb")(to_loggers.wandb)
+app.command("mlflow")(to_loggers.mlflow)
+for command in service_commands.COMMANDS:
+    app.command(command.__name__)(command)
+app.command("drain")(drain.drain)
+app.command("gc")(gc.gc)
+app.command("simulate")(simulate.simulate)
+app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(service_commands.app, name="service")
+extensions.add_commands(app)

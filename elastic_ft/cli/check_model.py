@@ -78,10 +78,10 @@ def check_model_and_data(job: Job) -> ModelAndData:
         f"model.{name}": (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
-    remarks: tuple[str, ...] = ()
+    remarks = few_samples(job, len(bundle.train))
     if job.model.weights is not None:
         key = "model.weights" if digest is None else "model.pretrained"
-        remarks = check_weights(job.model.weights, model, key, job.model.lora is not None)
+        remarks += check_weights(job.model.weights, model, key, job.model.lora is not None)
     samples, in_words = len(bundle.train), bundle.description
     return ModelAndData(samples, in_words, bundle.fingerprint, digest, table, count, remarks)
 
@@ -98,12 +98,47 @@ def check_returns(job: Job, model: nn.Module, samples: Dataset) -> None:
         return
     try:
         some = [samples[i] for i in range(min(job.batch.micro_batch_size, len(samples)))]
+        batch = samples.collate(some)
+        check_arguments(model, batch)
         with no_grad():
-            loss_and_named(model, to_device(samples.collate(some), device("meta")))
+            loss_and_named(model, to_device(batch, device("meta")))
     except ModelError as error:
         raise ModelError(f"model.path: {error}") from None
     except Exception:  # of the user's code, which may raise anything
         return
+
+
+def check_arguments(model: nn.Module, batch: Any) -> None:
+    """Raises ModelError if ``forward`` does not take what a micro-batch gives it."""
+    import inspect
+
+    from elastic_ft.models.loss import TOKEN_KEYS
+
+    if isinstance(batch, dict) and batch.keys() & TOKEN_KEYS:
+        return
+    taken = inspect.signature(model.forward)
+    try:
+        if isinstance(batch, dict):
+            taken.bind(**batch)
+        else:
+            taken.bind(*batch if isinstance(batch, tuple | list) else (batch,))
+    except TypeError as error:
+        given = f"keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else "no keys"
+        raise ModelError(
+            f"forward({', '.join(taken.parameters)}) does not take what the dataset gives "
+            f"({given}): {error}"
+        ) from None
+
+
+def few_samples(job: Job, samples: int) -> tuple[str, ...]:
+    """A warning, if a step has a sample more than once."""
+    batch = job.batch.global_batch_size
+    if samples >= batch:
+        return ()
+    return (
+        f"batch.global_batch_size: {batch} is more than the {samples} training samples: "
+        "a step has some of them more than once",
+    )
 
 
 def check_weights(

@@ -30,6 +30,10 @@ def check_writable(key: str, url: str) -> tuple[str, ...]:
     """Returns warnings. Raises StorageError. Leaves nothing behind, not even a folder."""
     from elastic_ft.storage.backends import Local, backend_of
 
+    where = url if "://" in url else str(Path(url).absolute())
+    if where.encode(errors="replace").decode() != where:  # it goes into messages and JSON
+        shown = where.encode(errors="backslashreplace").decode()
+        raise StorageError(f"{key}: {shown}: expected a path in UTF-8 (is the locale's another?)")
     try:
         backend, _ = backend_of(url)
         if isinstance(backend, Local):

@@ -51,7 +51,9 @@ JobFileIfAny = Annotated[
 
 def launch(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="Calls elastic_ft.init().")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENTS]...")] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Of the script.")
+    ] = None,
     workers: WorkersOption = None,
     min_workers: MinWorkers = None,
     job_file: JobFileIfAny = None,

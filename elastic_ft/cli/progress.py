@@ -14,6 +14,7 @@ from elastic_ft.config.section import COUNT_MAX
 from elastic_ft.errors import StoreFailed
 from elastic_ft.observe.journal_text import brief
 from elastic_ft.observe.run_reader import RunReader, Watch
+from elastic_ft.observe.wording import counted
 
 NAMED_SHOWN = 4  # metrics of a step, on its line
 STEP_LINE_EVERY_S = 5.0  # where there is no terminal
@@ -37,7 +38,8 @@ class ProgressDisplay:
         self._began_s = time.monotonic()
         self._next_line_s = 0.0
         self._over = threading.Event()
-        self._status = console.status("starting") if console.is_terminal else None
+        shows_status = console.is_terminal and not console.is_dumb_terminal
+        self._status = console.status("starting") if shows_status else None
         self._thread = threading.Thread(target=self._follow, name="progress", daemon=True)
 
     def __enter__(self) -> ProgressDisplay:
@@ -94,12 +96,16 @@ class ProgressDisplay:
         text += "".join(f"  {name} {value:.4g}" for name, value in named)
         spent_s = line["committed_at_s"] - first["committed_at_s"]
         if after and spent_s > 1:
-            tokens = sum(step["tokens"] for step in after)
             left_s = (self._job.steps - line["step"]) * spent_s / len(after)
-            text += f"  {tokens / spent_s:,.0f} tokens/s"
+            text += f"  {self._amount(first, after) / spent_s:,.0f} {self._job.unit}/s"
             text += f"  ETA {clock(left_s)}" if known else ""
-        workers = line["world_size"]
-        return f"{text}  {workers} worker{'s' * (workers != 1)}  generation {line['generation']}"
+        return f"{text}  {counted(line['world_size'], 'worker')}  generation {line['generation']}"
+
+    def _amount(self, first: dict[str, Any], after: list[dict[str, Any]]) -> int:
+        """What the steps after ``first`` took, in ``Job.unit``; ``samples`` count from step 1."""
+        if self._job.unit == "samples":
+            return int(after[-1]["samples"] - first["samples"])
+        return int(sum(step["tokens"] for step in after))
 
 
 def clock(seconds: float) -> str:

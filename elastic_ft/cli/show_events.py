@@ -28,6 +28,9 @@ def events(
     goodput: Annotated[
         bool, typer.Option("--goodput", help="Where every second of every worker went.")
     ] = False,
+    clock: Annotated[
+        bool, typer.Option("--clock", help="Dates and times of day (UTC), not seconds.")
+    ] = False,
     service: ServiceUrl = None,
 ) -> int:
     """Tell the story of a run: what happened, who stood where, what it cost."""
@@ -37,14 +40,15 @@ def events(
 
     run = RunReader(run_folder)
     run.content("events.jsonl")
-    tail, first_s, ended, dead = run.tail("events.jsonl"), 0.0, False, ""
+    tail, first_s, starts, ended, dead = run.tail("events.jsonl"), 0.0, 0, False, ""
     vigil = Vigil(run_folder)
     while True:
         for line in tail.read(whole=not follow):
-            first_s, told = _told(line, first_s, raw, run_folder)
+            first_s, told = _told(line, first_s, raw, clock, run_folder)
             for text in told:
                 print(text, flush=True)
             ended, dead = line["event"] == "finished", ""
+            starts += line["event"] == "job_started"
         if not follow or ended:
             break
         if not dead and (dead := vigil.look()):  # another may come: it is followed, too
@@ -55,7 +59,7 @@ def events(
     result = run.result()
     if result and not raw:
         print()
-        print("\n".join(journal_text.summary(result)))
+        print("\n".join(journal_text.summary(result, starts)))
     if goodput:
         print()
         print("\n".join(journal_text.goodput(_worker_seconds(run, result))))
@@ -63,18 +67,20 @@ def events(
 
 
 def _told(
-    line: dict[str, Any], first_s: float, raw: bool, run_folder: str
+    line: dict[str, Any], first_s: float, raw: bool, clock: bool, run_folder: str
 ) -> tuple[float, list[str]]:
     """When the first line was written, 0 before it; and this one in words. Raises ConfigError."""
     from elastic_ft.observe import journal_text
+    from elastic_ft.observe.wording import utc
 
     try:
+        told = [] if first_s or clock else [f"seconds since {utc(line['at_s'])}:"]
         first_s = first_s or line["at_s"]
-        elapsed_s = line["at_s"] - first_s
+        elapsed_s = None if clock else line["at_s"] - first_s
         if raw:
-            return first_s, [journal_text.raw(line, elapsed_s)]
-        return first_s, list(journal_text.story(line, elapsed_s))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return first_s, [*told, journal_text.raw(line, elapsed_s)]
+        return first_s, [*told, *journal_text.story(line, elapsed_s)]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(
             f"{run_folder}: events.jsonl has a line that can't be told: {why}"

@@ -64,6 +64,11 @@ class Job(Section):
         """Worlds are multiples of this."""
         return self.elastic.multiple_of or self.parallel.wish.ranks_per_sample
 
+    @property
+    def unit(self) -> str:
+        """Of what a step takes: "tokens" of texts, or "samples" of what is the user's own."""
+        return "samples" if self.data.path is not None or self.data.own else "tokens"
+
     def imports(self) -> list[str]:
         """The code of the user's that the job names, as key and "module:name"."""
         named = {

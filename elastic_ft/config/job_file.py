@@ -26,7 +26,8 @@ def parse_job(values: Any, where: str = "job") -> Job:
     ``where``: what the values are from; a file's name is part of the line.
     """
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: expected a mapping of sections, found {type(values).__name__}")
+        found = "nothing" if values is None else type(values).__name__
+        raise ConfigError(f"{where}: expected a mapping of sections, found {found}")
     _check_size(values, where)
     try:
         return Job.model_validate(values)
@@ -87,6 +88,16 @@ class _Loader(yaml.SafeLoader):
         raise yaml.constructor.ConstructorError(None, None, "too many keys", node.start_mark)
 
 
+def _mistake(error: Exception) -> str:
+    """One line: where in the file, counted from 1 as editors do, and what is wrong there."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or problem is None:
+        return one_line(error, 300)
+    if "'\\t'" in problem:
+        problem = "a tab, and YAML is indented by spaces"
+    return f"line {mark.line + 1}, column {mark.column + 1}: {one_line(problem, 200)}"
+
+
 def load_job(path: str | Path) -> Job:
     """Returns the job in a YAML file. Raises ConfigError."""
     try:
@@ -111,6 +122,6 @@ def parse_yaml(content: bytes, where: str) -> Any:
     except _Repeated as error:
         raise ConfigError(f"{where}: {error}") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{where}: not a text file: {error.reason}") from None
+        raise ConfigError(f"{where}: not a text file in UTF-8: {error.reason}") from None
     except (yaml.YAMLError, *ESCAPES) as error:
-        raise ConfigError(f"{where}: not YAML: {one_line(error, 300)}") from None
+        raise ConfigError(f"{where}: not YAML: {_mistake(error)}") from None

@@ -50,7 +50,8 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> tuple[str, 
         del found[keys]
         keys = inside
     message = _message(keys, found[keys], model)
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    n = len(found) - 1
+    more = f" (and {n} more mistake{'s' * (n > 1)})" if n else ""
     return ".".join(map(one_line, keys)), message + more
 
 

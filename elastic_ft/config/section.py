@@ -15,7 +15,7 @@ SEED_MAX = (1 << 64) - 1
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 PORTS = r"^[0-9]{1,5}-[0-9]{1,5}$"
 PATTERNS = {  # in words
-    NAME: "letters, digits, '.', '_' and '-', and no sign first",
+    NAME: "letters, digits, '.', '_' and '-', of which a letter or digit is first",
     PORTS: "the first and the last port, such as 20000-20099",
 }
 

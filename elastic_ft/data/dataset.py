@@ -164,7 +164,8 @@ def _open_url(config: DataConfig) -> DataBundle:
         vocab_size=corpus.vocab_size,
         sequence_length=config.sequence_length,
         description=(
-            f"{redacted(str(config.url))}: {corpus.file_count} files, {corpus.token_count} tokens, "
+            f"{redacted(str(config.url)).rstrip(':')}: {corpus.file_count} files, "
+            f"{corpus.token_count:,} tokens, "
             f"vocabulary {corpus.vocab_size}; {_in_words(config, train, held_out)}"
         ),
         fingerprint=corpus.fingerprint,

@@ -84,8 +84,8 @@ class LossScale:
         if self.state:
             found += f" at the least loss scale, {self.factor:g}"
         if not self._skips_max:
-            raise NonFiniteGradient(found)
+            raise NonFiniteGradient(f"{found}; optimizer.skip_nonfinite would skip the step")
         if in_a_row > self._skips_max:
-            raise NonFiniteGradient(f"{found}, the {in_a_row}th step in a row that is not finite")
+            raise NonFiniteGradient(f"{found}, as in the {in_a_row - 1} before it")
         row = f"{in_a_row} of at most {self._skips_max} in a row"
         return Update(norm, skipped=True, note=f"{found}: it is not applied, {row}")

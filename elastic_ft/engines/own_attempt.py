@@ -76,6 +76,7 @@ def check_alike(data: Any, alike: int | None) -> int | None:
     if alike is not None and found != alike:
         raise ConfigError(
             f"ctx.backward: a mean without its count weighs all micro-batches alike, and they "
-            f"have {alike} and {found} targets: give the sum and the count of its terms"
+            f"have {alike} and {found} targets: give the sum and the count of its terms, or a "
+            "count of 1 where each micro-batch is to weigh the same"
         )
     return found

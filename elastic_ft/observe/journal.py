@@ -152,6 +152,7 @@ _FIELDS = (
 _FIELD = {field.name: field for field in (*COMMON, *_FIELDS)}
 _GOES_ON = "The step from which it goes on."
 _DEFAULT = "{event}: {reason}"
+_OF_WORKER = "{worker}, {event}: {reason}"
 
 
 def _event(
@@ -215,7 +216,8 @@ _JOB = (
     _event("data_opened", "Most workers of the first world read this data.", "data", full=None),
     _event("metrics_served", "Where Prometheus can scrape.", "port run?", full=None),
     _event("stop_requested", "Someone asked the job to stop.",
-           brief="stopping after this step and a checkpoint; again: at once"),
+           brief="stopping after this step and a checkpoint; again: at once",
+           full="asked to stop: {reason}"),
     _event("finished", "The job has ended.", "status", full="finished: {reason}"),
 )
 _TRAINING = (
@@ -231,7 +233,7 @@ _TRAINING = (
            "worker", "{worker}: {reason}"),
     _event("overlap", "What rank 0's computing waits for in a step, early in a generation; again "
            "when the share has changed by a tenth, after twice as many steps each time.",
-           "step step_s exposed_s hidden_s"),
+           "step step_s exposed_s hidden_s", full=None),
     _event("calibrated", "The planner goes by measured steps from now on.",
            "layout measured_s predicted_s flops_per_s waited_s? links?"),
     _event("rolled_back", "Committed steps are lost with all who held their state.",
@@ -253,7 +255,9 @@ _WORLD = (
     _event("diagnosis", "Where each member stood when a generation broke.",
            "cause workers stacks", full="who stood where: {reason}",
            workers="A list of {worker, rank, node, suspect, pid, step, point, ...}."),
-    _event("recovered", "A change of membership is over; result.json has the same.",
+    _event("recovered",
+           "A change of membership is over. result.json has the same, but node_lost as the cause "
+           "of a worker_lost that turned out to be one.",
            "cause noticed_at_s at_step noticed_s paused_s steps_lost steps_redone source "
            "bytes_moved world_before world_after layout_before layout_after survivors_kept_pid "
            "lost_nodes", wording.RECOVERED, wording.recovered),
@@ -288,10 +292,11 @@ _WORKERS = (
     _event("worker_left_out", "The world goes on without a worker with which it keeps breaking.",
            "worker node", "{worker} is left out: {reason}"),
     _event("thread_left", "A worker leaves a thread behind in a collective that never ends.",
-           "worker"),
+           "worker", full=_OF_WORKER),
     _event("base_away", "A worker that begins can't read the model's weights.",
            "worker", "{worker}: {reason}"),
-    _event("stepped_aside", "A worker ends that came in where it can't take part.", "worker"),
+    _event("stepped_aside", "A worker ends that came in where it can't take part.", "worker",
+           full=_OF_WORKER),
     _event("device_lost", "A worker's GPU has failed.",
            "worker node times step", "{worker} lost its GPU: {reason}",
            times="Workers unfit on this node so far."),
@@ -299,8 +304,10 @@ _WORKERS = (
            "worker node rank pace_s typical_s", "straggler: {reason}"),
     _event("straggler_kept", "A worker is slower than the others, and stays.",
            "worker node rank pace_s typical_s", "straggler: {reason}"),
-    _event("release_overdue", "A released worker has not ended, and is killed.", "worker"),
-    _event("message_refused", "A worker sent what is no message, and is cut off.", "worker"),
+    _event("release_overdue", "A released worker has not ended, and is killed.", "worker",
+           full=_OF_WORKER),
+    _event("message_refused", "A worker sent what is no message, and is cut off.", "worker",
+           full=_OF_WORKER),
     _event("node_lost", "A node is gone.", "node workers", "lost node {node:.12}: {reason}",
            counted="node_losses_total", node="Its name."),
     _event("node_draining", "A node has been given notice.", "node deadline_s",
@@ -309,7 +316,8 @@ _WORKERS = (
     _event("node_avoided", "No worker is started on a node for a while.", "node",
            "node {node:.12} is avoided: {reason}", node="Its name."),
     _event("keeper_ready", "A node's keeper is there.", "node", full=None),
-    _event("keeper_lost", "A node's keeper is gone.", "node"),
+    _event("keeper_lost", "A node's keeper is gone.", "node",
+           full="lost the keeper of node {node:.12}: {reason}"),
 )
 _STATE = (
     _event("source_refused", "A copy of the state is damaged, or can't be had: the next is tried.",
@@ -318,8 +326,10 @@ _STATE = (
            "step tries url? again_s? holder?", "unreadable: {reason}", url="What was read."),
     _event("awaiting_checkpoint", "A checkpoint that is being published is waited for."),
     _event("awaiting_keeper", "What a dead worker left with a keeper is waited for."),
-    _event("snapshots_unkept", "No keeper has a worker's snapshots for now.", "worker node"),
-    _event("snapshot_stuck", "A worker's snapshot does not end, and the worker does.", "worker"),
+    _event("snapshots_unkept", "No keeper has a worker's snapshots for now.", "worker node",
+           full=_OF_WORKER),
+    _event("snapshot_stuck", "A worker's snapshot does not end, and the worker does.", "worker",
+           full=_OF_WORKER),
     _event("snapshot_interval", "Snapshots are taken every so many steps from now on.",
            "every_steps cost_s step_s", full=None),
     _event("residual_lost", "A replica is gone with its part of what compressed gradients owed.",
@@ -348,7 +358,7 @@ _CHECKPOINTS = (
     _event("checkpoint_warning", "Something in the store is not as it should be.",
            brief="checkpoint: {reason}"),
     _event("checkpoint_interval", "Checkpoints are written at another interval from now on.",
-           "every_s write_s failures"),
+           "every_s write_s failures", full="checkpoints: {reason}"),
     _event("emergency_awaited", "The controller before this one died: its keepers are saving.",
            "run nodes"),
     _event("emergency_checkpoint", "What the keepers saved has become a checkpoint.",

@@ -121,7 +121,7 @@ class RunView:
 
     def know(self, job: Job) -> None:
         self._job, self._name = job, job.name
-        self._uses_tokens = job.data.path is None and not job.data.own
+        self._uses_tokens = job.unit == "tokens"
 
     def feed(
         self, events: list[Line], steps: list[Line], until_last_step: bool = False

@@ -99,4 +99,5 @@ class Startup:
 
     def _told(self) -> Iterator[str]:
         told = ((self.parts.get(name), what) for name, what in PARTS.items())
-        return (f"{seconds:.1f} s {what}" for seconds, what in told if seconds is not None)
+        rounded = ((f"{seconds or 0.0:.1f}", what) for seconds, what in told)
+        return (f"{seconds} s {what}" for seconds, what in rounded if seconds != "0.0")

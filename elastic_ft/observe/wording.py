@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 from elastic_ft.observe.lines import Line
@@ -23,8 +24,18 @@ class _Formatter(string.Formatter):
         return "nan" if value is None and format_spec else str(format(value, format_spec))
 
 
+def utc(at_s: float) -> str:
+    """Returns a unix time as a date and a time of day, such as "2026-11-24 19:00:27 UTC"."""
+    return f"{datetime.fromtimestamp(at_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+
+
 def text_of(text: Text, line: Line) -> str:
     return _Formatter().vformat(text, (), line) if isinstance(text, str) else text(line)
+
+
+def counted(count: int, what: str) -> str:
+    """Returns "1 step", "2 steps"."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def human_size(nbytes: float) -> str:
@@ -43,9 +54,11 @@ def lost(line: Line) -> str:
 
 def world_formed(line: Line) -> str:
     pids = ", ".join(str(member["pid"]) for member in line["members"])
+    source = line["source"]
+    state = "initial state" if source == "initial" else f"state from {source}"
     return (
         f"generation {line['generation']}: {line['layout']} from step {line['step']}, "
-        f"state from {line['source']}, pids {pids}"
+        f"{state}, pid{'s' * (len(line['members']) != 1)} {pids}"
     )
 
 

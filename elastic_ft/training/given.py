@@ -67,7 +67,8 @@ def sort_out(things: tuple[Any, ...]) -> Given:
             raise ConfigError(f"ctx.prepare: expected at least one {kind}, found none")
     if len(loaders) > 1:
         raise ConfigError(
-            f"ctx.prepare: expected one DataLoader, found {len(loaders)}: give the one that is "
-            "trained on, and leave others as they are, for ctx.evaluate(function, loader)"
+            f"ctx.prepare: expected one DataLoader, found {len(loaders)}: of several that are "
+            "trained on make one, of a dataset whose samples have a part of each; leave others as "
+            "they are, for ctx.evaluate(function, loader)"
         )
     return Given(models, optimizers, *(loaders or [None]), kept)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from elastic_ft import errors
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Member
+from elastic_ft.engines.loss_scale import NonFiniteGradient
 from elastic_ft.faults import Points
 from elastic_ft.worker.devices import is_lost, is_out_of_memory
 from elastic_ft.worker.traces import user_frames
@@ -115,6 +116,7 @@ class Trouble:
 
     def _raised(self, generation: int, error: BaseException) -> ev.WorkerRaised:
         usage = isinstance(error, errors.UsageError)
+        is_numbers = isinstance(error, NonFiniteGradient)  # no line of code is to blame
         said = errors.redacted(" ".join(str(error).split()))[:500]
         said = said.encode(errors="backslashreplace").decode()  # a file's name may be no text
         return ev.WorkerRaised(
@@ -124,7 +126,7 @@ class Trouble:
             self._points.step,
             f"{type(error).__name__}: {said}",
             usage,
-            frames=() if usage else user_frames(error),
+            frames=() if usage or is_numbers else user_frames(error),
             node=self._member.node,
             whose=ev.ITS_OWN if isinstance(error, (errors.DataDiffers, errors.DeviceSick)) else "",
         )

@@ -134,6 +134,7 @@ def _without(changes: dict[str, Any]) -> dict[str, Any]:
         pytest.param(["--chaos", "nope"], "--chaos: nope: unknown fault scenario", id="scenario"),
         pytest.param(["--out", "/proc/nowhere"], "run folder (--out): /proc/nowhere", id="proc"),
         pytest.param(["--out", "job.yaml"], "job.yaml is not a folder", id="file"),
+        pytest.param(["--out", "b\udce4d"], r"b\udce4d: expected a path in UTF-8", id="latin-1"),
         pytest.param(["--out", "odd://x"], "run folder (--out): odd://x", id="filesystem"),
         pytest.param(["--local-nodes", "2"], "--local-nodes and --processes", id="both"),
         pytest.param(["--colour"], "No such option: --colour", id="option"),

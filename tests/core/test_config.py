@@ -225,7 +225,7 @@ def test_a_good_job_is_typed_and_filled_in() -> None:
         pytest.param(changed("parallel.shard_size", 1), "parallel.shard_size: ", id="shard-size"),
         pytest.param(changed("snapshot.copies", 0), "snapshot.copies: ", id="copies"),
         pytest.param(changed("checkpoint.keep_last", 0), "checkpoint.keep_last: ", id="keep-none"),
-        pytest.param(None, "job: expected a mapping of sections, found NoneType", id="empty"),
+        pytest.param(None, "job: expected a mapping of sections, found nothing", id="empty"),
         pytest.param([GOOD], "job: expected a mapping of sections, found list", id="a-list"),
         pytest.param(
             changed("elastic.multiple_of", 5),
@@ -380,7 +380,7 @@ def test_the_value_found_is_shown() -> None:
 
 def test_further_mistakes_are_counted() -> None:
     values = changed("steps", 0) | {"seed": -1, "colour": 1}
-    with pytest.raises(ConfigError, match=r"\(and 2 more\)$"):
+    with pytest.raises(ConfigError, match=r"\(and 2 more mistakes\)$"):
         parse_job(values)
 
 
@@ -394,9 +394,10 @@ def test_a_job_file_is_loaded(tmp_path: Path) -> None:
     ("content", "expected"),
     [
         pytest.param("name: [a", "not YAML: ", id="broken"),
-        pytest.param("a: b: c", "not YAML: ", id="two-colons"),
+        pytest.param("a: b: c", "not YAML: line 1, column 5: ", id="two-colons"),
+        pytest.param("a: 1\nb:\n\tc: 2", "line 3, column 1: a tab, and YAML is", id="tab"),
         pytest.param("name: \x00", "not YAML: ", id="control-character"),
-        pytest.param("", "expected a mapping of sections, found NoneType", id="empty"),
+        pytest.param("", "expected a mapping of sections, found nothing", id="empty"),
         pytest.param(
             "steps: 1\nbatch: {}\nname: a\nbatch: {}\n",
             "batch: twice, in lines 2 and 4",

@@ -132,7 +132,7 @@ MERGES = "a: &a {k: 1, l: 2}\n" + "".join(
         pytest.param("a: &a [*a]\n", "job.yaml: more than", id="circle"),
         pytest.param(f"a: {'[' * 150}{']' * 150}\n", "job.yaml: more than 100 levels", id="levels"),
         pytest.param(BOMB, "job.yaml: more than", id="aliases"),
-        pytest.param(MERGES, "job.yaml: not YAML: too many keys", id="merges"),
+        pytest.param(MERGES, "job.yaml: not YAML: line 4, column 4: too many keys", id="merges"),
         pytest.param(JOB + "sed: 1\n", "sed: unknown key, did you mean seed? (in job.yaml)"),
         pytest.param(
             JOB.replace("lr:", "learning_rate_of:"), "optimizer.learning_rate_of: unknown key"

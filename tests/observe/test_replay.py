@@ -129,14 +129,17 @@ def test_goodput_is_told_class_by_class(capfd: pytest.CaptureFixture[str]) -> No
 
 def test_a_finished_run_is_summed_up() -> None:
     recovery = {"paused_s": 0.5, "steps_lost": 1, "steps_redone": 2}
-    result = {"status": "completed", "steps": 9, "wall_s": 3.0, "generations": 2}
+    result = {"status": "completed", "steps": 9, "wall_s": 3.0, "generations": 2, "goodput": 0.4}
     seconds = {"goodput_per_allocated": 0.5, "goodput_per_available": 0.25}
-    told = list(summary(result | {"recoveries": [recovery], "worker_seconds": seconds}))
+    result |= {"recoveries": [recovery], "worker_seconds": seconds}
+    told = list(summary(result))
     assert told == [
-        "completed: 9 steps in 3.0 s, 2 generations, 1 recoveries",
-        "paused 0.50 s in all, 1 steps lost, 2 redone",
-        "goodput 50.0% of allocated worker time, 25.0% of available",
+        "completed: 9 steps in 3.0 s, 2 generations, 1 recovery",
+        "paused 0.50 s in all, 1 step lost, 2 redone",
+        "goodput 40.0% of the wall clock, 50.0% of allocated worker time, 25.0% of available",
     ]
+    begun_again = next(summary(result, starts=3))  # what was before is not in result.json
+    assert begun_again == "completed: 9 steps; the last of 3 starts took 3.0 s, 1 recovery"
 
 
 def test_an_event_that_no_one_has_words_for_is_told_by_its_reason() -> None:

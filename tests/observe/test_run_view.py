@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from elastic_ft.cli.app import COMPLETED, run_command
@@ -171,6 +171,7 @@ def test_a_running_run_says_when_it_ends() -> None:
     assert (dead["state"], dead["eta_s"], dead["now_x"]) == ("dead", None, 31.5)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a starved machine
 @given(st.lists(st.floats(-1e6, 1e6) | st.none(), max_size=3000))
 def test_a_series_keeps_its_ends_and_extremes(values: list[float | None]) -> None:
     series = Extremes()

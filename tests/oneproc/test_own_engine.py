@@ -433,5 +433,5 @@ def test_one_loader_is_trained_on_or_none() -> None:
     things = model, torch.optim.SGD(model.parameters())
     loaders = [DataLoader([0]) for _ in range(2)]
     assert sort_out(things).loader is None and sort_out((*things, loaders[0])).loader is loaders[0]
-    with pytest.raises(ConfigError, match="expected one DataLoader, found 2: give the one that is"):
+    with pytest.raises(ConfigError, match="expected one DataLoader, found 2: of several that are"):
         sort_out((*things, *loaders))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from elastic_ft.hosts.ray import ray_host as hosts
+from elastic_ft.hosts.ray.causes import KILLED
 from elastic_ft.hosts.ray.hosted import Hosted
 from elastic_ft.hosts.ray.keeper_actor import KeeperLife
 from elastic_ft.hosts.ray.names import RunNames
@@ -131,3 +132,17 @@ def test_a_worker_that_never_calls_is_lost(host: RayHost, monkeypatch: pytest.Mo
     assert lost.cause == "TimeoutError: it did not call the controller in 0.2 s"
     assert on_loop(host, lambda: list(host._hosted)) == ["w0"] and killed == [hangs]
     on_loop(host, lambda: [hosted.task.cancel() for hosted in host._hosted.values()])
+
+
+def test_the_controllers_own_kill_explains_no_loss(host: RayHost) -> None:
+    """A worker whose node died is killed, to be sure: the journal had that as what ended it."""
+    told: list[Any] = []
+    host._inbox = told.append
+
+    def lose() -> None:
+        for worker, cause in (("w0", KILLED), ("w1", "its node died")):
+            host._hosted[worker] = hosted = Hosted(worker)
+            host._lost(hosted, cause)
+
+    on_loop(host, lose)
+    assert [(lost.worker, lost.asked) for lost in told] == [("w0", True), ("w1", False)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ray.exceptions import RayActorError
 
+KILLED = "killed by the controller"
+
 
 def why_gone(error: BaseException) -> str:
     """One line on why a worker is gone, without Ray's ids and advice."""
@@ -18,7 +20,7 @@ def why_gone(error: BaseException) -> str:
 DEATHS = (
     ("node has died", "its node died"),
     ("node was drained", "its node was drained"),
-    ("ray.kill", "killed by the controller"),
+    ("ray.kill", KILLED),
     ("creation task failed", "its actor could not be created"),
     ("worker process has died", "its process died"),
     ("owner", "its owner died"),

@@ -24,7 +24,7 @@ from elastic_ft.controller.host import Tell
 from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
 from elastic_ft.core.events import NodeDraining, NodeLost, WorkerLost
 from elastic_ft.hosts.ray.allowed_places import AllowedPlaces
-from elastic_ft.hosts.ray.causes import why_gone
+from elastic_ft.hosts.ray.causes import KILLED, why_gone
 from elastic_ft.hosts.ray.cluster_nodes import ClusterNodes, ask_gcs
 from elastic_ft.hosts.ray.hosted import Hosted, Launch
 from elastic_ft.hosts.ray.keeper_actor import Keepers
@@ -319,7 +319,7 @@ class RayHost:
         return str(end)
 
     def _lost(self, hosted: Hosted, cause: str) -> None:
-        asked = hosted.worker not in self._hosted
+        asked = hosted.worker not in self._hosted or cause == KILLED
         self._inbox(WorkerLost(time.time(), hosted.worker, cause, asked=asked))
         self._launch.on_lost(hosted.worker)
         self._nodes.look.set()
