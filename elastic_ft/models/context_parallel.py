@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,8 @@ class ContextShare:
         return torch.cat([number * chunk + at for number in self.chunks])
 
     @property
-    def chunks(self) -> tuple[int, int]:
+    def chunks(self) -> tuple[int, ...]:
+        """Those that it has of the sequence, by number."""
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def attend(
@@ -116,11 +117,7 @@ class ContextShare:
         of them; None: all. ``documents``: which numbers follow one another, equal ones see each
         other; None: all.
         """
-        kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
-        q_BHtE = q_BtHE.transpose(1, 2).contiguous()
-        spans = _spans(documents_BT, q_BHtE.shape[2] * self.ranks)
-        out_BHtE: Tensor = _Attend.apply(q_BHtE, kv, self, scale, _Seen(spans, window))
-        return out_BHtE.transpose(1, 2)
+        return attend_here(self, q_BtHE, k_BtKE, v_BtKE, scale, window, documents_BT)
 
     def gather(self, kv_2BKtE: Tensor) -> Tensor:
         """[2, B, K, T, E], in the sequence's order."""
@@ -144,6 +141,37 @@ class ContextShare:
         """Where in what ranks have, one after the other, each chunk of the sequence is."""
         ranks = self.ranks
         return [2 * c if c < ranks else 2 * (2 * ranks - 1 - c) + 1 for c in range(2 * ranks)]
+
+
+class Keys(Protocol):
+    """Where attention's keys and values come from: other ranks, or these have them all."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def chunks(self) -> tuple[int, ...]: ...
+
+    def gather(self, kv_2BKtE: Tensor) -> Tensor: ...
+
+    def scatter(self, sums_2BKTE: Tensor) -> Tensor: ...
+
+
+def attend_here(
+    keys: Keys,
+    q_BtHE: Tensor,
+    k_BtKE: Tensor,
+    v_BtKE: Tensor,
+    scale: float | None,
+    window: int | None,
+    documents_BT: Tensor | None,
+) -> Tensor:
+    """``ContextShare.attend`` of what is here and what ``keys`` gathers."""
+    kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
+    q_BHtE = q_BtHE.transpose(1, 2).contiguous()
+    spans = _spans(documents_BT, q_BHtE.shape[2] * keys.ranks)
+    out_BHtE: Tensor = _Attend.apply(q_BHtE, kv, keys, scale, _Seen(spans, window))
+    return out_BHtE.transpose(1, 2)
 
 
 def documents_of(position_ids_BT: Tensor, jumps: bool = False) -> Tensor:
@@ -202,9 +230,9 @@ def _spans(documents_BT: Tensor | None, length: int) -> list[_Span]:
     ]
 
 
-def _blocks(context: ContextShare, own: int, seen: _Seen) -> Iterator[_Block]:
+def _blocks(context: Keys, own: int, seen: _Seen) -> Iterator[_Block]:
     """What attention is made of. Of some queries, the causal block with themselves comes first."""
-    chunk, window = own // 2, seen.window or own * context.ranks
+    chunk, window = own // len(context.chunks), seen.window or own * context.ranks
     for half, number in enumerate(context.chunks):
         here = (half - number) * chunk
         for rows, first, end in seen.documents:
@@ -234,7 +262,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any,
         q_BHtE: Tensor,
         kv_2BKtE: Tensor,
-        context: ContextShare,
+        context: Keys,
         scale: float | None,
         seen: _Seen,
     ) -> Tensor:

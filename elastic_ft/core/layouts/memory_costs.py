@@ -200,12 +200,17 @@ def _reduced(r: RankShape, unit: float, local: float, made: float) -> Iterator[t
 
 def _attention_backward_bytes(r: RankShape) -> float:
     """Gradients of queries, keys and values. Where ranks share positions, keys and values of all of
-    them, repeated to all heads, their gradients, and those summed over heads and over ranks."""
+    them (of the heads that this rank has), repeated to all heads, their gradients, and those summed
+    over heads and over ranks."""
     work, layout, a = r.work, r.choice.layout, r.work.compute_bytes
     model, tp = work.model, layout.tp
     heads = r.tokens * model.dim / tp
     if layout.cp == 1:
         return 3 * heads * a
+    if work.trades_heads(tp, layout.cp):
+        kv = 2 * r.tokens * work.traded_kv_dim(tp, layout.cp) / tp
+        lower = FLOAT32_BYTES if a < FLOAT32_BYTES else 0
+        return kv * FLOAT32_BYTES + heads * (FLOAT32_BYTES + 6 * a + lower)
     of_all = layout.cp * r.tokens / tp
     kv, seen = 2 * of_all * model.kv_dim, 1 - 1 / (2 * layout.cp)
     repeated = 2 * of_all * model.dim * a * (1 + seen)
