@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -185,15 +185,17 @@ def documents_of(position_ids_BT: Tensor, jumps: bool = False) -> Tensor:
     return F.pad(begins.cumsum(dim=1), (1, 0))
 
 
-_Kind = Literal["causal", "all", "backwards"]
+_Kind = Literal["causal", "all", "backwards", "itself"]
 
 
 class _Span(NamedTuple):
-    """A document in some rows of a batch."""
+    """A document in some rows of a batch; or, ``alone``, several of one position each: padding
+    whose places are equal."""
 
     rows: slice
     first: int
     end: int
+    alone: bool = False
 
 
 class _Seen(NamedTuple):
@@ -206,7 +208,8 @@ class _Seen(NamedTuple):
 class _Block(NamedTuple):
     """One kernel's part of attention: queries here, and keys in the sequence, that they see.
 
-    Of as many keys as queries, query n sees those up to n ("causal"), or from n on ("backwards").
+    Of as many keys as queries, query n sees those up to n ("causal"), from n on ("backwards"), or
+    n alone ("itself").
     """
 
     rows: slice
@@ -224,10 +227,19 @@ def _spans(documents_BT: Tensor | None, length: int) -> list[_Span]:
         borders[row].append(before + 1)
     alike = all(row == borders[0] for row in borders)
     return [
-        _Span(slice(None) if alike else slice(number, number + 1), first, end)
+        _Span(slice(None) if alike else slice(number, number + 1), *place)
         for number, row in enumerate(borders[:1] if alike else borders)
-        for first, end in pairwise([*row, length])
+        for place in _with_those_alone([*row, length])
     ]
+
+
+def _with_those_alone(borders: list[int]) -> Iterator[tuple[int, int, bool]]:
+    """(first, end, whether each is alone), of what is between two borders each."""
+    for alone, some in groupby(pairwise(borders), lambda place: place[1] - place[0] == 1):
+        places = [*some]
+        if alone:
+            places = [(places[0][0], places[-1][1])]
+        yield from ((*place, alone) for place in places)
 
 
 def _blocks(context: Keys, own: int, seen: _Seen) -> Iterator[_Block]:
@@ -235,8 +247,11 @@ def _blocks(context: Keys, own: int, seen: _Seen) -> Iterator[_Block]:
     chunk, window = own // len(context.chunks), seen.window or own * context.ranks
     for half, number in enumerate(context.chunks):
         here = (half - number) * chunk
-        for rows, first, end in seen.documents:
+        for rows, first, end, alone in seen.documents:
             begin, end = max(first, number * chunk), min(end, (number + 1) * chunk)
+            if (alone or window == 1) and begin < end:
+                yield _Block(rows, slice(begin + here, end + here), slice(begin, end), "itself")
+                continue
             for start, stop in _tiles(first, begin, end, window):
                 queries = slice(start + here, stop + here)
                 yield _Block(rows, queries, slice(start, stop), "causal")
@@ -272,7 +287,7 @@ class _Attend(torch.autograd.Function):
         for rows, mine, keys, kind in _blocks(context, q_BHtE.shape[2], seen):
             of_block = q_BHtE[rows, :, mine], k_BHTE[rows, :, keys], v_BHTE[rows, :, keys]
             found = _attention(*of_block, kind, scale)
-            if kind != "causal":
+            if kind in ("all", "backwards"):
                 found = _merged((out[rows, :, mine], lse[rows, :, mine]), found)
             out[rows, :, mine], lse[rows, :, mine] = found
         out = out.to(q_BHtE.dtype)
@@ -322,6 +337,9 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, kind: _Kind, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """(output, float32 log-sum-exp) of one kernel."""
+    if kind == "itself":
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        return v, (q.float() * k.float()).sum(dim=-1) * scale
     given = (*_turned(kind, q, k, v), 0.0, kind != "all")
     if q.device.type == "cpu":
         out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(*given, scale=scale)
@@ -342,6 +360,8 @@ def _attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Of queries, keys and values; ``lse`` and ``out``: over all keys, not these alone."""
+    if kind == "itself":  # whatever its score is, it is all that counts
+        return torch.zeros_like(q), torch.zeros_like(k), dout
     dout, q, out, lse, k, v = _turned(kind, dout, q, out, lse, k, v)
     lse, causal = lse.contiguous(), kind != "all"
     if q.device.type == "cpu":

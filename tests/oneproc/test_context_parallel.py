@@ -30,11 +30,11 @@ from elastic_ft.engines.shared_positions import (
 )
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model, context_parallel, loss_sum
-from elastic_ft.models.context_parallel import ContextShare, documents_of
+from elastic_ft.models.context_parallel import ContextShare, _blocks, _Seen, _spans, documents_of
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
 from elastic_ft.models.loss import IGNORED_LABEL
-from elastic_ft.models.ulysses import HeadShare
+from elastic_ft.models.ulysses import HeadShare, WholeSequence
 from tests.oneproc.alone import job_of
 
 pytest.importorskip("transformers")
@@ -106,8 +106,8 @@ def enlarged(model: nn.Module) -> nn.Module:
     return model
 
 
-def batch(length: int = 24, packed: bool = False) -> dict[str, Tensor]:
-    """``packed``: of documents that begin elsewhere in each row."""
+def batch(length: int = 24, packed: bool = False, padded: bool = False) -> dict[str, Tensor]:
+    """``packed``: of documents that begin elsewhere in each row. ``padded``: then equal places."""
     shape, generator = (2, length), torch.Generator().manual_seed(1)
     tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
     given = {"tokens": tokens, "labels": tokens.masked_fill(tokens % 5 == 0, IGNORED_LABEL)}
@@ -115,6 +115,10 @@ def batch(length: int = 24, packed: bool = False) -> dict[str, Tensor]:
         rows = ([1, 11, length - 12], [7, length - 7])
         places = [torch.cat([torch.arange(n) for n in row]) for row in rows]
         given["position_ids"] = torch.stack(places)
+    if padded:
+        ends = torch.tensor([[13], [20]])
+        given["position_ids"] = torch.arange(length).repeat(2, 1)
+        given["position_ids"] *= torch.arange(length) < ends
     return given
 
 
@@ -249,7 +253,7 @@ OURS: dict[str, Callable[[], nn.Module]] = {"decoder": decoder, "mixture": mixtu
 # ------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True, "padded"])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 23, 100])
 @pytest.mark.parametrize(
     ("ranks", "method", "kv_heads"),
@@ -260,14 +264,15 @@ OURS: dict[str, Callable[[], nn.Module]] = {"decoder": decoder, "mixture": mixtu
     ],
 )
 def test_attention_is_that_of_whole_sequences(
-    ranks: int, method: str, kv_heads: int, window: int | None, packed: bool
+    ranks: int, method: str, kv_heads: int, window: int | None, packed: bool | str
 ) -> None:
     length, generator = 24, torch.Generator().manual_seed(2)
     q, k, v = (torch.randn(2, length, n, 6, generator=generator) for n in (12, kv_heads, kv_heads))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     seen &= ~torch.ones_like(seen).tril(-(window or length))
-    documents = documents_of(batch(packed=packed).get("position_ids", torch.arange(24)[None]))
+    given = batch(packed=packed is True, padded=packed == "padded")
+    documents = documents_of(given.get("position_ids", torch.arange(24)[None]))
     seen = seen & (documents[:, :, None] == documents[:, None, :])[:, None]
     expected = nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in whole), attn_mask=seen, scale=0.7, enable_gqa=True
@@ -286,6 +291,19 @@ def test_attention_is_that_of_whole_sequences(
         of_whole = (expected.detach(), *(x.grad for x in whole))
         for mine_found, all_of_it in zip(found, of_whole, strict=True):
             torch.testing.assert_close(mine_found, all_of_it[:, mine], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 1])
+def test_what_sees_itself_alone_is_one_block(window: int | None) -> None:
+    """Padding by equal places is a document for each, and a window of one is that for all."""
+    length = 4096
+    places = torch.arange(length).clamp_max(99).repeat(2, 1) % 99
+    seen = _Seen(_spans(documents_of(places), length), window)
+    share: Any = Threads(Seat(Meeting(2), 1))  # type: ignore[arg-type]
+    first = "causal" if window is None else "itself"
+    for keys, kinds in ((WholeSequence(), [first, "itself"]), (share, ["itself"] * 2)):
+        blocks = _blocks(keys, length // keys.ranks, seen)
+        assert [block.kind for block in blocks] == kinds
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
