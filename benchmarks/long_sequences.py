@@ -113,6 +113,7 @@ def main() -> None:
         line = {"case": name, "layout": str(layout), "parallel": parallel}
         line |= {"predicted": {k: round(v) for k, v in predicted._asdict().items()}}
         line |= {"predicted_bytes": round(predicted.total), "measured_bytes": measured}
+        line["measured_by"] = "tensors"
         sent = ""
         if layout.cp > 1:
             line["sent_bytes"] = max(of_ranks(job, layout, MICRO_BATCHES, sent_of_rank))

@@ -51,7 +51,7 @@ from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
 
 VOCABULARY, MICRO_BATCHES, STEPS = 4096, 2, 3
-DEADLINE_S = 600.0
+DEADLINE_S = 1800.0
 Sections = dict[str, dict[str, Any]]
 
 
