@@ -30,7 +30,7 @@ from elastic_ft.engines.shared_positions import (
 )
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model, context_parallel, loss_sum
-from elastic_ft.models.context_parallel import ContextShare, _blocks, _Seen, _spans, documents_of
+from elastic_ft.models.context_parallel import ContextShare, documents_of
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
 from elastic_ft.models.loss import IGNORED_LABEL
@@ -298,11 +298,12 @@ def test_what_sees_itself_alone_is_one_block(window: int | None) -> None:
     """Padding by equal places is a document for each, and a window of one is that for all."""
     length = 4096
     places = torch.arange(length).clamp_max(99).repeat(2, 1) % 99
-    seen = _Seen(_spans(documents_of(places), length), window)
+    cp: Any = context_parallel
+    seen = cp._Seen(cp._spans(documents_of(places), length), window)
     share: Any = Threads(Seat(Meeting(2), 1))  # type: ignore[arg-type]
     first = "causal" if window is None else "itself"
     for keys, kinds in ((WholeSequence(), [first, "itself"]), (share, ["itself"] * 2)):
-        blocks = _blocks(keys, length // keys.ranks, seen)
+        blocks = cp._blocks(keys, length // keys.ranks, seen)
         assert [block.kind for block in blocks] == kinds
 
 
