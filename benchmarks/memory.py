@@ -25,8 +25,9 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -50,7 +51,7 @@ from elastic_ft.models.build import build_model
 from elastic_ft.models.describe import describe_job
 
 VOCABULARY, MICRO_BATCHES, STEPS = 4096, 2, 3
-DEADLINE_S = 600.0
+DEADLINE_S = 1800.0
 Sections = dict[str, dict[str, Any]]
 
 
@@ -209,8 +210,8 @@ def _collect(events: Any, within: Any, changes: list[tuple[int, int, int]]) -> N
         _collect(event.children, event if is_collective else within, changes)
 
 
-def peak_of_rank(groups: Groups, job: Job, micro_batches: int, by_malloc: bool) -> int:
-    """Bytes above what there was before the engine."""
+def trainer_of(groups: Groups, job: Job, micro_batches: int) -> Callable[[int], None]:
+    """What trains the step of the job whose number it is given; 0: makes all that is trained."""
     length, device, vocabulary = job.data.sequence_length, torch.device("cpu"), job.data.vocab_size
     engine = NativeEngine(
         job,
@@ -228,18 +229,30 @@ def peak_of_rank(groups: Groups, job: Job, micro_batches: int, by_malloc: bool) 
         for n in range(micro_batches)
     ]
     tokens = job.batch.global_batch_size * length
-    peak = Peak()
+
+    def train(step: int) -> None:
+        if step == 0:
+            engine.attach(groups)
+            engine.initialise()
+            return
+        engine.run_batch(step, batches, lambda *point: None)
+        squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
+        dist.all_reduce(squares)
+        engine.apply(step, tokens, float(squares), lambda *point: None)
+
+    return train
+
+
+def peak_of_rank(groups: Groups, job: Job, micro_batches: int, by_malloc: bool = False) -> int:
+    """Bytes above what there was before the engine."""
+    step, peak = trainer_of(groups, job, micro_batches), Peak()
 
     def train() -> None:
-        engine.attach(groups)
-        engine.initialise()
-        for step in range(1, STEPS + 1):
+        step(0)
+        for number in range(1, STEPS + 1):
             gc.collect()
             with peak if by_malloc else contextlib.nullcontext():
-                engine.run_batch(step, batches, lambda *point: None)
-                squares = torch.tensor(engine.square_norm(), dtype=torch.float64)
-                dist.all_reduce(squares)
-                engine.apply(step, tokens, float(squares), lambda *point: None)
+                step(number)
 
     gc.collect()
     before = allocated()
@@ -249,9 +262,20 @@ def peak_of_rank(groups: Groups, job: Job, micro_batches: int, by_malloc: bool) 
     return peak.nbytes - before
 
 
-def _rank(rank: int, case: Case, port: int, results: Any, by_malloc: bool) -> None:
+Found = TypeVar("Found")
+Take = Callable[[Groups, Job, int], Found]
+
+
+def _rank(
+    rank: int,
+    job: Job,
+    layout: Layout,
+    micro_batches: int,
+    port: int,
+    results: Any,
+    take: Take[Any],
+) -> None:
     torch.set_num_threads(1)
-    layout, job = case.layout, make_job(case)
     world = layout.world_size
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
@@ -260,21 +284,23 @@ def _rank(rank: int, case: Case, port: int, results: Any, by_malloc: bool) -> No
     groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
     try:
         groups.form(torch.device("cpu"), DEADLINE_S)
-        results.put((rank, peak_of_rank(groups, job, case.micro_batches, by_malloc), ""))
+        results.put((rank, take(groups, job, micro_batches), ""))
         groups.barrier("end")
     except BaseException:
-        results.put((rank, 0, traceback.format_exc()))
+        results.put((rank, None, traceback.format_exc()))
         raise
 
 
-def measure(case: Case, by_malloc: bool = False) -> int:
-    """Bytes of the fullest rank."""
+def of_ranks(job: Job, layout: Layout, micro_batches: int, take: Take[Found]) -> list[Found]:
+    """What ``take`` returns on each of the layout's ranks, a process each."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(rank, case, store.port, results, by_malloc))
-        for rank in range(case.layout.world_size)
+        context.Process(
+            target=_rank, args=(rank, job, layout, micro_batches, store.port, results, take)
+        )
+        for rank in range(layout.world_size)
     ]
     for process in ranks:
         process.start()
@@ -286,7 +312,14 @@ def measure(case: Case, by_malloc: bool = False) -> int:
             process.kill()
     if failed := [error for _, _, error in found if error]:
         raise RuntimeError(failed[0])
-    return max(nbytes for _, nbytes, _ in found)
+    return [taken for _, taken, _ in found]
+
+
+def measure(
+    job: Job, layout: Layout, micro_batches: int = MICRO_BATCHES, by_malloc: bool = False
+) -> int:
+    """Bytes of the fullest rank."""
+    return max(of_ranks(job, layout, micro_batches, partial(peak_of_rank, by_malloc=by_malloc)))
 
 
 def main() -> None:
@@ -302,7 +335,7 @@ def main() -> None:
     for case in cases(arguments):
         job = make_job(case)
         predicted = memory(describe_job(job), choice_of(job, case.layout), fused=False).total
-        measured = measure(case, arguments.malloc)
+        measured = measure(job, case.layout, case.micro_batches, arguments.malloc)
         line: dict[str, Any] = dataclasses.asdict(case) | {"layout": str(case.layout)}
         line |= {"measured_by": "malloc" if arguments.malloc else "tensors"}
         line |= {"predicted_bytes": round(predicted), "measured_bytes": measured}

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from elastic_ft.config.section import SEQUENCE_MAX, Section
-from elastic_ft.core.layouts.layout import WISHES, LayoutWish, Strategy
+from elastic_ft.core.layouts.layout import WISHES, ContextMethod, LayoutWish, Strategy
 from elastic_ft.core.policy import same_names
 
 
@@ -33,6 +33,9 @@ class ParallelConfig(Section):
     tp_plan: str | None = None  # "package.module:name", how tp cuts a model of your own
     pp: int = Field(LayoutWish.pp, ge=1)  # ranks that share the layers out as pipeline stages
     cp: int = Field(LayoutWish.cp, ge=1)  # ranks that share the positions of each sample
+    # In attention each gathers all keys and values, or has some heads of whole sequences (ulysses:
+    # cp x tp divides the heads); auto: the latter where it can.
+    cp_method: ContextMethod = LayoutWish.cp_method
     # Of a mixture of experts, fsdp and hsdp: data ranks that share each layer's experts out.
     ep: int = Field(LayoutWish.ep, ge=1)
     # Of pipeline stages.

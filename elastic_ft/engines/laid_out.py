@@ -41,7 +41,11 @@ from elastic_ft.engines.pipeline import (
 )
 from elastic_ft.engines.replica_comm import ReplicaComm
 from elastic_ft.engines.shard_comm import compress
-from elastic_ft.engines.shared_positions import check_context_parallel, share_positions
+from elastic_ft.engines.shared_positions import (
+    check_context_parallel,
+    share_of_positions,
+    share_positions,
+)
 from elastic_ft.engines.tensor_parallel import (
     check_stages_cut_alike,
     check_tensor_parallel,
@@ -53,7 +57,6 @@ from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import block_modules
-from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import Decoder, DecoderStage
 from elastic_ft.models.experts import MixtureDecoder
 
@@ -201,7 +204,7 @@ def check_parallel(job: Job, model: nn.Module, sequence_length: int | None) -> N
         raise ConfigError("parallel.engine: a mixture of experts (model.preset) is of native alone")
     if parallel.cp > 1 and isinstance(model, MixtureDecoder) and parallel.pp > 1:
         raise ConfigError("parallel.cp: stages of a mixture (model.preset) have whole sequences")
-    check_context_parallel(model, parallel.cp)
+    check_context_parallel(model, parallel, parallel.tp)
     if job.optimizer.is_schedule_free and parallel.pp > 1:
         raise ConfigError(
             f"optimizer.name: {job.optimizer.name} counts for all parameters, and stages (pp) have "
@@ -278,7 +281,8 @@ def _prepare(
     if isinstance(part, Decoder | DecoderStage):
         part.loss_chunk_tokens = job.parallel.loss_chunk_tokens
     if groups is not None and groups.context is not None:
-        share_positions(part, ContextShare(groups.context, _layout(groups).tp))
+        of_rank = share_of_positions(part, job.parallel, _layout(groups), groups.context)
+        share_positions(part, of_rank)
     if groups is not None and _needs_fsdp(job, _layout(groups), device):
         shard(job, part, blocks, groups)
     to_empty(part, device)

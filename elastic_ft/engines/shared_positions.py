@@ -1,13 +1,18 @@
 """Context parallelism: which models' positions ranks can share, and that they do from now on.
 
-What attention is then: ``models.context_parallel``; of transformers models, by way of their own
-interface: ``models.foreign_attention``.
+What attention is then: ``models.context_parallel``, or by heads, ``models.ulysses``; of
+transformers models, by way of their own interface: ``models.foreign_attention``.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch.distributed as dist
 from torch import nn
 
+from elastic_ft.config import ParallelConfig
+from elastic_ft.core.layouts.layout import Layout, trades_heads
 from elastic_ft.engines.pipeline import NOISES
 from elastic_ft.engines.tensor_parallel import check_no_dropout
 from elastic_ft.errors import ConfigError
@@ -16,17 +21,42 @@ from elastic_ft.models.decoder import Attention, Decoder, DecoderStage
 from elastic_ft.models.experts import MixtureDecoder, MixtureOfExperts
 from elastic_ft.models.foreign_attention import attend_over_ranks, why_not_shared
 from elastic_ft.models.stages import PrunedStage
+from elastic_ft.models.ulysses import HeadShare
 
 KEY = "parallel.cp"  # of the job file, for messages
 
 
-def check_context_parallel(model: nn.Module, ranks: int) -> None:
-    """Raises ConfigError, one line, for a model whose positions ranks can't share."""
-    if ranks == 1 or isinstance(model, Decoder | MixtureDecoder):
+def check_context_parallel(model: nn.Module, parallel: ParallelConfig, parts: int = 1) -> None:
+    """Raises ConfigError, one line, for a model whose positions ranks can't share as asked.
+    ``parts``: into how many tensor parallelism cuts each layer."""
+    if parallel.cp == 1:
         return
-    if (why := why_not_shared(model)) is not None:
-        raise ConfigError(f"{KEY}: {why}")
-    check_no_dropout(model, KEY, "ranks would draw the same of other positions", NOISES)
+    if not isinstance(model, Decoder | MixtureDecoder):
+        if (why := why_not_shared(model)) is not None:
+            raise ConfigError(f"{KEY}: {why}")
+        check_no_dropout(model, KEY, "ranks would draw the same of other positions", NOISES)
+    heads, cp = heads_of(model), parallel.cp
+    if parallel.cp_method == "ulysses" and not trades_heads("ulysses", heads, parts, cp):
+        raise ConfigError(
+            f"{KEY}_method: ulysses gives each rank as many heads, and cp {cp} x tp {parts} do not "
+            f"divide {heads}; auto gathers keys and values where that is so"
+        )
+
+
+def heads_of(part: Any) -> int:
+    """Of each layer's queries, over all ranks."""
+    config = (part.pruned if isinstance(part, PrunedStage) else part).config
+    ours = isinstance(part, Decoder | DecoderStage | MixtureDecoder)
+    return int(config.n_heads if ours else config.num_attention_heads)
+
+
+def share_of_positions(
+    part: nn.Module, parallel: ParallelConfig, layout: Layout, group: dist.ProcessGroup
+) -> ContextShare:
+    """This rank's, of ``group``, for ``part`` of a model."""
+    parts = layout.parts_per_layer
+    by_heads = trades_heads(parallel.cp_method, heads_of(part), parts, layout.cp)
+    return (HeadShare if by_heads else ContextShare)(group, parts)
 
 
 def share_positions(part: nn.Module, context: ContextShare) -> None:

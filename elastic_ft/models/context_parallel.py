@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from itertools import groupby, pairwise
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,8 @@ class ContextShare:
         return torch.cat([number * chunk + at for number in self.chunks])
 
     @property
-    def chunks(self) -> tuple[int, int]:
+    def chunks(self) -> tuple[int, ...]:
+        """Those that it has of the sequence, by number."""
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def attend(
@@ -117,11 +118,7 @@ class ContextShare:
         of them; None: all. ``documents``: which numbers follow one another, equal ones see each
         other; None: all.
         """
-        kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
-        q_BHtE = q_BtHE.transpose(1, 2).contiguous()
-        spans = _spans(documents_BT, q_BHtE.shape[2] * self.ranks)
-        out_BHtE: Tensor = _Attend.apply(q_BHtE, kv, self, scale, _Seen(spans, window))
-        return out_BHtE.transpose(1, 2)
+        return attend_here(self, q_BtHE, k_BtKE, v_BtKE, scale, window, documents_BT)
 
     def gather(self, kv_2BKtE: Tensor) -> Tensor:
         """[2, B, K, T, E], in the sequence's order."""
@@ -141,6 +138,37 @@ class ContextShare:
         return own.movedim(0, 3)
 
 
+class Keys(Protocol):
+    """Where attention's keys and values come from: other ranks, or these have them all."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def chunks(self) -> tuple[int, ...]: ...
+
+    def gather(self, kv_2BKtE: Tensor) -> Tensor: ...
+
+    def scatter(self, sums_2BKTE: Tensor) -> Tensor: ...
+
+
+def attend_here(
+    keys: Keys,
+    q_BtHE: Tensor,
+    k_BtKE: Tensor,
+    v_BtKE: Tensor,
+    scale: float | None,
+    window: int | None,
+    documents_BT: Tensor | None,
+) -> Tensor:
+    """``ContextShare.attend`` of what is here and what ``keys`` gathers."""
+    kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
+    q_BHtE = q_BtHE.transpose(1, 2).contiguous()
+    spans = _spans(documents_BT, q_BHtE.shape[2] * keys.ranks)
+    out_BHtE: Tensor = _Attend.apply(q_BHtE, kv, keys, scale, _Seen(spans, window))
+    return out_BHtE.transpose(1, 2)
+
+
 def documents_of(position_ids_BT: Tensor, jumps: bool = False) -> Tensor:
     """int64 [B, T]: numbers of the documents that sequences are made of, from 0.
 
@@ -152,15 +180,17 @@ def documents_of(position_ids_BT: Tensor, jumps: bool = False) -> Tensor:
     return F.pad(begins.cumsum(dim=1), (1, 0))
 
 
-_Kind = Literal["causal", "all", "backwards"]
+_Kind = Literal["causal", "all", "backwards", "itself"]
 
 
 class _Span(NamedTuple):
-    """A document in some rows of a batch."""
+    """A document in some rows of a batch; or, ``alone``, several of one position each: padding
+    whose places are equal."""
 
     rows: slice
     first: int
     end: int
+    alone: bool = False
 
 
 class _Seen(NamedTuple):
@@ -173,7 +203,8 @@ class _Seen(NamedTuple):
 class _Block(NamedTuple):
     """One kernel's part of attention: queries here, and keys in the sequence, that they see.
 
-    Of as many keys as queries, query n sees those up to n ("causal"), or from n on ("backwards").
+    Of as many keys as queries, query n sees those up to n ("causal"), from n on ("backwards"), or
+    n alone ("itself").
     """
 
     rows: slice
@@ -201,19 +232,31 @@ def _found_spans(documents_BT: Tensor, length: int) -> list[_Span]:
         borders[row].append(before + 1)
     alike = all(row == borders[0] for row in borders)
     return [
-        _Span(slice(None) if alike else slice(number, number + 1), first, end)
+        _Span(slice(None) if alike else slice(number, number + 1), *place)
         for number, row in enumerate(borders[:1] if alike else borders)
-        for first, end in pairwise([*row, length])
+        for place in _with_those_alone([*row, length])
     ]
 
 
-def _blocks(context: ContextShare, own: int, seen: _Seen) -> Iterator[_Block]:
+def _with_those_alone(borders: list[int]) -> Iterator[tuple[int, int, bool]]:
+    """(first, end, whether each is alone), of what is between two borders each."""
+    for alone, some in groupby(pairwise(borders), lambda place: place[1] - place[0] == 1):
+        places = [*some]
+        if alone:
+            places = [(places[0][0], places[-1][1])]
+        yield from ((*place, alone) for place in places)
+
+
+def _blocks(context: Keys, own: int, seen: _Seen) -> Iterator[_Block]:
     """What attention is made of. Of some queries, the causal block with themselves comes first."""
-    chunk, window = own // 2, seen.window or own * context.ranks
+    chunk, window = own // len(context.chunks), seen.window or own * context.ranks
     for half, number in enumerate(context.chunks):
         here = (half - number) * chunk
-        for rows, first, end in seen.documents:
+        for rows, first, end, alone in seen.documents:
             begin, end = max(first, number * chunk), min(end, (number + 1) * chunk)
+            if (alone or window == 1) and begin < end:
+                yield _Block(rows, slice(begin + here, end + here), slice(begin, end), "itself")
+                continue
             for start, stop in _tiles(first, begin, end, window):
                 queries = slice(start + here, stop + here)
                 yield _Block(rows, queries, slice(start, stop), "causal")
@@ -239,7 +282,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any,
         q_BHtE: Tensor,
         kv_2BKtE: Tensor,
-        context: ContextShare,
+        context: Keys,
         scale: float | None,
         seen: _Seen,
     ) -> Tensor:
@@ -249,7 +292,7 @@ class _Attend(torch.autograd.Function):
         for rows, mine, keys, kind in _blocks(context, q_BHtE.shape[2], seen):
             of_block = q_BHtE[rows, :, mine], k_BHTE[rows, :, keys], v_BHTE[rows, :, keys]
             found = _attention(*of_block, kind, scale)
-            if kind != "causal":
+            if kind in ("all", "backwards"):
                 found = _merged((out[rows, :, mine], lse[rows, :, mine]), found)
             out[rows, :, mine], lse[rows, :, mine] = found
         out = out.to(q_BHtE.dtype)
@@ -315,6 +358,8 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, kind: _Kind, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """(output, float32 log-sum-exp) of one kernel."""
+    if kind == "itself":
+        return v, (q.float() * k.float()).sum(dim=-1) * _scale_of(q, scale)
     q, k, v = _turned(kind, q, k, v)
     if _is_on_cpu(q):
         name = _ops._scaled_dot_product_flash_attention_for_cpu
@@ -338,6 +383,8 @@ def _attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Of queries, keys and values; ``lse`` and ``out``: over all keys, not these alone."""
+    if kind == "itself":  # whatever its score is, it is all that counts
+        return torch.zeros_like(q), torch.zeros_like(k), dout
     dout, q, out, lse, k, v = _turned(kind, dout, q, out, lse, k, v)
     lse, causal, width = lse.contiguous(), kind != "all", q.shape[-1]
     if _is_on_cpu(q):

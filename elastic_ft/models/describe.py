@@ -87,6 +87,7 @@ def describe_job(job: Job) -> Work:
             job.comm.compress_replicas,
             job.comm.powersgd_rank,
         ),
+        cp_method=job.parallel.cp_method,
     )
 
 

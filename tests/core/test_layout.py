@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from elastic_ft.core.layouts.layout import (
     DIMENSIONS,
     MODEL_DIMENSIONS,
+    ContextMethod,
     Coordinates,
     Layout,
     LayoutWish,
@@ -197,6 +198,26 @@ def test_experts_that_are_shared_out_are_another_cut() -> None:
     assert dealt.shard_space == "pp1.s4.tp1.ep2.0x1_1x2_0x1"
     assert Layout.of_shard_space(dealt.shard_space) == dealt
     assert (str(dealt), dealt.shards()) == (str(sharing), sharing.shards())
+
+
+@pytest.mark.parametrize(
+    ("method", "world_size", "cp", "wanted"),
+    [
+        ("ulysses", 8, 4, "fsdp2-cp4"),
+        ("ulysses", 3, 4, "fsdp3"),  # heads that 4 divides need not divide by 3
+        ("ulysses", 6, 4, "fsdp3-cp2"),
+        ("ulysses", 3, 6, "ddp1-cp3"),
+        ("auto", 3, 4, "ddp1-cp3"),
+        ("all_gather", 3, 4, "ddp1-cp3"),
+    ],
+)
+def test_ranks_that_trade_heads_are_as_many_as_divide_them(
+    method: ContextMethod, world_size: int, cp: int, wanted: str
+) -> None:
+    wish = LayoutWish(strategy="fsdp", cp=cp, cp_method=method)
+    layout, why = plan_layout(wish, world_size)
+    assert str(layout) == wanted
+    assert ("ulysses takes divisors of cp" in why) is (method == "ulysses" and layout.cp != cp)
 
 
 @pytest.mark.parametrize(("cp", "ep", "together"), [(2, 1, 2), (2, 4, 4), (4, 2, 4), (2, 3, 6)])

@@ -10,7 +10,7 @@ from math import gcd
 
 import pytest
 
-from elastic_ft.core.layouts.layout import Layout, LayoutWish, divisors
+from elastic_ft.core.layouts.layout import ContextMethod, Layout, LayoutWish, divisors
 from elastic_ft.core.layouts.layout_plan import LayoutPlan, NoLayout, fill, seats_on_nodes
 from elastic_ft.core.layouts.memory_costs import host_bytes, memory
 from elastic_ft.core.layouts.moved import Previous, bytes_moved
@@ -233,6 +233,33 @@ def test_sharing_positions_divides_activations_and_computing() -> None:
         assert 0.97 * found[1][0] / cp < found[cp][0] < found[1][0] / cp + gathered
         assert found[cp][1] == pytest.approx(found[1][1])  # as much in all, on as many devices
         assert found[cp][2] > 0 == found[1][2]
+
+
+def test_heads_instead_of_keys_and_values_send_less_the_more_ranks_there_are() -> None:
+    """Of 32 heads, 8 of keys and values, bf16. The latter gathered twice and summed in float32:
+    16 bytes a head. Rows of heads, there and back, twice: 8 bytes, divided by the ranks; sixteen
+    have keys and values twice."""
+    model, there = replace(SEVEN_B, sequence_length=32_768), devices(16, latency_s=0)
+    for cp, kv_heads in ((2, 8), (4, 8), (8, 8), (16, 16)):
+        choice = Choice(Layout(cp=cp, dp_shard=16 // cp), 1)
+        gathered = Work(model, 16, loss_chunk_tokens=2048)
+        traded = replace(gathered, cp_method="auto")
+        ratio = [step_time(w, choice, Interconnect.of(there, (16,))).cp for w in (traded, gathered)]
+        expected = 8 * (32 + kv_heads) / cp / (16 * 8)
+        assert ratio[0] / ratio[1] == pytest.approx(expected)
+        choice = replace(choice, recompute=True)
+        least, most = (memory(work, choice).activations for work in (traded, gathered))
+        assert least <= most * (1 if cp == 2 else 0.8)  # at 2 something else is the most
+
+
+@pytest.mark.parametrize(("method", "most"), [("ulysses", 32), ("auto", 128), ("all_gather", 128)])
+def test_the_planner_deals_whole_heads(method: ContextMethod, most: int) -> None:
+    """Of 32."""
+    model = replace(SEVEN_B, sequence_length=131_072)
+    work = Work(model, 8, loss_chunk_tokens=2048, cp_method=method)
+    limits = Limits((1,), (True,), tp_sizes=(1, 2), cp_sizes=(1, 16, 32, 64), pp_max=1)
+    found = plans(work, devices(*[8] * 16), limits, top=1000)
+    assert max(plan.layout.ranks_per_layer for plan in found if plan.layout.cp > 1) == most
 
 
 def test_the_planner_shares_positions_where_one_sample_does_not_fit() -> None:

@@ -107,7 +107,7 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
         ),
         {"keepers": False},
     ),
-    # Ranks share positions; losses in chunks, recomputing selectively.
+    # Ranks share positions, in attention heads; losses in chunks, recomputing selectively.
     "long": (
         moves_through(
             *("ddp1-cp4", "ddp1-cp3"),
@@ -116,7 +116,13 @@ CHAINS: dict[str, tuple[list[Move], dict[str, Any]]] = {
             "ddp2-cp2",
             faults=[("backward", 2), ("inside_optimizer", 1), ("forward", 3)],
         ),
-        {"parallel": {"loss_chunk_tokens": 7, "activation_checkpointing": "selective"}},
+        {
+            "parallel": {
+                "cp_method": "ulysses",
+                "loss_chunk_tokens": 7,
+                "activation_checkpointing": "selective",
+            }
+        },
     ),
     # Ranks share experts out: by two of four, by three (3, 2, 2), by all, within replicas; by none,
     # and in stages.

@@ -24,12 +24,21 @@ SIZES: dict[str, Any] = {
 }
 LLAMA = SIZES | {"model_type": "llama", "tie_word_embeddings": True}
 MISTRAL = SIZES | {"model_type": "mistral", "sliding_window": 5}
+HEADS = MISTRAL | {"num_attention_heads": 4}  # of keys and values two
+BY_HEADS: dict[str, Any] = {"cp_method": "ulysses"}
 MIXTRAL = SIZES | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 # model, strategy, parallel section, layouts of four workers, of three, and of four
 RUNS: dict[str, tuple[dict[str, Any], str, dict[str, Any], list[str]]] = {
     "llama": (LLAMA, "fsdp", {"cp": 2}, ["fsdp2-cp2", "fsdp3", "fsdp2-cp2"]),
     "window": (MISTRAL, "hsdp", {"cp": 2}, ["fsdp2-cp2", "fsdp3", "fsdp2-cp2"]),
     "all of them": (MISTRAL, "fsdp", {"cp": 4}, ["ddp1-cp4", "ddp1-cp3", "ddp1-cp4"]),
+    "heads": (HEADS, "fsdp", {"cp": 2} | BY_HEADS, ["fsdp2-cp2", "fsdp3", "fsdp2-cp2"]),
+    "heads of all of them": (HEADS, "ddp", {"cp": 4} | BY_HEADS, ["ddp1-cp4", "ddp3", "ddp1-cp4"]),
+    # Three ranks gather keys and values.
+    "heads if they can": (
+        *(HEADS, "fsdp", {"cp": 4, "cp_method": "auto", "activation_checkpointing": "selective"}),
+        ["ddp1-cp4", "ddp1-cp3", "ddp1-cp4"],
+    ),
     "tensor parallel": (LLAMA, "ddp", {"cp": 2, "tp": 2}, ["ddp1-cp2-tp2", "ddp3", "ddp1-cp2-tp2"]),
     "stages": (MISTRAL, "fsdp", {"cp": 2, "pp": 2}, ["pp2-ddp1-cp2", "fsdp3", "pp2-ddp1-cp2"]),
     "experts": (

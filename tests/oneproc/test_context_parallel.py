@@ -5,6 +5,7 @@ Ranks are threads here: what goes between them is added up and joined as process
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Callable, Sequence
@@ -16,18 +17,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic_ft.config import ModelConfig
+from elastic_ft.config import ModelConfig, ParallelConfig
 from elastic_ft.controller.planning import planning_of
+from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.pipeline import cut, joined, own_positions, tokens_and_targets
-from elastic_ft.engines.shared_positions import check_context_parallel, share_positions
+from elastic_ft.engines.shared_positions import (
+    check_context_parallel,
+    share_of_positions,
+    share_positions,
+)
 from elastic_ft.errors import ConfigError, ModelError
 from elastic_ft.models import build_model, context_parallel, loss_sum
 from elastic_ft.models.context_parallel import ContextShare, documents_of
 from elastic_ft.models.decoder import Decoder, DecoderConfig
 from elastic_ft.models.experts import MixtureConfig, MixtureDecoder
 from elastic_ft.models.loss import IGNORED_LABEL
+from elastic_ft.models.ulysses import HeadShare, WholeSequence
 from tests.oneproc.alone import job_of
 
 pytest.importorskip("transformers")
@@ -99,8 +106,8 @@ def enlarged(model: nn.Module) -> nn.Module:
     return model
 
 
-def batch(length: int = 24, packed: bool = False) -> dict[str, Tensor]:
-    """``packed``: of documents that begin elsewhere in each row."""
+def batch(length: int = 24, packed: bool = False, padded: bool = False) -> dict[str, Tensor]:
+    """``packed``: of documents that begin elsewhere in each row. ``padded``: then equal places."""
     shape, generator = (2, length), torch.Generator().manual_seed(1)
     tokens = torch.randint(1, VOCABULARY, shape, generator=generator)
     given = {"tokens": tokens, "labels": tokens.masked_fill(tokens % 5 == 0, IGNORED_LABEL)}
@@ -108,6 +115,10 @@ def batch(length: int = 24, packed: bool = False) -> dict[str, Tensor]:
         rows = ([1, 11, length - 12], [7, length - 7])
         places = [torch.cat([torch.arange(n) for n in row]) for row in rows]
         given["position_ids"] = torch.stack(places)
+    if padded:
+        ends = torch.tensor([[13], [20]])
+        given["position_ids"] = torch.arange(length).repeat(2, 1)
+        given["position_ids"] *= torch.arange(length) < ends
     return given
 
 
@@ -156,6 +167,28 @@ class Threads(ContextShare):
         return torch.stack(self.group.meeting.all_of(self.rank, counts.detach())).sum(dim=0)
 
 
+class ThreadsByHeads(Threads, HeadShare):
+    def swap(self, parts_R: Tensor) -> Tensor:
+        return _Swap.apply(parts_R, self.group)
+
+
+class _Swap(torch.autograd.Function):
+    """Gradients go the way back, which is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, parts_R: Tensor, seat: Seat) -> Tensor:
+        ctx.seat = seat
+        everyones = seat.meeting.all_of(seat.rank, parts_R.detach())
+        return torch.stack([parts[seat.rank] for parts in everyones])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Swap.forward(ctx, gradient, ctx.seat), None
+
+
+HOW: dict[str, type[Threads]] = {"all_gather": Threads, "ulysses": ThreadsByHeads}
+
+
 @pytest.fixture(autouse=True)
 def threads_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_gather(everyones: Tensor, own: Tensor, group: Seat) -> None:
@@ -169,13 +202,15 @@ def threads_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_parallel, "_reduce_scatter", reduce_scatter)
 
 
-def on_ranks(count: int, work: Callable[[ContextShare], Any]) -> list[Any]:
+def on_ranks(
+    count: int, work: Callable[[ContextShare], Any], method: str = "all_gather"
+) -> list[Any]:
     """What ``work`` returns on each rank, by rank."""
     meeting = Meeting(count)
 
     def run(rank: int) -> Any:
         try:
-            return work(Threads(Seat(meeting, rank)))  # type: ignore[arg-type]
+            return work(HOW[method](Seat(meeting, rank)))  # type: ignore[arg-type]
         except BaseException:
             meeting.abort()
             raise
@@ -218,16 +253,26 @@ OURS: dict[str, Callable[[], nn.Module]] = {"decoder": decoder, "mixture": mixtu
 # ------------------------------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [False, True, "padded"])
 @pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 8, 23, 100])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_attention_is_that_of_whole_sequences(ranks: int, window: int | None, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "method", "kv_heads"),
+    [
+        *((ranks, "all_gather", 4) for ranks in (1, 2, 3)),
+        # Key-value heads as they are, and repeated: twice, and twelve times.
+        *((ranks, "ulysses", n) for ranks, n in ((2, 4), (4, 6), (12, 1))),
+    ],
+)
+def test_attention_is_that_of_whole_sequences(
+    ranks: int, method: str, kv_heads: int, window: int | None, packed: bool | str
+) -> None:
     length, generator = 24, torch.Generator().manual_seed(2)
-    q, k, v = (torch.randn(2, length, n, 6, generator=generator) for n in (4, 2, 2))
+    q, k, v = (torch.randn(2, length, n, 6, generator=generator) for n in (12, kv_heads, kv_heads))
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     seen &= ~torch.ones_like(seen).tril(-(window or length))
-    documents = documents_of(batch(packed=packed).get("position_ids", torch.arange(24)[None]))
+    given = batch(packed=packed is True, padded=packed == "padded")
+    documents = documents_of(given.get("position_ids", torch.arange(24)[None]))
     seen = seen & (documents[:, :, None] == documents[:, None, :])[:, None]
     expected = nn.functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in whole), attn_mask=seen, scale=0.7, enable_gqa=True
@@ -242,18 +287,38 @@ def test_attention_is_that_of_whole_sequences(ranks: int, window: int | None, pa
         (out * weights[:, mine]).sum().backward()
         return mine, out.detach(), *(x.grad for x in own)
 
-    for mine, *found in on_ranks(ranks, attend):
+    for mine, *found in on_ranks(ranks, attend, method):
         of_whole = (expected.detach(), *(x.grad for x in whole))
         for mine_found, all_of_it in zip(found, of_whole, strict=True):
             torch.testing.assert_close(mine_found, all_of_it[:, mine], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 1])
+def test_what_sees_itself_alone_is_one_block(window: int | None) -> None:
+    """Padding by equal places is a document for each, and a window of one is that for all."""
+    length = 4096
+    places = torch.arange(length).clamp_max(99).repeat(2, 1) % 99
+    cp: Any = context_parallel
+    seen = cp._Seen(cp._spans(documents_of(places), length), window)
+    share: Any = Threads(Seat(Meeting(2), 1))  # type: ignore[arg-type]
+    first = "causal" if window is None else "itself"
+    for keys, kinds in ((WholeSequence(), [first, "itself"]), (share, ["itself"] * 2)):
+        blocks = cp._blocks(keys, length // keys.ranks, seen)
+        assert [block.kind for block in blocks] == kinds
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
-@pytest.mark.parametrize("name", [*MODELS, *OURS])
-def test_models_train_as_one_process_does(name: str, packed: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, "all_gather") for name in (*MODELS, *OURS)),
+        *((name, "ulysses") for name in ("mistral", "gemma3_text", *OURS)),
+    ],
+)
+def test_models_train_as_one_process_does(name: str, method: str, packed: bool) -> None:
     """Of 23 positions, padded, of which each rank has some."""
     whole, given = OURS[name]() if name in OURS else make(MODELS[name]), batch(packed=packed)
-    check_context_parallel(whole, 2)
+    check_context_parallel(whole, ParallelConfig(cp=2, cp_method=method))  # type: ignore[arg-type]
     loss, count = loss_sum(whole, given)
     loss.backward()
 
@@ -265,7 +330,8 @@ def test_models_train_as_one_process_does(name: str, packed: bool) -> None:
         own.backward()
         return float(own.detach()), int(terms), gradients(model)
 
-    losses, counts, found = zip(*on_ranks(3 if name == "mistral" else 2, work), strict=True)
+    ranks = {"mistral": 3 if method == "all_gather" else 4}.get(name, 2)
+    losses, counts, found = zip(*on_ranks(ranks, work, method), strict=True)
     assert sum(losses) == pytest.approx(float(loss.detach()), rel=1e-6)
     assert sum(counts) == int(count) < 46
     assert_sums(found, gradients(whole))
@@ -362,10 +428,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_models_are_refused_before_anything_starts(config: dict[str, Any], problem: str) -> None:
     with torch.device("meta"):
         model = make(config)
-        check_context_parallel(model, 1)
+        check_context_parallel(model, ParallelConfig(cp=1))
         with pytest.raises(ConfigError, match=f"^parallel.cp: {problem}") as caught:
-            check_context_parallel(model, 2)
+            check_context_parallel(model, ParallelConfig(cp=2))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("tp", "cp", "fits"), [(1, 4, True), (2, 2, True), (1, 3, False)])
+def test_heads_that_ranks_cant_share_are_refused_or_not_traded(
+    tp: int, cp: int, fits: bool
+) -> None:
+    for model in (decoder(), mixture(), make(MODELS["llama"])):  # of four heads
+        asked = ParallelConfig(cp=cp, tp=tp, cp_method="ulysses")
+        why = f"parallel.cp_method: ulysses .* cp {cp} x tp {tp} do not divide 4; auto gathers"
+        with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=why):
+            check_context_parallel(model, asked, tp)
+        layout, group = Layout(cp=cp, tp=tp), Seat(Meeting(cp), 0)
+        kinds = {"auto": HeadShare if fits else ContextShare, "all_gather": ContextShare}
+        for method, kind in kinds.items():
+            parallel = ParallelConfig(cp=cp, tp=tp, cp_method=method)  # type: ignore[arg-type]
+            check_context_parallel(model, parallel, tp)
+            share = share_of_positions(model, parallel, layout, group)  # type: ignore[arg-type]
+            assert type(share) is kind and share.multiple == tp
 
 
 def test_a_model_of_ones_own_is_refused_though_it_is_made_of_anothers() -> None:
@@ -373,7 +457,8 @@ def test_a_model_of_ones_own_is_refused_though_it_is_made_of_anothers() -> None:
         pass
 
     with torch.device("meta"), pytest.raises(ConfigError, match="found Mine"):
-        check_context_parallel(Mine(make(MODELS["llama"]).config), 2)  # type: ignore[attr-defined]
+        mine = Mine(make(MODELS["llama"]).config)  # type: ignore[attr-defined]
+        check_context_parallel(mine, ParallelConfig(cp=2))
 
 
 @pytest.mark.parametrize(("name", "shares"), [("mistral", True), ("gemma2", True), (None, False)])

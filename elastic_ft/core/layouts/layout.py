@@ -15,6 +15,9 @@ from math import inf, isqrt, lcm, prod
 from typing import Literal, NamedTuple
 
 Strategy = Literal["ddp", "fsdp", "hsdp"]
+# How ranks that share positions attend: each gathers all keys and values, or has some heads of the
+# whole sequence (ulysses), where their number divides the heads.
+ContextMethod = Literal["all_gather", "ulysses", "auto"]
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of a layout, the outermost first
 MODEL_DIMENSIONS = ("tp", "pp", "cp")  # those of them that share one sample's work; wished for
 WISHES = (*MODEL_DIMENSIONS, "ep")  # what a job file says the size of
@@ -37,6 +40,7 @@ class LayoutWish:
     tp: int = 1  # ranks that share each layer
     pp: int = 1  # ranks that share the layers out
     cp: int = 1  # ranks that share the positions of each sample
+    cp_method: ContextMethod = "all_gather"  # ulysses: cp is lowered to its divisors alone
     ep: int = 1  # data ranks that share the experts of each layer out
 
     @property
@@ -340,8 +344,9 @@ def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
     ``tp``, ``pp`` and ``cp`` are as wished where their product divides the world. Else tensor
     parallelism is kept before pipeline stages, and these before context parallelism: the largest
     divisor of ``tp``, with it the most stages up to ``pp``, with these the most ranks up to ``cp``,
-    that do. What is left is data parallel by ``strategy``; ``shard_size`` is HSDP's. Of shards, as
-    many share experts as ``_plan_experts`` says.
+    that do (of ulysses a divisor of ``cp``, as it is known to divide the heads). What is left is
+    data parallel by ``strategy``; ``shard_size`` is HSDP's. Of shards, as many share experts as
+    ``_plan_experts`` says.
     """
     if min(world_size, wish.tp, wish.pp, wish.cp, wish.ep) < 1:
         raise ValueError(
@@ -352,7 +357,9 @@ def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
         for tensor in range(wish.tp, 0, -1)
         for stages in range(wish.pp, 0, -1)
         for context in range(wish.cp, 0, -1)
-        if wish.tp % tensor == 0 and world_size % (tensor * stages * context) == 0
+        if wish.tp % tensor == 0
+        and world_size % (tensor * stages * context) == 0
+        and (wish.cp_method != "ulysses" or wish.cp % context == 0)
     )
     data, why = _plan_data(wish.strategy, world_size // (tp * pp * cp), wish.shard_size)
     layout = replace(data, tp=tp, pp=pp, cp=cp)
@@ -366,7 +373,16 @@ def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
     if (tp, pp, cp) == (wish.tp, wish.pp, wish.cp):
         return layout, found
     asked = f"pp {wish.pp} x tp {wish.tp}" + (f" x cp {wish.cp}" if wish.cp > 1 else "")
-    return layout, f"{found}, as {asked} does not divide {world_size} ranks"
+    heads = f", and ulysses takes divisors of cp {wish.cp}" * (
+        cp != wish.cp and wish.cp_method == "ulysses"
+    )
+    return layout, f"{found}, as {asked} does not divide {world_size} ranks{heads}"
+
+
+def trades_heads(method: ContextMethod, heads: int, parts: int, cp: int) -> bool:
+    """Whether ``cp`` ranks that share positions have some of a layer's ``heads`` each in attention,
+    of its ``parts`` each: asked for, and possible."""
+    return cp > 1 and method != "all_gather" and heads % (parts * cp) == 0
 
 
 def _plan_data(strategy: Strategy, world_size: int, shard_size: int | None) -> tuple[Layout, str]:

@@ -22,7 +22,8 @@ from elastic_ft.core.layouts.rank_memory import (
 from elastic_ft.core.layouts.work import RESIDUAL_BYTES, Choice, Work
 
 LOSS_BYTES = 12  # per logit at the peak of the loss: log-probabilities and two gradients
-EXCHANGE = {"int8": 6.6, "powersgd": 3.1}  # times the float32 numbers exchanged: measured
+# Of float32 numbers exchanged, what is there at the most, residuals that come of it included.
+EXCHANGE = {"int8": 7.4, "powersgd": 3.1}  # measured; powersgd has one matrix besides
 EXCHANGE_NUMBERS = 32 << 20
 
 
@@ -77,8 +78,7 @@ def stage_memory(
         flights.append((r.flying - 1, True))
     for flight in flights:
         moments += (*_of_loss(r, *flight), *_of_layer(r, *flight))
-    # Of each number one that it owes, and in a step one that it will.
-    residuals = 2 * RESIDUAL_BYTES if work.compression.replicas else 0
+    residuals = RESIDUAL_BYTES if work.compression.replicas else 0  # of each number that it owes
     optimizer = 0.0 if work.offloads_optimizer else work.optimizer_bytes + residuals
     state = r.local * work.parameter_bytes, r.local * optimizer
     return Memory(*state, *max(moments, key=sum))
@@ -200,12 +200,17 @@ def _reduced(r: RankShape, unit: float, local: float, made: float) -> Iterator[t
 
 def _attention_backward_bytes(r: RankShape) -> float:
     """Gradients of queries, keys and values. Where ranks share positions, keys and values of all of
-    them, repeated to all heads, their gradients, and those summed over heads and over ranks."""
+    them (of the heads that this rank has), repeated to all heads, their gradients, and those summed
+    over heads and over ranks."""
     work, layout, a = r.work, r.choice.layout, r.work.compute_bytes
     model, tp = work.model, layout.tp
     heads = r.tokens * model.q_dim / tp
     if layout.cp == 1:
         return 3 * heads * a
+    if work.trades_heads(tp, layout.cp):
+        kv = 2 * r.tokens * work.traded_kv_dim(tp, layout.cp) / tp
+        lower = FLOAT32_BYTES if a < FLOAT32_BYTES else 0
+        return kv * FLOAT32_BYTES + heads * (FLOAT32_BYTES + 6 * a + lower)
     of_all = layout.cp * r.tokens / tp
     kv, seen = 2 * of_all * model.kv_dim, 1 - 1 / (2 * layout.cp)
     repeated = 2 * of_all * model.q_dim * a * (1 + seen)
@@ -238,7 +243,8 @@ def _of_end(r: RankShape) -> Iterator[_Moment]:
         if layout.cuts_layers:
             more = embedding * (1 / layout.tp + r.copies)
             yield _Moment(r.gradients(True) + more * each)
-    yield _Moment(done * each, _scratch(r))
+    will_owe = r.local * RESIDUAL_BYTES * (work.compression.replicas is not None)
+    yield _Moment(done * each, _scratch(r) + will_owe)
     yield _Moment(done * each, _exchanged(r))
 
 
@@ -271,12 +277,14 @@ def host_bytes(work: Work, choice: Choice) -> float:
 
 def _exchanged(r: RankShape) -> float:
     """Of compressed gradients, what their exchange takes for a moment: as many numbers at a time
-    as ``engines.replica_comm`` takes, or one parameter."""
+    as ``engines.replica_comm`` takes, or one parameter; of the others, what they will owe."""
     method, model = r.work.compression.replicas, r.work.model
     if method is None:
         return 0.0
     largest = max(model.embedding_parameters, model.output_parameters) * r.local / r.own
-    return EXCHANGE[method] * 4 * min(r.local, max(EXCHANGE_NUMBERS, largest))
+    some = min(r.local, max(EXCHANGE_NUMBERS, largest))
+    matrix = largest * (method == "powersgd")
+    return FLOAT32_BYTES * (EXCHANGE[method] * some + matrix) + RESIDUAL_BYTES * (r.local - some)
 
 
 def _sent_bytes(work: Work, ep: int) -> float:

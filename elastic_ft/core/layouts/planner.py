@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations, product
 from math import ceil, gcd
 from typing import Any
@@ -149,7 +149,8 @@ class _Search:
 
     def run(self) -> None:
         for tp in reversed(tensor_sizes(self.work.model, self.devices, self.limits)):
-            for cp in self.limits.cp_sizes:
+            may = partial(self.work.may_share_positions, tp)
+            for cp in filter(may, self.limits.cp_sizes):
                 seats = seats_on_nodes(self.devices.nodes, tp * cp)
                 groups = sum(seats) // (tp * cp)
                 for pp in self._stages(groups, tp, cp):

@@ -30,7 +30,8 @@ def block_activation_bytes(
     """
     model, a = work.model, work.compute_bytes
     inner = (4 if model.gated else 2) * model.ffn_dim * a
-    attended = 4 * model.q_dim if cp == 1 else 3 * model.q_dim + 2 * model.kv_dim
+    kv_dim = work.traded_kv_dim(parts, cp) if work.trades_heads(parts, cp) else model.kv_dim
+    attended = 4 * model.q_dim if cp == 1 else 3 * model.q_dim + 2 * kv_dim
     whole = (5 if casts else 2) * model.dim * a + 2 * rows_bytes(work)
     cut = inner + 2 * norm_bytes(work, fused, casts) + attended * a + 4 * model.heads
     return cut / parts + whole
@@ -64,6 +65,8 @@ def kept_activation_bytes(
         return inputs
     inner = (2 if model.gated else 1) * model.ffn_dim
     kept = (inner + 2 * model.q_dim + 2 * model.kv_dim) * a + 4 * model.heads
+    if work.trades_heads(parts, cp):  # what came from others
+        kept += 2 * (model.q_dim + work.traded_kv_dim(parts, cp)) * a
     whole = 2 * model.dim * a * (1 if parts == 1 else 1 + 1 / parts)
     return inputs + kept / parts + whole + kept_rows_bytes(work, recompute, ep)
 

@@ -122,13 +122,7 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
     tokens = choice.micro_batch * model.sequence_length
     hidden = tokens / layout.cp * model.dim * work.compute_bytes
     tp_s = 4 * layers[stage] * links.ring(hidden, layout.tp, 1)
-    # Keys and values are gathered in forward and backward; their gradients are summed in float32.
-    kv = 2 * tokens * model.kv_dim / layout.tp
-    kv_s, dkv_s = (
-        layers[stage] * links.ring(kv * nbytes, layout.cp, layout.tp)
-        for nbytes in (work.compute_bytes, 4)
-    )
-    cp_again_s = kv_s * (1 + bool(choice.recompute)) + dkv_s
+    kv_s, cp_again_s = (layers[stage] * each for each in _attention_s(work, choice, links))
     # Tokens go to experts and back; gradients the same way.
     rows = hidden / layout.tp * model.experts_per_token
     ep_s = 2 * layers[stage] * links.swap(rows, layout.ep, layout.tp)
@@ -152,6 +146,23 @@ def step_time(work: Work, choice: Choice, links: Interconnect) -> StepTime:
         dp=dp_s,
         bubble=_bubble_s(choice, slot_s, forward_s),
     )
+
+
+def _attention_s(work: Work, choice: Choice, links: Interconnect) -> tuple[float, float]:
+    """Seconds of a layer's forward, and of its backward, in which ranks that share positions send:
+    rows of heads, there and back; or keys and values, gathered again in backward, whose gradients
+    are summed in float32."""
+    model, layout, a = work.model, choice.layout, work.compute_bytes
+    tp, cp = layout.tp, layout.cp
+    tokens = choice.micro_batch * model.sequence_length
+    if work.trades_heads(tp, cp):
+        there = model.dim + 2 * work.traded_kv_dim(tp, cp)
+        swaps = (links.swap(tokens / cp * width / tp * a, cp, tp) for width in (there, model.dim))
+        swapped_s = sum(swaps)
+        return swapped_s, swapped_s * (1 + (choice.recompute is True))
+    kv = 2 * tokens * model.kv_dim / tp
+    kv_s, dkv_s = (links.ring(kv * nbytes, cp, tp) for nbytes in (a, 4))
+    return kv_s, kv_s * (1 + bool(choice.recompute)) + dkv_s
 
 
 def _block_flops(model: ModelShape, ep: int) -> float:

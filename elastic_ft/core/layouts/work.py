@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, lcm
 from typing import Literal
 
-from elastic_ft.core.layouts.layout import Layout
+from elastic_ft.core.layouts.layout import ContextMethod, Layout, trades_heads
 
 Schedule = Literal["gpipe", "1f1b", "interleaved1f1b", "zero_bubble"]
 # Of a layer in backward: nothing, what is cheap (neither products nor attention), or all.
@@ -134,6 +134,21 @@ class Work:
     offloads_optimizer: bool = False  # its state, and the weights that it steps, are there
     steps_in_place: bool = True  # as fused Adam does; others make temporaries
     compression: Compression = Compression()
+    cp_method: ContextMethod = "all_gather"
+
+    def trades_heads(self, parts: int, cp: int) -> bool:
+        """Whether ranks that share positions have some heads each in attention, of layers in so
+        many ``parts``."""
+        return trades_heads(self.cp_method, self.model.heads, parts, cp)
+
+    def traded_kv_dim(self, parts: int, cp: int) -> int:
+        """Width of keys, and of values, repeated as far as so many ranks have some heads each."""
+        kv_heads = self.model.kv_heads
+        return self.model.kv_dim * (lcm(kv_heads, parts * cp) // kv_heads)
+
+    def may_share_positions(self, parts: int, cp: int) -> bool:
+        """Whether ``cp`` ranks can, of layers in so many ``parts``."""
+        return cp == 1 or self.cp_method != "ulysses" or self.trades_heads(parts, cp)
 
     @property
     def gather_bytes(self) -> float:
