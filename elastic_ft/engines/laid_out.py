@@ -225,6 +225,8 @@ def check_kernels(job: Job, device: torch.device) -> None:
         return
     if DTYPES[job.precision.dtype] is torch.float32:
         raise ConfigError("parallel.cp: on GPUs needs precision.dtype bf16 or fp16, found fp32")
+    if not torch.cuda.is_available():
+        return  # a controller's machine, whose workers' it can't know
     major, minor = torch.cuda.get_device_capability(device)
     if major < FLASH_CAPABILITY:
         least = f"sm_{FLASH_CAPABILITY}0"

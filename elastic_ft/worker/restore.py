@@ -92,15 +92,10 @@ def restore(
     ``residuals``: replicas have each a part of what gradients owe (``state.residuals``).
     Raises GroupBroken, or StateDamaged or StateUnreadable naming the holder: all the same one.
     """
-    source, kept = groups.assignment.source, False
-    if groups.rank is not None:
-        if not engine.keeps(groups.assignment.layout):
-            engine.intact = False  # until it is filled
-        kept = engine.attach(groups)
-    needs = engine.state() if groups.rank is not None else {}
+    source = groups.assignment.source
+    needs, filled = _attached(engine, groups)
     reach("resharding")
     frozen = place_frozen(engine.reference, groups, silent_s)
-    filled = kept and engine.intact  # else it is of an attempt that broke off before that
     offers = _offers(groups, source, snapshots, live, needs if filled else None)
     offers, lost = summed_residuals(groups, offers) if residuals else (offers, "")
     in_place = filled and Tier.LIVE in groups.assignment.has.values()
@@ -127,6 +122,17 @@ def restore(
             snapshots.drop_moved_out()
     received += frozen.from_peers
     return Restored(placed, _peer_schemas(groups, placed), received, lost, frozen)
+
+
+def _attached(engine: StateEngine, groups: Groups) -> tuple[LocalState, bool]:
+    """What this rank is to hold, and whether it does already: not where that was laid out by an
+    attempt that broke off before it was filled."""
+    if groups.rank is None:
+        return {}, False
+    if not engine.keeps(groups.assignment.layout):
+        engine.intact = False
+    kept = engine.attach(groups)
+    return engine.state(), kept and engine.intact
 
 
 def _initialise(engine: StateEngine, groups: Groups) -> tuple[None, tuple[str, ...]]:

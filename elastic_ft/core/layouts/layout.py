@@ -373,15 +373,13 @@ def plan_layout(wish: LayoutWish, world_size: int) -> tuple[Layout, str]:
     if (tp, pp, cp) == (wish.tp, wish.pp, wish.cp):
         return layout, found
     asked = f"pp {wish.pp} x tp {wish.tp}" + (f" x cp {wish.cp}" if wish.cp > 1 else "")
-    heads = f", and ulysses takes divisors of cp {wish.cp}" * (
-        cp != wish.cp and wish.cp_method == "ulysses"
-    )
+    by_heads = cp != wish.cp and wish.cp_method == "ulysses"
+    heads = f", and ulysses takes divisors of cp {wish.cp}" if by_heads else ""
     return layout, f"{found}, as {asked} does not divide {world_size} ranks{heads}"
 
 
 def trades_heads(method: ContextMethod, heads: int, parts: int, cp: int) -> bool:
-    """Whether ``cp`` ranks that share positions have some of a layer's ``heads`` each in attention,
-    of its ``parts`` each: asked for, and possible."""
+    """Whether ``cp`` ranks have some of the ``heads`` each, of all a layer's ``parts``."""
     return cp > 1 and method != "all_gather" and heads % (parts * cp) == 0
 
 
