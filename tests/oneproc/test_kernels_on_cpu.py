@@ -130,6 +130,7 @@ def test_attention_over_ranks_takes_what_torch_says_of_gpus() -> None:
 def test_a_gpu_without_flash_attention_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, dtype: str, found: tuple[int, int], why: str | None
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found)
     job = make_job(precision={"dtype": dtype}, parallel={"strategy": "fsdp", "cp": 2})
     if why is None:
