@@ -125,3 +125,7 @@ class StateUnreadable(ElasticError):
 
 class StoreFailed(ElasticError):
     """An object-store operation failed after its bounded retries."""
+
+
+class Unpublishable(StoreFailed):
+    """It can't be published, however often that is tried: it is not whole, or is another's."""

@@ -97,14 +97,14 @@ class ProgressDisplay:
         spent_s = line["committed_at_s"] - first["committed_at_s"]
         if after and spent_s > 1:
             left_s = (self._job.steps - line["step"]) * spent_s / len(after)
-            text += f"  {self._amount(first, after) / spent_s:,.0f} {self._job.unit}/s"
+            text += f"  {self._amount(after) / spent_s:,.0f} {self._job.unit}/s"
             text += f"  ETA {clock(left_s)}" if known else ""
         return f"{text}  {counted(line['world_size'], 'worker')}  generation {line['generation']}"
 
-    def _amount(self, first: dict[str, Any], after: list[dict[str, Any]]) -> int:
-        """What the steps after ``first`` took, in ``Job.unit``; ``samples`` count from step 1."""
+    def _amount(self, after: list[dict[str, Any]]) -> int:
+        """What the steps ``after`` took, in ``Job.unit``: some of them may be made again."""
         if self._job.unit == "samples":
-            return int(after[-1]["samples"] - first["samples"])
+            return len(after) * self._job.batch.global_batch_size
         return int(sum(step["tokens"] for step in after))
 
 

@@ -25,7 +25,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef, NodeId
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.terms import Terms, terms_of_manifest
-from elastic_ft.errors import StateDamaged, StoreFailed, Superseded
+from elastic_ft.errors import StateDamaged, StoreFailed, Superseded, Unpublishable
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.storage.store import Store, open_store
@@ -33,6 +33,7 @@ from elastic_ft.transport.control import Note
 
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 CONFIRM_AGAIN_S = 1.0
+AGAIN_S = 2.0  # before the last manifest is tried again
 CLOSE_S = 60.0  # for what is still to be deleted
 
 
@@ -84,6 +85,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
         self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
         self._looking = self._is_hurried = False
+        self._closing = threading.Event()
         self._not_deleted: list[cmd.AbandonCheckpoint] = []
         self._deletes.start()
         self._looks.start()
@@ -93,6 +95,7 @@ class Publisher:
         if at_once:
             self._is_hurried = True
             self._reading.close()
+        self._closing.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._deletes.close(CLOSE_S)
         self._reading.close()
@@ -286,8 +289,7 @@ class Publisher:
         began = time.monotonic()
         try:
             manifest = self._signed(self._manifest(command, layout, terms))
-            self._record()
-            done = checkpoints.publish(self._store, manifest, self.claim.check)
+            done = self._published(manifest)
         except Superseded as error:
             self._post(error)
             return
@@ -301,6 +303,25 @@ class Publisher:
         )
         self._newest = manifest
         self._deletes.submit(partial(self._clean_up, manifest, done.ref))
+
+    def _published(self, manifest: Manifest) -> checkpoints.Committed:
+        """The last step's is tried again where a store is away, also that of the record: no later
+        one has what it has. Raises StoreFailed, Superseded."""
+        is_last = manifest.step >= self._job.steps
+        until_s = time.monotonic() + self._job.elastic.suspend_timeout_s * is_last
+        is_told = False
+        while True:
+            try:
+                self._record()
+                return checkpoints.publish(self._store, manifest, self.claim.check)
+            except StoreFailed as error:
+                is_final = isinstance(error, Unpublishable) or time.monotonic() > until_s
+                if is_final or self._closing.wait(AGAIN_S):
+                    raise
+                why = f"step {manifest.step} is the last, and is published once it can be: {error}"
+            if not is_told:
+                self._warn(manifest.generation, why)
+                is_told = True
 
     def _manifest(self, command: cmd.CommitCheckpoint, layout: str, terms: Terms) -> Manifest:
         return Manifest(

@@ -23,6 +23,7 @@ PLANNED = (
 PRIOR_BETWEEN_FAILURES_S = 6 * 3600.0  # what is assumed before any was seen
 FIRST_WRITE_S = 5.0  # before one was measured
 WRITES_REMEMBERED = 5  # their median counts: one slow upload is no new truth
+UNSAVED = "but not in a checkpoint"  # of a job's last steps, why it is not complete
 PUBLISH = "publish"  # a timer; its name goes on with the attempt's step and generation
 CHECKPOINT_MIN_S, CHECKPOINT_MAX_S = 60.0, 3600.0
 ENDED = "the job has ended"
@@ -385,7 +386,7 @@ def finish_if_done(turn: Turn) -> None:
     newest = max((ref.step for ref in state.checkpoints), default=0)
     said = f"all {state.committed} steps are committed"
     if turn.policy.final_checkpoint and newest < state.committed:  # what was learnt is nowhere yet
-        finish(turn, "suspended", f"{said}, but not in a checkpoint; {turn.last_good()}")
+        finish(turn, "suspended", f"{said}, {UNSAVED}; {turn.last_good()}")
     else:
         finish(turn, "completed", said)
 

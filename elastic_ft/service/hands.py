@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from elastic_ft.config import parse_job
+from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.sharing import asks
 from elastic_ft.core.sharing.ledger import SharedJob, count, removed
@@ -272,10 +273,14 @@ class JobHand:
             self._end(job, "stopped", reason)
 
     def _gave_way(self, job: SharedJob, reason: str) -> None:
-        """It had too few workers for too long."""
+        """It had too few workers for too long; or what it has learnt last is in no checkpoint, and
+        another start of it may well end alike."""
         at_s = time.time()
         if job.phase == "starting":
             self._tell(asks.StartFailed(at_s, job.job, job.start, reason))
+        elif UNSAVED in reason:
+            step = self.story.committed
+            self._tell(asks.JobControllerLost(at_s, job.job, job.start, step, reason))
         else:
             self._tell(asks.JobSuspended(at_s, job.job, job.start))
 

@@ -82,6 +82,7 @@ class Service:
         self._pool = ThreadPoolExecutor(HANDS, thread_name_prefix="hand")
         self._idle = ThreadPoolExecutor(IDLE_HANDS, thread_name_prefix="idle-hand")
         self._busy: dict[str, Future[None]] = {}
+        self._idling: set[str] = set()  # of those, who stand in the line of jobs that wait
         self._over, self._seen = threading.Event(), threading.Event()
         self._told = Future[str]()  # of the nodes
         self._told.set_result("")
@@ -141,12 +142,17 @@ class Service:
             if self._rests(job, shared):
                 continue
             busy, pool = self._busy.get(job), self._pool if is_at_work(shared) else self._idle
-            if busy is None or busy.done() or (pool is self._pool and busy.cancel()):
-                self._busy[job] = pool.submit(self._step, job)
+            waits = busy is not None and not busy.done()
+            moves = pool is self._pool and job in self._idling  # to the line of jobs at work
+            if waits and not (moves and busy.cancel()):
+                continue
+            (self._idling.add if pool is self._idle else self._idling.discard)(job)
+            self._busy[job] = pool.submit(self._step, job)
         for job in [job for job, busy in self._busy.items() if job not in live and busy.done()]:
             if (hand := self._hands.get(job)) is not None:
                 self._keep(job, hand.story)
             self._hands.pop(job, None)
+            self._idling.discard(job)
             del self._busy[job]
 
     def _rests(self, job: str, shared: SharedJob) -> bool:

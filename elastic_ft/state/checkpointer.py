@@ -6,7 +6,6 @@ The controller publishes the manifest when every rank has reported its shards (I
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -71,6 +70,7 @@ class Checkpointer:
         self._snapshots, self._send, self._reach = snapshots, send, reach
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[None]] = []
+        self._insisted_s: dict[int, float] = {}  # by step, since when
         self._store: Any = None
         self._max_mb_per_s = max_upload_mb_per_s
         self._pace = (
@@ -143,19 +143,24 @@ class Checkpointer:
     def _insist(
         self, write: Callable[[], Entries], patience: StorePatience, generation: int, step: int
     ) -> Entries:
-        """Raises what ``write`` does: what a second try can't cure, or the last one's."""
-        until_s, pause_s = time.monotonic() + patience.away_s, AGAIN_S
+        """Raises what ``write`` does: what a second try can't cure, or the last one's. A step's
+        time runs on through generations."""
+        until_s = self._insisted_s.setdefault(step, time.monotonic()) + patience.away_s
+        pause_s = AGAIN_S
         while True:
             try:
-                return write()
-            except (StoreFailed, KeeperRefused) as error:
-                is_damaged = isinstance(error, KeeperRefused) and error.damaged
-                if is_damaged or time.monotonic() > until_s or not patience.insists():
+                entries = write()
+                self._insisted_s.pop(step, None)
+                return entries
+            except StoreFailed as error:
+                if time.monotonic() > until_s:
+                    raise
+                _rest(pause_s, patience.insists)
+                if not patience.insists():  # what it wrote from now on might be swept already
                     raise
                 why = f"step {step} is the last, and is written again and again: {error}"
             if pause_s == AGAIN_S:
                 self._send(Note(self._worker, generation, "checkpoint_warning", why))
-            _rest(pause_s, patience.insists)
             pause_s = min(2 * pause_s, AGAIN_MAX_S)
 
     def _write_shards(self, shard: HostShard, owned: OwnedBoxes, prefix: str, rank: int) -> Entries:
@@ -167,8 +172,14 @@ class Checkpointer:
         if keeper is not None:
             path, schema, rate = shard.buffer.path, shard.schema, self._max_mb_per_s
             request = Upload(path, shard.of, schema, owned, self._url, prefix, rank, rate)
-            with contextlib.suppress(KeeperGone):  # the memory is still mapped here
+            try:
                 return keeper.upload(request)
+            except KeeperGone:
+                pass  # the memory is still mapped here
+            except KeeperRefused as error:
+                if error.damaged:
+                    raise
+                # Its store is away, or it has this memory no more: that may be otherwise here.
         if self._store is None:
             self._store = open_store(self._url, deadline_s=OBJECT_DEADLINE_S)
         shard.verify(self._worker)  # else it would be given a new digest, and pass for good

@@ -27,7 +27,7 @@ from functools import partial
 
 from elastic_ft.core.assignment import CheckpointRef
 from elastic_ft.core.manifest import Manifest, incomplete
-from elastic_ft.errors import StateDamaged, StoreFailed
+from elastic_ft.errors import StateDamaged, StoreFailed, Unpublishable
 from elastic_ft.storage.shards import (
     RateLimit,
     Reader,
@@ -105,15 +105,15 @@ def commit(
 def publish(store: Store, manifest: Manifest, check: Check = lambda: None) -> Committed:
     """Verifies that the shards are there and whole, and publishes the manifest.
 
-    Giving the same manifest again is harmless. Raises StoreFailed if the checkpoint is not whole,
-    another writer published this attempt first, or the store failed. In the last case the
+    Giving the same manifest again is harmless. Raises Unpublishable if the checkpoint is not whole
+    or another writer published this attempt first; StoreFailed if the store failed: then the
     manifest may yet appear: leave its data alone.
 
     Args:
         check: raises if this writer may write no more; asked before each attempt to.
     """
     if problem := _incomplete_or_short(store, manifest):
-        raise StoreFailed(f"checkpoint of step {manifest.step} refused: {problem}")
+        raise Unpublishable(f"checkpoint of step {manifest.step} refused: {problem}")
     published = _publish(store, manifest, check)
     nbytes = sum(entry.nbytes for entry in manifest.entries)
     return Committed(CheckpointRef(manifest.step, store.url_of(published.key)), nbytes)
@@ -163,7 +163,7 @@ def _publish(store: Store, manifest: Manifest, check: Check) -> _Published:
         if found == body:  # it has our nonce: only the acknowledgement was lost
             return own
         if found is not None:
-            raise StoreFailed(
+            raise Unpublishable(
                 f"{store.url_of(own.key)} was published by {_writer(found)}: this writer "
                 f"(run {manifest.run}, nonce {manifest.nonce}) lost; is another controller alive?"
             )

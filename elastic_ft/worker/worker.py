@@ -91,8 +91,8 @@ class Worker:
         elastic = self.job.elastic
         self._pause_timeout_s = deadlines.pause_s(elastic.pause_timeout_s, elastic.max_workers)
         lifeline.cut_off_s = self._pause_timeout_s
+        use_interface_of(lifeline.own_address)  # before any thread: it sets what they read
         self._follow(self._welcome)
-        use_interface_of(lifeline.own_address)
         self._training = TrainingThread()
         self._points = Points(member.worker, self._welcome.faults, self._fault_fired)
         hooks = Hooks(

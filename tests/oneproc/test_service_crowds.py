@@ -18,7 +18,7 @@ import pytest
 
 from elastic_ft.core.sharing.asks import SharingTerms
 from elastic_ft.errors import ConfigError, StoreFailed
-from elastic_ft.service import api, crews, hands, service_actor
+from elastic_ft.service import api, crews, hands, service, service_actor
 from elastic_ft.service.access import Rights, new_token, read_token
 from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
@@ -255,6 +255,30 @@ def test_thousands_that_wait_are_looked_at_behind_who_is_at_work(
         assert set(stepped) == {"tiny-1" if first == "running" else "tiny-12"}
     finally:
         held.set()
+        made.close()
+
+
+def test_jobs_at_work_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who stood in line was sent to its end with each round: the first few were looked at for ever,
+    where a look takes longer than a round."""
+    monkeypatch.setattr(service, "HANDS", 1)
+    monkeypatch.setattr(service, "is_at_work", lambda shared: True)
+    made = Service(str(tmp_path), SharingTerms(), no_cluster, print, Sight)
+    stepped = list[str]()
+
+    def slow(job: str) -> None:
+        stepped.append(job)
+        time.sleep(1.5 * service.ROUND_S)
+
+    monkeypatch.setattr(made, "_step", slow)
+    made.start()
+    try:
+        for _ in range(5):
+            made.submit({"job": JOB}, "").result(WAIT_S)
+        until(lambda: len(made._busy) == 5, "all are to be looked at")
+        begun = len(stepped)
+        until(lambda: len(set(stepped[begun + 1 :])) == 5, "each of them is looked at")
+    finally:
         made.close()
 
 

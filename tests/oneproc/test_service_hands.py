@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.sharing.asks import (
     CapacityChanged,
     JobSubmitted,
@@ -197,6 +198,25 @@ def test_a_job_whose_controllers_go_without_a_step_in_between_fails_with_the_rea
     assert bench.office.standing.ended["j"].status == "failed"
     assert bench.office.standing.ended["j"].reason.startswith(why)
     assert len(bench.submitted) == 3
+
+
+def test_a_job_whose_last_state_is_in_no_checkpoint_is_not_started_for_ever(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store takes no writes, and may be read: it made its last steps again and again."""
+    monkeypatch.setattr(bench.office, "terms", SharingTerms(starts_max=3, retry_s=0.0))
+    hand = bench.hand()
+    hand.step(Sight())
+    reason = f"all 9 steps are committed, {UNSAVED}; there is no checkpoint"
+    result = bench.run / "result.json"
+    for times in range(1, 4):
+        trains(bench, hand, 7)
+        result.write_text(json.dumps({"status": "suspended", "reason": reason}))
+        hand.step(later())
+        hand.step(later())
+        assert len(bench.submitted) == min(times + 1, 3)
+    ended = bench.office.standing.ended["j"]
+    assert ended.status == "failed" and UNSAVED in ended.reason
 
 
 @pytest.mark.parametrize("what", ["stop", "suspend"])
