@@ -18,7 +18,7 @@ from elastic_ft.hosts.ray.ray_private import (
     WorkerStatus,
 )
 from elastic_ft.hosts.ray.reports import REPORT, Barrier, Rounds
-from elastic_ft.hosts.ray.train_calls import SEQUENCES, WorkerRefused
+from elastic_ft.hosts.ray.train_calls import SEQUENCES, Meeting, WorkerRefused
 from elastic_ft.hosts.ray.worker_actor import ElasticWorker, Polled
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
 from elastic_ft.transport.tls import JobKey
@@ -523,3 +523,11 @@ def test_workers_are_polled_seldom_unless_a_report_is_awaited(
 
     assert asyncio.run(rests()) == [False, False]
     assert callback.seen
+
+
+def test_a_worker_looks_for_its_controller_before_it_reports() -> None:
+    """With an actor's first call Ray asks the GCS where it is, which may be away by then."""
+    asked: list[str] = []
+    process = SimpleNamespace(remote=lambda: asked.append("process"))
+    Meeting(SimpleNamespace(process=process))  # type: ignore[arg-type]
+    assert asked == ["process"]
