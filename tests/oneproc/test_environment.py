@@ -1,0 +1,39 @@
+"""What a worker sets in its environment: before any thread of it, as getenv beside setenv ends a
+process by SIGSEGV (glibc)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ft.core.assignment import Member
+from elastic_ft.groups import store_links
+from elastic_ft.worker import worker
+from tests.multiproc.harness import make_job
+
+
+class Begun(Exception):
+    """A thread was."""
+
+
+def test_gloos_interface_is_named_before_a_thread_reads_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that was just started ended by SIGSEGV, some times in a day of them."""
+    done: list[str] = []
+    welcome = SimpleNamespace(job=make_job("ddp"), store=("127.0.0.1", 1), run="run", faults=())
+    lifeline = SimpleNamespace(welcome=welcome, own_address="127.0.0.1", cut_off_s=0.0)
+
+    def begins(*_: Any) -> None:
+        done.append("a thread")
+        raise Begun
+
+    monkeypatch.setattr(worker, "Lifeline", lambda *_: lifeline)
+    monkeypatch.setattr(worker, "use_interface_of", done.append)
+    monkeypatch.setattr(store_links.StoreLinks, "prepare", begins)
+    key: Any = SimpleNamespace(secret=b"secret")
+    with pytest.raises(Begun):
+        worker.Worker(("127.0.0.1", 1), key, Member("w0", "n0", "localhost", 1), None)
+    assert done == ["127.0.0.1", "a thread"]
