@@ -268,7 +268,7 @@ def test_jobs_at_work_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     def slow(job: str) -> None:
         stepped.append(job)
-        time.sleep(1.5 * service.ROUND_S)
+        threading.Event().wait(1.5 * service.ROUND_S)
 
     monkeypatch.setattr(made, "_step", slow)
     made.start()
