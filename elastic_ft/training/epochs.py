@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,8 +30,12 @@ class EpochSpan:
         return self.before + len(self.numbers) * self.steps
 
     def epoch_of(self, step: int) -> int:
-        """Its number. That of the first for the last step of the call before, made again."""
-        return self.numbers[max(0, step - self.before - 1) // self.steps]
+        """Its number."""
+        return self.numbers[(step - self.before - 1) // self.steps]
+
+    def last_of(self, step: int) -> int:
+        """The last step of the epoch that has ``step``."""
+        return step - self.place(step) + self.steps - 1
 
     def place(self, step: int) -> int:
         """Of a step in its epoch, from 0."""
@@ -70,3 +75,27 @@ def check_through(span: EpochSpan | None, made: int) -> None:
             f"{span.place(made) + 1} of {span.steps} in its epoch: who joins in the middle would "
             "leave it elsewhere: say ctx.epochs(n, steps=...), where epochs are to be shorter"
         )
+
+
+def check_once(span: EpochSpan | None, until: int, step: int) -> None:
+    """Raises ConfigError where the loader gives ``step``, of a later epoch than the running one,
+    which ends with step ``until``."""
+    if span is not None and step > until:
+        raise ConfigError(
+            f"ctx.epochs: the loader was gone over twice in an epoch, which has {span.steps} steps "
+            f"and has ended with step {until}: go over it once in each, with more epochs, or more "
+            "steps in each: ctx.epochs(n, steps=...)"
+        )
+
+
+def begin_loop(before: int, span: EpochSpan | None, workers_max: int) -> int:
+    """0. Warns where a loop over the loader that gave ``before`` batches was left, and another
+    begins: who joins, and the job after a restart, begins in the first one. One batch at a time
+    (``next(iter(loader))``) is no loop."""
+    if before > 1 and span is None and workers_max > 1:
+        warnings.warn(
+            f"the loader was left after {before} batches, and is gone over again: who joins begins "
+            "in the first loop over it: give each part its steps, by ctx.epochs(n, steps=...)",
+            stacklevel=3,
+        )
+    return 0
