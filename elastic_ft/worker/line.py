@@ -138,10 +138,12 @@ class ControllerLine:
                 groups.abort(why)
 
     def break_off(self, groups: Groups, why: str) -> None:
-        """Their generation can't go on. Nothing is done where it is over."""
+        """Ranks of their generation have parted. Nothing is done where it is over."""
         with self._news:
-            if self._groups is groups:
-                groups.abort(why)
+            if self._groups is not groups or groups.aborted:
+                return
+            groups.abort(why)
+        self.note("ranks_part", why, worker=self._worker)
 
     def leave(self) -> None:
         """No group is left."""

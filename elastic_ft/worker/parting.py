@@ -22,10 +22,7 @@ from elastic_ft.worker.steering import Steering
 
 log = logging.getLogger(__name__)
 STANDS = "stands"  # in the store, by rank: how often it has said so, and where
-ADVICE = (
-    "all ranks leave the loop, and evaluate, after the same step: by step.number, `steps` of init "
-    "or what all ranks have, by no count of the script's own"
-)
+ADVICE = "let step.number, or what all ranks have, decide, and no count of the script's own"
 
 
 class Parting:
