@@ -203,8 +203,9 @@ class ByUser:
         if not self._own.ending:
             finished = self._over or loop.step >= loop.job.steps
             yield from self._given(loop, Ended("" if finished else "it was stopped"))
-        loop.tools.points.begin(loop.step + 2)  # ahead of whoever makes another step
-        Party(loop.groups).leave(loop.step)
+        if loop.groups.world_size > 1:
+            loop.tools.points.begin(loop.step + 2)  # ahead of whoever makes another step
+            Party(loop.groups).leave(loop.step)
 
 
 def step_aside(loop: Loop, why: str = COMES_LATE) -> NoReturn:

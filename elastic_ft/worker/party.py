@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -22,6 +23,7 @@ from elastic_ft.errors import GroupBroken, UsageError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.worker.agreement import sum_over_members
 
+log = logging.getLogger(__name__)
 POLL_S = 0.05
 LEFT = "party/left"  # whose loop is over, after which step
 ALONE = "party/alone"  # who leads needs a world of its own
@@ -83,15 +85,19 @@ class Party:
 
     def leave(self, step: int) -> None:
         """This member's loop is over after ``step``: waits until those of all members are, before
-        what they do together then. Raises GroupBroken, also as one makes another step instead,
-        which breaks the generation off (``worker.parting``)."""
+        what they do together then. Raises GroupBroken, as where one makes another step instead,
+        which breaks the generation off (``worker.parting``). Where the store has gone with its
+        controller, it is gone for all: nobody waits."""
         everyone = range(self._groups.world_size)
-        if len(everyone) == 1:
-            return
-        self._tell(LEFT, f"rank {self._groups.rank} has left its loop after step {step}")
-        self._tell(f"{LEFT}/{self._groups.rank}")
-        while not self._is_told([f"{LEFT}/{rank}" for rank in everyone]):
-            self._look()
+        left = [f"{LEFT}/{rank}" for rank in everyone]
+        try:
+            self._tell(LEFT, f"rank {self._groups.rank} has left its loop after step {step}")
+            self._tell(left[self._groups.rank or 0])
+            while not self._is_told(left):
+                self._look()
+        except GroupBroken as error:
+            self._groups.check()
+            log.info("nobody knows whose loops are over: %s", error)
 
     def _look(self) -> None:
         time.sleep(POLL_S)
