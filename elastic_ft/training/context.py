@@ -20,7 +20,7 @@ from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, ZeroGrad, as_batch, body_of, not_counted
-from elastic_ft.training.epochs import EpochSpan, begin_loop, check_once, check_through, span_of
+from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, last_step, span_of
 from elastic_ft.training.given import loggable, sort_out
 from elastic_ft.training.loader import (
     Loader,
@@ -209,7 +209,7 @@ class Context(Between):
 
     def _check_through(self) -> None:
         if not self._ended and self.latest is not None and not self.latest.last:
-            check_through(self._span, self.latest.number)
+            check_through(self._span, self.latest.number, self._until)
 
     # ------------------------------------------------------------------------------ a step
 
@@ -421,8 +421,7 @@ class Context(Between):
         check_outside(self._inside)
         self._steering("prepare").at.ask()
         while self._dealt is None and not self._ended:
-            item = self._next()
-            if isinstance(item, Ended) and item.why:
+            if isinstance(item := self._next(), Ended) and item.why:
                 raise self._released()
         return self._dealt is not None
 
@@ -437,7 +436,7 @@ class Context(Between):
         self._given = begin_loop(self._given, self._span, self.job.elastic.max_workers)
         while self._is_dealt():
             given = Batch(own.engine, self._awaited())
-            check_once(self._span, self._until, given.number)
+            self._until = last_step(self._span, self._until, given.number)
             self._given += self._span is None
             yield given
             if self._dealt is given.dealt:
@@ -445,6 +444,7 @@ class Context(Between):
                     f"the batch of step {given.number} was not used: give it to the function "
                     "that @ctx.step decorates, or leave the loop"
                 )
-            is_last = self._span is not None and self._span.is_last(given.number)
-            if is_last and (self._dealt is None or self._dealt.running.number > given.number):
+            made = max(given.number, self.latest.number if self.latest else 0)
+            is_last = self._span is not None and made >= self._until
+            if is_last and (self._dealt is None or self._dealt.running.number > self._until):
                 return  # else the epoch's last step is made again

@@ -41,10 +41,6 @@ class EpochSpan:
         """Of a step in its epoch, from 0."""
         return (step - self.before - 1) % self.steps
 
-    def is_last(self, step: int) -> bool:
-        """Of an epoch."""
-        return self.place(step) == self.steps - 1
-
 
 def span_of(loader: Loader, before: int, numbers: Sequence[int], steps: int | None) -> EpochSpan:
     """Of ``steps`` steps each, or of one pass. Raises ConfigError."""
@@ -61,15 +57,15 @@ def span_of(loader: Loader, before: int, numbers: Sequence[int], steps: int | No
     return EpochSpan(before, numbers, steps)
 
 
-def check_through(span: EpochSpan | None, made: int) -> None:
+def check_through(span: EpochSpan | None, made: int, until: int) -> None:
     """Raises ConfigError where the loop over the loader was left after step ``made``, before its
-    end: who joins in the middle begins there, and would leave it elsewhere."""
+    end, of an epoch ``until`` that step: who joins in the middle begins there, and would leave it elsewhere."""
     if span is None:
         raise ConfigError(
             f"ctx.each: what goes over the loader ended after step {made}, before the loader: who "
             "joins in the middle would end elsewhere: say `steps` to init"
         )
-    if not span.is_last(made):
+    if made < until:
         raise ConfigError(
             f"ctx.epochs: the loop over the loader was left after step {made}, "
             f"{span.place(made) + 1} of {span.steps} in its epoch: who joins in the middle would "
@@ -77,15 +73,21 @@ def check_through(span: EpochSpan | None, made: int) -> None:
         )
 
 
-def check_once(span: EpochSpan | None, until: int, step: int) -> None:
-    """Raises ConfigError where the loader gives ``step``, of a later epoch than the running one,
-    which ends with step ``until``."""
-    if span is not None and step > until:
+def last_step(span: EpochSpan | None, until: int, step: int) -> int:
+    """Of the epoch that has ``step``, which the loader gives; 0 outside epochs. That is an earlier
+    one than the running epoch, which ends with step ``until``, where the job went back.
+
+    Raises ConfigError where it is a later one.
+    """
+    if span is None:
+        return 0
+    if step > until:
         raise ConfigError(
             f"ctx.epochs: the loader was gone over twice in an epoch, which has {span.steps} steps "
             f"and has ended with step {until}: go over it once in each, with more epochs, or more "
             "steps in each: ctx.epochs(n, steps=...)"
         )
+    return span.last_of(step)
 
 
 def begin_loop(before: int, span: EpochSpan | None, workers_max: int) -> int:

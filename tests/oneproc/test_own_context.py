@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from elastic_ft.config import parse_job
 from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
+from elastic_ft.training.batch import Batch
 from elastic_ft.training.context import Context
 from elastic_ft.training.each import ZeroGrad, body_of
 from elastic_ft.training.elsewhere import INSTEAD
@@ -228,6 +229,22 @@ def test_a_loader_that_is_gone_over_twice_in_an_epoch_is_refused() -> None:
     assert [make(batch).number for batch in loader] == [1, 2, 3]
     with pytest.raises(ConfigError, match=r"twice in an epoch, .* ended with step 3"):
         next(iter(loader))
+
+
+def test_who_makes_a_step_that_others_have_made_begins_the_next_epoch_in_time() -> None:
+    """It broke off in one that the others had: its function is given the next one."""
+    ctx, loader = context()
+    made_steps(ctx)
+    make, found = ctx.step(lambda batch: None), list[tuple[int, int]]()
+    for epoch in ctx.epochs(3, steps=3):
+        for batch in loader:
+            if batch.number == 2:  # the world breaks in it, and has it
+                ctx._own.body = None  # type: ignore[union-attr]
+                ctx._dealt = None
+                assert ctx._is_dealt()
+                batch = Batch(ctx._own.engine, ctx._awaited())  # type: ignore[union-attr]
+            found.append((epoch, make(batch).number))
+    assert found == [(0, 1), (0, 3), *((1, n) for n in (4, 5, 6)), *((2, n) for n in (7, 8, 9))]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
