@@ -59,7 +59,7 @@ def span_of(loader: Loader, before: int, numbers: Sequence[int], steps: int | No
 
 def check_through(span: EpochSpan | None, made: int, until: int) -> None:
     """Raises ConfigError where the loop over the loader was left after step ``made``, before its
-    end, of an epoch ``until`` that step: who joins in the middle begins there, and would leave it elsewhere."""
+    end, with step ``until`` of an epoch: who joins in the middle would leave it elsewhere."""
     if span is None:
         raise ConfigError(
             f"ctx.each: what goes over the loader ended after step {made}, before the loader: who "
