@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -95,10 +96,20 @@ def _as_torchrun(script: Path, arguments: list[str], workers: int) -> int:
     say(f"{script.name} never calls elastic_ft.init(): all {workers} processes restart on a loss")
     places = ["--standalone", "--nproc-per-node", str(workers), "--max-restarts", str(RESTARTS_MAX)]
     command = [sys.executable, "-m", "torch.distributed.run", *places, str(script), *arguments]
-    # A session of its own, so that it has each signal once; it gives its workers 30 s to end.
+    # A session of its own, so that it has each signal once; it gives its workers 30 s to end. By a
+    # second one torchrun would leave them behind.
     process = subprocess.Popen(command, start_new_session=True)
+    came: list[int] = []
+
+    def pass_on(number: int, frame: Any) -> None:
+        came.append(number)
+        if len(came) == 1:
+            process.send_signal(number)
+        elif process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
     told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {s: signal.signal(s, lambda number, _: process.send_signal(number)) for s in told}
+    before = {number: signal.signal(number, pass_on) for number in told}
     try:
         return COMPLETED if process.wait() == 0 else FAILED
     finally:

@@ -318,13 +318,6 @@ def priority(
 COMMANDS = (submit, jobs, status, logs, priority)
 
 
-def events_of(job: str, service: str | None, follow: bool, raw: bool) -> int:
-    for line in client(service).events(job, follow):
-        if raw or line["text"]:
-            print(f"{line['event']}: {line['reason']}" if raw else line["text"], flush=True)
-    return COMPLETED
-
-
 def stop_job(job: str, service: str | None, now: bool, timeout_s: float) -> int:
     asked = client(service)
     asked.stop(job, now)

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_ft.cli.service_commands import ServiceUrl, events_of, is_job
-from elastic_ft.errors import ConfigError
+from elastic_ft.cli.service_commands import ServiceUrl, client, is_job
+from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.alive import Vigil, seems_dead
 from elastic_ft.observe.run_reader import RunReader
 
@@ -35,7 +35,9 @@ def events(
 ) -> int:
     """Tell the story of a run: what happened, who stood where, what it cost."""
     if is_job(run_folder, service):
-        return events_of(run_folder, service, follow, raw)
+        if goodput:
+            raise UsageError("--goodput: is of a run folder, which `elastic-ft status` names")
+        return _events_of(run_folder, service, follow, raw, clock)
     from elastic_ft.observe import journal_text
 
     run = RunReader(run_folder)
@@ -63,6 +65,18 @@ def events(
     if goodput:
         print()
         print("\n".join(journal_text.goodput(_worker_seconds(run, result))))
+    return 0
+
+
+def _events_of(job: str, service: str | None, follow: bool, raw: bool, clock: bool) -> int:
+    first_s = 0.0
+    for line in client(service).events(job, follow):
+        try:
+            first_s, told = _told(line, first_s, raw, clock, job)
+        except ConfigError:  # of a service of another version, which can tell it
+            told = [line["text"]]
+        for text in told:
+            print(text, flush=True)
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
@@ -212,6 +213,14 @@ class OwnStep(ABC):
         assert running.norm is not None
         self._scale(running, max_norm)
         return running.norm
+
+    def clip_these(self, *norm: Any, **named: Any) -> float:
+        """As torch's function, once gradients are means. Returns their norm before."""
+        self.clip_grad_norm_(math.inf)
+        total = nn.utils.clip_grad_norm_(*norm, **named)
+        found = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        self.check_groups()  # NCCL raises nothing: a norm that was aborted is any number
+        return found
 
     def check_groups(self) -> None:
         """Raises GroupBroken if what they have computed may be wrong: NCCL raises nothing."""

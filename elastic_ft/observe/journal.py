@@ -231,6 +231,8 @@ _TRAINING = (
            "step values"),
     _event("between_steps", "The script's own code between two steps takes long.",
            "worker", "{worker}: {reason}"),
+    _event("ranks_part", "Ranks wait for each other at different places of a loop of one's own.",
+           "worker", "{worker}: {reason}"),
     _event("overlap", "What rank 0's computing waits for in a step, early in a generation; again "
            "when the share has changed by a tenth, after twice as many steps each time.",
            "step step_s exposed_s hidden_s", full=None),

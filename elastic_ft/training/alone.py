@@ -99,6 +99,8 @@ class Alone:
             said = f"the script raised {type(error).__name__}: {error}"
             self.worker.raised(UsageError(said))  # it is not tried again: the process ends
         else:
+            if isinstance(error, KeyboardInterrupt):
+                self._controller.stop("interrupted")
             self.worker.finish()
         self._thread.join(END_TIMEOUT_S)
         self.worker.close()

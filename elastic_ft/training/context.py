@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from elastic_ft.data.epoch_order import EpochOrder
@@ -22,8 +20,8 @@ from elastic_ft.training.agrees import check_agrees
 from elastic_ft.training.batch import Batch, StepAttempt
 from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, ZeroGrad, as_batch, body_of, not_counted
-from elastic_ft.training.epochs import EpochSpan, check_through, span_of
-from elastic_ft.training.given import sort_out
+from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, last_step, span_of
+from elastic_ft.training.given import loggable, sort_out
 from elastic_ft.training.loader import (
     Loader,
     bundle_of,
@@ -31,7 +29,7 @@ from elastic_ft.training.loader import (
     drawn_bundle,
     read_in_processes,
 )
-from elastic_ft.training.within import check_outside, without_exit
+from elastic_ft.training.within import Interrupts, broken_off, check_outside, without_exit
 from elastic_ft.worker.party import Party
 from elastic_ft.worker.prepare import ready_device
 from elastic_ft.worker.steering import Dealt, Ended, MakeHere, Steering
@@ -107,7 +105,8 @@ class Context(Between):
         self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
         self._span: EpochSpan | None = None  # where the loader is to end, if not with the job
-        self._spanned = 0  # steps of earlier calls of ``epochs``
+        self._until, self._given = 0, 0  # the running epoch's last step; batches outside epochs
+        self._interrupts = Interrupts()
 
     # ------------------------------------------------------------------------------ before
 
@@ -190,16 +189,17 @@ class Context(Between):
         What is yielded first is the epoch in which the job is, and the loader gives its rest: for
         who joins, and after a restart. A second call gives the epochs behind those of the first.
         """
-        self._steering("epochs")
+        own = self._steering("epochs")
         assert self._loader is not None
-        self._span = span_of(self._loader, self._spanned, range(*span), steps)
+        self._span = span_of(self._loader, own.passed, range(*span), steps)
         try:
             while self._is_dealt():
                 dealt = self._awaited()
                 if dealt.running.number > self._span.last:
-                    self._spanned = self._span.last
+                    own.passed = self._span.last
                     return
                 epoch = self._span.epoch_of(dealt.running.number)
+                self._until = self._span.last_of(dealt.running.number)
                 yield epoch
                 if self._dealt is dealt:
                     raise ConfigError(f"ctx.epochs: nothing asked the loader for epoch {epoch}")
@@ -209,7 +209,7 @@ class Context(Between):
 
     def _check_through(self) -> None:
         if not self._ended and self.latest is not None and not self.latest.last:
-            check_through(self._span, self.latest.number)
+            check_through(self._span, self.latest.number, self._until)
 
     # ------------------------------------------------------------------------------ a step
 
@@ -239,7 +239,6 @@ class Context(Between):
                 own.body = functools.partial(self._within, call)
                 item = self._next()
                 if isinstance(item, Step):
-                    self._dealt, self.latest = None, item
                     return item if own.result is None else own.result
 
         return made
@@ -321,14 +320,17 @@ class Context(Between):
         attempt = StepAttempt(Batch(own.engine, self._awaited()))
         self._inside, self._turn = True, None
         try:
+            self._interrupts.deliver()
             yield attempt
-        except Exception as error:
-            own.raised = error
+        except BaseException as error:
+            own.raised = broken_off(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._inside = False
         item = self._next()
         if isinstance(item, Step):
-            self._dealt, self.latest, attempt.step = None, item, item
+            attempt.step = item
         else:
             own.at.step = 0  # the block is left: it asks for the step again
 
@@ -365,11 +367,7 @@ class Context(Between):
         engine = self._steering("clip_grad_norm_").engine
         if len(norm) + len(named) == 1:
             return engine.clip_grad_norm_(*norm, **named)
-        engine.clip_grad_norm_(math.inf)
-        total = torch.nn.utils.clip_grad_norm_(*norm, **named)
-        found = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        engine.check_groups()  # NCCL raises nothing: a norm that was aborted is any number
-        return found
+        return engine.clip_these(*norm, **named)
 
     def log(self, *results: Any, **values: Any) -> None:
         """Values for the line of the step made last, which is written when it is committed."""
@@ -377,13 +375,7 @@ class Context(Between):
         for result in results:
             if isinstance(result, dict):
                 values = result | values
-        for name, value in values.items():
-            number = value.item() if isinstance(value, torch.Tensor) else value
-            if not isinstance(number, (int, float, str, bool)):
-                kind = type(value).__name__
-                instead = ": ctx.backward takes (sum, count), over all ranks" * (kind == "tuple")
-                raise ConfigError(f"ctx.log: {name} is {kind}, expected a number or text{instead}")
-            own.logged[name] = number
+        own.logged |= {name: loggable(name, value) for name, value in values.items()}
 
     def on_generation(self, callback: Callable[[Context], None]) -> None:
         """``callback(ctx)`` is called in the loop's thread when a world has formed, before its
@@ -404,17 +396,24 @@ class Context(Between):
     def _next(self) -> Any:
         """Lets the job go on until it wants something of this loop. Raises Released."""
         check_outside(self._inside)
-        item = self.worker.next_item()
+        with self._interrupts:
+            item = self.worker.next_item()
         self._inside = False  # who was left behind in a step's function does not say so
         if item is None:
             raise self._released()
-        if isinstance(item, Dealt):
+        if isinstance(item, Step):
+            self._dealt, self.latest = None, item
+        elif isinstance(item, Ended):
+            self._ended = True
+        elif isinstance(item, Dealt):
             self._dealt = item
             self._place, self.generation = (item.rank, item.world_size), item.generation
             if item.generation != self._told:
                 self._told = item.generation
                 for callback in self._callbacks:
                     callback(self)
+        if not isinstance(item, MakeHere):  # the attempt does then
+            self._interrupts.deliver()
         return item
 
     def _is_dealt(self) -> bool:
@@ -422,11 +421,8 @@ class Context(Between):
         check_outside(self._inside)
         self._steering("prepare").at.ask()
         while self._dealt is None and not self._ended:
-            item = self._next()
-            if isinstance(item, Ended):
-                self._ended = True
-                if item.why:
-                    raise self._released()
+            if isinstance(item := self._next(), Ended) and item.why:
+                raise self._released()
         return self._dealt is not None
 
     def batches(self) -> Iterator[Batch]:
@@ -437,14 +433,18 @@ class Context(Between):
                 "the loader has ended: it is the whole training, not one epoch; write "
                 "`for epoch in ctx.epochs(n)` where that is wanted, for `range(n)`"
             )
+        self._given = begin_loop(self._given, self._span, self.job.elastic.max_workers)
         while self._is_dealt():
             given = Batch(own.engine, self._awaited())
+            self._until = last_step(self._span, self._until, given.number)
+            self._given += self._span is None
             yield given
             if self._dealt is given.dealt:
                 raise ConfigError(
                     f"the batch of step {given.number} was not used: give it to the function "
                     "that @ctx.step decorates, or leave the loop"
                 )
-            is_last = self._span is not None and self._span.is_last(given.number)
-            if is_last and (self._dealt is None or self._dealt.running.number > given.number):
+            made = max(given.number, self.latest.number if self.latest else 0)
+            is_last = self._span is not None and made >= self._until
+            if is_last and (self._dealt is None or self._dealt.running.number > self._until):
                 return  # else the epoch's last step is made again

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,16 +30,16 @@ class EpochSpan:
         return self.before + len(self.numbers) * self.steps
 
     def epoch_of(self, step: int) -> int:
-        """Its number. That of the first for the last step of the call before, made again."""
-        return self.numbers[max(0, step - self.before - 1) // self.steps]
+        """Its number."""
+        return self.numbers[(step - self.before - 1) // self.steps]
+
+    def last_of(self, step: int) -> int:
+        """The last step of the epoch that has ``step``."""
+        return step - self.place(step) + self.steps - 1
 
     def place(self, step: int) -> int:
         """Of a step in its epoch, from 0."""
         return (step - self.before - 1) % self.steps
-
-    def is_last(self, step: int) -> bool:
-        """Of an epoch."""
-        return self.place(step) == self.steps - 1
 
 
 def span_of(loader: Loader, before: int, numbers: Sequence[int], steps: int | None) -> EpochSpan:
@@ -56,17 +57,47 @@ def span_of(loader: Loader, before: int, numbers: Sequence[int], steps: int | No
     return EpochSpan(before, numbers, steps)
 
 
-def check_through(span: EpochSpan | None, made: int) -> None:
+def check_through(span: EpochSpan | None, made: int, until: int) -> None:
     """Raises ConfigError where the loop over the loader was left after step ``made``, before its
-    end: who joins in the middle begins there, and would leave it elsewhere."""
+    end, with step ``until`` of an epoch: who joins in the middle would leave it elsewhere."""
     if span is None:
         raise ConfigError(
             f"ctx.each: what goes over the loader ended after step {made}, before the loader: who "
             "joins in the middle would end elsewhere: say `steps` to init"
         )
-    if not span.is_last(made):
+    if made < until:
         raise ConfigError(
             f"ctx.epochs: the loop over the loader was left after step {made}, "
             f"{span.place(made) + 1} of {span.steps} in its epoch: who joins in the middle would "
             "leave it elsewhere: say ctx.epochs(n, steps=...), where epochs are to be shorter"
         )
+
+
+def last_step(span: EpochSpan | None, until: int, step: int) -> int:
+    """Of the epoch that has ``step``, which the loader gives; 0 outside epochs. That is an earlier
+    one than the running epoch, which ends with step ``until``, where the job went back.
+
+    Raises ConfigError where it is a later one.
+    """
+    if span is None:
+        return 0
+    if step > until:
+        raise ConfigError(
+            f"ctx.epochs: the loader was gone over twice in an epoch, which has {span.steps} steps "
+            f"and has ended with step {until}: go over it once in each, with more epochs, or more "
+            "steps in each: ctx.epochs(n, steps=...)"
+        )
+    return span.last_of(step)
+
+
+def begin_loop(before: int, span: EpochSpan | None, workers_max: int) -> int:
+    """0. Warns where a loop over the loader that gave ``before`` batches was left, and another
+    begins: who joins, and the job after a restart, begins in the first one. One batch at a time
+    (``next(iter(loader))``) is no loop."""
+    if before > 1 and span is None and workers_max > 1:
+        warnings.warn(
+            f"the loader was left after {before} batches, and is gone over again: who joins begins "
+            "in the first loop over it: give each part its steps, by ctx.epochs(n, steps=...)",
+            stacklevel=3,
+        )
+    return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -72,3 +73,13 @@ def sort_out(things: tuple[Any, ...]) -> Given:
             "they are, for ctx.evaluate(function, loader)"
         )
     return Given(models, optimizers, *(loaders or [None]), kept)
+
+
+def loggable(name: str, value: Any) -> int | float | str | bool:
+    """The value, or a tensor's. Raises ConfigError for what no line of steps.jsonl can have."""
+    found = value.item() if isinstance(value, torch.Tensor) else value
+    if not isinstance(found, (int, float, str, bool)):
+        kind = type(value).__name__
+        instead = ": ctx.backward takes (sum, count), over all ranks" * (kind == "tuple")
+        raise ConfigError(f"ctx.log: {name} is {kind}, expected a number or text{instead}")
+    return found

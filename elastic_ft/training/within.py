@@ -1,11 +1,21 @@
-"""What the function of a step may not do while it runs."""
+"""What the function of a step may not do while it runs, and what may not come in between."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from elastic_ft.errors import UsageError
+from elastic_ft.errors import GroupBroken, UsageError
+
+LATER = b"elastic_ft: interrupted: this ends after the running step; again: at once\n"
+BROKEN_OFF = (
+    "a step was interrupted in its middle, and what it had done is not known: start the script "
+    "again, it goes on from its last checkpoint"
+)
 
 
 def without_exit(call: Callable[[], Any]) -> Any:
@@ -28,3 +38,46 @@ def check_outside(inside: bool) -> None:
             "runs, by it or by another thread: one thread goes over the loader, makes the step and "
             "then goes on"
         )
+
+
+def broken_off(error: BaseException) -> Exception:
+    """What the job is told of ``error``, which has left the block of an attempt. What is no error
+    (Ctrl-C, an exit) blames nobody: the attempt is over, and the step is made again."""
+    if isinstance(error, Exception):
+        return error
+    return GroupBroken(f"the attempt was left by {type(error).__name__}")
+
+
+class Interrupts:
+    """Keeps a Ctrl-C, while the job has the step, until the script's own code runs again: so that
+    it leaves the loop, and not the job. The second one comes at once."""
+
+    def __init__(self) -> None:
+        self._came, self._before, self.are_lost = False, False, False
+
+    def __enter__(self) -> None:
+        if self.are_lost:
+            raise UsageError(BROKEN_OFF)
+        self._before = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if self._before:
+            signal.signal(signal.SIGINT, self._note)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._before:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            self.are_lost = True
+            raise KeyboardInterrupt
+        self._came = True
+        os.write(2, LATER)
+
+    def deliver(self) -> None:
+        """Raises KeyboardInterrupt if one has come."""
+        came, self._came = self._came, False
+        if came:
+            raise KeyboardInterrupt

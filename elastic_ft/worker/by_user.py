@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.own_attempt import Running
-from elastic_ft.errors import ConfigError
+from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.models.named import NamedSums, checked
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.loop import Loop, Made, Making
@@ -25,6 +25,10 @@ from elastic_ft.worker.step import Step
 from elastic_ft.worker.whereabouts import furthest, without_catching_up
 
 ASIDE = 75  # exit code of a worker that came in at a moment when it could not (EX_TEMPFAIL)
+COMES_LATE = (
+    "it has come in between two steps, and can't take part in an evaluation or export that is "
+    "made again, as the model is cut: another worker comes in after the next step"
+)
 Handed = MakeHere | Dealt | Done | Ended | Step
 
 
@@ -63,6 +67,8 @@ class ByUser:
     # ------------------------------------------------------------------------- one step
 
     def make(self, loop: Loop, attempt: Making) -> Generator[Handed, None, Update | None]:
+        if attempt.number <= self._own.passed:
+            cannot_go_back(loop, attempt.number, self._own.passed)
         running = self._begin(loop, attempt)
         groups = loop.groups
         dealt = Dealt(running, groups.world_size, groups.rank or 0, groups.generation)
@@ -197,16 +203,23 @@ class ByUser:
         if not self._own.ending:
             finished = self._over or loop.step >= loop.job.steps
             yield from self._given(loop, Ended("" if finished else "it was stopped"))
+        if loop.groups.world_size > 1:
+            loop.tools.points.begin(loop.step + 2)  # ahead of whoever makes another step
+            Party(loop.groups).leave(loop.step)
 
 
-def step_aside(loop: Loop) -> NoReturn:
+def step_aside(loop: Loop, why: str = COMES_LATE) -> NoReturn:
     """Ends this process: the others can't go on with it. What takes its place comes in later."""
-    why = (
-        "it has come in between two steps, and can't take part in an evaluation or export that is "
-        "made again, as the model is cut: another worker comes in after the next step"
-    )
     loop.note("stepped_aside", why, {"worker": loop.tools.worker})
     os._exit(ASIDE)
+
+
+def cannot_go_back(loop: Loop, step: int, passed: int) -> NoReturn:
+    """No process goes back in its script. Raises UsageError where no other takes its place."""
+    why = f"step {step} is made again, of a ctx.epochs that its script has left after step {passed}"
+    if loop.job.elastic.max_workers == 1:
+        raise UsageError(f"ctx.epochs: {why}: start the job again, it goes on from there")
+    step_aside(loop, f"{why}: another worker begins there")
 
 
 def check_named_alike(names: Sequence[str] | None, world: int) -> None:

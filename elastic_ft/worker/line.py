@@ -51,12 +51,14 @@ class Hooks:
     Attributes:
         standing: identifier of the thread that trains.
         use_keeper: returns at once.
+        look: from the thread that beats, with each heartbeat; returns at once.
         on_change: another controller has the job.
     """
 
     standing: Callable[[], int]
     use_keeper: Callable[[cmd.UseKeeper], None]
     on_change: Callable[[Welcome], None]
+    look: Callable[[], None] = lambda: None
 
 
 class ControllerLine:
@@ -134,6 +136,14 @@ class ControllerLine:
             self._groups, self.restoring = groups, True
             if why := self._follower.why_broken_off:
                 groups.abort(why)
+
+    def break_off(self, groups: Groups, why: str) -> None:
+        """Ranks of their generation have parted. Nothing is done where it is over."""
+        with self._news:
+            if self._groups is not groups or groups.aborted:
+                return
+            groups.abort(why)
+        self.note("ranks_part", why, worker=self._worker)
 
     def leave(self) -> None:
         """No group is left."""
@@ -225,6 +235,7 @@ class ControllerLine:
         told, points = False, self._points
         while not self._closed.wait(every_s):
             outside.look()
+            self._hooks.look()
             place, left = points.place, points.layers_left()
             self.send(Heartbeat(self._worker, points.step, place, points.count, points.last, left))
             self._tell_bytes()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -22,7 +23,9 @@ from elastic_ft.errors import GroupBroken, UsageError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.worker.agreement import sum_over_members
 
+log = logging.getLogger(__name__)
 POLL_S = 0.05
+LEFT = "party/left"  # whose loop is over, after which step
 ALONE = "party/alone"  # who leads needs a world of its own
 
 
@@ -76,15 +79,33 @@ class Party:
         while not self._is_told(met):
             if not self._leads and self._is_told([ALONE]):
                 step_aside()
+            if self._is_told([LEFT]):
+                raise GroupBroken("a member has left its loop, and makes no step any more")
             self._look()
+
+    def leave(self, step: int) -> None:
+        """This member's loop is over after ``step``: waits until those of all members are, before
+        what they do together then. Raises GroupBroken, as where one makes another step instead,
+        which breaks the generation off (``worker.parting``). Where the store has gone with its
+        controller, it is gone for all: nobody waits."""
+        everyone = range(self._groups.world_size)
+        left = [f"{LEFT}/{rank}" for rank in everyone]
+        try:
+            self._tell(LEFT, f"rank {self._groups.rank} has left its loop after step {step}")
+            self._tell(left[self._groups.rank or 0])
+            while not self._is_told(left):
+                self._look()
+        except GroupBroken as error:
+            self._groups.check()
+            log.info("nobody knows whose loops are over: %s", error)
 
     def _look(self) -> None:
         time.sleep(POLL_S)
         self._groups.check()
 
-    def _tell(self, key: str) -> None:
+    def _tell(self, key: str, what: str = "") -> None:
         with self._broken_as(key) as store:
-            store.set(key, "")
+            store.set(key, what)
 
     def _is_told(self, keys: list[str]) -> bool:
         with self._broken_as(keys[0]) as store:

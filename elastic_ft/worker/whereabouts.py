@@ -23,6 +23,7 @@ class Whereabouts:
     has_asked: for the next batch, since the last step.
     errands, is_pending: begun in this part of the way, and whether one is under way.
     step: of which the function was begun and is not made yet; 0: none.
+    made: the last step that its code has gone on from; 0: none.
     """
 
     is_new: bool = True
@@ -30,6 +31,7 @@ class Whereabouts:
     errands: int = 0
     is_pending: bool = False
     step: int = 0
+    made: int = 0
 
     def ask(self) -> None:
         if not self.has_asked:
@@ -44,7 +46,16 @@ class Whereabouts:
         self.is_new, self.errands, self.step = False, 0, number
 
     def end_step(self) -> None:
+        self.made = self.step
         self.has_asked, self.errands, self.step = False, 0, 0
+
+    def in_words(self) -> str:
+        """Where it may wait for others in a collective; "" elsewhere."""
+        if self.step:
+            return f"is in the function of step {self.step}"
+        if self.is_pending:
+            return f"is in evaluation or export {self.errands} after step {self.made}"
+        return ""
 
     def place(self, restored: int) -> float:
         """As a number that grows with the way; equal for those who come to the same errands.

@@ -43,6 +43,7 @@ from elastic_ft.worker.devices import device_memory_bytes
 from elastic_ft.worker.line import ControllerLine, ControllerLost, Hooks
 from elastic_ft.worker.loop import Loop, Maker
 from elastic_ft.worker.own_keeper import OwnKeeper
+from elastic_ft.worker.parting import Parting
 from elastic_ft.worker.prepare import prepare
 from elastic_ft.worker.same_data import check_same_data, data_in_words
 from elastic_ft.worker.steering import Steering
@@ -99,6 +100,7 @@ class Worker:
             lambda: self._training.current,
             lambda message: self._keeper.use(message),
             self._follow,
+            lambda: self._parting.look(self.own, self._groups),
         )
         self._line = ControllerLine(lifeline, member, self._points, hooks, self._pause_timeout_s)
         self._trouble = Trouble(member, self._points, self._line.send, self._line.await_over)
@@ -108,6 +110,7 @@ class Worker:
         self._loop: Loop | None = None  # once a generation is restored
         self.own: Steering | None = None  # of a loop of the user's; set before ``next_item``
         self._items: Iterator[Any] | None = None
+        self._parting = Parting(lambda: self._training.current, self._line.break_off)
         self._keeper = OwnKeeper(key, member.worker, self._use_keeper, self._unkept)
         self._line.start()
 

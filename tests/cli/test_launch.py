@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import elastic_ft
@@ -21,6 +22,7 @@ from elastic_ft.cli.run import How
 from elastic_ft.config import Job
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.run_reader import RunReader
+from tests.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KILL = """description: A worker dies in the middle of a step.
@@ -171,28 +173,43 @@ def test_a_script_of_torchrun_runs_as_it_is(folder: Path) -> None:
     assert wrote == dict.fromkeys(("0-0", "1-0", "0-1", "1-1"), "--lr 1")
 
 
-def test_a_script_of_torchrun_ends_with_the_command(folder: Path) -> None:
+@pytest.mark.parametrize("asked", [1, 2])
+def test_a_script_of_torchrun_ends_with_the_command(folder: Path, asked: int) -> None:
+    """At once by the second signal, also one that does not heed the first: torchrun left that."""
     path = script(
         folder,
-        "import os, pathlib, time\n"
+        "import os, pathlib, signal, time\n"
+        "def note(number, frame):\n"
+        "    pathlib.Path('heard').touch()\n"
+        f"signal.signal(signal.SIGTERM, note if {asked} == 2 else signal.SIG_DFL)\n"
         "pathlib.Path('new').write_text(str(os.getpid()))\n"
         "pathlib.Path('new').rename('pid')\n"
-        "time.sleep(100)\n",
+        "until = time.monotonic() + 300\n"
+        "while time.monotonic() < until:\n"
+        "    time.sleep(1)\n",
     )
     command = [sys.executable, "-m", "elastic_ft.cli", "launch", "--processes", str(path)]
     environment = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
     with subprocess.Popen(command, cwd=folder, env=environment) as launched:
         try:
-            until = time.monotonic() + 150
-            while not (folder / "pid").exists() and time.monotonic() < until:
-                time.sleep(0.05)
-            pid = int((folder / "pid").read_text())
+            until(lambda: (folder / "pid").exists(), "its process", 150)
+            worker = psutil.Process(int((folder / "pid").read_text()))
             launched.terminate()
-            assert launched.wait(100) == FAILED
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+            if asked == 2:
+                until(lambda: (folder / "heard").exists(), "it hears of the first")
+                launched.terminate()
+            assert launched.wait(25 if asked == 2 else 100) == FAILED
+            until(lambda: has_ended(worker), "its process to end", 5)
         finally:
             launched.kill()
+            with contextlib.suppress(psutil.NoSuchProcess, UnboundLocalError):
+                worker.kill()
+
+
+def has_ended(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def test_what_torchrun_would_ignore_is_refused(

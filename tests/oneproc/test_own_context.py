@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from elastic_ft.config import parse_job
 from elastic_ft.data.prefetch import Prefetcher
 from elastic_ft.errors import ConfigError, GroupBroken, UsageError
+from elastic_ft.training.batch import Batch
 from elastic_ft.training.context import Context
 from elastic_ft.training.each import ZeroGrad, body_of
 from elastic_ft.training.elsewhere import INSTEAD
@@ -28,10 +30,11 @@ from tests.oneproc.test_own_engine import Own
 PASS = 2  # steps
 
 
-def context(first: int = 1, last: int = 12) -> tuple[Context, Any]:
+def context(first: int = 1, last: int = 12, workers: int = 1) -> tuple[Context, Any]:
     """One whose worker deals those steps, and the loader."""
     values = {"name": "own", "loop": {}, "parallel": {"device": "cpu"}}
     values["batch"] = {"global_batch_size": 4, "micro_batch_size": 2}
+    values["elastic"] = {"max_workers": workers}
     numbers = iter(range(first, last + 1))
 
     def next_item() -> Any:
@@ -215,6 +218,53 @@ def test_an_epoch_that_is_left_in_its_middle_is_refused() -> None:
                 break
     with pytest.raises(ConfigError, match=r"after step 5, 2 of 3 in its epoch: .* steps="):
         next(epochs)
+
+
+def test_a_loader_that_is_gone_over_twice_in_an_epoch_is_refused() -> None:
+    """The second loop trained the next epoch; who joined in that was in the first loop."""
+    ctx, loader = context()
+    made_steps(ctx)
+    make, epochs = ctx.step(lambda batch: None), ctx.epochs(4, steps=3)
+    next(epochs)
+    assert [make(batch).number for batch in loader] == [1, 2, 3]
+    with pytest.raises(ConfigError, match=r"twice in an epoch, .* ended with step 3"):
+        next(iter(loader))
+
+
+def test_who_makes_a_step_that_others_have_made_begins_the_next_epoch_in_time() -> None:
+    """It broke off in one that the others had: its function is given the next one."""
+    ctx, loader = context()
+    made_steps(ctx)
+    make, found = ctx.step(lambda batch: None), list[tuple[int, int]]()
+    for epoch in ctx.epochs(3, steps=3):
+        for batch in loader:
+            if batch.number == 2:  # the world breaks in it, and has it
+                ctx._own.body = None  # type: ignore[union-attr]
+                ctx._dealt = None
+                assert ctx._is_dealt()
+                batch = Batch(ctx._own.engine, ctx._awaited())  # type: ignore[union-attr]
+            found.append((epoch, make(batch).number))
+    assert found == [(0, 1), (0, 3), *((1, n) for n in (4, 5, 6)), *((2, n) for n in (7, 8, 9))]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_second_loop_over_the_loader_is_warned_of(workers: int) -> None:
+    """Who joins is in the first. One batch at a time is no loop; nobody joins a world of one."""
+    ctx, loader = context(workers=workers)
+    made_steps(ctx)
+    make = ctx.step(lambda batch: None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            make(next(iter(loader)))
+        for batch in loader:
+            if make(batch).number == 5:
+                break
+        assert not told
+        make(next(iter(loader)))
+        assert ["left after 2 batches" in str(line.message) for line in told] == [True] * (
+            workers - 1
+        )
 
 
 def test_an_epoch_of_a_stream_needs_its_steps() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.cli.app import run_command
+from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.errors import ConfigError
 from elastic_ft.service import service_client, views
 from elastic_ft.service.access import Rights, new_token
@@ -209,6 +209,31 @@ def test_a_stream_that_breaks_off_now_and_then_goes_on(monkeypatch: pytest.Monke
     with Foreign(*[answer(b": still here\n\n")] * 5, end) as server:
         assert list(Client(server.url, away_s=0.1).events("a-1", follow=True)) == []
         assert len(server.asked) == 6
+
+
+def test_a_jobs_events_are_told_as_a_run_folders(capfd: pytest.CaptureFixture[str]) -> None:
+    """``--clock`` had no effect, ``--raw`` told no time."""
+    at: dict[str, Any] = {
+        "at_s": 1795521600.0,
+        "generation": 1,
+        "reason": "from the seed",
+        "text": "of the page",
+    }
+    lines = [at | {"event": "job_started", "step": 0}]
+    lines += [at | {"event": "finished", "status": "completed", "at_s": 1795521662.0}]
+    sent = b"".join(b"data: %s\n\n" % json.dumps(line).encode() for line in lines)
+    sent += b"event: end\ndata: {}\n\n"
+    told = {}
+    for option in ("--clock", "--raw", "--follow"):
+        with Foreign(answer(sent)) as server:
+            assert run_command(["events", "a-1", "--service", server.url, option]) == COMPLETED
+        told[option] = capfd.readouterr().out.splitlines()
+    assert told["--clock"][-1] == "2026-11-24 12:01:02 UTC  g1    finished: because"
+    assert told["--raw"][-1] == "    62.0 s  g1  finished: because"
+    assert told["--follow"][0] == "seconds since 2026-11-24 12:00:00 UTC:"
+    assert told["--follow"][-1] == "    62.00 s  g1    finished: because"
+    assert run_command(["events", "a-1", "--service", "http://x", "--goodput"]) == BAD_USAGE
+    assert "--goodput: is of a run folder" in capfd.readouterr().err
 
 
 def test_a_stream_of_somebody_else_is_one_line() -> None:

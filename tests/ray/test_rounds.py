@@ -15,9 +15,10 @@ from elastic_ft.hosts.ray.ray_private import (
     RayTrainWorker,
     SynchronizationBarrierResetError,
     TrainingReport,
+    UserCallbackHandler,
     WorkerStatus,
 )
-from elastic_ft.hosts.ray.reports import REPORT, Barrier, Rounds
+from elastic_ft.hosts.ray.reports import AHEAD_MAX, REPORT, Barrier, Rounds
 from elastic_ft.hosts.ray.train_calls import SEQUENCES, Meeting, WorkerRefused
 from elastic_ft.hosts.ray.worker_actor import ElasticWorker, Polled
 from elastic_ft.hosts.ray.worker_group import ElasticWorkerGroup, seats
@@ -531,3 +532,40 @@ def test_a_worker_looks_for_its_controller_before_it_reports() -> None:
     process = SimpleNamespace(remote=lambda: asked.append("process"))
     Meeting(SimpleNamespace(process=process))  # type: ignore[arg-type]
     assert asked == ["process"]
+
+
+class Slow:
+    """A user's callback that takes its time."""
+
+    def __init__(self) -> None:
+        self.may_end, self.seen = threading.Event(), list[Any]()
+
+    def after_report(self, run_context: Any, metrics: list[Any], checkpoint: Any) -> None:
+        assert self.may_end.wait(30)
+        self.seen.append(metrics)
+
+
+def test_a_users_callback_that_is_slow_holds_up_no_report() -> None:
+    """It ran in Ray Train's loop, in which workers meet to report: each stood in its next report,
+    and passed for hung after eight minutes."""
+    slow = Slow()
+    handler: Any = UserCallbackHandler([slow], None)  # type: ignore[list-item, arg-type]
+    world = World(handler)
+
+    def train() -> None:
+        for index in (1, 2):
+            world.open()
+            for worker in ("a", "b"):
+                world.add(worker, index, f"{worker}{index}")
+
+    training = threading.Thread(target=train, daemon=True)
+    training.start()
+    training.join(20)
+    assert not training.is_alive(), "it waits for the callback"
+    assert (world.rounds.delivered, world.rounds.is_full) == (0, False), "it is told again, if not"
+    for _ in range(AHEAD_MAX):
+        world.open()
+    assert world.rounds.is_full, "as far as training goes ahead"
+    slow.may_end.set()
+    asyncio.run(world.rounds.finish())
+    assert slow.seen == [["a1", "b1"], ["a2", "b2"]] and world.rounds.delivered == 2

@@ -324,10 +324,11 @@ class ElasticController(TrainController):
 
     async def _flush(self) -> None:
         """Fetches the last reports."""
+        self._rounds.is_ending = True
         deadline_s = time.monotonic() + FLUSH_S
         while not self._here.group.flushed and time.monotonic() < deadline_s:
             await self._here.group.poll(self._health_check_interval_s)
-        self._rounds.deliver_carried()
+        await self._rounds.finish()
 
     def _shutdown_worker_group(self) -> None:
         if self._hosting is None:  # it failed to start

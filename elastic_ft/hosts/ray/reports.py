@@ -14,7 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +27,16 @@ from elastic_ft.hosts.ray.ray_private import (
     ReportCallback,
     SynchronizationBarrierResetError,
     TrainingReport,
+    UserCallbackHandler,
 )
 from elastic_ft.hosts.ray.train_calls import REPORT, SEQUENCES, WorkerRefused
 from elastic_ft.hosts.ray.worker_actor import Polled, WorkerLook
 
 log = logging.getLogger(__name__)
 FENCE_CHECK_EVERY_S = 0.02
+AHEAD_MAX = 8  # rounds that wait for a user's callbacks, before training waits for them
+QUICK_S = 0.05  # a callback that takes longer holds up nothing
+SLOW_S, LAST_S = 30.0, 600.0  # one that does is told of; and is left behind, as its job ends
 
 
 class Barrier:
@@ -88,6 +95,53 @@ def _refused(generation: int) -> SynchronizationBarrierResetError:
     return SynchronizationBarrierResetError(f"generation {generation} is over")
 
 
+class UsersCallbacks:
+    """A user's callbacks, called in turn in a thread of their own: while one takes its time, as an
+    upload does, Ray Train's loop goes on, in which workers meet to report.
+
+    What is quick is waited for. So is, by training, what has AHEAD_MAX rounds behind it: as with
+    Ray Train itself, nobody reports faster than callbacks take it.
+    """
+
+    def __init__(self, callbacks: list[ReportCallback]) -> None:
+        self._callbacks = callbacks
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="callbacks")
+        self._calls: list[Future[None]] = []
+        self._since_s, self._is_told = 0.0, False
+
+    def call(self, report: TrainingReport, metrics: list[dict[str, Any]]) -> None:
+        """Returns at once, or soon."""
+        if not self._callbacks:
+            return
+        self._since_s, self._is_told = time.monotonic(), False
+        self._calls.append(self._thread.submit(self._call, report, metrics))
+        futures.wait(self._calls, QUICK_S)
+
+    def _call(self, report: TrainingReport, metrics: list[dict[str, Any]]) -> None:
+        for callback in self._callbacks:
+            callback.after_report(training_report=report, metrics=metrics)
+
+    @property
+    def take_s(self) -> float:
+        """Since the last call."""
+        return time.monotonic() - self._since_s
+
+    @property
+    def are_busy(self) -> bool:
+        """Raises what one of them has raised."""
+        while self._calls and self._calls[0].done():
+            self._calls.pop(0).result()
+        if self._calls and not self._is_told and self.take_s > SLOW_S:
+            self._is_told = True
+            log.warning(
+                "a callback's after_report has run for more than %g s: training goes on, and waits "
+                "for it once %d reports do",
+                SLOW_S,
+                AHEAD_MAX,
+            )
+        return bool(self._calls)
+
+
 @dataclass
 class Round:
     """Attributes:
@@ -132,7 +186,11 @@ class Rounds:
         committed: Callable[[], int],
         on_delivered: Callable[[int], None] = lambda index: None,
     ) -> None:
-        self._callbacks = list(callbacks)
+        own = [callback for callback in callbacks if isinstance(callback, UserCallbackHandler)]
+        self._callbacks = [callback for callback in callbacks if callback not in own]
+        self._users = UsersCallbacks(own)
+        self._is_handing = False  # the round behind ``delivered``
+        self.is_ending = False  # nobody trains any more
         self._committed, self._on_delivered = committed, on_delivered
         self._rounds: dict[int, Round] = {}
         # (step, generation) -> rank -> metrics
@@ -141,6 +199,23 @@ class Rounds:
         self._gone: set[WorkerId] = set()
         self.delivered = self.opened = first
         self.last_metrics: dict[str, Any] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """No more is to be fetched until a user's callbacks have had what there is."""
+        return len(self._rounds) > AHEAD_MAX and not self.is_ending
+
+    async def finish(self) -> None:
+        """Hands on what is left, and waits for a user's callbacks, as long as they return."""
+        self.deliver()
+        while self._users.are_busy and self._users.take_s < LAST_S:
+            await asyncio.sleep(FENCE_CHECK_EVERY_S)
+            self.deliver()
+        self.deliver_carried()
+        while self._users.are_busy and self._users.take_s < LAST_S:
+            await asyncio.sleep(FENCE_CHECK_EVERY_S)
+        if self._users.are_busy:
+            log.error("a callback's after_report has not returned for %g s: left behind", LAST_S)
 
     @property
     def is_awaiting(self) -> bool:
@@ -228,21 +303,28 @@ class Rounds:
     # ----------------------------------------------------------------- what goes out
 
     def deliver(self) -> None:
-        """Hands on what is complete and committed."""
-        while (pending := self._rounds.get(self.delivered + 1)) and pending.complete:
+        """Hands on what is complete and committed: each once a user's callbacks have had the one
+        before. Raises what they raise."""
+        while not self._users.are_busy:
+            if self._is_handing:
+                self._is_handing = False
+                self.delivered += 1
+                del self._rounds[self.delivered]
+                self._on_delivered(self.delivered)
+            pending = self._rounds.get(self.delivered + 1)
+            if pending is None or not pending.complete:
+                return
             void = self._is_void(pending.generation, pending.step)
             if not void and pending.step > self._committed():
                 return
-            self.delivered += 1
-            del self._rounds[self.delivered]
+            self._is_handing = True
             self.deliver_carried(
                 pending.step
             )  # they came with the reports of this round, or before
             if void or not pending.reports:
                 self._count()
             else:
-                self._hand_on(self.delivered, pending)
-            self._on_delivered(self.delivered)
+                self._hand_on(self.delivered + 1, pending)
 
     def deliver_carried(self, before: float = math.inf) -> None:
         """Hands on what was refused of steps ``before`` that one, in their order.
@@ -262,6 +344,7 @@ class Rounds:
             for callback in self._callbacks:
                 if not isinstance(callback, CheckpointManager):
                     callback.after_report(training_report=report, metrics=metrics)
+            self._users.call(report, metrics)
 
     def _is_void(self, generation: int, step: int) -> bool:
         """Whether a later generation started from an older state than that of ``step``."""
@@ -275,6 +358,7 @@ class Rounds:
         consolidated = TrainingReport(checkpoint, metrics[0], validation)
         for callback in self._callbacks:
             callback.after_report(training_report=consolidated, metrics=metrics)
+        self._users.call(consolidated, metrics)
 
     def _count(self) -> None:
         """A round of which nothing is handed on: the registry compares its count with workers'."""

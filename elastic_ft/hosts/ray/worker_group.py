@@ -250,7 +250,7 @@ class ElasticWorkerGroup(WorkerGroup):
     async def poll(self, timeout_s: float) -> WorkerGroupPollStatus:
         """Fetches what the workers have to report. Who does not answer is asked no second time."""
         for worker, handle in self._listening.items():
-            if worker not in self._polls:
+            if worker not in self._polls and not self.rounds.is_full:
                 received = self._received.get(worker, 0)
                 polled = _poll(handle.actor, received, self.rounds.delivered)
                 self._polls[worker] = asyncio.ensure_future(polled)

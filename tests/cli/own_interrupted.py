@@ -1,0 +1,58 @@
+"""Ctrl-C in the middle of a step, as in a notebook, whose next cell goes on.
+
+Argument: "step": in the function of a step; "attempt": in the block of one, once its optimizer has
+stepped; "script": in the function of a step, and nobody catches it.
+"""
+
+import os
+import signal
+import sys
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import elastic_ft
+
+WHAT, AT = sys.argv[1], 3
+
+ctx = elastic_ft.init(steps=6, batch={"global_batch_size": 4, "micro_batch_size": 2})
+model = torch.nn.Linear(1, 1, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+loader = DataLoader(TensorDataset(torch.ones(64, 1)), batch_size=2)
+model, optimizer, loader = ctx.prepare(model, optimizer, loader)
+left = []
+
+
+def body(batch):
+    for (x,) in batch:
+        ctx.backward(-model(x).sum(), len(x))
+    optimizer.step()
+    optimizer.zero_grad()
+    if batch.number == AT and not left:
+        left.append(batch.number)
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # it comes between two of these, where it may
+            torch.linalg.svd(torch.ones(9, 9))
+
+
+train_step = ctx.step(body)
+
+
+def cell():
+    for batch in loader:
+        if WHAT == "attempt":
+            with ctx.attempt() as attempt:
+                body(attempt.batch)
+        else:
+            train_step(batch)
+
+
+try:
+    cell()
+except KeyboardInterrupt:
+    if WHAT == "script":
+        raise
+    print("left, the last step made is", ctx.latest.number)
+    cell()
+print("weight", round(model.weight.item(), 3))

@@ -1,0 +1,46 @@
+"""Ctrl-C while a loop of one's own runs alone, as in a notebook."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_ft.observe.run_reader import RunReader
+
+SCRIPT = Path(__file__).with_name("own_interrupted.py")
+DEADLINE_S = 120.0
+
+
+def interrupted(folder: Path, what: str) -> tuple[int, list[str]]:
+    path = os.pathsep.join((str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, str(SCRIPT), what]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, timeout=DEADLINE_S, capture_output=True, text=True
+    )
+    return done.returncode, [*done.stdout.splitlines(), *done.stderr.splitlines()]
+
+
+@pytest.mark.parametrize(("what", "last"), [("step", 3), ("attempt", 2)])
+def test_the_next_cell_goes_on(folder: Path, what: str, last: int) -> None:
+    """In a step's function it comes after the step; in a block it leaves it, and what the block has
+    done to the model is undone."""
+    code, said = interrupted(folder, what)
+    assert code == 0, said
+    assert f"left, the last step made is {last}" in said and "weight 6.0" in said
+    run = RunReader(folder / "runs/own_interrupted")
+    assert [line["step"] for line in run.steps()] == [*range(1, 7)]
+    assert run.result()["status"] == "completed"
+
+
+def test_a_script_that_is_interrupted_is_stopped_with_a_checkpoint(folder: Path) -> None:
+    """It waited for five minutes, and ended as failed."""
+    code, said = interrupted(folder, "script")
+    assert code != 0 and said[-1].startswith("KeyboardInterrupt"), said
+    result = RunReader(folder / "runs/own_interrupted").result()
+    assert (result["status"], result["steps"]) == ("stopped", 3)
+    assert [one["step"] for one in result["checkpoints"]] == [3]

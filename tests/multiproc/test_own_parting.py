@@ -1,0 +1,50 @@
+"""Ranks whose loops part: one leaves its loop, or evaluates, where another makes one more step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from elastic_ft.config import Job
+from elastic_ft.faults import PointFault
+from tests.multiproc.harness import PATIENT, ROOT
+from tests.multiproc.test_own_loop import make_job, run, told
+
+LAST = 8  # step
+
+
+def parting(out: Path, what: str, **sections: object) -> Job:
+    script = str(ROOT / "tests/multiproc/own_counted.py")
+    loop = {"script": script, "arguments": [str(out / "told"), what]}
+    elastic = {"min_workers": 2, "max_workers": 3, "gather_s": 60, "join_batch_s": 0.1}
+    return make_job(out, loop=loop, elastic=elastic | PATIENT, **sections)
+
+
+def test_who_leaves_by_a_count_of_its_own_ends_it_for_who_joined(tmp_path: Path) -> None:
+    """Who joined in the middle has counted less, and would train on alone."""
+    found = run(tmp_path, parting(tmp_path, "count"), (PointFault("backward", rank=1, step=3),))
+    assert found.result["status"] == "completed", found.story()
+    assert [line["step"] for line in found.steps] == [*range(1, LAST + 1)], found.story()
+    assert len(found.all("worker_lost")) == 1, found.story()
+    assert 3 in found.worlds(), found.story()
+    (parted,) = found.all("ranks_part")
+    assert f"has left its loop after step {LAST}" in parted["reason"], found.story()
+    everyone = told(tmp_path).values()
+    assert len([lines for lines in everyone if lines and lines[-1].get("after")]) == 2
+
+
+def test_a_rank_that_leaves_alone_ends_it_for_all(tmp_path: Path) -> None:
+    found = run(tmp_path, parting(tmp_path, "rank"))
+    assert found.result["status"] == "completed", found.story()
+    assert [line["step"] for line in found.steps] == [*range(1, LAST + 1)], found.story()
+    assert not found.all("worker_lost"), found.story()
+
+
+def test_what_one_rank_alone_evaluates_is_told_of(tmp_path: Path) -> None:
+    """It stood in a collective of its own until it was taken for hung, and so did the next one."""
+    job = parting(tmp_path, "evaluate", steps=LAST)
+    found = run(tmp_path, job)
+    assert found.result["status"] == "completed", found.story()
+    assert [line["step"] for line in found.steps] == [*range(1, LAST + 1)], found.story()
+    assert not found.all("worker_lost"), found.story()
+    (parted,) = found.all("ranks_part")
+    assert f"in evaluation or export 1 after step {LAST // 2}" in parted["reason"], found.story()

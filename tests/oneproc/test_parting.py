@@ -1,0 +1,62 @@
+"""What ranks say to each other at the store of where they stand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from elastic_ft.worker.parting import elsewhere
+from elastic_ft.worker.party import Party
+
+FIFTH, SIXTH = "is in the function of step 5", "is in the function of step 6"
+
+
+class Rank:
+    """One of two, as it looks with each heartbeat."""
+
+    def __init__(self, rank: int, store: HashStore) -> None:
+        check = {"check": lambda: None}
+        self.groups: Any = SimpleNamespace(rank=rank, world_size=2, store=store, **check)
+        self._said, self._heard = 0, dict[int, tuple[int, str]]()
+
+    def looks(self, where: str) -> str:
+        self._said += 1
+        return elsewhere(self.groups, where, self._said, self._heard)
+
+
+@pytest.fixture
+def ranks() -> list[Rank]:
+    store = HashStore()
+    return [Rank(0, store), Rank(1, store)]
+
+
+def test_who_waits_at_one_place_does_so_for_as_long_as_it_takes(ranks: list[Rank]) -> None:
+    assert [ranks[turn % 2].looks(FIFTH) for turn in range(8)] == [""] * 8
+
+
+def test_what_was_said_of_an_earlier_step_is_no_parting(ranks: list[Rank]) -> None:
+    """It has gone on since, and has had no time to say so."""
+    ranks[1].looks(FIFTH)
+    assert [ranks[0].looks(SIXTH) for _ in range(4)] == [""] * 4
+    ranks[1].looks(SIXTH)
+    assert ranks[0].looks(SIXTH) == ""
+
+
+def test_who_says_it_again_stands_elsewhere(ranks: list[Rank]) -> None:
+    ranks[1].looks(FIFTH)
+    assert ranks[0].looks(SIXTH) == ""
+    ranks[1].looks(FIFTH)
+    assert ranks[0].looks(SIXTH) == f"rank 1 {FIFTH}"
+
+
+def test_who_has_left_is_seen_at_once(ranks: list[Rank]) -> None:
+    def broken() -> None:
+        raise InterruptedError  # it would wait for the other one
+
+    ranks[1].groups.check = broken
+    with pytest.raises(InterruptedError):
+        Party(ranks[1].groups).leave(4)
+    assert ranks[0].looks(FIFTH) == "rank 1 has left its loop after step 4"
