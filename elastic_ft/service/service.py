@@ -74,7 +74,7 @@ class Service:
         self.office = Office(Chronicle(self._store), terms, self._check_claim, on_superseded)
         self._on_superseded = on_superseded
         self._watch = ClusterWatch(self._saw, look)
-        self._note = AskNote(self._store)
+        self._note, self._takes_back = AskNote(self._store), False
         self._size = ClusterSize(self._wanted, lambda: self._watch.sight.kind, ask, self._note.keep)
         self._hands: dict[str, JobHand] = {}
         self._ended: OrderedDict[str, JobStory] = OrderedDict()
@@ -94,15 +94,22 @@ class Service:
         """Raises UsageError; StoreFailed: then it may be called again."""
         run = uuid.uuid4().hex[:12]
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
-        left = self._note.is_there()
-        self.lines = self.office.open()
+        self.lines = self.office.open(self._note_of_earlier)
         self._watch.start()
         if not self.office.standing.sharing.nodes:  # what a worker takes is a part of a node
             self._seen.wait(SEEN_WITHIN_S)
-        if self.terms.autoscaler or left:
+        if self.terms.autoscaler or self._takes_back:
             self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+
+    def _note_of_earlier(self, left_asking: bool) -> None:
+        """``left_asking``: as the journal says, which counts where a version that made no notes has
+        written it. Raises StoreFailed."""
+        noted = self._note.asks()
+        self._takes_back = left_asking if noted is None else noted
+        if noted is None and left_asking:
+            self._note.keep(True)
 
     def close(self) -> None:
         self._over.set()
