@@ -14,14 +14,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, UsageError
 from elastic_ft.service.access import Caller, NotAllowed, Rights, caller_of, check_site
-from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, WORDS, Crew, Streams
+from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew, Streams
 from elastic_ft.service.listing import listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
@@ -44,6 +44,7 @@ PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
 STREAMS_MAX, STREAMS_OF_ONE = 1000, 250  # who follows more is asked to come later
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -83,7 +84,7 @@ class Api:
                 web.post("/api/v1/jobs/{id}/priority", self.priority),
             ]
         )
-        app.add_routes(PageRoutes(lambda job: self._service.story(job).run_url).routes())
+        app.add_routes(PageRoutes(self._service.run_url, self._pictured).routes())
         return app
 
     # ------------------------------------------------------------------------------------- jobs
@@ -113,7 +114,8 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         office = self._service.office
         may_read = request[CALLER].may_read
-        content = await WORDS.do(exposition, office.standing, office.terms, may_read)
+        by = _by(request)
+        content = await WORDS.do(by, exposition, office.standing, office.terms, may_read)
         return web.Response(body=content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def login(self, request: web.Request) -> web.Response:
@@ -131,7 +133,7 @@ class Api:
         return response
 
     async def about(self, request: web.Request) -> web.Response:
-        return await _json_of(partial(self._service.about, request[CALLER].may_read))
+        return await _json_of(request, partial(self._service.about, request[CALLER].may_read))
 
     async def jobs(self, request: web.Request) -> web.Response:
         listing, caller = listing_of(request.query.items()), request[CALLER]
@@ -140,7 +142,7 @@ class Api:
             jobs, more = self._service.jobs(listing, caller.may_read)
             return {"jobs": jobs} | ({"more": more} if listing.limit is not None else {})
 
-        return await _json_of(found, WORDS if listing.limit is not None else LISTS)
+        return await _json_of(request, found, WORDS if listing.limit is not None else LISTS)
 
     async def submit(self, request: web.Request) -> web.Response:
         if self._closing:
@@ -152,21 +154,32 @@ class Api:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
         self._taking_in += 1
         try:
-            answer = await READING.do(self._service.submit, asked, _by(request))
+            by = _by(request)
+            answer = await READING.do(by, self._service.submit, asked, by)
             job = await _answered(answer)
         finally:
             self._taking_in -= 1
         return _json({"id": job, "page": f"{request.url.origin()}/jobs/{job}"}, status=201)
 
     async def job(self, request: web.Request) -> web.Response:
-        return _json(await self._told_of(request))
+        return _json(await self._looked(request, self._service.job))
 
-    async def _told_of(self, request: web.Request) -> dict[str, Any]:
-        """Its job. One that has ended has to be read; of others all is known here."""
+    async def _looked(self, request: web.Request, look: Callable[[str], T]) -> T:
+        """At its job. One that has ended has to be read; of others all is known here."""
         job = request.match_info["id"]
-        crew = WORDS if self._service.knows(job) else LOOKS
-        found: dict[str, Any] = await crew.do(self._service.job, job)
+        crew = WORDS if self._service.knows(job) else self._crew_of(job)
+        found: T = await crew.do(_by(request), look, job)
         return found
+
+    async def _pictured(self, request: web.Request, look: Callable[[], str]) -> str:
+        crew = self._crew_of(request.match_info["id"])
+        return str(await crew.do(_by(request), look))
+
+    def _crew_of(self, job: str) -> Crew:
+        return RUNS if self._is_live(job) else LOOKS
+
+    def _is_live(self, job: str) -> bool:
+        return job in self._service.office.standing.sharing.jobs
 
     async def stop(self, request: web.Request) -> web.Response:
         now = (await _body(request, "now")).get("now", False)
@@ -185,8 +198,10 @@ class Api:
         return await self._changed(request, partial(self._service.set_priority, priority=priority))
 
     async def _changed(self, request: web.Request, change: Callable[..., Future[str]]) -> Any:
-        await _answered(change(request.match_info["id"], by=_by(request)))
-        return await self.job(request)
+        """By what is known here: a change that was made is not refused for what comes after it."""
+        job = request.match_info["id"]
+        await _answered(change(job, by=_by(request)))
+        return _json(self._service.known(job))
 
     async def stop_service(self, request: web.Request) -> web.Response:
         request[CALLER].check_all()
@@ -227,31 +242,31 @@ class Api:
     # ---------------------------------------------------------------------------------- streams
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        story = await LOOKS.do(self._service.story, request.match_info["id"])
+        story = await self._looked(request, self._service.story)
         return await self._stream(request, story.events, "events")
 
     async def steps(self, request: web.Request) -> web.StreamResponse:
-        story = await LOOKS.do(self._service.story, request.match_info["id"])
+        story = await self._looked(request, self._service.story)
         return await self._stream(request, story.steps, "steps")
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """From the end of each file on; who connects again is told what comes from then on."""
-        reader = await LOOKS.do(self._service.logs, request.match_info["id"])
+        reader = await self._looked(request, self._service.logs)
         if request.query.get("follow") == "0":
-            return _json({"logs": await LOGS.do(reader)})
+            return _json({"logs": await LOGS.do(_by(request), reader)})
         with self._streams.one(_by(request)):
             return await self._follow_logs(request, reader)
 
     async def _follow_logs(
         self, request: web.Request, reader: Callable[[], list[dict[str, Any]]]
     ) -> web.StreamResponse:
-        job, number = request.match_info["id"], _last_id(request)
+        job, by, number = request.match_info["id"], _by(request), _last_id(request)
         if number is not None:
-            await LOGS.do(reader)
+            await LOGS.do(by, reader)
         response, number = await _event_stream(request), number or 0
         while True:
-            live = job in self._service.office.standing.sharing.jobs
-            for line in await LOGS.do(reader):
+            live = self._is_live(job)
+            for line in await LOGS.do(by, reader):
                 number += 1
                 await _send(request, response, _sent(Item(number, line)))
             if not live:
@@ -265,7 +280,7 @@ class Api:
         position = _position(request, stream)
         if request.query.get("follow") == "0":
             found, _ = stream.since(position)
-            return await _json_of(lambda: {name: [i.data for i in found if not i.kind]})
+            return await _json_of(request, lambda: {name: [i.data for i in found if not i.kind]})
         with self._streams.one(_by(request)):
             return await self._follow(request, stream, position)
 
@@ -275,7 +290,7 @@ class Api:
         response = await _event_stream(request)
         job, quiet_since_s = request.match_info["id"], time.monotonic()
         while True:
-            live = job in self._service.office.standing.sharing.jobs
+            live = self._is_live(job)
             found, position = stream.since(position, ITEMS_AT_ONCE)
             if found:
                 await _send(request, response, b"".join(map(_sent, found)))
@@ -291,7 +306,7 @@ class Api:
     async def _ended(
         self, request: web.Request, response: web.StreamResponse
     ) -> web.StreamResponse:
-        last = await self._told_of(request)
+        last = await self._looked(request, self._service.job)
         await _send(request, response, f"event: end\ndata: {json.dumps(last)}\n\n".encode())
         await response.write_eof()
         return response
@@ -359,7 +374,7 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
         if len(content) < SMALL:  # waits for nobody's megabytes
             found = json.loads(content)
         else:
-            found = await READING.do(json.loads, content)
+            found = await READING.do(_by(request), json.loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -380,9 +395,11 @@ async def _answered(answer: Future[str]) -> str:
         raise InDoubt(f"{UNWRITTEN}: it may be done later, or not") from None
 
 
-async def _json_of(made: Callable[[], Any], crew: Crew = WORDS) -> web.Response:
+async def _json_of(
+    request: web.Request, made: Callable[[], Any], crew: Crew = WORDS
+) -> web.Response:
     """Of what may be large: made, and put in words, in a thread."""
-    text = await crew.do(lambda: json.dumps(made()))
+    text = await crew.do(_by(request), lambda: json.dumps(made()))
     return web.Response(text=text, content_type="application/json")
 
 
