@@ -11,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -19,13 +19,14 @@ from typing import Any, TypeVar
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, UsageError
-from elastic_ft.service.access import Caller, NotAllowed, Rights, caller_of, check_site
+from elastic_ft.errors import ConfigError, StoreFailed
+from elastic_ft.service.access import Caller, Rights, caller_of, check_site
 from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew, Streams
 from elastic_ft.service.listing import listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
 from elastic_ft.service.page_routes import PageRoutes
+from elastic_ft.service.refused_requests import Handler, InDoubt, refused_in_a_line
 from elastic_ft.service.service import Service, check_priority
 from elastic_ft.service.service_metrics import exposition
 from elastic_ft.service.story import Item, LineStream
@@ -45,11 +46,6 @@ ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
 STREAMS_MAX, STREAMS_OF_ONE = 1000, 250  # who follows more is asked to come later
 T = TypeVar("T")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class InDoubt(ElasticError):
-    """Whether it is done is not known: the same request again will tell."""
 
 
 class Api:
@@ -65,7 +61,7 @@ class Api:
         self._streams = Streams(STREAMS_MAX, STREAMS_OF_ONE)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_MAX, middlewares=[_one_line, self.known])
+        app = web.Application(client_max_size=BODY_MAX, middlewares=[refused_in_a_line, self.known])
         app.add_routes(
             [
                 web.get("/metrics", self.metrics),
@@ -103,7 +99,7 @@ class Api:
             if job := request.match_info.get("id"):
                 queue = self._service.queue_of(job)
                 if not caller.may_read(queue):  # nor is it told that there is such a job
-                    raise NotKnown(f"there is no job {job}")
+                    raise NotKnown(f"there is no job {job:.100}")
                 if changes:
                     caller.check_write(queue)
         return await handler(request)
@@ -266,7 +262,11 @@ class Api:
         response, number = await _event_stream(request), number or 0
         while True:
             live = self._is_live(job)
-            for line in await LOGS.do(by, reader):
+            try:
+                lines = await LOGS.do(by, reader)
+            except web.HTTPServiceUnavailable:  # in the middle of a stream: they come later
+                live, lines = True, []
+            for line in lines:
                 number += 1
                 await _send(request, response, _sent(Item(number, line)))
             if not live:
@@ -306,7 +306,7 @@ class Api:
     async def _ended(
         self, request: web.Request, response: web.StreamResponse
     ) -> web.StreamResponse:
-        last = await self._looked(request, self._service.job)
+        last = self._service.known(request.match_info["id"])
         await _send(request, response, f"event: end\ndata: {json.dumps(last)}\n\n".encode())
         await response.write_eof()
         return response
@@ -364,6 +364,8 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
         raise web.HTTPRequestTimeout(
             text=f"the request's body did not come within {BODY_WITHIN_S:g} s"
         ) from None
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest(text=f"the request's body can't be read: {error}") from None
     if not content:
         return {}
     if request.content_type != "application/json":
@@ -405,32 +407,3 @@ async def _json_of(
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.json_response(value, status=status)
-
-
-@web.middleware
-async def _one_line(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What is refused is one line of JSON."""
-    try:
-        return await handler(request)
-    except NotAllowed as error:
-        return _refused(403 if error.known else 401, error)
-    except NotKnown as error:
-        return _refused(404, error)
-    except Refused as error:
-        return _refused(409 if request.match_info.get("id") else 422, error)
-    except UsageError as error:
-        return _refused(422, error)
-    except InDoubt as error:
-        return _refused(503, error, in_doubt=True)
-    except ElasticError as error:
-        return _refused(503, error)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        return _refused(error.status, error.text or error.reason)
-    except ConnectionResetError as error:  # whoever had asked for a stream is gone: no fault here
-        return _refused(499, error)
-
-
-def _refused(status: int, error: object, **more: bool) -> web.Response:
-    return _json({"error": " ".join(str(error).split()), **more}, status=status)

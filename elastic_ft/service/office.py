@@ -372,5 +372,5 @@ def entry_of(standing: ShareStanding, job: str) -> tuple[JobOrder, asks.Wish]:
     """Raises NotKnown."""
     order: Any = standing.orders.get(job)
     if order is None:
-        raise NotKnown(f"there is no job {job}")
+        raise NotKnown(f"there is no job {job:.100}")
     return order, standing.wishes[job]

@@ -244,9 +244,9 @@ class Service:
         if not isinstance(queue, str):
             raise ConfigError(f"queue: expected a name, found {queue!r:.80}")
         check_priority(priority)
-        request = asked.get("request") or uuid.uuid4().hex
-        if not isinstance(request, str) or len(request) > 100:
-            raise ConfigError("request: expected a text of up to 100 characters")
+        request = asked.get("request", uuid.uuid4().hex)
+        if not isinstance(request, str) or not 1 <= len(request) <= 100:
+            raise ConfigError("request: expected a text of 1 to 100 characters")
 
         if request not in self.office.standing.requests:
             self.office.check_journal()
@@ -368,7 +368,7 @@ def _job_of(asked: dict[str, Any]) -> Job:
     """Raises ConfigError."""
     given = asked.get("job")
     if isinstance(given, str):
-        job = parse_text(given.encode(), "job")
+        job = parse_text(given.encode(errors="surrogatepass"), "job")
     elif isinstance(given, dict):
         job = parse_job(given)
     else:
