@@ -28,7 +28,7 @@ def parse_job(values: Any, where: str = "job") -> Job:
     if not isinstance(values, dict):
         found = "nothing" if values is None else type(values).__name__
         raise ConfigError(f"{where}: expected a mapping of sections, found {found}")
-    _check_size(values, where)
+    check_size(values, where)
     try:
         return Job.model_validate(values)
     except ValidationError as error:
@@ -39,7 +39,7 @@ def parse_job(values: Any, where: str = "job") -> Job:
         raise ConfigError(f"{where}: not a job: {one_line(error)}") from None
 
 
-def _check_size(values: Any, where: str) -> None:
+def check_size(values: Any, where: str) -> None:
     """Raises ConfigError. Aliases are counted wherever they are used, so what goes round in a
     circle is too deep."""
     count, left = 0, [(values, 1)]

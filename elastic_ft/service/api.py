@@ -11,21 +11,22 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from elastic_ft.errors import ConfigError, ElasticError, StoreFailed, UsageError
-from elastic_ft.service.access import Caller, NotAllowed, Rights, caller_of, check_site
-from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, WORDS, Crew, Streams
+from elastic_ft.errors import ConfigError, StoreFailed
+from elastic_ft.service.access import Caller, Rights, caller_of, check_site
+from elastic_ft.service.crews import LISTS, LOGS, LOOKS, READING, RUNS, WORDS, Crew, Streams
 from elastic_ft.service.listing import listing_of
 from elastic_ft.service.office import UNWRITTEN, NotKnown, Refused
 from elastic_ft.service.openapi import document
 from elastic_ft.service.page_routes import PageRoutes
+from elastic_ft.service.refused_requests import Handler, InDoubt, refused_in_a_line
 from elastic_ft.service.service import Service, check_priority
 from elastic_ft.service.service_metrics import exposition
 from elastic_ft.service.story import Item, LineStream
@@ -44,11 +45,7 @@ PING_EVERY_S = 15.0
 ITEMS_AT_ONCE = 500  # of a stream: others are answered in between
 TAKEN_WITHIN_S = 60.0  # what a stream sends; who takes nothing keeps no memory here
 STREAMS_MAX, STREAMS_OF_ONE = 1000, 250  # who follows more is asked to come later
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class InDoubt(ElasticError):
-    """Whether it is done is not known: the same request again will tell."""
+T = TypeVar("T")
 
 
 class Api:
@@ -64,7 +61,7 @@ class Api:
         self._streams = Streams(STREAMS_MAX, STREAMS_OF_ONE)
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=BODY_MAX, middlewares=[_one_line, self.known])
+        app = web.Application(client_max_size=BODY_MAX, middlewares=[refused_in_a_line, self.known])
         app.add_routes(
             [
                 web.get("/metrics", self.metrics),
@@ -83,7 +80,7 @@ class Api:
                 web.post("/api/v1/jobs/{id}/priority", self.priority),
             ]
         )
-        app.add_routes(PageRoutes(lambda job: self._service.story(job).run_url).routes())
+        app.add_routes(PageRoutes(self._service.run_url, self._pictured).routes())
         return app
 
     # ------------------------------------------------------------------------------------- jobs
@@ -102,7 +99,7 @@ class Api:
             if job := request.match_info.get("id"):
                 queue = self._service.queue_of(job)
                 if not caller.may_read(queue):  # nor is it told that there is such a job
-                    raise NotKnown(f"there is no job {job}")
+                    raise NotKnown(f"there is no job {job:.100}")
                 if changes:
                     caller.check_write(queue)
         return await handler(request)
@@ -113,7 +110,8 @@ class Api:
     async def metrics(self, request: web.Request) -> web.Response:
         office = self._service.office
         may_read = request[CALLER].may_read
-        content = await WORDS.do(exposition, office.standing, office.terms, may_read)
+        by = _by(request)
+        content = await WORDS.do(by, exposition, office.standing, office.terms, may_read)
         return web.Response(body=content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def login(self, request: web.Request) -> web.Response:
@@ -131,7 +129,7 @@ class Api:
         return response
 
     async def about(self, request: web.Request) -> web.Response:
-        return await _json_of(partial(self._service.about, request[CALLER].may_read))
+        return await _json_of(request, partial(self._service.about, request[CALLER].may_read))
 
     async def jobs(self, request: web.Request) -> web.Response:
         listing, caller = listing_of(request.query.items()), request[CALLER]
@@ -140,7 +138,7 @@ class Api:
             jobs, more = self._service.jobs(listing, caller.may_read)
             return {"jobs": jobs} | ({"more": more} if listing.limit is not None else {})
 
-        return await _json_of(found, WORDS if listing.limit is not None else LISTS)
+        return await _json_of(request, found, WORDS if listing.limit is not None else LISTS)
 
     async def submit(self, request: web.Request) -> web.Response:
         if self._closing:
@@ -152,21 +150,32 @@ class Api:
             raise web.HTTPServiceUnavailable(text="the service is being stopped")
         self._taking_in += 1
         try:
-            answer = await READING.do(self._service.submit, asked, _by(request))
+            by = _by(request)
+            answer = await READING.do(by, self._service.submit, asked, by)
             job = await _answered(answer)
         finally:
             self._taking_in -= 1
         return _json({"id": job, "page": f"{request.url.origin()}/jobs/{job}"}, status=201)
 
     async def job(self, request: web.Request) -> web.Response:
-        return _json(await self._told_of(request))
+        return _json(await self._looked(request, self._service.job))
 
-    async def _told_of(self, request: web.Request) -> dict[str, Any]:
-        """Its job. One that has ended has to be read; of others all is known here."""
+    async def _looked(self, request: web.Request, look: Callable[[str], T]) -> T:
+        """At its job. One that has ended has to be read; of others all is known here."""
         job = request.match_info["id"]
-        crew = WORDS if self._service.knows(job) else LOOKS
-        found: dict[str, Any] = await crew.do(self._service.job, job)
+        crew = WORDS if self._service.knows(job) else self._crew_of(job)
+        found: T = await crew.do(_by(request), look, job)
         return found
+
+    async def _pictured(self, request: web.Request, look: Callable[[], str]) -> str:
+        crew = self._crew_of(request.match_info["id"])
+        return str(await crew.do(_by(request), look))
+
+    def _crew_of(self, job: str) -> Crew:
+        return RUNS if self._is_live(job) else LOOKS
+
+    def _is_live(self, job: str) -> bool:
+        return job in self._service.office.standing.sharing.jobs
 
     async def stop(self, request: web.Request) -> web.Response:
         now = (await _body(request, "now")).get("now", False)
@@ -185,8 +194,10 @@ class Api:
         return await self._changed(request, partial(self._service.set_priority, priority=priority))
 
     async def _changed(self, request: web.Request, change: Callable[..., Future[str]]) -> Any:
-        await _answered(change(request.match_info["id"], by=_by(request)))
-        return await self.job(request)
+        """By what is known here: a change that was made is not refused for what comes after it."""
+        job = request.match_info["id"]
+        await _answered(change(job, by=_by(request)))
+        return _json(self._service.known(job))
 
     async def stop_service(self, request: web.Request) -> web.Response:
         request[CALLER].check_all()
@@ -227,31 +238,35 @@ class Api:
     # ---------------------------------------------------------------------------------- streams
 
     async def events(self, request: web.Request) -> web.StreamResponse:
-        story = await LOOKS.do(self._service.story, request.match_info["id"])
+        story = await self._looked(request, self._service.story)
         return await self._stream(request, story.events, "events")
 
     async def steps(self, request: web.Request) -> web.StreamResponse:
-        story = await LOOKS.do(self._service.story, request.match_info["id"])
+        story = await self._looked(request, self._service.story)
         return await self._stream(request, story.steps, "steps")
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
         """From the end of each file on; who connects again is told what comes from then on."""
-        reader = await LOOKS.do(self._service.logs, request.match_info["id"])
+        reader = await self._looked(request, self._service.logs)
         if request.query.get("follow") == "0":
-            return _json({"logs": await LOGS.do(reader)})
+            return _json({"logs": await LOGS.do(_by(request), reader)})
         with self._streams.one(_by(request)):
             return await self._follow_logs(request, reader)
 
     async def _follow_logs(
         self, request: web.Request, reader: Callable[[], list[dict[str, Any]]]
     ) -> web.StreamResponse:
-        job, number = request.match_info["id"], _last_id(request)
+        job, by, number = request.match_info["id"], _by(request), _last_id(request)
         if number is not None:
-            await LOGS.do(reader)
+            await LOGS.do(by, reader)
         response, number = await _event_stream(request), number or 0
         while True:
-            live = job in self._service.office.standing.sharing.jobs
-            for line in await LOGS.do(reader):
+            live = self._is_live(job)
+            try:
+                lines = await LOGS.do(by, reader)
+            except web.HTTPServiceUnavailable:  # in the middle of a stream: they come later
+                live, lines = True, []
+            for line in lines:
                 number += 1
                 await _send(request, response, _sent(Item(number, line)))
             if not live:
@@ -265,7 +280,7 @@ class Api:
         position = _position(request, stream)
         if request.query.get("follow") == "0":
             found, _ = stream.since(position)
-            return await _json_of(lambda: {name: [i.data for i in found if not i.kind]})
+            return await _json_of(request, lambda: {name: [i.data for i in found if not i.kind]})
         with self._streams.one(_by(request)):
             return await self._follow(request, stream, position)
 
@@ -275,7 +290,7 @@ class Api:
         response = await _event_stream(request)
         job, quiet_since_s = request.match_info["id"], time.monotonic()
         while True:
-            live = job in self._service.office.standing.sharing.jobs
+            live = self._is_live(job)
             found, position = stream.since(position, ITEMS_AT_ONCE)
             if found:
                 await _send(request, response, b"".join(map(_sent, found)))
@@ -291,7 +306,7 @@ class Api:
     async def _ended(
         self, request: web.Request, response: web.StreamResponse
     ) -> web.StreamResponse:
-        last = await self._told_of(request)
+        last = self._service.known(request.match_info["id"])
         await _send(request, response, f"event: end\ndata: {json.dumps(last)}\n\n".encode())
         await response.write_eof()
         return response
@@ -349,6 +364,8 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
         raise web.HTTPRequestTimeout(
             text=f"the request's body did not come within {BODY_WITHIN_S:g} s"
         ) from None
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest(text=f"the request's body can't be read: {error}") from None
     if not content:
         return {}
     if request.content_type != "application/json":
@@ -359,7 +376,7 @@ async def _body(request: web.Request, *known: str) -> dict[str, Any]:
         if len(content) < SMALL:  # waits for nobody's megabytes
             found = json.loads(content)
         else:
-            found = await READING.do(json.loads, content)
+            found = await READING.do(_by(request), json.loads, content)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"not JSON: {error}") from None
     if not isinstance(found, dict):
@@ -380,40 +397,13 @@ async def _answered(answer: Future[str]) -> str:
         raise InDoubt(f"{UNWRITTEN}: it may be done later, or not") from None
 
 
-async def _json_of(made: Callable[[], Any], crew: Crew = WORDS) -> web.Response:
+async def _json_of(
+    request: web.Request, made: Callable[[], Any], crew: Crew = WORDS
+) -> web.Response:
     """Of what may be large: made, and put in words, in a thread."""
-    text = await crew.do(lambda: json.dumps(made()))
+    text = await crew.do(_by(request), lambda: json.dumps(made()))
     return web.Response(text=text, content_type="application/json")
 
 
 def _json(value: Any, status: int = 200) -> web.Response:
     return web.json_response(value, status=status)
-
-
-@web.middleware
-async def _one_line(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What is refused is one line of JSON."""
-    try:
-        return await handler(request)
-    except NotAllowed as error:
-        return _refused(403 if error.known else 401, error)
-    except NotKnown as error:
-        return _refused(404, error)
-    except Refused as error:
-        return _refused(409 if request.match_info.get("id") else 422, error)
-    except UsageError as error:
-        return _refused(422, error)
-    except InDoubt as error:
-        return _refused(503, error, in_doubt=True)
-    except ElasticError as error:
-        return _refused(503, error)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        return _refused(error.status, error.text or error.reason)
-    except ConnectionResetError as error:  # whoever had asked for a stream is gone: no fault here
-        return _refused(499, error)
-
-
-def _refused(status: int, error: object, **more: bool) -> web.Response:
-    return _json({"error": " ".join(str(error).split()), **more}, status=status)

@@ -24,6 +24,7 @@ from elastic_ft.storage.store import Store, if_there
 log = logging.getLogger(__name__)
 FOLDER = "journal"
 OURS = re.compile(r"\d{8,}\.jsonl")
+SORTED_MAX = 99_000_000  # numbers up to which names sort as they do
 READ_THREADS = 16
 AGAIN_S = (0.2, 1.0, 5.0)
 Entry = dict[str, Any]
@@ -81,7 +82,8 @@ class Chronicle:
 
     def _unread(self) -> list[int]:
         """Numbers. What else lies there (a copy, a folder's mark) is none of ours."""
-        names = (key.rpartition("/")[2] for key in self.store.list(FOLDER))
+        after = _key(self._next - 1) if self._next < SORTED_MAX else ""
+        names = (key.rpartition("/")[2] for key in self.store.list(FOLDER, after))
         numbers = (int(name.partition(".")[0]) for name in names if OURS.fullmatch(name))
         return sorted(number for number in numbers if number >= self._next)
 

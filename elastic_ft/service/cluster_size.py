@@ -15,33 +15,33 @@ import time
 from collections.abc import Callable
 
 from elastic_ft.core.sharing.ledger import Bundles
-from elastic_ft.storage.store import Store
+from elastic_ft.storage.store import Store, if_there
 
 log = logging.getLogger(__name__)
 EVERY_S = 0.5
 AGAIN_S = 30.0  # the same: nobody tells that it is forgotten
 LET_GO_S = 10.0  # for the head's answer when the service is stopped
 NOTE = "autoscaler-asked.json"  # of a service's folder: Ray may hold what it was asked for
+TAKEN_BACK = b'{"asked": false}'
 Ask = Callable[[list[dict[str, float]]], object]
 
 
 class AskNote:
-    """That the autoscaler was asked for something, from before it is until that is taken back: a
+    """Whether the autoscaler was asked for something, from before it is until that is taken back: a
     service may be killed between any two of these."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def is_there(self) -> bool:
-        """Raises StoreFailed."""
-        return self._store.exists(NOTE)
+    def asks(self) -> bool | None:
+        """None where no service has noted anything: none has asked, or one of a version that made
+        no notes. Raises StoreFailed."""
+        content = if_there(lambda: self._store.get(NOTE))
+        return None if content is None else content != TAKEN_BACK
 
     def keep(self, asks: bool) -> None:
         """Raises StoreFailed."""
-        if asks:
-            self._store.put(NOTE, b"{}")
-        elif self.is_there():
-            self._store.delete(NOTE)
+        self._store.put(NOTE, b"{}" if asks else TAKEN_BACK)
 
 
 class ClusterSize:

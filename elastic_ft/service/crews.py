@@ -6,40 +6,71 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 
 class Crew:
-    """``threads`` that work for ``asked_max`` at once, those that wait included."""
+    """``threads`` that work for ``asked_max`` at once, those that wait included: for each who has a
+    name ``of_one_max`` of them, and not with all threads while there are others. Who has fewer at
+    work comes first, then whose turn it is."""
 
-    def __init__(self, name: str, threads: int, asked_max: int) -> None:
-        self.name, self.asked_max, self._asked = name, asked_max, 0
+    def __init__(self, name: str, threads: int, asked_max: int, of_one_max: int) -> None:
+        self.name, self.asked_max, self.of_one_max = name, asked_max, of_one_max
+        self._threads, self._asked, self._working = threads, Counter[str](), Counter[str]()
+        self._lines: dict[str, deque[Callable[[], None]]] = {}  # of whoever waits, in turn
         self._pool, self._turn = ThreadPoolExecutor(threads, name), threading.Lock()
 
-    async def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Raises HTTPServiceUnavailable where too many wait."""
+    async def do(self, by: str, function: Callable[..., Any], *args: Any) -> Any:
+        """``by``: who asks; "" where nobody has to say. Raises HTTPServiceUnavailable where too
+        many wait."""
+        answer: Future[Any] = Future()
         with self._turn:
-            if self._asked >= self.asked_max:
+            most = self.of_one_max if by else self.asked_max
+            if self._asked.total() >= self.asked_max or self._asked[by] >= most:
                 raise web.HTTPServiceUnavailable(
-                    text=f"{self._asked} are waiting for {self.name} already: ask again later"
+                    text=f"{self._asked.total()} are waiting for {self.name} already"
+                    + (f", {self._asked[by]} of them {by}'s" if by else "")
+                    + ": ask again later"
                 )
-            self._asked += 1
-        try:
-            work = self._pool.submit(function, *args)
-        except BaseException:
-            self._leave()
-            raise
-        work.add_done_callback(lambda _: self._leave())  # who asked may have gone: it is done yet
-        return await asyncio.wrap_future(work)
+            self._asked[by] += 1
+            work = partial(self._work, by, answer, partial(function, *args))
+            self._lines.setdefault(by, deque()).append(work)
+            self._begin()
+        return await asyncio.wrap_future(answer)
 
-    def _leave(self) -> None:
-        with self._turn:
-            self._asked -= 1
+    def _begin(self) -> None:
+        """In whose turn it is."""
+        of_one = max(1, self._threads - 1)
+        while self._working.total() < self._threads:
+            free = [by for by in self._lines if not by or self._working[by] < of_one]
+            if not free:
+                return
+            by = min(free, key=self._working.__getitem__)
+            line = self._lines.pop(by)
+            self._pool.submit(line.popleft())
+            self._working[by] += 1
+            if line:  # behind the others
+                self._lines[by] = line
+
+    def _work(self, by: str, answer: Future[Any], function: Callable[[], Any]) -> None:
+        try:
+            if answer.set_running_or_notify_cancel():
+                answer.set_result(function())
+        except BaseException as error:  # whoever asked is told
+            answer.set_exception(error)
+        finally:
+            with self._turn:
+                for table in (self._asked, self._working):
+                    table[by] -= 1
+                    if not table[by]:
+                        del table[by]
+                self._begin()
 
 
 class Streams:
@@ -66,10 +97,12 @@ class Streams:
             self._open[name] -= 1
 
 
-# What asks a store or the cluster: while that is away, it may take its time.
-LOOKS = Crew("what lies in a store", 4, 64)
-LOGS = Crew("logs of machines", 4, 1024)
+# What asks a store or the cluster: while that is away, it may take its time. Jobs that have ended,
+# of which anybody may ask for any number, are not in the way of those that run.
+LOOKS = Crew("what lies in a store", 4, 256, 64)
+RUNS = Crew("what runs", 4, 256, 64)
+LOGS = Crew("logs of machines", 4, 1024, 256)
 # What takes a processor alone: it waits for nobody who asks a store.
-WORDS = Crew("long answers", 2, 64)
-LISTS = Crew("whole lists of jobs", 1, 64)
-READING = Crew("jobs to be read", 2, 1024)  # what is sent: megabytes of YAML take minutes
+WORDS = Crew("long answers", 2, 256, 64)
+LISTS = Crew("whole lists of jobs", 1, 64, 16)
+READING = Crew("jobs to be read", 2, 1024, 256)  # what is sent: megabytes of YAML take minutes

@@ -70,7 +70,7 @@ def listed_jobs(
     """
     for cursor in filter(None, (listing.after, listing.before)):
         if cursor not in standing.orders or not may_read(standing.wishes[cursor].queue):
-            raise NotKnown(f"there is no job {cursor}")
+            raise NotKnown(f"there is no job {cursor:.100}")
     found = (
         job
         for job in _in_order(standing, listing)

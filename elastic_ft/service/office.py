@@ -71,14 +71,19 @@ class Office:
         self._is_over = False
         self._thread = threading.Thread(target=self._work, name="office", daemon=True)
 
-    def open(self) -> int:
+    def open(self, read: Callable[[bool], object] = bool) -> int:
         """Goes on where the journal ends, from its newest snapshot. Returns how many lines it has.
-        Raises StoreFailed, StorageError, Superseded; ConfigError where a queue that has jobs is not
-        there any more."""
+        Raises StoreFailed, StorageError, Superseded, what ``read`` raises; ConfigError where a
+        queue that has jobs is not there any more.
+
+        ``read``: told, before anything is written, whether who wrote the journal up to here wanted
+        something of an autoscaler.
+        """
         if (kept := self._snapshots.newest(self._chronicle.is_at)) is not None:
             self._chronicle.go_on_after(kept.number, kept.nonce)
             self.standing, self._read_terms, self._lines = kept.standing, kept.terms, kept.lines
         self._hear(self._chronicle.read())
+        read(self._read_terms.autoscaler and bool(self.standing.sharing.asked))
         while self._read_terms != self.terms:
             self._check_queues()
             try:
@@ -367,5 +372,5 @@ def entry_of(standing: ShareStanding, job: str) -> tuple[JobOrder, asks.Wish]:
     """Raises NotKnown."""
     order: Any = standing.orders.get(job)
     if order is None:
-        raise NotKnown(f"there is no job {job}")
+        raise NotKnown(f"there is no job {job:.100}")
     return order, standing.wishes[job]

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
 from elastic_ft.observe.page import POLICY, TYPES, static
 from elastic_ft.observe.run_watch import RunWatch
-from elastic_ft.service.crews import LOOKS
 
 WATCHED_MAX = 32  # runs that somebody has looked at of late: the others are read anew
 
 
 class PageRoutes:
     """Args:
-    run_url: the run folder of a job; raises where there is no such job.
+    run_url: the run folder of a job.
+    looked: what comes of a look at a request's job, which may take long.
     """
 
-    def __init__(self, run_url: Callable[[str], str]) -> None:
-        self._run_url = run_url
+    def __init__(
+        self,
+        run_url: Callable[[str], str],
+        looked: Callable[[web.Request, Callable[[], str]], Awaitable[str]],
+    ) -> None:
+        self._run_url, self._looked = run_url, looked
         self._watches: OrderedDict[str, RunWatch] = OrderedDict()
 
     def routes(self) -> list[web.RouteDef]:
@@ -42,12 +46,12 @@ class PageRoutes:
         return _answer(name)
 
     async def _view(self, request: web.Request) -> web.Response:
-        url = await LOOKS.do(self._run_url, request.match_info["id"])
+        url = self._run_url(request.match_info["id"])
         watch = self._watches.pop(url, None) or RunWatch(url)
         self._watches[url] = watch
         if len(self._watches) > WATCHED_MAX:
             self._watches.popitem(last=False)
-        text = await LOOKS.do(lambda: json.dumps(watch.look()))
+        text = await self._looked(request, lambda: json.dumps(watch.look()))
         answer = web.Response(text=text, content_type="application/json")
         answer.enable_compression()
         return answer

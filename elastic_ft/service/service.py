@@ -74,7 +74,7 @@ class Service:
         self.office = Office(Chronicle(self._store), terms, self._check_claim, on_superseded)
         self._on_superseded = on_superseded
         self._watch = ClusterWatch(self._saw, look)
-        self._note = AskNote(self._store)
+        self._note, self._takes_back = AskNote(self._store), False
         self._size = ClusterSize(self._wanted, lambda: self._watch.sight.kind, ask, self._note.keep)
         self._hands: dict[str, JobHand] = {}
         self._ended: OrderedDict[str, JobStory] = OrderedDict()
@@ -94,15 +94,22 @@ class Service:
         """Raises UsageError; StoreFailed: then it may be called again."""
         run = uuid.uuid4().hex[:12]
         self._claim = owners.take_over(self._store, job=OWNER, run=run, run_folder=self.folder)
-        left = self._note.is_there()
-        self.lines = self.office.open()
+        self.lines = self.office.open(self._note_of_earlier)
         self._watch.start()
         if not self.office.standing.sharing.nodes:  # what a worker takes is a part of a node
             self._seen.wait(SEEN_WITHIN_S)
-        if self.terms.autoscaler or left:
+        if self.terms.autoscaler or self._takes_back:
             self._size.start()
         for work in (self._round_always, self._fence_always, self._reap_always):
             threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+
+    def _note_of_earlier(self, left_asking: bool) -> None:
+        """``left_asking``: as the journal says, which counts where a version that made no notes has
+        written it. Raises StoreFailed."""
+        noted = self._note.asks()
+        self._takes_back = left_asking if noted is None else noted
+        if noted is None and left_asking:
+            self._note.keep(True)
 
     def close(self) -> None:
         self._over.set()
@@ -148,12 +155,15 @@ class Service:
                 continue
             (self._idling.add if pool is self._idle else self._idling.discard)(job)
             self._busy[job] = pool.submit(self._step, job)
-        for job in [job for job, busy in self._busy.items() if job not in live and busy.done()]:
+        over = {job for job in (*self._busy, *list(self._hands)) if job not in live}
+        for job in over:
+            if (busy := self._busy.get(job)) is not None and not busy.done():
+                continue
             if (hand := self._hands.get(job)) is not None:
                 self._keep(job, hand.story)
             self._hands.pop(job, None)
             self._idling.discard(job)
-            del self._busy[job]
+            self._busy.pop(job, None)
 
     def _rests(self, job: str, shared: SharedJob) -> bool:
         """It waits, and is known: thousands may, and are not looked at in every round."""
@@ -208,11 +218,12 @@ class Service:
                 log.warning("nothing is reaped: %s: %s", type(error).__name__, error)
 
     def hand(self, job: str) -> JobHand:
+        """Of one that has not ended. Any thread: it is one hand all the same."""
         if (hand := self._hands.get(job)) is None:
             order = self.office.standing.orders[job]
             hand = JobHand(order, self.run_url(job), self.office, self._submit)
             hand.story.look()  # of one that was suspended before this service began, too
-            self._hands[job] = hand
+            hand = self._hands.setdefault(job, hand)
         return hand
 
     @property
@@ -233,9 +244,9 @@ class Service:
         if not isinstance(queue, str):
             raise ConfigError(f"queue: expected a name, found {queue!r:.80}")
         check_priority(priority)
-        request = asked.get("request") or uuid.uuid4().hex
-        if not isinstance(request, str) or len(request) > 100:
-            raise ConfigError("request: expected a text of up to 100 characters")
+        request = asked.get("request", uuid.uuid4().hex)
+        if not isinstance(request, str) or not 1 <= len(request) <= 100:
+            raise ConfigError("request: expected a text of 1 to 100 characters")
 
         if request not in self.office.standing.requests:
             self.office.check_journal()
@@ -254,7 +265,9 @@ class Service:
         return self.office.ask(question)
 
     def stop(self, job: str, now: bool, by: str) -> Future[str]:
-        return self._change(job, Notice(asks.StopAsked(time.time(), job), by, now=now))
+        """Of one that is stopped: done. Whoever has lost the answer asks again."""
+        told = Notice(asks.StopAsked(time.time(), job), by, now=now)
+        return self._change(job, told, done="stopped")
 
     def resize(self, job: str, workers: int, by: str) -> Future[str]:
         return self._change(job, Notice(asks.ResizeAsked(time.time(), job, workers), by))
@@ -262,11 +275,15 @@ class Service:
     def set_priority(self, job: str, priority: int, by: str) -> Future[str]:
         return self._change(job, Notice(asks.PriorityChanged(time.time(), job, priority), by))
 
-    def _change(self, job: str, told: Notice) -> Future[str]:
-        def question(standing: ShareStanding) -> Notice:
+    def _change(self, job: str, told: Notice, done: str = "") -> Future[str]:
+        """``done``: of a job that has ended so nothing is left to do."""
+
+        def question(standing: ShareStanding) -> Notice | str:
             if job not in standing.orders:
                 raise NotKnown(f"there is no job {job}")
             if (ended := standing.ended.get(job)) is not None:  # the core forgets those of long ago
+                if ended.status == done:
+                    return job
                 raise Refused(f"{job}: it has {ended.status}")
             return told
 
@@ -289,16 +306,16 @@ class Service:
         return job in self._hands or job in self._ended
 
     def story(self, job: str) -> JobStory:
-        """Of one that has ended it is read now, which may take long. Raises NotKnown."""
-        if (hand := self._hands.get(job)) is not None:
-            return hand.story
+        """Of one that is not known it is read now, which may take long; of one that has not ended
+        it goes on. Raises NotKnown."""
         if job not in self.office.standing.orders:
             raise NotKnown(f"there is no job {job}")
+        if job in self._hands or job in self.office.standing.sharing.jobs:
+            return self.hand(job).story
         if (story := self._ended.get(job)) is None:
             story = JobStory(self.run_url(job))
             story.look()
-        if job not in self.office.standing.sharing.jobs:
-            self._keep(job, story)
+        self._keep(job, story)
         return story
 
     def logs(self, job: str) -> Callable[[], list[dict[str, Any]]]:
@@ -315,17 +332,22 @@ class Service:
         names, more = listed_jobs(standing, listing, may_read)
         found = []
         for job in names:
-            hand = self._hands.get(job)
-            story = hand.story if hand is not None else self._ended.get(job)
-            trouble = hand.trouble if hand is not None else ""
-            found.append(views.job_view(standing, job, story, trouble))
+            found.append(views.job_view(standing, job, *self._read(job)))
         return found, more
 
     def job(self, job: str) -> dict[str, Any]:
         """May take long, of one that has ended. Raises NotKnown."""
-        story, hand = self.story(job), self._hands.get(job)
-        trouble = hand.trouble if hand is not None else ""
-        return views.whole_view(self.office.standing, job, story, self.run_url(job), trouble)
+        story, (_, trouble) = self.story(job), self._read(job)
+        return views.whole_view(self.office.standing, job, story, trouble, self.run_url(job))
+
+    def known(self, job: str) -> dict[str, Any]:
+        """As ``job``, of what was read by now: at once. Raises NotKnown."""
+        return views.whole_view(self.office.standing, job, *self._read(job), self.run_url(job))
+
+    def _read(self, job: str) -> tuple[JobStory | None, str]:
+        """What was read of it, and its trouble."""
+        hand = self._hands.get(job)
+        return (self._ended.get(job), "") if hand is None else (hand.story, hand.trouble)
 
     def about(self, may_read: Callable[[str], bool]) -> dict[str, Any]:
         """``may_read``: of which queues it tells."""
@@ -346,7 +368,7 @@ def _job_of(asked: dict[str, Any]) -> Job:
     """Raises ConfigError."""
     given = asked.get("job")
     if isinstance(given, str):
-        job = parse_text(given.encode(), "job")
+        job = parse_text(given.encode(errors="surrogatepass"), "job")
     elif isinstance(given, dict):
         job = parse_job(given)
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ft.config import parse_yaml
-from elastic_ft.config.job_file import FILE_BYTES_MAX
+from elastic_ft.config.job_file import FILE_BYTES_MAX, check_size
 from elastic_ft.errors import ConfigError, ElasticError, JobFailed
 from elastic_ft.service.access import LOOPBACK, read_token
 
@@ -86,7 +86,7 @@ class Client:
     ) -> dict[str, Any]:
         """Returns ``{"id", "page"}``. ``job``: its file, or its values. Submitted once, however
         often the service has to be asked."""
-        values = job if isinstance(job, Mapping) else _read(Path(job))
+        values = _sendable(job, "job") if isinstance(job, Mapping) else _read(Path(job))
         asked = {"job": values, "priority": priority, "queue": queue, "request": uuid.uuid4().hex}
         if name is not None:
             asked["name"] = name
@@ -345,7 +345,8 @@ def _server_sent(answer: Any) -> Iterator[tuple[str, int, Any]]:
 
 
 def _of(job: str, what: str = "") -> str:
-    return f"jobs/{urllib.parse.quote(job, safe='')}" + (f"/{what}" if what else "")
+    name = urllib.parse.quote(job, safe="", errors="surrogateescape")
+    return f"jobs/{name}" + (f"/{what}" if what else "")
 
 
 def _refusal_of(error: urllib.error.HTTPError) -> dict[str, Any]:
@@ -359,6 +360,16 @@ def _read(path: Path) -> Any:
     """Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            return parse_yaml(file.read(FILE_BYTES_MAX + 1), str(path))
+            return _sendable(parse_yaml(file.read(FILE_BYTES_MAX + 1), str(path)), str(path))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _sendable(values: Any, where: str) -> Any:
+    """Raises ConfigError where a value is one that JSON does not have, a date, say."""
+    check_size(values, where)
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: not a job: {error}") from None
+    return values

@@ -55,10 +55,10 @@ def job_view(
 
 
 def whole_view(
-    standing: ShareStanding, job: str, story: JobStory, run_url: str, trouble: str = ""
+    standing: ShareStanding, job: str, story: JobStory | None, trouble: str, run_url: str
 ) -> dict[str, Any]:
-    """Raises NotKnown."""
-    formed, result = story.formed, story.result
+    """``story``: None: nothing of its run folder was read. Raises NotKnown."""
+    formed, result = (story.formed, story.result) if story else ({}, {})
     keys = ("worker", "rank", "pid", "node", "host")
     live = standing.job(job)
     members = formed.get("members", ()) if live is not None and live.has_room else ()
@@ -68,9 +68,9 @@ def whole_view(
         "layout": formed.get("layout"),
         "goodput": result.get("goodput"),
         "members": [{key: member.get(key) for key in keys} for member in members],
-        "checkpoint": story.checkpoint,
+        "checkpoint": story.checkpoint if story else None,
         "decisions": [asdict(decision) for decision in standing.decisions.get(job, ())],
-        "world": story.world,
+        "world": story.world if story else [],
         "job": standing.orders[job].job,
     }
 

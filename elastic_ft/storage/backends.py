@@ -113,7 +113,7 @@ class Local:
             raise FileNotFoundError(f"{path} is a folder")
         return path.stat().st_size
 
-    def list(self, prefix: str, timeout_s: float) -> list[str]:
+    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
         found = list[str]()
         for folder, _, names in os.walk(self._root / prefix, onerror=_raise_unless_missing):
             inside = Path(folder).relative_to(self._root).as_posix()
@@ -183,7 +183,7 @@ class Remote:
             raise FileNotFoundError(f"{key} is a folder")
         return int(info["size"])
 
-    def list(self, prefix: str, timeout_s: float) -> list[str]:
+    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
         top = self._path(prefix.rstrip("/"))
         try:
             found = self._do("find", timeout_s, top)

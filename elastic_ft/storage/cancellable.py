@@ -81,8 +81,8 @@ class Calls:
     def size(self, key: str, timeout_s: float) -> int:
         return int(self._call(lambda: self._backend.size(key, timeout_s), timeout_s))
 
-    def list(self, prefix: str, timeout_s: float) -> list[str]:
-        return list(self._call(lambda: self._backend.list(prefix, timeout_s), timeout_s))
+    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
+        return list(self._call(lambda: self._backend.list(prefix, timeout_s, after), timeout_s))
 
     def delete(self, key: str, timeout_s: float) -> None:
         self._call(lambda: self._backend.delete(key, timeout_s), timeout_s)

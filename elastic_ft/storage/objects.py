@@ -120,8 +120,9 @@ class Objects:
     def size(self, key: str, timeout_s: float) -> int:
         return int(obstore.head(self._store(timeout_s), key)["size"])
 
-    def list(self, prefix: str, timeout_s: float) -> list[str]:
-        pages = obstore.list(self._store(timeout_s), prefix.strip("/") or None)
+    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
+        folder = prefix.strip("/") or None
+        pages = obstore.list(self._store(timeout_s), folder, offset=after or None)
         return [found["path"] for page in pages for found in page]
 
     def delete(self, key: str, timeout_s: float) -> None:

@@ -157,10 +157,11 @@ class Store:
     def exists(self, key: str) -> bool:
         return if_there(lambda: self.size(key)) is not None
 
-    def list(self, prefix: str = "") -> list[str]:
-        """Keys of all objects in the folder ``prefix``, at any depth, sorted; [] if none."""
-        found = self._call("list", prefix, lambda left_s: self.backend.list(prefix, left_s))
-        return sorted(found)
+    def list(self, prefix: str = "", after: str = "") -> list[str]:
+        """Keys of all objects in the folder ``prefix``, at any depth, sorted; [] if none.
+        ``after``: those alone that sort behind that key: of many the others are not asked for."""
+        found = self._call("list", prefix, lambda left_s: self.backend.list(prefix, left_s, after))
+        return sorted(key for key in found if key > after)
 
     def delete(self, prefix: str) -> None:
         """Deletes the object of that key and all in the folder of that name. None is no error."""

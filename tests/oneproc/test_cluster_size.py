@@ -15,7 +15,7 @@ from elastic_ft.core.sharing.asks import SharingTerms, Wish
 from elastic_ft.core.sharing.ledger import Bundles
 from elastic_ft.service import cluster_size
 from elastic_ft.service.chronicle import Chronicle
-from elastic_ft.service.cluster_size import NOTE, AskNote, ClusterSize
+from elastic_ft.service.cluster_size import AskNote, ClusterSize
 from elastic_ft.service.cluster_watch import Sight, slots_by_node
 from elastic_ft.service.job_orders import JobOrder, Notice
 from elastic_ft.service.office import Office
@@ -170,6 +170,10 @@ def test_a_slot_stays_a_gpu_once_there_was_one() -> None:
     assert slots_by_node([without], "GPU") == ("GPU", {})
 
 
+def noted(folder: Path) -> bool | None:
+    return AskNote(open_store(str(folder))).asks()
+
+
 def begun(folder: Path, terms: SharingTerms) -> tuple[Service, Autoscaler]:
     autoscaler = Autoscaler()
 
@@ -197,12 +201,30 @@ def test_what_an_earlier_one_asked_for_is_taken_back_once_where_there_is_no_auto
     until(lambda: autoscaler.told == [[{"CPU": 1.0}] * 4])
     service.close()  # as if it was killed: nothing is taken back
     service, autoscaler = begun(tmp_path, SharingTerms())
-    until(lambda: autoscaler.told == [[]] and not (tmp_path / NOTE).exists())
+    until(lambda: autoscaler.told == [[]] and noted(tmp_path) is False)
     service.close()
     service, autoscaler = begun(tmp_path, SharingTerms())
     assert not service._size._thread.is_alive()
     service.close()
     assert autoscaler.told == []
+
+
+def test_what_one_of_a_version_without_notes_had_asked_for_is_taken_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its journal says that it was: after the upgrade the nodes stayed for ever."""
+    left_asking(tmp_path)
+    assert noted(tmp_path) is None
+    with monkeypatch.context() as killed:  # once the journal has the terms without an autoscaler
+        killed.setattr(ClusterSize, "start", int)
+        service, autoscaler = begun(tmp_path, SharingTerms())
+        service.close()
+    for told in ([[]], []):
+        service, autoscaler = begun(tmp_path, SharingTerms())
+        if told:
+            until(lambda autoscaler=autoscaler: autoscaler.told and noted(tmp_path) is False)
+        service.close()
+        assert autoscaler.told == told
 
 
 @pytest.mark.parametrize("killed", ["before it asks", "before it takes back", "before it notes so"])
@@ -227,7 +249,7 @@ def test_it_is_taken_back_by_whoever_comes_after_one_that_was_killed(
     if killed != "before it asks":
         size._tell(())
     service, autoscaler = begun(tmp_path, SharingTerms())
-    until(lambda: autoscaler.told == [[]] and not note.is_there())
+    until(lambda: autoscaler.told == [[]] and note.asks() is False)
     service.close()
 
 
@@ -237,4 +259,4 @@ def test_a_service_that_is_stopped_leaves_nothing_to_take_back(tmp_path: Path) -
     until(lambda: autoscaler.told)
     service.let_go()
     service.close()
-    assert autoscaler.told[-1] == [] and not (tmp_path / NOTE).exists()
+    assert autoscaler.told[-1] == [] and noted(tmp_path) is False

@@ -216,8 +216,9 @@ def test_a_job_that_waits_is_changed_and_stopped(serve: Callable[..., Served]) -
         client.resize(job, 1)
     assert client.resize(job, 3)["workers"]["target"] == 0
     assert client.stop(job)["state"] == "stopped"
+    assert client.stop(job)["state"] == "stopped"  # who has lost the answer asks again
     with pytest.raises(ConfigError, match="it has stopped"):
-        client.stop(job)
+        client.set_priority(job, 1)
     with pytest.raises(ConfigError, match="there is no job nosuch"):
         client.status("nosuch")
     assert list(client.events(job, follow=True)) == []  # it never ran: the stream ends at once

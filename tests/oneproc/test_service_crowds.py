@@ -71,7 +71,7 @@ def test_who_asks_for_what_lies_in_a_store_holds_up_nobody_and_has_an_end(
         try:
             for _ in range(4):  # as many as there are threads
                 assert asked.acquire(timeout=WAIT_S)
-            until(lambda: crews.LOOKS._asked == 6, "the others wait")
+            until(lambda: crews.LOOKS._asked.total() == 6, "the others wait")
             with pytest.raises(ServiceAway, match="6 are waiting for what lies in a store"):
                 client.status(ended)
             assert client.status(live)["state"] == "queued"
@@ -142,7 +142,8 @@ def test_a_job_that_ended_long_ago_is_said_to_have(
     job = served.client().submit(JOB)["id"]
     served.client().stop(job)
     monkeypatch.setattr("elastic_ft.core.scheduling._unknown", lambda *_: f"there is no job {job}")
-    for change in (served.client().stop, lambda job: served.client().set_priority(job, 1)):
+    client = served.client()
+    for change in (lambda job: client.resize(job, 1), lambda job: client.set_priority(job, 1)):
         with pytest.raises(ConfigError, match=f"^{job}: it has stopped$"):
             change(job)
 

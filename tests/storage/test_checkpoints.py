@@ -487,7 +487,7 @@ def test_one_of_four_controllers_publishes_an_attempt(url: str) -> None:
 
 
 class Shuffled(Counting):
-    def list(self, prefix: str, timeout_s: float) -> list[str]:
+    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
         found = sorted(self.backend.list(prefix, timeout_s), key=lambda key: key[::-1])
         return [*found, "manifests/notes.txt", "manifests/0000000001-0.json.tmp"]
 

@@ -17,10 +17,11 @@ from chaos.object_store_proxy import ObjectStoreProxy, StoreFault
 from chaos.s3_server import S3Server
 from elastic_ft.core.sharing.asks import SharingTerms
 from elastic_ft.service import api, hands, service
+from elastic_ft.service.chronicle import Chronicle
 from elastic_ft.service.cluster_watch import Sight
 from elastic_ft.service.service_client import Client, ServiceAway
 from elastic_ft.storage.objects import Objects
-from elastic_ft.storage.store import Store
+from elastic_ft.storage.store import Store, open_store
 from tests.oneproc.test_service_alone import JOB, WAIT_S, Served
 
 BUSY = StoreFault("busy")
@@ -133,3 +134,29 @@ def test_a_store_that_is_away_loses_nothing_and_doubles_nothing(
         assert states(again.client()) == ["completed", "running", "queued"]
     finally:
         again.close()
+
+
+def test_a_long_journal_is_read_from_where_it_goes_on(s3: S3Server) -> None:
+    """Each reading listed all that the journal ever was, a thousand names at a time."""
+    store = open_store(s3.url(f"services/{uuid4().hex}"))
+    before, written = Chronicle(store), 1200  # more than a list of S3 has at once
+    nonce = json.dumps({"nonce": "n"})
+    with ThreadPoolExecutor(16) as pool:
+        for number in range(1, written + 1):
+            line = json.dumps({"n": number})
+            pool.submit(store.put, f"journal/{number:08d}.jsonl", f"{nonce}\n{line}\n".encode())
+    assert [line["n"] for line in before.read()] == list(range(1, written + 1))
+    again = Chronicle(store)
+    again.go_on_after(written - 5, "n")
+    listed, listing = list[str](), store.backend.list
+
+    def watched(*args: Any) -> list[str]:
+        found = listing(*args)
+        listed.extend(found)
+        return found
+
+    store.backend.list = watched  # type: ignore[method-assign]
+    assert [line["n"] for line in again.read()] == list(range(written - 4, written + 1))
+    before.append([{"n": written + 1}])
+    assert [line["n"] for line in again.read()] == [written + 1]
+    assert len(listed) == 6

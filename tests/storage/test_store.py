@@ -59,6 +59,9 @@ def test_listing_is_by_folder_and_sorted(url: str) -> None:
     assert store.list("data") == ["data/a", "data/b/1", "data/b/2"]
     assert store.list("data/b") == store.list("data/b/") == ["data/b/1", "data/b/2"]
     assert store.list() == ["data-too", "data/a", "data/b/1", "data/b/2", "datax/1"]
+    assert store.list("data", "data/a") == ["data/b/1", "data/b/2"]
+    assert store.list("data", "data/b/1x") == store.list("data/b", "data/b/1") == ["data/b/2"]
+    assert store.list("data", "data/b/2") == store.list("data/b", "x") == []
 
 
 def test_delete_takes_the_folder_and_no_neighbour(url: str) -> None:
