@@ -50,7 +50,6 @@ CORE_INPUT_OUTPUT = {"open", "print", "input", "eval", "exec", "__import__"}
 
 # Tests that sleep, and why they must: elsewhere wait on a condition (DESIGN section 8).
 MAY_SLEEP = {
-    "tests/cli/test_launch.py": "polls for a condition, with a deadline",
     "tests/multiproc/conftest.py": "polls for a condition, with a deadline",
     "tests/multiproc/tiny.py": "a gate that a test opens, with a deadline",
     "tests/oneproc/test_lifeline.py": "polls for a condition, with a deadline",
