@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 
 from elastic_ft.cli.options import (
@@ -105,8 +106,10 @@ def _as_torchrun(script: Path, arguments: list[str], workers: int) -> int:
         came.append(number)
         if len(came) == 1:
             process.send_signal(number)
-        elif process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        elif process.poll() is None:  # they have sessions of their own
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
 
     told = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = {number: signal.signal(number, pass_on) for number in told}

@@ -1,7 +1,7 @@
 """Ctrl-C in the middle of a step, as in a notebook, whose next cell goes on.
 
-Argument: "step": in the function of a step; "attempt": in the block of one, once its optimizer has
-stepped; "script": in the function of a step, and nobody catches it.
+Argument: "step": in the function of a step; "attempt": in the block of one, before its optimizer
+steps; "late": after it; "script": in the function of a step, and nobody catches it.
 """
 
 import os
@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import elastic_ft
 
 WHAT, AT = sys.argv[1], 3
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as a terminal has it, and `&` has not
 
 ctx = elastic_ft.init(steps=6, batch={"global_batch_size": 4, "micro_batch_size": 2})
 model = torch.nn.Linear(1, 1, bias=False)
@@ -27,8 +28,15 @@ left = []
 def body(batch):
     for (x,) in batch:
         ctx.backward(-model(x).sum(), len(x))
+    if WHAT == "attempt":
+        interrupt(batch)
     optimizer.step()
     optimizer.zero_grad()
+    if WHAT != "attempt":
+        interrupt(batch)
+
+
+def interrupt(batch):
     if batch.number == AT and not left:
         left.append(batch.number)
         os.kill(os.getpid(), signal.SIGINT)
@@ -41,7 +49,7 @@ train_step = ctx.step(body)
 
 def cell():
     for batch in loader:
-        if WHAT == "attempt":
+        if WHAT in ("attempt", "late"):
             with ctx.attempt() as attempt:
                 body(attempt.batch)
         else:

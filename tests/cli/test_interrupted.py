@@ -27,8 +27,7 @@ def interrupted(folder: Path, what: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize(("what", "last"), [("step", 3), ("attempt", 2)])
 def test_the_next_cell_goes_on(folder: Path, what: str, last: int) -> None:
-    """In a step's function it comes after the step; in a block it leaves it, and what the block has
-    done to the model is undone."""
+    """In a step's function it comes after the step; a block is left, and its step made again."""
     code, said = interrupted(folder, what)
     assert code == 0, said
     assert f"left, the last step made is {last}" in said and "weight 6.0" in said
@@ -37,10 +36,19 @@ def test_the_next_cell_goes_on(folder: Path, what: str, last: int) -> None:
     assert run.result()["status"] == "completed"
 
 
+def test_a_block_that_is_left_once_its_optimizer_has_stepped_is_not_made_again(
+    folder: Path,
+) -> None:
+    """Nobody else has the state of before: the next cell is told so, and trains nothing else."""
+    code, said = interrupted(folder, "late")
+    assert code != 0 and "left, the last step made is 2" in said
+    assert "JobFailed: no state is held and no checkpoint is good" in said[-1]
+
+
 def test_a_script_that_is_interrupted_is_stopped_with_a_checkpoint(folder: Path) -> None:
     """It waited for five minutes, and ended as failed."""
     code, said = interrupted(folder, "script")
-    assert code != 0 and said[-1].startswith("KeyboardInterrupt"), said
+    assert code != 0 and said[-1].endswith("KeyboardInterrupt"), said
     result = RunReader(folder / "runs/own_interrupted").result()
     assert (result["status"], result["steps"]) == ("stopped", 3)
     assert [one["step"] for one in result["checkpoints"]] == [3]

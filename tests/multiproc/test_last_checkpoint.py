@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,35 +15,45 @@ STEPS, EARLIER = 3, 2
 
 
 class AwayAtTheEnd:
-    """The store takes all but the last step's objects: a file is where their folder is to be."""
+    """The store takes all but the last step's objects: a file is where their folder is to be; for
+    one rank alone, a folder where its file is. It comes back once that was told."""
 
-    def __init__(self, folder: Path, comes_back: bool) -> None:
-        self.folder, self.comes_back = folder, comes_back
-        self._file: Path | None = None
+    def __init__(self, folder: Path, comes_back: bool, rank: int | None = None) -> None:
+        self.folder, self.comes_back, self._rank = folder, comes_back, rank
+        self._there: Path | None = None
         self._is_back = False
 
     def watch(self, controller: Controller) -> None:
-        if self._file is None:
-            run = self.folder / "store/data" / controller.run_id
-            run.mkdir(parents=True)
-            self._file = run / f"g1-s{STEPS}"
-            self._file.write_text("")
+        if self._there is None:
+            last = self.folder / "store/data" / controller.run_id / f"g1-s{STEPS}"
+            last.parent.mkdir(parents=True)
+            if self._rank is None:
+                last.write_text("")
+                self._there = last
+            else:
+                self._there = last / f"r{self._rank}-0.bin"
+                (self._there / "full").mkdir(parents=True)
         elif self.comes_back and not self._is_back and self._is_told():
             self._is_back = True
-            self._file.unlink()
+            self._there.unlink() if self._rank is None else shutil.rmtree(self._there)
 
     def _is_told(self) -> bool:
         lines = read_lines(self.folder / "run/events.jsonl")
         return any(line["event"] == "checkpoint_warning" for line in lines)
 
 
-def run_with(away: AwayAtTheEnd | None, folder: Path, keepers: bool = True) -> Run:
+def run_with(
+    away: AwayAtTheEnd | None, folder: Path, keepers: bool = True, workers: int = 1
+) -> Run:
     job = make_job(
         "ddp",
         steps=STEPS,
-        workers=1,
+        workers=workers,
         checkpoint={"url": str(folder / "store"), "every_steps": EARLIER},
-        elastic={"heartbeat_timeout_s": 10.0, "suspend_timeout_s": 60.0 if keepers else 1.0},
+        elastic={
+            "heartbeat_timeout_s": 10.0,
+            "suspend_timeout_s": 60.0 if keepers else 1.0,
+        },
     )
     watch = away.watch if away is not None else None
     return run_job(job, folder / "run", watch=watch, keepers=keepers)
@@ -55,6 +66,14 @@ def test_the_last_state_is_written_once_the_store_is_back(tmp_path: Path) -> Non
     assert not run.all("checkpoint_abandoned"), run.story()
     (warned,) = run.all("checkpoint_warning")
     assert "is the last, and is written again and again" in warned["reason"]
+
+
+def test_one_worker_of_two_can_not_reach_the_store(tmp_path: Path) -> None:
+    run = run_with(AwayAtTheEnd(tmp_path, True, rank=1), tmp_path, workers=2).check()
+    assert [line["step"] for line in run.all("checkpoint_committed")] == [EARLIER, STEPS]
+    assert not run.all("checkpoint_abandoned"), run.story()
+    assert len(run.all("checkpoint_warning")) == 1, run.story()
+    assert [line["generation"] for line in run.all("generation_formed")] == [1], run.story()
 
 
 @pytest.mark.soak

@@ -14,6 +14,7 @@ import pytest
 
 from elastic_ft.cli.check_stores import check_steps
 from elastic_ft.config import Job, parse_job
+from elastic_ft.controller import publisher
 from elastic_ft.controller.publisher import Publisher
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
@@ -120,6 +121,50 @@ def test_without_the_record_nothing_is_published(tmp_path: Path) -> None:
     assert "cannot write steps.jsonl" in outcome.reason
     assert one.steps() == []
     one.publisher.close()
+
+
+class Refusing:
+    """A backend that is away for manifests, some times; and may have written them all the same."""
+
+    def __init__(self, store: Store, times: int, writes: bool) -> None:
+        self._backend, self.left, self._writes = store.backend, times, writes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def create(self, key: str, data: bytes, timeout_s: float) -> bool:
+        if self.left and key.startswith("manifests/"):
+            self.left -= 1
+            if self._writes:
+                self._backend.create(key, data, timeout_s)
+            raise StoreFailed("503 Slow Down")
+        return bool(self._backend.create(key, data, timeout_s))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_the_manifest_of_the_last_step_is_tried_again(
+    publishing: Publishing, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    """No later one has what it has. That of an earlier step fails: training goes on."""
+    monkeypatch.setattr(publisher, "AGAIN_S", 0.01)
+    away: Any = Refusing(publishing.store, 2 * checkpoints.PUBLISH_ATTEMPTS, writes)
+    publishing.publisher._store.backend = away
+    if not writes:
+        failed = publishing.commit(3)
+        assert isinstance(failed, ev.CheckpointFailed) and "503" in failed.reason
+    outcome = publishing.commit(JOB.steps)
+    if not writes:
+        assert "step 100 is the last, and is published once it can be" in outcome.reason
+        outcome = publishing.posted.get(timeout=DEADLINE_S)
+    assert isinstance(outcome, ev.CheckpointCommitted)
+    assert publishing.steps() == [JOB.steps]
+
+
+def test_a_controller_that_ends_tries_the_last_manifest_no_more(publishing: Publishing) -> None:
+    publishing.publisher._store.backend = Refusing(publishing.store, 10**9, False)  # type: ignore
+    assert "is the last" in publishing.commit(JOB.steps).reason
+    publishing.publisher.close()
+    assert isinstance(publishing.posted.get(timeout=DEADLINE_S), ev.CheckpointFailed)
 
 
 class Hanging:

@@ -220,12 +220,21 @@ def test_a_jobs_events_are_told_as_a_run_folders(capfd: pytest.CaptureFixture[st
         "text": "of the page",
     }
     lines = [at | {"event": "job_started", "step": 0}]
-    lines += [at | {"event": "finished", "status": "completed", "at_s": 1795521662.0}]
+    lines += [
+        at
+        | {
+            "event": "finished",
+            "status": "completed",
+            "at_s": 1795521662.0,
+            "reason": "because",
+        }
+    ]
+    listed = answer(json.dumps({"events": lines}).encode())
     sent = b"".join(b"data: %s\n\n" % json.dumps(line).encode() for line in lines)
-    sent += b"event: end\ndata: {}\n\n"
+    stream = answer(sent + b"event: end\ndata: {}\n\n")
     told = {}
-    for option in ("--clock", "--raw", "--follow"):
-        with Foreign(answer(sent)) as server:
+    for option, said in {"--clock": listed, "--raw": listed, "--follow": stream}.items():
+        with Foreign(said) as server:
             assert run_command(["events", "a-1", "--service", server.url, option]) == COMPLETED
         told[option] = capfd.readouterr().out.splitlines()
     assert told["--clock"][-1] == "2026-11-24 12:01:02 UTC  g1    finished: because"
