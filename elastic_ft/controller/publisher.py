@@ -96,7 +96,8 @@ class Publisher:
     def close(self, at_once: bool = False) -> None:
         """``at_once``: what is being read back is not waited for."""
         if at_once:
-            self.hurry()
+            self._is_hurried = True
+            self._reading.close()
         self._impatient.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._deletes.close(CLOSE_S)
@@ -104,9 +105,7 @@ class Publisher:
         self._looks.close(0.0)
 
     def hurry(self) -> None:
-        """Someone asks to stop: nothing is read back any more, nor tried again. From any thread."""
-        self._is_hurried = True
-        self._reading.close()
+        """Someone asks to stop: nothing is tried again. From any thread."""
         self._impatient.set()
 
     # ------------------------------------------------------------------------ ownership
@@ -347,7 +346,7 @@ class Publisher:
         """With the last step's the job is complete, and nobody holds its state any more: so it is
         read before it is published. Raises Unpublishable where it is damaged, StoreFailed."""
         is_last = manifest.step >= self._job.steps
-        if not is_last or not self._job.checkpoint.read_back or self._is_hurried:
+        if not is_last or not self._job.checkpoint.read_back:
             return
         try:
             flaw = self._flaw(manifest, time.monotonic() + CLOSE_S)

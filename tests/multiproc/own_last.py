@@ -5,7 +5,6 @@ Arguments: a folder, in which a file "end" tells it; after which step it ends.
 """
 
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -13,9 +12,9 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import elastic_ft
+from tests.waiting import until
 
 END, LAST = Path(sys.argv[1]) / "end", int(sys.argv[2])
-DEADLINE_S = 60.0
 
 ctx = elastic_ft.init(seed=3)
 model = torch.nn.Linear(8, 1)
@@ -38,6 +37,4 @@ for batch in loader:
     if made == LAST:
         break
     made = train_step(batch).number
-until_s = time.monotonic() + DEADLINE_S
-while not END.exists() and time.monotonic() < until_s:
-    time.sleep(0.02)
+until(END.exists, "the end")

@@ -112,18 +112,32 @@ def test_the_last_is_not_read_for_ever(tmp_path: Path, monkeypatch: pytest.Monke
     warned = one.commit(JOB.steps)
     assert "step 100 is published before it was read back" in warned.reason
     assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
-    one.publisher.hurry()
     one.publisher.close()
 
 
-def test_who_is_asked_to_stop_publishes_the_last_unread(tmp_path: Path) -> None:
+def test_what_is_written_for_a_stop_is_read_back(tmp_path: Path) -> None:
+    one = publishing(tmp_path)
+    one.commit(1)
+    one.settle()
+    one.publisher.hurry()
+    assert isinstance(one.commit(2), ev.CheckpointCommitted)
+    one.publisher.close()
+    assert one.steps() == [2] and one.posted.empty()
+
+
+def test_who_ends_at_once_publishes_the_last_unread(tmp_path: Path) -> None:
     one, unread = publishing(tmp_path), Unread()
     calls: Any = one.publisher._reading
     calls._calls._backend = unread
-    ends = threading.Thread(target=lambda: unread.asked.wait(DEADLINE_S) and one.publisher.hurry())
+
+    def end() -> None:
+        assert unread.asked.wait(DEADLINE_S)
+        one.publisher.close(at_once=True)
+
+    ends = threading.Thread(target=end)
     ends.start()
     assert "is published before it was read back" in one.commit(JOB.steps).reason
     assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
-    ends.join()
     unread.let_go.set()
-    one.publisher.close()
+    ends.join(DEADLINE_S)
+    assert not ends.is_alive()
