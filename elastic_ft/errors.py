@@ -127,5 +127,9 @@ class StoreFailed(ElasticError):
     """An object-store operation failed after its bounded retries."""
 
 
+class OutOfTime(StoreFailed):
+    """Its time was over before all was done; the store did not fail."""
+
+
 class Unpublishable(StoreFailed):
     """It can't be published, however often that is tried: it is not whole, or is another's."""

@@ -223,6 +223,7 @@ class Controller(ControllerOpening, ControllerEnding):
     def stop(self, reason: str) -> None:
         """Asks for a clean stop: the running step, a checkpoint, the end. Twice: at once."""
         self.post(ev.StopRequested(time.time(), reason))
+        self.run_folder.hurried = True  # where the job has just ended, nobody hears of that event
 
     def run(self) -> dict[str, Any]:
         """Runs the job to its end. Returns what is in result.json.
@@ -366,6 +367,8 @@ class Controller(ControllerOpening, ControllerEnding):
             self._note_end(event)
         elif isinstance(event, ev.WorkerReady):
             self._executor.data_read[event.member.worker] = event.data
+        elif isinstance(event, ev.StopRequested):
+            self._publisher.hurry()
 
     def _note_end(self, event: ev.WorkerLost) -> None:
         """The end of a connection comes first, and does not say what ended the process."""

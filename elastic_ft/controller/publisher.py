@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -25,7 +26,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef, NodeId
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.terms import Terms, terms_of_manifest
-from elastic_ft.errors import StateDamaged, StoreFailed, Superseded, Unpublishable
+from elastic_ft.errors import OutOfTime, StateDamaged, StoreFailed, Superseded, Unpublishable
 from elastic_ft.storage import checkpoints, owners
 from elastic_ft.storage.cancellable import CancellableStore
 from elastic_ft.storage.store import Store, open_store
@@ -34,7 +35,7 @@ from elastic_ft.transport.control import Note
 CHECKPOINTS_KNOWN = 64  # to fall back to, where age decides what is kept
 CONFIRM_AGAIN_S = 1.0
 AGAIN_S = 2.0  # before the last manifest is tried again
-CLOSE_S = 60.0  # for what is still to be deleted
+CLOSE_S = 60.0  # for what is still to be deleted, and for the last one to be read
 
 
 class Errands(threading.Thread):
@@ -59,7 +60,7 @@ class Errands(threading.Thread):
 
 class Publisher:
     """Args:
-    run: this start of the controller; names all that it writes, and its workers write.
+    run: this start of the controller; names all that it and its workers write.
     post: takes the events, and ``Superseded``, from any thread.
     in_use: the checkpoints that workers may be reading; they are not deleted.
     record: makes the steps recorded so far durable, from any thread; a manifest comes after.
@@ -85,7 +86,9 @@ class Publisher:
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
         self._deletes, self._looks = Errands("checkpoint-deletes"), Errands("checkpoint-owner")
         self._looking = self._is_hurried = False
-        self._closing = threading.Event()
+        self._impatient = threading.Event()  # nothing is tried again
+        self._asked = (0, 0)  # step and generation of what was to be published last
+        self._read_whole = ""  # the nonce of a manifest, before it was published
         self._not_deleted: list[cmd.AbandonCheckpoint] = []
         self._deletes.start()
         self._looks.start()
@@ -95,11 +98,15 @@ class Publisher:
         if at_once:
             self._is_hurried = True
             self._reading.close()
-        self._closing.set()
+        self._impatient.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._deletes.close(CLOSE_S)
         self._reading.close()
         self._looks.close(0.0)
+
+    def hurry(self) -> None:
+        """Someone asks to stop: nothing is tried again. From any thread."""
+        self._impatient.set()
 
     # ------------------------------------------------------------------------ ownership
 
@@ -279,6 +286,7 @@ class Publisher:
 
     def commit(self, command: cmd.CommitCheckpoint, layout: str, terms: Terms) -> None:
         """Verifies the shards and publishes the manifest."""
+        self._asked = (command.step, command.generation)
         self._pool.submit(self._commit, command, layout, terms)
 
     def abandon(self, command: cmd.AbandonCheckpoint) -> None:
@@ -305,23 +313,59 @@ class Publisher:
         self._deletes.submit(partial(self._clean_up, manifest, done.ref))
 
     def _published(self, manifest: Manifest) -> checkpoints.Committed:
-        """The last step's is tried again where a store is away, also that of the record: no later
-        one has what it has. Raises StoreFailed, Superseded."""
-        is_last = manifest.step >= self._job.steps
-        until_s = time.monotonic() + self._job.elastic.suspend_timeout_s * is_last
-        is_told = False
+        """What no later one has is tried again where a store is away, also that of the record.
+        Raises StoreFailed, Superseded."""
+        until_s = time.monotonic() + self._job.elastic.suspend_timeout_s
+        is_told = is_read = False
         while True:
             try:
                 self._record()
+                if not is_read:
+                    self._read_first(manifest)
+                    is_read = True
                 return checkpoints.publish(self._store, manifest, self.claim.check)
             except StoreFailed as error:
                 is_final = isinstance(error, Unpublishable) or time.monotonic() > until_s
-                if is_final or self._closing.wait(AGAIN_S):
+                last = self._in_words(manifest)
+                if is_final or not last or self._impatient.wait(AGAIN_S):
                     raise
-                why = f"step {manifest.step} is the last, and is published once it can be: {error}"
+                why = f"step {manifest.step} is {last}, and is published once it can be: {error}"
             if not is_told:
                 self._warn(manifest.generation, why)
                 is_told = True
+
+    def _in_words(self, manifest: Manifest) -> str:
+        """That no later one has what it has; "" if one may. A loop of the user's ends where it
+        likes: its newest may be its last."""
+        if manifest.step >= self._job.steps:
+            return "the last"
+        is_newest = (manifest.step, manifest.generation) == self._asked
+        return "the last so far" if is_newest and self._job.loop is not None else ""
+
+    def _read_first(self, manifest: Manifest) -> None:
+        """With the last step's the job is complete, and nobody holds its state any more: so it is
+        read before it is published. Raises Unpublishable where it is damaged, StoreFailed."""
+        is_last = manifest.step >= self._job.steps
+        if not is_last or not self._job.checkpoint.read_back:
+            return
+        try:
+            flaw = self._flaw(manifest, time.monotonic() + CLOSE_S)
+        except StoreFailed as error:
+            if not isinstance(error, OutOfTime) and not self._is_hurried:
+                raise
+            why = f"step {manifest.step} is published before it was read back: {error}"
+            self._warn(manifest.generation, why)
+            return
+        if flaw:
+            raise Unpublishable(f"checkpoint of step {manifest.step} refused: {flaw}")
+        self._read_whole = manifest.nonce
+
+    def _flaw(self, manifest: Manifest, until_s: float = math.inf) -> str:
+        """What is wrong with its shards, if anything. Raises StoreFailed; OutOfTime by then."""
+        cap = self._job.checkpoint.max_upload_mb_per_s  # one worker's
+        pace = checkpoints.RateLimit(cap * 1e6 * checkpoints.writers(manifest) if cap else math.inf)
+        pace.until_s = until_s
+        return checkpoints.first_flaw(self._reading, manifest, pace)
 
     def _manifest(self, command: cmd.CommitCheckpoint, layout: str, terms: Terms) -> Manifest:
         return Manifest(
@@ -351,13 +395,10 @@ class Publisher:
         Takes its time, at the rate at which its workers together may write: where others are
         published meanwhile, only the newest of them is read after it, and none is deleted before.
         """
-        keep = self._job.checkpoint
-        if not keep.read_back:
+        if not self._job.checkpoint.read_back or newest.nonce == self._read_whole:
             return True
-        cap = keep.max_upload_mb_per_s  # one worker's
-        pace = checkpoints.RateLimit(cap * 1e6 * checkpoints.writers(newest)) if cap else None
         try:
-            flaw = checkpoints.first_flaw(self._reading, newest, pace)
+            flaw = self._flaw(newest)
         except StoreFailed as error:
             why = f"step {newest.step} can't be read back, so no older one is deleted: {error}"
             if self._is_hurried:

@@ -39,8 +39,7 @@ SEGMENTS_MAX = {"inbox.jsonl": 256 << 10}  # it is mirrored twice a second
 RECORD = ("ledger.jsonl", "steps.jsonl")  # in this order: a step line has its samples
 # Files that go up together are of one moment.
 UPLOADS_INBOX = ("inbox.jsonl",)
-# An inbox that begins anew is of no use without.
-BEFORE_SNAPSHOT = ("job.yaml", "events.jsonl", *RECORD)
+BEFORE_SNAPSHOT = ("job.yaml", "events.jsonl", *RECORD)  # an inbox begun anew is of no use without
 UPLOADS = (("job.yaml",), ("events.jsonl",), RECORD, UPLOADS_INBOX, ("result.json",))
 REPORT = ("report.html",)
 REQUESTS = (resize_request.NAME, handover.NAME, stop_request.NAME, stop_request.NOW)
@@ -52,6 +51,7 @@ class RunFolder(InboxFile):
     path: the local folder.
     url: what the user named: the same, or a remote URL it is mirrored to.
     is_remote: whether it is.
+    hurried: set where someone asks to stop: a store is waited for no more.
     """
 
     def __init__(self, url: str, segment_bytes: int = segments.SEGMENT_BYTES) -> None:
@@ -80,7 +80,7 @@ class RunFolder(InboxFile):
         self._request_seen: files.Stamp | None = None
         self._claim: owners.Claim | None = None
         self._superseded: Superseded | None = None
-        self._has_result = self._is_complete = False
+        self._has_result = self._is_complete = self.hurried = False
         self._threads: list[threading.Thread] = []
         self.mirror_error = ""
 
@@ -248,10 +248,8 @@ class RunFolder(InboxFile):
         return {e["step"]: e["generation"] for e in read_lines(self.path / "steps.jsonl")}
 
     def truncate(self, step: int) -> None:
-        """Voids the lines of steps after ``step``, and torn last lines.
-
-        Where steps are voided the whole file stays beside it, as ``steps.<n>.jsonl``: the last few.
-        """
+        """Voids the lines of steps after ``step``, and torn last lines. Where steps are voided the
+        whole file stays beside it, as ``steps.<n>.jsonl``: the last few."""
         with self._lock:
             for name in ("steps.jsonl", "ledger.jsonl"):
                 self._close_file(name)
@@ -376,11 +374,14 @@ class RunFolder(InboxFile):
         """For the last time. Of a job that is complete nobody comes later to make up for it."""
         until_s = time.monotonic() + (RESULT_AWAY_S if self._is_complete else 0.0)
         self._mirror()
-        while self.mirror_error and self._superseded is None and time.monotonic() < until_s:
+        if self.mirror_error and self._is_complete:
+            log.warning("complete, waits for its store unless asked to stop: %s", self.mirror_error)
+        while self.mirror_error and self._superseded is None:
+            if time.monotonic() >= until_s or self.hurried:
+                log.warning("what %s lacks is in %s: %s", self.url, self.path, self.mirror_error)
+                break
             time.sleep(RESULT_AGAIN_S)
             self._mirror()
-        if self.mirror_error and self._superseded is None:
-            log.warning("what %s lacks is in %s: %s", self.url, self.path, self.mirror_error)
 
     def _attend_always(self) -> None:
         while self._superseded is None and not self._stop_mirror.wait(MIRROR_EVERY_S):
@@ -405,10 +406,8 @@ class RunFolder(InboxFile):
             self.mirror_error = str(error)
 
     def _upload(self, names: Sequence[str]) -> None:
-        """These files as they are at one moment, in their order. Raises StoreFailed, Superseded.
-
-        Of a file that is replaced at the same moment, the older one: the newer one next time.
-        """
+        """These files as they are at one moment, in their order; of one that is replaced just then,
+        the older one. Raises StoreFailed, Superseded."""
         with self._uploading, contextlib.ExitStack() as opened:
             with self._lock:
                 if names == UPLOADS_INBOX and self._is_inbox_begun_anew():

@@ -53,6 +53,7 @@ class StorePatience:
 
     away_s: float
     insists: Callable[[], bool]
+    what: str = "the last"  # that step is
 
 
 class Checkpointer:
@@ -70,7 +71,7 @@ class Checkpointer:
         self._snapshots, self._send, self._reach = snapshots, send, reach
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._running: list[Future[None]] = []
-        self._insisted_s: dict[int, float] = {}  # by step, since when
+        self._insisted = (0, 0.0)  # on which step, since when
         self._store: Any = None
         self._max_mb_per_s = max_upload_mb_per_s
         self._pace = (
@@ -145,12 +146,13 @@ class Checkpointer:
     ) -> Entries:
         """Raises what ``write`` does: what a second try can't cure, or the last one's. A step's
         time runs on through generations."""
-        until_s = self._insisted_s.setdefault(step, time.monotonic()) + patience.away_s
-        pause_s = AGAIN_S
+        if self._insisted[0] != step:
+            self._insisted = (step, time.monotonic())
+        until_s, pause_s = self._insisted[1] + patience.away_s, AGAIN_S
         while True:
             try:
                 entries = write()
-                self._insisted_s.pop(step, None)
+                self._insisted = (0, 0.0)
                 return entries
             except StoreFailed as error:
                 if time.monotonic() > until_s:
@@ -158,7 +160,7 @@ class Checkpointer:
                 _rest(pause_s, patience.insists)
                 if not patience.insists():  # what it wrote from now on might be swept already
                     raise
-                why = f"step {step} is the last, and is written again and again: {error}"
+                why = f"step {step} is {patience.what}, and is written again and again: {error}"
             if pause_s == AGAIN_S:
                 self._send(Note(self._worker, generation, "checkpoint_warning", why))
             pause_s = min(2 * pause_s, AGAIN_MAX_S)

@@ -6,6 +6,7 @@ Any cut of a tensor can be read from any other cut of it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import defaultdict, deque
@@ -21,7 +22,7 @@ import xxhash
 
 from elastic_ft.core.manifest import Manifest, ShardEntry, incomplete, printable
 from elastic_ft.core.sharding import Box, slabs
-from elastic_ft.errors import StateDamaged, StoreFailed
+from elastic_ft.errors import OutOfTime, StateDamaged, StoreFailed
 from elastic_ft.storage.kinds import FailureKind
 from elastic_ft.storage.store import Store, StoreError
 
@@ -57,19 +58,26 @@ def prefix_of(manifest: Manifest) -> str:
 
 
 class RateLimit:
-    """A bound on bytes per second over all threads: each waits until its bytes are due."""
+    """A bound on bytes per second over all threads: each waits until its bytes are due.
+
+    Attributes:
+        until_s: monotonic; nobody waits for what is due later.
+    """
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
+        self._bytes_per_s, self.until_s = bytes_per_s, math.inf
         self._free_at_s = 0.0
         self._lock = threading.Lock()
 
     def wait(self, nbytes: int, store: Store) -> None:
-        """``store``: where they come from or go to; once it is closed, nothing is waited for."""
+        """``store``: where they come from or go to; once it is closed, nothing is waited for.
+        Raises OutOfTime."""
         with self._lock:
             now = time.monotonic()
             due_s = max(now, self._free_at_s)
             self._free_at_s = due_s + nbytes / self._bytes_per_s
+        if due_s > self.until_s:
+            raise OutOfTime(f"{store.url}: there is no time for all of it")
         store.rest(due_s - now)
 
 

@@ -405,14 +405,18 @@ class Loop:
         if upload:
             tools.checkpointed_step = self.step
             away_s, insists = self.job.elastic.suspend_timeout_s, partial(self._insists, self.step)
-            tools.checkpointer.write(
-                shard, owned, state, self.groups, StorePatience(away_s, insists)
-            )
+            what = "the last" if self._is_last(self.step) else "the last so far"
+            patience = StorePatience(away_s, insists, what)
+            tools.checkpointer.write(shard, owned, state, self.groups, patience)
+
+    def _is_last(self, step: int) -> bool:
+        return step == self.step and (step >= self.job.steps or self._maker.is_over)
 
     def _insists(self, step: int) -> bool:
-        """Whether that was the job's last, as it is made: no later checkpoint has what it has."""
-        is_last = step == self.step and (step >= self.job.steps or self._maker.is_over)
-        return is_last and not self.stopping and not is_called_off(self.groups, self.flags)
+        """Whether no later checkpoint may have what it has: a loop of the user's ends where it
+        likes, so that its newest step may have been its last."""
+        may_be = self._is_last(step) or (self.job.loop is not None and step == self.step)
+        return may_be and not self.stopping and not is_called_off(self.groups, self.flags)
 
     def _share_residuals(self) -> None:
         """All members call it: before they change, and before one of them is written for all."""

@@ -9,7 +9,8 @@ import pytest
 
 from elastic_ft.controller.controller import Controller
 from elastic_ft.observe.run_folder import read_lines
-from tests.multiproc.harness import Run, make_job, run_job
+from tests.multiproc.harness import ROOT, Run, make_job, run_job
+from tests.multiproc.test_own_loop import make_job as own_job
 
 STEPS, EARLIER = 3, 2
 
@@ -84,3 +85,27 @@ def test_a_job_without_it_is_not_complete_and_goes_on(tmp_path: Path) -> None:
     again = run_with(None, tmp_path)
     assert again.result["status"] == "completed", again.story()
     assert again.all("checkpoint_committed")[-1]["step"] == STEPS
+
+
+def test_a_loop_of_the_users_may_end_with_any_step(tmp_path: Path) -> None:
+    """Its last step's upload was begun as any other's, and given up at once."""
+    loop = {
+        "script": str(ROOT / "tests/multiproc/own_last.py"),
+        "arguments": [str(tmp_path), str(STEPS)],
+    }
+    checkpoint = {"url": str(tmp_path / "store"), "every_steps": STEPS}
+    job = own_job(tmp_path, workers=1, loop=loop, checkpoint=checkpoint)
+    away = AwayAtTheEnd(tmp_path, comes_back=True)
+
+    def watch(controller: Controller) -> None:
+        away.watch(controller)
+        events = {line["event"] for line in read_lines(tmp_path / "run/events.jsonl")}
+        if events & {"checkpoint_warning", "checkpoint_abandoned"}:
+            (tmp_path / "end").touch()
+
+    run = run_job(job, tmp_path / "run", watch=watch)
+    assert run.result["status"] == "completed", run.story()
+    assert [line["step"] for line in run.all("checkpoint_committed")] == [STEPS]
+    assert not run.all("checkpoint_abandoned"), run.story()
+    (warned,) = run.all("checkpoint_warning")
+    assert "is the last so far, and is written again and again" in warned["reason"]

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from uuid import uuid4
 
 import pytest
 
+from elastic_ft.controller.controller import Controller
 from elastic_ft.errors import StoreFailed, Superseded
+from elastic_ft.hosts.local import LocalHost
 from elastic_ft.observe import alive, handover, run_folder
 from elastic_ft.observe.files import ASIDE_MAX
 from elastic_ft.observe.run_folder import RunFolder, read_lines
@@ -23,6 +26,7 @@ from elastic_ft.storage import owners
 from elastic_ft.storage.kinds import Backend, Bytes
 from elastic_ft.storage.store import open_store
 from tests.oneproc.test_controller_end import Returning
+from tests.oneproc.test_publisher import DEADLINE_S, JOB
 from tests.waiting import until
 
 
@@ -351,9 +355,33 @@ def test_the_result_of_a_complete_job_waits_for_its_store(
         assert b'"step": 1' in open_store(url).get("steps.jsonl")
         assert owners.newest(open_store(url))[1], "its end is noted"
         assert not folder.path.exists()
-        assert run_folder.__name__ not in {record.name for record in caplog.records}
+        assert "waits for its store" in caplog.text and "lacks" not in caplog.text
     else:
         assert not open_store(url).exists("result.json")
         assert f"what {url} lacks is in {folder.path}: cannot" in caplog.text
         assert (folder.path / "result.json").exists()
         shutil.rmtree(folder.path)
+
+
+def test_who_stops_a_complete_job_waits_for_no_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For ten minutes it neither said anything nor heard of a Ctrl-C."""
+    monkeypatch.setattr(run_folder, "RESULT_AGAIN_S", 0.01)
+    folder = RunFolder(f"memory://t/{uuid4().hex}")
+    controller = Controller(JOB, LocalHost({"n0": 1}), folder, f"{tmp_path}/checkpoints")
+    folder.take_over("r1", "job")
+    folder._stop_mirror.set()
+    folder.write_result({"status": "completed"})
+    backend: Any = Returning(folder._store.backend, 1 << 30)
+    folder._store.backend, folder._store.attempts = backend, 1
+    closing = threading.Thread(target=folder.close, daemon=True)
+    closing.start()
+    until(lambda: "waits for its store unless asked to stop" in caplog.text)
+    assert closing.is_alive()
+    controller.stop("interrupted")
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
+    assert f"what {folder.url} lacks is in {folder.path}: cannot" in caplog.text
+    controller._publisher.close()
+    shutil.rmtree(folder.path)
