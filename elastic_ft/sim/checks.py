@@ -9,6 +9,7 @@ from typing import Protocol
 
 from elastic_ft.core.assignment import Assignment, Tier, WorkerId
 from elastic_ft.core.commands import CommitCheckpoint, RecordStep, RollBack
+from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
 from elastic_ft.core.source import RefusedSources
@@ -31,6 +32,7 @@ class Truth(Protocol):
     told_formed: set[int]
     formed: int
     stop_requested: bool
+    overdue: set[int]
     nodes: list[SimNode]
 
     @property
@@ -68,6 +70,17 @@ def world_is_allowed(world: Truth, assignment: Assignment) -> None:
     named = core.ready.keys() & core.idle.keys()
     idle = there - {member.worker for member in assignment.members}
     require(idle <= named, "I8", f"{where}: {sorted(idle - named)} idle without a reason")
+
+
+def restored(worker: SimWorker, group: Group, lineage: ComputedBy) -> None:
+    """I4: what a member trains on from now is the state that was chosen."""
+    what = f"{worker.id} trains in generation {group.generation} on what was never filled"
+    require(worker.laid is not None and worker.laid.lineage == lineage, "I4", what)
+
+
+def hangs(world: Truth, name: WorkerId) -> None:
+    """I6: who is well, and waits for somebody, is not taken for hung."""
+    require(world.workers[name].hung, "I6", f"{name} is well, and taken for hung")
 
 
 def applied(world: Truth, worker: SimWorker, group: Group, step: int) -> None:
@@ -331,8 +344,16 @@ def finished(world: Truth, status: str, reason: str) -> None:
     unheard = bool(world.silenced) or world.adopts
     if status == "suspended" and unheard and "may yet be published" in reason:
         return
-    require(status == "completed", "I7", f"the job ends {status}: {reason}")
-    require(len(world.recorded) == world.scenario.steps, "I2", f"only {len(world.recorded)} steps")
+    steps = world.scenario.steps
+    if status == "suspended" and UNSAVED in reason:
+        is_true = steps in world.overdue or bool(world.silenced)
+        require(is_true, "I5", f"nothing has kept the last state from a checkpoint: {reason}")
+    else:
+        require(status == "completed", "I7", f"the job ends {status}: {reason}")
+        is_saved = any(c.step == steps for c in world.store.good())
+        is_saved |= not world.policy.final_checkpoint
+        require(is_saved, "I5", "the job is complete, and its last state is in no checkpoint")
+    require(len(world.recorded) == steps, "I2", f"only {len(world.recorded)} steps")
     for name in world.core.ranks:
         live = world.workers[name].live
         if world.workers[name].answers() and live is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -10,16 +11,16 @@ from elastic_ft.core.assignment import Assignment, Tier, WorkerId
 from elastic_ft.core.commands import RecordStep
 from elastic_ft.core.state import State
 from elastic_ft.sim.nodes import ComputedBy
-from elastic_ft.sim.scenario import SimScenario
+from elastic_ft.sim.sim_ending import EndingWorld, SimEnding
 from elastic_ft.sim.sim_keeper import SimKeeper
-from elastic_ft.sim.sim_worker import Live, SimWorker, WorkerWorld
+from elastic_ft.sim.sim_worker import Live, SimWorker
 
 RESTORING_EVERY_S = 3.0  # a worker says that bytes of its state come
 
 
-class GroupWorld(WorkerWorld, Protocol):
-    scenario: SimScenario
+class GroupWorld(EndingWorld, Protocol):
     core: State
+    up: bool
     formed: int
     retain_live: bool
     hold_late: bool
@@ -29,6 +30,7 @@ class GroupWorld(WorkerWorld, Protocol):
     def keeper_of(self, holder: str) -> tuple[SimKeeper | None, WorkerId]: ...
     def watch_stall(self, group: Group) -> None: ...
     def true_source(self, group: Group) -> ComputedBy: ...
+    def look_at_restored(self, worker: SimWorker, group: Group, lineage: ComputedBy) -> None: ...
     def look_at_applied(self, worker: SimWorker, group: Group, step: int) -> None: ...
 
 
@@ -42,6 +44,9 @@ class Group:
         everyone = (*assignment.members, *assignment.donors)
         self.all: dict[WorkerId, SimWorker] = {m.worker: world.workers[m.worker] for m in everyone}
         self.joined: set[WorkerId] = set()
+        self.given: dict[WorkerId, ComputedBy | None] = {}  # live states, as who has one offers it
+        self.laid: set[WorkerId] = set()
+        self.filled: set[WorkerId] = set()
         self.resumed: set[WorkerId] = set()
         self.arrived: dict[int, set[WorkerId]] = {}
         self.copied: dict[int, set[int]] = {}  # step -> ranks with their own copy
@@ -56,6 +61,7 @@ class Group:
         refs = world.core.checkpoints
         self.checkpointed = refs[0].step if refs else 0  # sent along: the same for every member
         self.holding = assignment.holding
+        self.ending = SimEnding(world, self)
         self.failed = ""
 
     # ----------------------------------------------------------------------- failing
@@ -87,7 +93,14 @@ class Group:
         return worker.works() and worker.group is self and not self.failed
 
     def trains(self, worker: SimWorker) -> bool:
-        return not self.failed and worker.id in self.resumed and not worker.finishing
+        return not self.failed and worker.id in self.resumed and not worker.is_done
+
+    def end(self, worker: SimWorker) -> None:
+        """It has made its last step."""
+        if self.failed:
+            self._notice(worker)
+        else:
+            self.ending.wait(worker)
 
     # ----------------------------------------------------------------------- forming
 
@@ -117,10 +130,14 @@ class Group:
         if (damaged := self._damaged()) is not None:
             self.world.after(self._answers_after_s(damaged[0]), lambda: self._refuse(*damaged))
             return
-        for rank, worker in enumerate(self.members):
-            self._overwrite_in_place(rank, worker)
         after_s = self.world.rng.choice((0.05, self.world.rng.uniform(0.1, RESTORING_EVERY_S)))
-        self._receive_bytes(max(after_s, self.world.scenario.restore_s), lineage)
+        whole_s = max(after_s, self.world.scenario.restore_s)
+        chance = random.Random(f"restore {self.world.scenario.seed} {self.generation}")
+        for rank, worker in enumerate(self.members):
+            laid_s, filled_s = chance.uniform(0.0, 0.4), chance.uniform(0.45, 0.95)
+            self.world.after(laid_s * whole_s, lambda r=rank, w=worker: self._lay_out(r, w))  # type: ignore[misc]
+            self.world.after(filled_s * whole_s, lambda w=worker: self._fill(w, lineage))  # type: ignore[misc]
+        self._receive_bytes(whole_s, lineage)
 
     def _receive_bytes(self, left_s: float, lineage: ComputedBy) -> None:
         """Where it takes long, each member tells again and again that bytes come."""
@@ -211,17 +228,35 @@ class Group:
         now_s, generation = self.world.now_s, self.generation
         refuser.send(ev.SourceRefused(now_s, refuser.id, generation, holder, "bad digest", shard))
 
-    def _overwrite_in_place(self, rank: int, worker: SimWorker) -> None:
-        """The module stays if the shard stays; a state of another step is gone from here on."""
-        live, layout = worker.live, self.assignment.layout
-        if live is None or live.step == self.assignment.source.step:
+    def _lay_out(self, rank: int, worker: SimWorker) -> None:
+        """As ``worker.restore``: a state in place that is not what is gone on from is gone now."""
+        if not self._works(worker):
             return
-        if (live.space, live.shard) == (layout.shard_space, layout.shard_of(rank)):
-            worker.live = None
+        layout, holders = self.assignment.layout, self.assignment.source.holders.values()
+        is_filled = worker.lay_out(layout.shard_space, layout.shard_of(rank))
+        live, laid = worker.live, worker.laid
+        is_source = live is not None and any((worker.id, Tier.LIVE) in who for who in holders)
+        if live is not None and laid is not None and is_source:
+            self.given[worker.id] = laid.lineage if is_filled else live.lineage
+        if not (is_filled and is_source):
+            worker.intact = False
+            if is_filled:
+                worker.live = None
+        self.laid.add(worker.id)
+
+    def _fill(self, worker: SimWorker, lineage: ComputedBy) -> None:
+        """Once all have laid theirs out, and said what they have."""
+        if not self._works(worker) or len(self.laid) < len(self.members):
+            return
+        assert worker.laid is not None
+        if not worker.intact:  # else it is in place
+            is_good = all(given == lineage for given in self.given.values())
+            worker.laid.lineage = lineage if is_good else None
+        self.filled.add(worker.id)
 
     def _moved(self, lineage: ComputedBy) -> None:
         """The barrier after the transfer: who passes it trains on."""
-        if self.failed or not self.connected():
+        if self.failed or not self.connected() or len(self.filled) < len(self.members):
             return
         self.world.formed = max(self.world.formed, self.generation)
         for worker in self.all.values():
@@ -236,6 +271,8 @@ class Group:
         if rank is not None:
             self._retain(worker)
             worker.drop(after=step)
+            worker.intact = True
+            self.world.look_at_restored(worker, self, lineage)
             name = layout.shard_of(rank)
             worker.live = Live(step, source.generation, layout.shard_space, name, lineage)
             self.resumed.add(worker.id)
@@ -307,6 +344,8 @@ class Group:
         lineage = (*live.lineage, self.generation)
         computed_by = self.assignment.computed_by(step)
         worker.live = Live(step, computed_by, live.space, live.shard, lineage)
+        if worker.laid is not None:
+            worker.laid.lineage = lineage
         worker.unapplied = None
         metrics = {"loss": round(1.0 / step, 6)}
         new = self.assignment
@@ -317,6 +356,8 @@ class Group:
         worker.send(
             ev.StepApplied(world.now_s, worker.id, self.generation, step, metrics, pace_s=pace_s)
         )
+        if self._stands(worker):
+            return
         final = stop or step == scenario.steps
         if final or (scenario.checkpoint_every and step % scenario.checkpoint_every == 0):
             worker.upload(self.generation)
@@ -331,6 +372,14 @@ class Group:
             self._snapshot(rank, worker, pause, stop)
         else:
             self._go_on(worker, pause=pause, stop=stop)
+
+    def _stands(self, worker: SimWorker) -> bool:
+        """Whether its first report is never answered, as nobody is in charge: it once was so."""
+        if worker.is_heard or "first-report" not in self.world.undone or self.world.up:
+            worker.is_heard = True
+            return False
+        self.world.watch_silent(worker, lambda: worker.group is self)
+        return True
 
     # --------------------------------------------------------------------- snapshots
 

@@ -45,6 +45,7 @@ class ObjectStore:
         owner: the newest controller.
         found: the checkpoints that were there when it took the store over.
         unread_on: nodes that can't read.
+        unwritten_on: nodes that can't write.
         silent: of what is published nobody hears.
         base_away: nobody can read the frozen weights that no member has.
     """
@@ -52,6 +53,7 @@ class ObjectStore:
     published: list[SimCheckpoint] = field(default_factory=list)  # newest last
     down: bool = False
     unread_on: set[str] = field(default_factory=set)
+    unwritten_on: set[str] = field(default_factory=set)
     silent: bool = False
     base_away: bool = False
     owner: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,14 +51,18 @@ def simulate(
     decide: Decide = core_step,
     retain_live: bool = True,
     hold_late: bool = False,
+    undone: Collection[str] = (),
     trace: bool = False,
 ) -> Report:
     """Returns what happened. Raises checks.SimViolation, with the seed, if an invariant broke.
 
     ``decide`` is the core's step function: tests put a broken one here to see the checks fail.
+    ``undone``: corrections that simulated workers, and publishers, are without: "unfilled" (a
+    layout that was never filled is known), "insists" and "agrees" (on the last uploads),
+    "republishes" (the last manifest), "first-report" (needs nobody in charge).
     ``trace`` collects every event and command in words.
     """
-    world = Simulation(scenario, decide, retain_live, hold_late)
+    world = Simulation(scenario, decide, retain_live, hold_late, undone)
     if trace:
         world.trace = []
     chaos = Chaos(world)
@@ -134,6 +139,7 @@ class Chaos:
         self.waiting.clear()
         world.store.down = world.store.silent = world.store.base_away = False
         world.store.unread_on.clear()
+        world.store.unwritten_on.clear()
         world.duplicates = 0.0
         for node in world.nodes:
             node.spoiled = node.deadly = False
@@ -183,6 +189,15 @@ class Chaos:
         unread = self.world.store.unread_on
         unread.add(node.id)
         self.world.after(fault.lasts_s, lambda: unread.discard(node.id))
+        return None
+
+    def _store_unwritten(self, fault: SimFault) -> bool | None:
+        """One node can't write it, the others can."""
+        if (node := self._node(fault)) is None:
+            return False
+        unwritten = self.world.store.unwritten_on
+        unwritten.add(node.id)
+        self.world.after(fault.lasts_s, lambda: unwritten.discard(node.id))
         return None
 
     def _publisher_silent(self, fault: SimFault) -> None:

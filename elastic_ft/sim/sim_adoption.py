@@ -242,7 +242,9 @@ class SimAdoption:
 
     def _call(self, worker: SimWorker, number: int) -> None:
         world = self.world
-        if not worker.works() or number != world.controller or not world.up:
+        if not worker.has_called or number != world.controller or not world.up:
+            return
+        if not worker.works():
             return
         if worker.node.cut:
             world.after(CALLS_AGAIN_S, lambda: self._call(worker, number))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from elastic_ft.core.assignment import WorkerId
@@ -20,7 +21,7 @@ from elastic_ft.core.events import (
 from elastic_ft.core.state import State
 from elastic_ft.sim.group import Group
 from elastic_ft.sim.kernel import Kernel
-from elastic_ft.sim.nodes import ObjectStore
+from elastic_ft.sim.nodes import HANG_TIMEOUT_S, ObjectStore
 from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
 from elastic_ft.sim.sim_worker import SimWorker
@@ -28,6 +29,7 @@ from elastic_ft.sim.sim_worker import SimWorker
 STALL_TIMEOUT_S = 6.0
 EXPERTS = 7  # of each layer, where ranks share them out
 START_TIMEOUT_S = 20.0
+UNHEARD = "its first call found nobody"
 
 
 class Machines(Kernel, ABC):
@@ -39,10 +41,13 @@ class Machines(Kernel, ABC):
         up: it is there.
         want: workers to keep alive.
         ends: of workers, by why.
+    undone: corrections of the real worker that the simulated one is without.
     """
 
     def __init__(self, scenario: SimScenario) -> None:
         super().__init__(scenario)
+        self.policy = scenario.policy.in_multiples()
+        self.undone: frozenset[str] = frozenset()
         self.nodes = [SimNode(f"n{i}", scenario.workers_per_node) for i in range(scenario.nodes)]
         self.node_count = len(self.nodes)
         self._keepers = 0
@@ -177,11 +182,18 @@ class Machines(Kernel, ABC):
                 worker.ready = True
                 worker.send(WorkerReady(self.now_s, worker.member, experts=EXPERTS))
 
+        def call() -> None:
+            if not self.up or self.controller != worker.outbox.epoch:
+                self.kill(worker, UNHEARD)
+            worker.has_called = worker.works()
+
         def overdue() -> None:
             if not worker.ready:
                 self.kill(worker, "not ready in time")
 
-        self.after(self.rng.uniform(1.0, 4.0), ready)
+        ready_s = self.rng.uniform(1.0, 4.0)
+        self.after(ready_s / 2, call)
+        self.after(ready_s, ready)
         self.after(START_TIMEOUT_S, overdue)
 
     def kill(self, worker: SimWorker, why: str, *, with_node: bool = False) -> None:
@@ -238,6 +250,18 @@ class Machines(Kernel, ABC):
         if self.up and self.core.phase == "running" and worker.id in self.core.ranks:
             self.tell(WorkerHung(self.now_s, worker.id, "nothing heard"), self.controller)
         self.after(1.0, lambda: self.watch_hung(worker))
+
+    def watch_silent(self, worker: SimWorker, is_silent: Callable[[], bool]) -> None:
+        """The same, of one that is well: whatever it waits for."""
+
+        def look() -> None:
+            if not worker.works() or not is_silent() or self.finish is not None:
+                return
+            if self.up and self.core.phase == "running" and worker.id in self.core.ranks:
+                self.tell(WorkerHung(self.now_s, worker.id, "nothing heard"), self.controller)
+            self.after(1.0, look)
+
+        self.after(HANG_TIMEOUT_S, look)
 
     def watch_stall(self, group: Group) -> None:
         """The controller's watch: nobody moves, and nobody says why."""

@@ -21,9 +21,13 @@ from elastic_ft.core.events import (
     Unkept,
     WorkerDone,
 )
+from elastic_ft.core.policy import Policy
 from elastic_ft.sim.kernel import Clock
 from elastic_ft.sim.nodes import ComputedBy, Key, ObjectStore, holding
+from elastic_ft.sim.scenario import SimScenario
 from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper, SimNode
+
+UPLOAD_AGAIN_S = 2.0  # before the last state is written again
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,19 @@ class Live:
     @property
     def key(self) -> Key:
         return self.step, self.generation, self.space, self.shard
+
+
+@dataclass(slots=True)
+class Laid:
+    """What a worker's module is laid out as.
+
+    Attributes:
+        lineage: of what its tensors hold, the truth; None: they were never filled.
+    """
+
+    space: str
+    shard: str
+    lineage: ComputedBy | None = None
 
 
 @dataclass(slots=True)
@@ -67,16 +84,21 @@ class Collectives(Protocol):
     assignment: Assignment
     all: dict[WorkerId, SimWorker]
     checkpointed: int
+    failed: str
 
     def connected(self) -> bool: ...
     def fail(self, why: str) -> None: ...
     def trains(self, worker: SimWorker) -> bool: ...
     def join(self, worker: SimWorker) -> None: ...
+    def end(self, worker: SimWorker) -> None: ...
 
 
 class WorkerWorld(Clock, Protocol):
+    scenario: SimScenario
+    policy: Policy
     store: ObjectStore
     controller: int
+    undone: frozenset[str]
 
     @property
     def groups(self) -> Mapping[int, Collectives]: ...
@@ -88,25 +110,31 @@ class SimWorker:
     """Attributes:
     follower: what it knows of the controller's will, its fence among it (I1).
     unapplied: a step whose gradients are here but whose optimizer has not run: a straddler.
+    laid: what its module is laid out as, which is the live state where that is ``intact``.
     copies: snapshots in host memory, own and for peers.
     record: of the steps applied here.
+    has_called: its first controller, and would find the next one.
+    is_heard: who takes its reports has answered once.
     """
 
     def __init__(self, world: WorkerWorld, name: str, node: SimNode) -> None:
         self.world, self.id, self.node = world, name, node
         self.member = Member(name, node.id, node.id, int(name[1:]))
         self.alive, self.hung = True, False
-        self.ready = False
+        self.has_called = self.ready = False
         self.unreachable, self.doomed = node.closed, node.deadly
         self.follower = fo.Follower()
-        self.pause_flag = self.stop_flag = self.finishing = False
+        self.pause_flag = self.stop_flag = self.is_done = self.is_heard = False
         self.unapplied: int | None = None
         self.group: Collectives | None = None
         self.live: Live | None = None
+        self.laid: Laid | None = None
+        self.intact = True
         self.copies: dict[Key, SimCopy] = {}
         self.record: dict[int, cmd.RecordStep] = {}
         self.keeper: SimKeeper | None = None
         self.uploads = 0
+        self.insisted_s: dict[int, float] = {}  # by step, since when
         self.checkpointed = 0
         self.pace_s = 1.0
         self.up_at_s = self.down_at_s = 0.0  # when the last message on its way arrives
@@ -205,7 +233,7 @@ class SimWorker:
                 return
             if isinstance(message, cmd.Bench):  # a donor: the others go on without it
                 group.all.pop(self.id, None)
-            elif actions:
+            elif actions and not self.is_done:
                 group.fail(f"{self.id} breaks off")
         self.rest()
 
@@ -226,7 +254,7 @@ class SimWorker:
                 self._begin(action.form)
 
     def _begin(self, group: Collectives) -> None:
-        self.finishing = False
+        self.is_done = False
         self.group = group
         self.checkpointed = group.checkpointed
         group.join(self)
@@ -261,34 +289,65 @@ class SimWorker:
         entry = {"space": live.space, "shard": live.shard, "lineage": live.lineage}
         shards = (entry,) if rank == first else ()
 
+        began_s, step = self.world.now_s, live.step
         took_s = self.world.rng.uniform(0.1, 4.0)
 
         def written() -> None:
             if not self.works():
                 return
+            if self._is_store_away() and self._insists(group, step):
+                self.world.after(UPLOAD_AGAIN_S, written)
+                return
             self.uploads -= 1
             now_s = self.world.now_s
-            if self.world.store.down or self.node.cut:
-                self.send(ShardsFailed(now_s, self.id, generation, live.step, "the store is down"))
+            if self._is_store_away():
+                self.send(ShardsFailed(now_s, self.id, generation, step, "the store is down"))
             else:
-                step = live.step
-                self.send(
-                    ShardsWritten(now_s, self.id, generation, step, shards, took_s=round(took_s, 4))
-                )
+                self.insisted_s.pop(step, None)
+                took_s = round(now_s - began_s, 4)
+                self.send(ShardsWritten(now_s, self.id, generation, step, shards, took_s=took_s))
 
         self.world.after(took_s, written)
 
+    def _is_store_away(self) -> bool:
+        store, node = self.world.store, self.node
+        return store.down or node.cut or node.id in store.unwritten_on
+
+    def _insists(self, group: Collectives, step: int) -> bool:
+        """Whether that is the job's last, and nobody waits for this worker: it is written again and
+        again, as by ``state.checkpointer``."""
+        world = self.world
+        if step < world.scenario.steps or "insists" in world.undone:
+            return False
+        since_s = self.insisted_s.setdefault(step, world.now_s)
+        called_off = self.group is not group or group.failed or self.pause_flag or self.stop_flag
+        return not called_off and world.now_s <= since_s + world.policy.suspend_timeout_s
+
     def finish(self, group: Collectives) -> None:
-        """The last step, or a stop: everything durable, then WorkerDone."""
+        """The last step, or a stop: everything durable, then ``done``."""
         if self.group is not group or not self.works():
             return
-        self.finishing = True
         assert self.live is not None
         if self.checkpointed != self.live.step and self.live.step > 0:
             self.upload(group.generation)
-        if self.uploads:
-            self.world.after(0.5, lambda: self.finish(group))
+        group.end(self)
+
+    def done(self, group: Collectives) -> None:
+        if self.group is not group or not self.works():
             return
+        assert self.live is not None
+        self.is_done = True
         digest = ".".join(map(str, self.live.lineage))
         step = self.live.step
         self.send(WorkerDone(self.world.now_s, self.id, group.generation, step, digest))
+        if self.pause_flag:
+            self.rest()
+
+    def lay_out(self, space: str, shard: str) -> bool:
+        """Returns whether the state of before is in place: the module stays if the shard stays, and
+        was filled unless an attempt that broke off has made it."""
+        laid = self.laid
+        if laid is None or (laid.space, laid.shard) != (space, shard):
+            self.laid, self.intact = Laid(space, shard), False
+            return False
+        return self.intact or "unfilled" in self.world.undone

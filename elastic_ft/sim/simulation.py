@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef, WorkerId
+from elastic_ft.core.commits import PUBLISH
 from elastic_ft.core.state import State
 from elastic_ft.sim import checks
 from elastic_ft.sim.group import Group
@@ -19,6 +20,7 @@ from elastic_ft.sim.sim_machines import Machines
 from elastic_ft.sim.sim_worker import SimWorker
 
 KEPT_CHECKPOINTS = 2
+PUBLISH_AGAIN_S = 2.0  # before the last manifest is tried again
 TAKEN_OVER_S = 5.0  # a controller is followed by the next within so long
 
 
@@ -32,12 +34,17 @@ class Simulation(Machines):
     """
 
     def __init__(
-        self, scenario: SimScenario, decide: Decide, retain_live: bool, hold_late: bool = False
+        self,
+        scenario: SimScenario,
+        decide: Decide,
+        retain_live: bool,
+        hold_late: bool = False,
+        undone: Collection[str] = (),
     ) -> None:
         super().__init__(scenario)
         self.decide = decide
         self.retain_live, self.hold_late = retain_live, hold_late
-        self.policy = scenario.policy.in_multiples()
+        self.undone = frozenset(undone)
         self.events = 0
         self.recorded: list[tuple[int, int]] = []
         self.told_formed: set[int] = set()  # generations, as the journal says
@@ -47,6 +54,7 @@ class Simulation(Machines):
         self.rescued: list[int] = []  # the steps gone on from, as keepers had saved them
         self.publishing: list[cmd.CommitCheckpoint] = []
         self.silenced: list[cmd.CommitCheckpoint] = []  # their outcome came late, or never
+        self.overdue: set[int] = set()  # steps, of what could not be published in time
         self.stop_requested = False
         self.asked: int | None = None  # how many workers, until the job has ended
         self.on_turn: Callable[[], None] = lambda: None
@@ -121,6 +129,8 @@ class Simulation(Machines):
             return
         if self.adoption is not None and not self.adoption.take(event, sender, number):
             return
+        if isinstance(event, ev.WorkerHung):
+            checks.hangs(self, event.worker)
         self.events += 1
         self.core, commands = self.decide(self.core, event, self.policy)
         self.note(repr(event))
@@ -212,6 +222,9 @@ class Simulation(Machines):
         def fire() -> None:
             if controller != self.controller or self.trains_alone:
                 return
+            if name.startswith(PUBLISH):
+                step = int(name.split()[1])
+                self.overdue |= {c.step for c in self.publishing if c.step == step}
             if name == "keeper" and generation == self.core.generation:
                 self._stop_waiting()
             self.tell(ev.TimerFired(self.now_s, name, generation), controller)
@@ -229,6 +242,9 @@ class Simulation(Machines):
     def true_source(self, group: Group) -> ComputedBy:
         return checks.source(self, group)
 
+    def look_at_restored(self, worker: SimWorker, group: Group, lineage: ComputedBy) -> None:
+        checks.restored(worker, group, lineage)
+
     def look_at_applied(self, worker: SimWorker, group: Group, step: int) -> None:
         checks.applied(self, worker, group, step)
 
@@ -238,6 +254,7 @@ class Simulation(Machines):
         self.flushed = len(self.recorded)  # lines first, then what refers to them
         self.publishing.append(command)
         controller = self.controller
+        until_s = self.now_s + self.policy.suspend_timeout_s
 
         def done() -> None:
             if controller != self.controller or command not in self.publishing:
@@ -247,6 +264,9 @@ class Simulation(Machines):
                 if self.rng.random() < 0.5:  # else nobody ever hears of it
                     self.after(self.rng.uniform(20.0, 100.0), done)
                 return
+            if self.store.down and self._insists(command.step) and self.now_s < until_s:
+                self.after(PUBLISH_AGAIN_S, done)
+                return
             self.publishing.remove(command)
             if self.store.down:
                 self.tell(ev.CheckpointFailed(self.now_s, command.step, "down"), controller)
@@ -255,6 +275,10 @@ class Simulation(Machines):
                 self.tell(ev.CheckpointCommitted(self.now_s, command.step, url, 1, 0.1), controller)
 
         self.after(self.rng.choice((0.1, self.rng.uniform(0.1, 5.0))), done)
+
+    def _insists(self, step: int) -> bool:
+        """No later one has what the last has: it is tried again, as by ``controller.publisher``."""
+        return step >= self.scenario.steps and "republishes" not in self.undone
 
     def leave_store(self) -> None:
         """Its controller goes: a PUT that was under way is done, or is not."""

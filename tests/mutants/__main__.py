@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "elastic_ft"
+COPIED = (PACKAGE, "benchmarks", "tests/core", "tests/sim")
 TIMEOUT_S = 900  # for all tests of one mutant: a broken core may loop
 # Nothing mutated is used there, or they measure time.
 LEFT_OUT = ("test_sharding.py", "test_planner.py", "test_scale.py", "test_reshard_costs.py")
@@ -96,7 +97,7 @@ def tests_for(mutant: Mutant, root: Path, core_alone: bool) -> list[str]:
 
 def copy_of(root: Path, into: Path) -> None:
     """With what is compiled, and the times of files: compiling outlasts most mutants."""
-    for name in (PACKAGE, "tests/core", "tests/sim"):
+    for name in COPIED:
         shutil.copytree(root / name, into / name)
     shutil.copy2(root / "pyproject.toml", into)
     for path in root.glob("tests/*.py"):

@@ -48,6 +48,15 @@ ADOPTIONS = {  # only where they are asked for: who trains goes on without a con
     "halt_controller": 2,
     "lose_controller": 2,
 }
+ENDINGS = {  # drawn apart, as the job ends
+    "store_unwritten": 3,
+    "store_down": 3,
+    "publisher_silent": 1,
+    "crash_worker": 2,
+    "crash_node": 1,
+    "drain_node": 1,
+    "hang_worker": 1,
+}
 WITH_IT = ("crash_worker", "crash_node", "crash_keeper", "hang_worker", "break_collective")
 PHASES = ("running", "running", "running", "pausing", "forming", "suspended")
 
@@ -105,6 +114,7 @@ def make_scenario(seed: int, strategy: Strategy | None = None) -> SimScenario:
     scenario = _with_policy(scenario, random.Random(f"policy {seed}"))
     scenario = _with_outages(scenario, random.Random(f"outages {seed}"))
     scenario = _with_successions(scenario, random.Random(f"successions {seed}"))
+    scenario = _with_endings(scenario, random.Random(f"endings {seed}"))
     from_scratch = random.Random(f"scratch {seed}").random() < 0.7
     ep = random.Random(f"experts {seed}").choice((1, 1, 2, 4))
     return _under(scenario, from_scratch=from_scratch, ep=ep)
@@ -169,6 +179,22 @@ def _with_successions(scenario: SimScenario, rng: random.Random) -> SimScenario:
     return replace(scenario, faults=(*scenario.faults, *faults))
 
 
+def _with_endings(scenario: SimScenario, rng: random.Random) -> SimScenario:
+    """Two of three are complete with their last state in a checkpoint; half of those have trouble
+    as they end."""
+    if rng.random() < 0.33:
+        return scenario
+    scenario = _under(scenario, final_checkpoint=True)
+    kinds = rng.choices(list(ENDINGS), list(ENDINGS.values()), k=rng.choice((0, 0, 1, 2)))
+    faults = [_at_the_end(rng, scenario.steps, kind) for kind in kinds]
+    return replace(scenario, faults=(*scenario.faults, *faults))
+
+
+def _at_the_end(rng: random.Random, steps: int, kind: str) -> SimFault:
+    after_s, lasts_s = round(rng.uniform(0.0, 6.0), 3), round(rng.uniform(3.0, 20.0), 3)
+    return SimFault(kind, steps - 1, "running", after_s, rng.randrange(12), lasts_s)
+
+
 def _fault(rng: random.Random, steps: int, kind: str | None = None) -> SimFault:
     drawn = rng.choices(list(KINDS), list(KINDS.values()))[0]
     return SimFault(
@@ -197,6 +223,12 @@ def adopted(seed: int, strategy: Strategy | None = None) -> SimScenario:
         if rng.random() < 0.33:
             after_s = round(fault.after_s + fault.lasts_s + rng.uniform(0.0, 1.5), 3)
             faults.append(replace(fault, kind="kill_controller", after_s=after_s))
+    end = random.Random(f"adopted end {seed}")
+    if end.random() < 0.4:
+        kind = end.choice(list(ADOPTIONS))
+        faults.append(
+            replace(_at_the_end(end, scenario.steps, kind), lasts_s=end.choice((0.3, 6.0)))
+        )
     return replace(scenario, faults=(*scenario.faults, *faults), adopts=True)
 
 

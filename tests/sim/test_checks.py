@@ -10,13 +10,14 @@ import pytest
 
 from elastic_ft.core.assignment import Source, Tier
 from elastic_ft.core.commands import CommitCheckpoint, Journal, RecordStep, RollBack
+from elastic_ft.core.commits import UNSAVED
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.membership import step as core_step
 from elastic_ft.sim import SimScenario, SimViolation, checks, sim_policy
 from elastic_ft.sim.nodes import SimCheckpoint, SimSavedShard
 from elastic_ft.sim.runs import Chaos
 from elastic_ft.sim.sim_keeper import SimCopy
-from elastic_ft.sim.sim_worker import Live
+from elastic_ft.sim.sim_worker import Laid, Live
 from elastic_ft.sim.simulation import Simulation
 
 
@@ -218,6 +219,39 @@ def test_a_job_that_ends_too_early_or_with_another_state(world: Simulation) -> N
     for worker in world.members():
         worker.live = Live(steps, generation, "", "", (generation,) * steps)
     checks.finished(world, "completed", "done")
+
+
+def test_a_job_that_ends_with_its_last_state_nowhere(world: Simulation) -> None:
+    steps, generation = world.scenario.steps, world.core.generation
+    world.policy = replace(world.policy, final_checkpoint=True)
+    world.recorded = [(number, generation) for number in range(1, steps + 1)]
+    lineage = (generation,) * steps
+    for worker in world.members():
+        worker.live = Live(steps, generation, "", "", lineage)
+    sees("I5", checks.finished, world, "completed", "done")
+    sees("I5", checks.finished, world, "suspended", UNSAVED)
+    sees("I7", checks.finished, world, "failed", UNSAVED)
+    world.overdue.add(steps)
+    checks.finished(world, "suspended", UNSAVED)
+    world.store.published.append(SimCheckpoint(steps, "mem://x", lineage, world.controller))
+    checks.finished(world, "completed", "done")
+
+
+def test_somebody_who_trains_on_what_was_never_filled(world: Simulation) -> None:
+    worker = world.members()[0]
+    group = worker.group
+    assert group is not None
+    worker.laid = Laid("", "", (1,))
+    checks.restored(worker, group, (1,))
+    worker.laid = Laid("", "")
+    sees("I4", checks.restored, worker, group, (1,))
+
+
+def test_somebody_well_who_is_taken_for_hung(world: Simulation) -> None:
+    name = world.members()[0].id
+    sees("I6", checks.hangs, world, name)
+    world.workers[name].hung = True
+    checks.hangs(world, name)
 
 
 def test_a_command_without_a_reason(world: Simulation) -> None:

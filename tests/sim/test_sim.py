@@ -42,6 +42,7 @@ from elastic_ft.sim.scenario import POLICY
 from elastic_ft.sim.sim_keeper import SimCopy, SimKeeper
 from tests.sim.scenarios import (
     CHANGES,
+    ENDINGS,
     KINDS,
     OUTAGES,
     PLANNING,
@@ -100,7 +101,7 @@ def test_every_schedule_is_safe_and_completes(strategy: str) -> None:
         except SimViolation:
             pytest.fail(history_of(scenario))
     if COUNT >= 500:  # a fault that never fires tests nothing
-        wanted = {*KINDS, *CHANGES, *OUTAGES, *SUCCESSIONS, "crash_everything"} - (
+        wanted = {*KINDS, *CHANGES, *OUTAGES, *SUCCESSIONS, *ENDINGS, "crash_everything"} - (
             {"damage_memory"} if strategy == "ddp" else set()
         )
         assert wanted <= fired.keys(), wanted - fired.keys()

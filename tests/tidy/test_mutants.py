@@ -1,5 +1,7 @@
 """Each mutation stands for something in the code as it is."""
 
+import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -14,3 +16,16 @@ def test_what_is_replaced_is_there_once(name: str) -> None:
     assert len({mutant["name"] for mutant in found}) == len(found) > 10
     texts = {m["file"]: (ROOT / "elastic_ft" / m["file"]).read_text() for m in found}
     assert [m["name"] for m in found if texts[m["file"]].count(m["old"]) != 1] == []
+
+
+def test_what_the_tests_import_is_copied_for_them() -> None:
+    """Else no mutant was ever tried, and ``make mutants`` ended in a traceback."""
+    copied = runpy.run_path(str(ROOT / "tests" / "mutants" / "__main__.py"))["COPIED"]
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"tests"}
+    texts = [
+        path.read_text() for tier in ("core", "sim") for path in ROOT.glob(f"tests/{tier}/*.py")
+    ]
+    imported = {
+        name for text in texts for name in re.findall(r"^(?:from|import) (\w+)", text, re.M)
+    }
+    assert imported & packages <= set(copied)
