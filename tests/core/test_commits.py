@@ -379,6 +379,22 @@ def test_a_job_whose_last_state_is_in_no_checkpoint_is_not_complete() -> None:
     assert finish == FinishJob("suspended", said)
 
 
+def test_nor_is_one_with_an_older_checkpoint() -> None:
+    script = Script(Policy(1, 2, final_checkpoint=True)).run(a="n1", b="n2")
+    for number in (1, 2):
+        script.train(number)
+        write(script, number, "a", "b")
+        if number == 1:
+            script.tell(CheckpointCommitted, 1, "s3://b/1", 10, 0.1)
+    for worker in "ab":
+        assert script.tell(WorkerDone, worker, 1, 2) == []
+    finish = script.tell(CheckpointFailed, 2, "503")[-1]
+    said = (
+        "all 2 steps are committed, but not in a checkpoint; last good checkpoint: step 1, s3://b/1"
+    )
+    assert finish == FinishJob("suspended", said)
+
+
 def test_an_upload_its_writer_has_forgotten_does_not_hold_up_the_end() -> None:
     script = ddp()
     script.train(1)
