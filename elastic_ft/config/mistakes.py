@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import reprlib
-import types
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Union, get_args, get_origin
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from elastic_ft.config.section import COUNT_MAX, PATTERNS
+from elastic_ft.config.section import COUNT_MAX, PATTERNS, members
 
 SHOWN = 80  # characters of a value, in a message
 EXPECTED = {
@@ -49,6 +49,9 @@ def first_mistake(error: ValidationError, model: type[BaseModel]) -> tuple[str, 
     if (inside := next(deeper, None)) is not None:  # the value was a list, say, as it may be
         del found[keys]
         keys = inside
+    elif (written := _written_for(keys, found, model)) is not None:  # one mistake, not two
+        del found[keys]
+        keys = written
     message = _message(keys, found[keys], model)
     n = len(found) - 1
     more = f" (and {n} more mistake{'s' * (n > 1)})" if n else ""
@@ -73,6 +76,19 @@ def _message(keys: tuple[int | str, ...], mistakes: list[Any], model: type[BaseM
     return f"{words}, found {one_line(_shown(first['input']))}"
 
 
+def _written_for(
+    keys: tuple[int | str, ...],
+    found: dict[tuple[int | str, ...], list[Any]],
+    model: type[BaseModel],
+) -> tuple[int | str, ...] | None:
+    """The unknown key that was meant to be the missing one at ``keys``; None if there is none."""
+    if found[keys][0]["type"] != "missing":
+        return None
+    unknown = (other for other in found if found[other][0]["type"] == "extra_forbidden")
+    there = (other for other in unknown if other[:-1] == keys[:-1])
+    return next((other for other in there if _nearest(other, model) == keys[-1]), None)
+
+
 def one_line(value: object, length: int = SHOWN) -> str:
     """One line that any terminal takes."""
     text = " ".join(str(value).split())
@@ -90,6 +106,10 @@ def _expected(one: Any) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, int) and abs(value) > COUNT_MAX**2:
         return "a number of very many digits"
+    if value is None:
+        return "nothing"
+    if isinstance(value, datetime.date):  # YAML makes one of 2026-01-31
+        return f"the date {value}"
     return reprlib.repr(value)
 
 
@@ -131,26 +151,20 @@ def _inside(annotation: Any, part: int | str) -> Any:
     return None
 
 
-def members(annotation: Any) -> Iterator[Any]:
-    """The types that a value of ``annotation`` may have."""
-    if get_origin(annotation) is Annotated:
-        yield from members(get_args(annotation)[0])
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for one in get_args(annotation):
-            yield from members(one)
-    else:
-        yield annotation
-
-
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section among the types that a value may have."""
     return next((kind for kind in members(annotation) if hasattr(kind, "model_fields")), None)
 
 
 def _did_you_mean(keys: tuple[int | str, ...], model: type[BaseModel]) -> str:
+    name = _nearest(keys, model)
+    return f", did you mean {name}?" if name is not None else ""
+
+
+def _nearest(keys: tuple[int | str, ...], model: type[BaseModel]) -> str | None:
     """The known key nearest to the last of ``keys``, if one is near where that stands."""
     section, given = section_of(_annotation(keys[:-1], model)), str(keys[-1])[:SHOWN]
     known = section.model_fields if section is not None else {}
     near = difflib.get_close_matches(given, known, 1)
     near = near or [name for name in known if name.startswith(given)]
-    return f", did you mean {near[0]}?" if len(near) == 1 else ""
+    return near[0] if len(near) == 1 else None

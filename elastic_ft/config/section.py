@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 YEAR_S = 366 * 86400.0
 COUNT_MAX = 10**15  # of steps, samples, tokens: beyond all use, and far from overflows
@@ -28,3 +30,24 @@ Workers = Annotated[int, Field(ge=1, le=WORKERS_MAX)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Else ``steps: yes`` would be one step: Python's True is 1."""
+        if isinstance(value, bool) and info.field_name is not None:
+            kinds = set(members(cls.model_fields[info.field_name].annotation))
+            if kinds & {int, float} and bool not in kinds:
+                raise ValueError(f"expected a number, found {str(value).lower()}")
+        return value
+
+
+def members(annotation: Any) -> Iterator[Any]:
+    """The types that a value of ``annotation`` may have."""
+    if get_origin(annotation) is Annotated:
+        yield from members(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for one in get_args(annotation):
+            yield from members(one)
+    else:
+        yield annotation

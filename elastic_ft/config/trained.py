@@ -87,6 +87,9 @@ class DataConfig(Section):
     def one_source(self) -> DataConfig:
         if (self.url is not None) + (self.path is not None) + self.own != 1:
             raise ValueError("expected exactly one of url and path")
+        if self.path is not None and ":" not in self.path:
+            found = f"path: expected package.module:name, found {self.path!r}"
+            raise ValueError(f"{found}; a file is a url")
         return self
 
     @model_validator(mode="after")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ft.config import Job, load_job, parse_job, parse_yaml, reference
+from elastic_ft.config import Job, load_job, parse_job, parse_text, parse_yaml, reference
 from elastic_ft.errors import ConfigError
 
 GOOD: dict[str, Any] = {
@@ -382,6 +382,39 @@ def test_further_mistakes_are_counted() -> None:
     values = changed("steps", 0) | {"seed": -1, "colour": 1}
     with pytest.raises(ConfigError, match=r"\(and 2 more mistakes\)$"):
         parse_job(values)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("steps", "stpes"), ("name", "nmae"), ("model", "modle")],
+)
+def test_a_required_key_that_is_misspelt_is_one_mistake(right: str, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{wrong}: unknown key, did you mean {right}\?$"):
+        parse_job({wrong if key == right else key: value for key, value in GOOD.items()})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        pytest.param("elastic:", "elastic: .*, found nothing", id="empty-section"),
+        pytest.param("seed: 2026-01-31", "seed: .*, found the date 2026-01-31", id="date"),
+    ],
+)
+def test_what_yaml_makes_of_a_value_is_said_without_python(text: str, found: str) -> None:
+    job = "name: a\nsteps: 1\nmodel: {preset: p}\ndata: {url: 'stdlib:'}\n"
+    with pytest.raises(ConfigError, match=found):
+        parse_text((job + text).encode(), "job.yaml")
+
+
+@pytest.mark.parametrize("key", ["steps", "elastic.max_workers", "optimizer.lr"])
+def test_yes_is_no_number(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: expected a number, found true$"):
+        parse_job(changed(key, True))
+
+
+def test_a_file_given_as_an_import_path_is_told_from_one() -> None:
+    with pytest.raises(ConfigError, match=r"data: path: .*, found 'corpus.txt'; a file is a url$"):
+        parse_job(without("data") | {"data": {"path": "corpus.txt"}})
 
 
 def test_a_job_file_is_loaded(tmp_path: Path) -> None:

@@ -150,3 +150,27 @@ def test_what_can_not_be_read_at_last_is_no_success(
     ending(5, True)
     story.look()
     assert "it is away" in story.trouble and not story.result
+
+
+def test_who_watches_is_told_once_what_the_next_controller_writes_anew(tmp_path: Path) -> None:
+    def line(seq: int, event: str, **more: Any) -> str:
+        return json.dumps({"seq": seq, "at_s": seq / 8, "generation": 1, "event": event} | more)
+
+    def write(lines: list[str]) -> None:
+        new = tmp_path / "new"
+        new.write_text("".join(f"{one}\n" for one in lines))
+        new.replace(tmp_path / "events.jsonl")  # another file, as RunFolder leaves it
+
+    told = [line(0, "finished")]  # of an earlier run in the folder
+    write(told)
+    watch = RunReader(str(tmp_path)).follow()
+    told += [line(1, "generation_formed", step=0), line(2, "rolled_back", step=0)]
+    write(told)
+    assert [new["seq"] for new in watch.poll()[0]] == [1, 2]
+    (tmp_path / "steps.jsonl").write_text(json.dumps({"step": 1, "generation": 1}) + "\n")
+    assert [step["step"] for step in watch.poll()[1]] == [1]
+    write([*told, line(3, "in_charge")])
+    assert [new["event"] for new in watch.poll()[0]] == ["in_charge"]
+    assert watch.step == 1
+    write([*told, line(3, "worker_lost", at_s=9.5)])
+    assert [new["event"] for new in watch.poll()[0]] == ["worker_lost"]  # its number alone is old
