@@ -42,7 +42,7 @@ def events(
 
     run = RunReader(run_folder)
     run.content("events.jsonl")
-    tail, first_s, starts, ended, dead = run.tail("events.jsonl"), 0.0, 0, False, ""
+    tail, first_s, starts, ended, dead = run.new_events(), 0.0, 0, False, ""
     vigil = Vigil(run_folder)
     while True:
         for line in tail.read(whole=not follow):

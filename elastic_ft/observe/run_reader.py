@@ -71,6 +71,9 @@ class RunReader:
     def tail(self, name: str) -> Tail:
         return Tail(self.url, name)
 
+    def new_events(self) -> NewEvents:
+        return NewEvents(self.url)
+
     def follow(self) -> Watch:
         return Watch(self.url)
 
@@ -193,6 +196,27 @@ class Tail:
         return content
 
 
+class NewEvents:
+    """The journal's lines that are new since the last look, each once: a controller that goes on
+    where another one was replaces the file (``Tail``)."""
+
+    def __init__(self, url: str) -> None:
+        self._tail = Tail(url, "events.jsonl")
+        self._told: dict[int, object] = {}  # at_s by seq
+
+    def read(self, whole: bool = False) -> list[Line]:
+        """As ``Tail.read``."""
+        new = []
+        for line in self._tail.read(whole=whole):
+            number, at_s = line.get("seq"), line.get("at_s")
+            if isinstance(number, int):
+                if self._told.get(number) == at_s:
+                    continue
+                self._told[number] = at_s
+            new.append(line)
+        return new
+
+
 class Watch:
     """What a run does, from its folder alone. Lines of earlier runs in the folder are left out.
 
@@ -204,9 +228,8 @@ class Watch:
     """
 
     def __init__(self, url: str, under_way: bool = False) -> None:
-        self._events, self._steps = Tail(url, "events.jsonl"), Tail(url, "steps.jsonl")
-        self._told: dict[int, object] = {}  # at_s by seq: a replaced file begins anew
-        self.earlier = self._new_events()
+        self._events, self._steps = NewEvents(url), Tail(url, "steps.jsonl")
+        self.earlier = self._events.read()
         self.formed: Line = {}
         self.step = -1
         self.last: Line = {}
@@ -219,7 +242,7 @@ class Watch:
     def poll(self, whole: bool = False) -> tuple[list[Line], list[Line]]:
         """Returns the journal lines and the committed steps that are new. ``whole``: as of
         ``Tail.read``."""
-        events = self._new_events(whole)
+        events = self._events.read(whole=whole)
         for line in events:
             if line["event"] == "generation_formed":
                 self._first_generation = self._first_generation or line["generation"]
@@ -233,19 +256,6 @@ class Watch:
                 self.step, self.last = line["step"], line
                 steps.append(line)
         return events, steps
-
-    def _new_events(self, whole: bool = False) -> list[Line]:
-        """Without lines that were told before: a controller that goes on where another one was
-        replaces the journal (``Tail``)."""
-        new = []
-        for line in self._events.read(whole=whole):
-            number, at_s = line.get("seq"), line.get("at_s")
-            if isinstance(number, int):
-                if self._told.get(number) == at_s:
-                    continue
-                self._told[number] = at_s
-            new.append(line)
-        return new
 
     def member(self, rank: int) -> Line | None:
         """Who has ``rank`` in the newest generation: worker, pid, node, raylet_pid."""

@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from elastic_ft.cli import to_loggers
+from elastic_ft.cli import show_events, to_loggers
 from elastic_ft.cli.app import BAD_USAGE, COMPLETED, run_command
 from elastic_ft.core.invariants import Expected
 from elastic_ft.errors import ConfigError, StoreFailed
@@ -174,3 +174,23 @@ def test_who_watches_is_told_once_what_the_next_controller_writes_anew(tmp_path:
     assert watch.step == 1
     write([*told, line(3, "worker_lost", at_s=9.5)])
     assert [new["event"] for new in watch.poll()[0]] == ["worker_lost"]  # its number alone is old
+
+
+def test_events_that_are_followed_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(KEPT, run)
+    assert run_command(["events", str(run)]) == COMPLETED
+    expected = capsys.readouterr().out
+    whole = (run / "events.jsonl").read_bytes()
+    (run / "events.jsonl").write_bytes(b"".join(whole.splitlines(keepends=True)[:9]))
+
+    def replace(_: float) -> None:  # while the command waits for more
+        (tmp_path / "new").write_bytes(whole)
+        (tmp_path / "new").replace(run / "events.jsonl")
+
+    monkeypatch.setattr(show_events.time, "sleep", replace)
+    assert run_command(["events", str(run), "--follow"]) == COMPLETED
+    told = capsys.readouterr().out
+    assert [line for line in told.splitlines() if line in expected] == expected.splitlines()
