@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_ft.core.batches import deal
+from elastic_ft.data.sampler import expect_terms
 from elastic_ft.data.stream import SampleStream
 from elastic_ft.errors import ConfigError
 
@@ -79,12 +80,7 @@ class ElasticStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError where the samples would be others."""
-        for name, own in self._terms().items():
-            if state[name] != own:
-                raise ConfigError(
-                    f"{name}: the state is of a run with {state[name]}, this one has {own}: its "
-                    "samples would be others than those that are left"
-                )
+        expect_terms(self._terms(), state)
         self._stream.load_state_dict({"marks": state["marks"]})
         self.step = int(state["step"])
 

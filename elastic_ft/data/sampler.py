@@ -97,12 +97,7 @@ class ElasticSampler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises ConfigError where the order would be another one."""
-        for name, own in self._terms().items():
-            if state[name] != own:
-                raise ConfigError(
-                    f"{name}: the state is of a run with {state[name]}, this one has {own}: its "
-                    "samples would be others than those that are left"
-                )
+        expect_terms(self._terms(), state)
         self.step = int(state["step"])
 
     def _terms(self) -> dict[str, int]:
@@ -111,3 +106,13 @@ class ElasticSampler:
             "seed": self._order.seed,
             "global_batch_size": self._global,
         }
+
+
+def expect_terms(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raises ConfigError where the samples that are left would be others than ``state``'s."""
+    for name, value in own.items():
+        if state[name] != value:
+            raise ConfigError(
+                f"{name}: the state is of a run with {state[name]}, this one has {value}: its "
+                "samples would be others than those that are left"
+            )

@@ -157,9 +157,9 @@ def attend_here(
     q_BtHE: Tensor,
     k_BtKE: Tensor,
     v_BtKE: Tensor,
-    scale: float | None,
-    window: int | None,
-    documents_BT: Tensor | None,
+    scale: float | None = None,
+    window: int | None = None,
+    documents_BT: Tensor | None = None,
 ) -> Tensor:
     """``ContextShare.attend`` of what is here and what ``keys`` gathers."""
     kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)

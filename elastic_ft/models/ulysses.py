@@ -43,13 +43,7 @@ class HeadShare(ContextShare):
     """This rank's share of each sequence, and in attention of the heads."""
 
     def attend(
-        self,
-        q_BtHE: Tensor,
-        k_BtKE: Tensor,
-        v_BtKE: Tensor,
-        scale: float | None = None,
-        window: int | None = None,
-        documents_BT: Tensor | None = None,
+        self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, *how: Any, **named: Any
     ) -> Tensor:
         """As ``ContextShare.attend``. H must be a multiple of the ranks."""
         again = lcm(k_BtKE.shape[2], self.ranks) // k_BtKE.shape[2]
@@ -58,7 +52,7 @@ class HeadShare(ContextShare):
         sizes = [x.shape[3] for x in by_rank]
         all_BThE = self._to_heads(torch.cat(by_rank, dim=3))
         q, k, v = all_BThE.split(sizes, dim=2)
-        mixed_BThE = attend_here(WholeSequence(), q, k, v, scale, window, documents_BT)
+        mixed_BThE = attend_here(WholeSequence(), q, k, v, *how, **named)
         return self._to_positions(mixed_BThE)
 
     def swap(self, parts_R: Tensor) -> Tensor:

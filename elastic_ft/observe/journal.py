@@ -4,11 +4,11 @@ of it, as are the story of a run (``journal_text``) and what ``metrics`` counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from elastic_ft.observe import wording
-from elastic_ft.observe.wording import Line, Text
+from elastic_ft.observe.wording import Text
 
 Counted = tuple[str, Mapping[str, str]]
 
@@ -380,21 +380,6 @@ GROUPS: dict[str, tuple[JournalEvent, ...]] = {
 }
 EVENTS = {event.name: event for group in GROUPS.values() for event in group}
 COUNTED = {event.name: event.counted for event in EVENTS.values() if event.counted is not None}
-
-
-def undeclared(lines: Iterable[Line]) -> Iterator[str]:
-    """What lines of a journal have beyond the catalogue, or lack of it."""
-    for line in lines:
-        name = line["event"]
-        if name not in EVENTS:
-            yield f"{name} is not in the catalogue"
-            continue
-        fields = {field.name: field for field in (*COMMON, *EVENTS[name].fields)}
-        for key in sorted(line.keys() - fields.keys()):
-            yield f"{name} has {key}, which is not in the catalogue"
-        for field in fields.values():
-            if field.always and field.name not in line:
-                yield f"{name} has no {field.name}"
 
 
 def markdown() -> str:

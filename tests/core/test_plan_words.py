@@ -12,7 +12,8 @@ from elastic_ft.core.layouts.layout_plan import NoLayout
 from elastic_ft.core.layouts.plan_words import features
 from elastic_ft.core.layouts.planner import NEAR, Limits, best
 from elastic_ft.core.layouts.work import Choice, Work
-from tests.core.test_planner import SMALL, devices, everything, random_case
+from tests.core.shapes import SMALL, devices
+from tests.core.test_planner import everything, random_case
 
 # 54 and 75: what is not worth trying, without a feature, is better than all that was tried.
 SEEDS = (*range(16), 37, 54, 75)

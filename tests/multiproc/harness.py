@@ -21,9 +21,9 @@ from elastic_ft.core.state import State
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.faults import PointFault
 from elastic_ft.hosts.local import LocalHost
-from elastic_ft.observe.journal import undeclared
 from elastic_ft.observe.run_folder import RunFolder, read_lines
 from elastic_ft.storage.store import open_store
+from tests.observe.undeclared import undeclared
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.005

@@ -27,20 +27,26 @@ PACKAGE = "elastic_ft"
 COPIED = (PACKAGE, "benchmarks", "tests/core", "tests/sim")
 TIMEOUT_S = 900  # for all tests of one mutant: a broken core may loop
 # Nothing mutated is used there, or they measure time.
-LEFT_OUT = ("test_sharding.py", "test_planner.py", "test_scale.py", "test_reshard_costs.py")
+LEFT_OUT = (
+    "test_sharding.py",
+    "test_planner.py",
+    "test_choosing.py",
+    "test_scale.py",
+    "test_reshard_costs.py",
+)
 FIRST = {  # what knows most of a file
     "commits.py": ("core/test_commits.py", "core/test_intervals.py"),
     "recovery.py": ("core/test_recovery.py",),
     "buddies.py": ("core/test_buddies.py",),
     "blame.py": ("core/test_blame.py",),
-    "restoring.py": ("core/test_keepers.py", "core/test_recovery.py"),
-    "elasticity.py": ("core/test_elasticity.py",),
-    "departures.py": ("core/test_elasticity.py",),
+    "restoring.py": ("core/test_keepers.py", "core/test_forgetting.py", "core/test_recovery.py"),
+    "elasticity.py": ("core/test_elasticity.py", "core/test_evictions.py"),
+    "departures.py": ("core/test_elasticity.py", "core/test_evictions.py"),
     "table.py": ("core/test_table.py",),
     "checks.py": ("sim/test_checks.py",),
     "follower.py": ("core/test_follower.py",),
     "adoption.py": ("core/test_adoption.py",),
-    "keepers.py": ("core/test_keepers.py",),
+    "keepers.py": ("core/test_keepers.py", "core/test_forgetting.py"),
 }
 
 
@@ -87,7 +93,7 @@ def mutants() -> list[Mutant]:
 
 def tests_for(mutant: Mutant, root: Path, core_alone: bool) -> list[str]:
     """Files, the most telling first: the simulator takes longest, and comes last."""
-    first = FIRST.get(Path(mutant.file).name, ("core/test_membership.py",))
+    first = FIRST.get(Path(mutant.file).name, ("core/test_membership.py", "core/test_comings.py"))
     core = sorted(path.name for path in (root / "tests/core").glob("test_*.py"))
     sim = sorted(path.name for path in (root / "tests/sim").glob("test_*.py"))
     rest = [f"core/{name}" for name in core if name not in LEFT_OUT]

@@ -15,6 +15,7 @@ from elastic_ft.core import invariants
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import journal
 from elastic_ft.observe.catalogue import METRICS
+from tests.observe.undeclared import undeclared
 
 ROOT = Path(__file__).parents[2]
 DOC = ROOT / "docs" / "journal.md"
@@ -138,7 +139,7 @@ def test_a_line_that_is_not_as_declared_is_found() -> None:
         common | {"event": "keeper_lost", "worker": "w0"},
         common | {"event": "keeper_found"},
     ]
-    assert list(journal.undeclared(lines)) == [
+    assert list(undeclared(lines)) == [
         "keeper_lost has worker, which is not in the catalogue",
         "keeper_lost has no node",
         "keeper_found is not in the catalogue",

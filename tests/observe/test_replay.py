@@ -17,9 +17,10 @@ from elastic_ft.core.policy import Policy
 from elastic_ft.core.typed import decoder
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe import replay
-from elastic_ft.observe.journal import EVENTS, undeclared
+from elastic_ft.observe.journal import EVENTS
 from elastic_ft.observe.journal_text import goodput, story, summary
 from elastic_ft.observe.run_folder import read_lines
+from tests.observe.undeclared import undeclared
 
 KEPT = Path(__file__).parent / "journals"
 JOURNALS = sorted(path.name for path in KEPT.iterdir() if path.is_dir())

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -22,123 +21,32 @@ from elastic_ft.errors import StateDamaged, StoreFailed
 from elastic_ft.storage import shards
 from elastic_ft.storage.cancellable import find_object
 from elastic_ft.storage.checkpoints import (
-    Committed,
     RateLimit,
     Reader,
-    Swept,
     Want,
     attempt_prefix,
     commit,
     committed,
-    delete_attempt,
     load_manifest,
     open_checkpoint,
-    prefix_of,
-    sweep_abandoned,
     verify,
     write_shards,
 )
-from elastic_ft.storage.kinds import Backend, FailureKind
-from elastic_ft.storage.store import Store, StoreError, open_store
-
-Arrays = dict[str, np.ndarray[Any, Any]]
-
-# torch's names; numpy carries the bytes of bfloat16 as uint16
-DTYPES = {"float32": "f4", "bfloat16": "u2", "int64": "i8", "bool": "?", "complex128": "c16"}
-SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
-    "model.w": ("float32", (10, 6)),
-    "model.conv": ("bfloat16", (4, 3, 2, 5)),
-    "optim.step": ("int64", ()),
-    "model.mask": ("bool", (7,)),
-    "model.none": ("float32", (0, 4)),
-    "model.wave": ("complex128", (3, 5)),
-}
-
-
-def some_state(seed: int) -> Arrays:
-    rng = np.random.default_rng(seed)
-    state: Arrays = {}
-    for name, (dtype, shape) in SHAPES.items():
-        kind = np.dtype(DTYPES[dtype])
-        raw = rng.integers(0, 2 if dtype == "bool" else 256, (*shape, kind.itemsize), np.uint8)
-        state[name] = np.ascontiguousarray(raw).view(kind).reshape(shape)
-    return state
-
-
-def rows(array: np.ndarray[Any, Any], world: int, rank: int, axis: int = 0) -> Box:
-    """The rank's slice of one axis, as FSDP cuts it; the first rank has scalars."""
-    if not array.shape:
-        return Box((), ())
-    axis = min(axis, array.ndim - 1)
-    size = array.shape[axis]
-    each = -(-size // world)
-    start, stop = min(rank * each, size), min((rank + 1) * each, size)
-    offsets, sizes = [0] * array.ndim, list(array.shape)
-    offsets[axis], sizes[axis] = start, stop - start
-    return Box(tuple(offsets), tuple(sizes))
-
-
-def cut(array: np.ndarray[Any, Any], box: Box) -> np.ndarray[Any, Any]:
-    return np.ascontiguousarray(array[box.slices_within(Box.whole(array.shape))])
-
-
-def raw(array: np.ndarray[Any, Any]) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
-
-
-def pieces(
-    state: Arrays, world: int, rank: int, axis: int = 0
-) -> Iterator[tuple[str, Box, str, memoryview]]:
-    for name, array in state.items():
-        if array.shape or rank == 0:
-            box = rows(array, world, rank, axis)
-            yield name, box, SHAPES[name][0], raw(cut(array, box))
-
-
-def write(
-    store: Store, state: Arrays, step: int, world: int = 4, run: str = "run1", axis: int = 0
-) -> Manifest:
-    """All ranks' shards, and the manifest that would commit them."""
-    prefix = attempt_prefix(run, 1, step)
-    entries: list[dict[str, Any]] = []
-    for rank in range(world):
-        entries += write_shards(store, prefix, rank, pieces(state, world, rank, axis))
-    return Manifest(
-        job="job",
-        run=run,
-        step=step,
-        generation=1,
-        nonce=uuid4().hex,
-        layout=f"fsdp {world}",
-        created_at_s=1.5,
-        tensors={name: TensorSpec(dtype, shape) for name, (dtype, shape) in SHAPES.items()},
-        entries=tuple(ShardEntry.from_dict(entry) for entry in entries),
-        extra={"position": step},
-    )
-
-
-def save(store: Store, step: int, keep_last: int = 10, run: str = "run1") -> Committed:
-    return commit(store, write(store, some_state(step), step, run=run), keep_last)
-
-
-def steps(store: Store) -> list[int]:
-    return [ref.step for ref in committed(store)]
-
-
-def read_cut(reader: Reader, world: int, axis: int) -> list[Arrays]:
-    """Every rank's boxes of another cut, read together."""
-    found = []
-    for rank in range(world):
-        arrays: Arrays = {}
-        wants = []
-        for name, (dtype, shape) in SHAPES.items():
-            box = rows(np.empty(shape, DTYPES[dtype]), world, rank, axis)
-            arrays[name] = np.zeros(box.sizes, DTYPES[dtype])
-            wants.append(Want(name, box, raw(arrays[name])))
-        reader.read(wants)
-        found.append(arrays)
-    return found
-
+from elastic_ft.storage.kinds import Backend
+from elastic_ft.storage.store import Store, open_store
+from tests.storage.states import (
+    Counting,
+    cut,
+    flip,
+    raw,
+    read_all,
+    read_cut,
+    rows,
+    save,
+    some_state,
+    steps,
+    write,
+)
 
 # ---------------------------------------------------------------------- write, then read
 
@@ -239,21 +147,6 @@ def test_writing_keeps_to_its_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(waits) == [n * 0.5 for n in range(9)]
 
 
-class Counting:
-    """Passes everything on to a backend, and notes each call."""
-
-    def __init__(self, backend: Any) -> None:
-        self.backend = backend
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*args: Any) -> Any:
-            self.calls.append((name, args))
-            return getattr(self.backend, name)(*args)
-
-        return call
-
-
 def test_a_large_manifest_may_take_its_time(tmp_path: Path) -> None:
     """Its deadline is of silence, as that of shards is."""
     store = open_store(str(tmp_path))
@@ -301,17 +194,6 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------- damage
-
-
-def flip(store: Store, key: str, at: int) -> None:
-    data = bytearray(store.get(key))
-    data[at] ^= 0x10
-    store.put(key, data)
-
-
-def read_all(store: Store, ref: CheckpointRef) -> None:
-    reader = Reader(store, load_manifest(store, ref), ref.url)
-    read_cut(reader, 1, 0)
 
 
 def test_a_flipped_byte_is_refused(url: str) -> None:
@@ -481,146 +363,3 @@ def test_one_of_four_controllers_publishes_an_attempt(url: str) -> None:
     newest = committed(stores[0])[0]
     assert newest in refs
     read_all(stores[0], newest)
-
-
-# -------------------------------------------------------------- finding, retention, sweep
-
-
-class Shuffled(Counting):
-    def list(self, prefix: str, timeout_s: float, after: str = "") -> list[str]:
-        found = sorted(self.backend.list(prefix, timeout_s), key=lambda key: key[::-1])
-        return [*found, "manifests/notes.txt", "manifests/0000000001-0.json.tmp"]
-
-
-def test_newest_first_whatever_the_listing(tmp_path: Path) -> None:
-    plain = open_store(str(tmp_path))
-    for step in (9, 100, 20):
-        save(plain, step)
-    shuffled: Any = Shuffled(plain.backend)
-    assert steps(Store(plain.url, shuffled)) == [100, 20, 9]
-
-
-def test_retention_keeps_the_newest(url: str) -> None:
-    store = open_store(url)
-    for step in (1, 2, 3, 4):
-        assert save(store, step, keep_last=2).warnings == ()
-    assert steps(store) == [4, 3]
-    kept = {prefix_of(load_manifest(store, ref)) for ref in committed(store)}
-    assert {"/".join(key.split("/")[:3]) for key in store.list("data")} == kept
-    save(store, 5, keep_last=1)
-    assert steps(store) == [5]
-    read_all(store, committed(store)[0])
-
-
-def test_retention_keeps_what_is_young_and_what_is_being_read(url: str) -> None:
-    """Both keep: number and age. A checkpoint that workers restore from stays as well."""
-    store = open_store(url)
-    refs = {}
-    for step, hours, in_use in ((1, 0, ()), (2, 1, ()), (3, 5, ()), (4, 6, ()), (5, 11, (3,))):
-        manifest = write(store, some_state(step), step)
-        manifest = dataclasses.replace(manifest, created_at_s=hours * 3600.0)
-        urls = [refs[each].url for each in in_use]
-        done = commit(store, manifest, 1, keep_for_s=4.5 * 3600, in_use=urls)
-        assert done.warnings == ()
-        refs[step] = done.ref
-        expected = {1: [1], 2: [2, 1], 3: [3, 2], 4: [4, 3], 5: [5, 3]}[step]
-        assert steps(store) == expected
-    for ref in committed(store):
-        read_all(store, ref)
-    save(store, 6, keep_last=1)
-    assert steps(store) == [6]
-
-
-def test_a_step_is_published_again_after_a_fallback(url: str) -> None:
-    store = open_store(url)
-    old = [save(store, step).ref for step in (10, 20, 30)]
-    flip(store, store.list(f"data/run1/g1-s{30}")[0], 0)
-    with pytest.raises(StateDamaged):
-        read_all(store, old[2])
-    again = save(store, 20, keep_last=2, run="run2").ref
-    assert again.url != old[1].url
-    # The earlier 20 stays until a later step is published: its key must not be free to win again.
-    # 30 is ahead, and not this writer's to judge.
-    assert committed(store) == (old[2], again, old[1], old[0])
-    newest = save(store, 30, keep_last=2, run="run2").ref
-    assert committed(store) == (newest, old[2], again)
-    read_all(store, newest)
-
-
-class NoDeletes(Counting):
-    def delete(self, key: str, timeout_s: float) -> None:
-        raise PermissionError("deletes are not allowed")
-
-
-def test_failing_to_prune_is_a_warning(tmp_path: Path) -> None:
-    plain = open_store(str(tmp_path))
-    save(plain, 1)
-    strict: Any = NoDeletes(plain.backend)
-    done = save(Store(plain.url, strict), 2, keep_last=1)
-    assert len(done.warnings) == 1
-    assert "deletes are not allowed" in done.warnings[0]
-    assert steps(plain) == [2, 1]
-
-
-def test_a_damaged_manifest_is_pruned_with_a_warning(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    ref = save(store, 1).ref
-    flip(store, ref.url.removeprefix(f"{store.url}/"), 100)
-    done = save(store, 2, keep_last=1)
-    assert "damaged" in done.warnings[0]
-    assert steps(store) == [2]
-    assert sweep_abandoned(store, ["run9"]).prefixes == ("data/run1/g1-s1",)
-
-
-def test_the_sweep_takes_what_no_manifest_references(url: str) -> None:
-    store = open_store(url)
-    good = save(store, 10).ref
-    write(store, some_state(2), 11)
-    write(store, some_state(3), 12, run="live")
-    assert sweep_abandoned(store, ["live"]) == Swept(("data/run1/g1-s11",))
-    assert sweep_abandoned(store, ["live"]) == Swept(())
-    read_all(store, good)
-    delete_attempt(store, attempt_prefix("live", 1, 12))
-    assert {key.split("/")[2] for key in store.list("data")} == {"g1-s10"}
-
-
-def test_nothing_is_swept_while_a_manifest_is_not_understood(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path))
-    ref = save(store, 10).ref
-    write(store, some_state(2), 11)
-    flip(store, ref.url.removeprefix(f"{store.url}/"), 100)
-    before = store.list()
-    swept = sweep_abandoned(store)
-    assert swept.prefixes == ()
-    assert "not swept" in swept.warnings[0]
-    assert store.list() == before
-
-
-@pytest.mark.parametrize("prefix", ["", "data", "data/run", "data/run/", "manifests"])
-def test_only_an_attempt_can_be_abandoned(tmp_path: Path, prefix: str) -> None:
-    with pytest.raises(ValueError, match="not the prefix"):
-        delete_attempt(open_store(str(tmp_path)), prefix)
-
-
-# ------------------------------------------------------------------------ failing stores
-
-
-class FullDisk(Counting):
-    """The third ``put`` fails."""
-
-    def put(self, key: str, parts: Sequence[bytes], timeout_s: float) -> None:
-        self.calls.append(("put", (key,)))
-        if len(self.calls) == 3:
-            raise OSError(28, "No space left on device")
-        self.backend.put(key, parts, timeout_s)
-
-
-def test_a_failed_shard_ends_the_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "OBJECT_BYTES", 16)
-    full: Any = FullDisk(open_store(str(tmp_path)).backend)
-    store = Store(str(tmp_path), full)
-    many = [(f"t{n}", Box((0,), (4,)), "float32", memoryview(bytes(16))) for n in range(1000)]
-    with pytest.raises(StoreError, match="No space left") as caught:
-        write_shards(store, "data/r/g1-s1", 0, iter(many))
-    assert caught.value.kind is FailureKind.FAILED
-    assert len(full.calls) < 50  # bounded look-ahead: it did not go on

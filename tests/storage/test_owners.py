@@ -14,7 +14,7 @@ from elastic_ft.errors import StorageError, StoreFailed, Superseded, UsageError
 from elastic_ft.storage import checkpoints, inspect, owners, prune
 from elastic_ft.storage.kinds import Backend
 from elastic_ft.storage.store import Store, open_store
-from tests.storage.test_checkpoints import save, some_state, write
+from tests.storage.states import save, some_state, write
 
 
 def take(store: Store, run: str, job: str = "job", **more: Any) -> owners.Claim:
