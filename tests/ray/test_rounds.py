@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent import futures
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -569,3 +570,38 @@ def test_a_users_callback_that_is_slow_holds_up_no_report() -> None:
     slow.may_end.set()
     asyncio.run(world.rounds.finish())
     assert slow.seen == [["a1", "b1"], ["a2", "b2"]] and world.rounds.delivered == 2
+
+
+def test_reports_of_steps_that_no_snapshot_has_yet_are_fetched_all_the_same(world: World) -> None:
+    """With a snapshot every twenty steps nobody came to one: the tenth report was not fetched, and
+    the step of the twelfth was never made."""
+    world.committed = 0
+    for index in range(1, 3 * AHEAD_MAX):
+        world.open()
+        for worker in ("a", "b"):
+            world.add(worker, index, f"{worker}{index}")
+        assert not world.rounds.is_full, index
+    world.committed = 2 * AHEAD_MAX
+    world.rounds.deliver()
+    assert world.rounds.delivered == 2 * AHEAD_MAX
+
+
+def test_the_last_round_is_handed_on_where_the_callback_before_ends_in_between() -> None:
+    slow = Slow()
+    handler: Any = UserCallbackHandler([slow], None)  # type: ignore[list-item, arg-type]
+    world = World(handler)
+    for index in (1, 2, 3):
+        world.open()
+        for worker in ("a", "b"):
+            world.add(worker, index, f"{worker}{index}")
+    deliver = world.rounds.deliver
+
+    def and_then_it_ends() -> None:
+        deliver()
+        slow.may_end.set()
+        assert not futures.wait(world.rounds._users._calls, 30).not_done
+
+    world.rounds.deliver = and_then_it_ends  # type: ignore[method-assign]
+    asyncio.run(world.rounds.finish())
+    assert [metrics[0] for metrics in slow.seen] == ["a1", "a2", "a3"]
+    assert world.rounds.delivered == 3

@@ -128,9 +128,10 @@ class UsersCallbacks:
 
     @property
     def are_busy(self) -> bool:
-        """Raises what one of them has raised."""
+        """Raises what one of them has raised, each time: not all who ask can tell of it."""
         while self._calls and self._calls[0].done():
-            self._calls.pop(0).result()
+            self._calls[0].result()
+            del self._calls[0]
         if self._calls and not self._is_told and self.take_s > SLOW_S:
             self._is_told = True
             log.warning(
@@ -202,13 +203,14 @@ class Rounds:
 
     @property
     def is_full(self) -> bool:
-        """No more is to be fetched until a user's callbacks have had what there is."""
-        return len(self._rounds) > AHEAD_MAX and not self.is_ending
+        """No more is to be fetched until a user's callbacks have had what there is. What waits for
+        its step to be committed may be more: that takes a snapshot, which takes further steps."""
+        return self._is_handing and len(self._rounds) > AHEAD_MAX and not self.is_ending
 
     async def finish(self) -> None:
         """Hands on what is left, and waits for a user's callbacks, as long as they return."""
         self.deliver()
-        while self._users.are_busy and self._users.take_s < LAST_S:
+        while self._is_handing and self._users.take_s < LAST_S:
             await asyncio.sleep(FENCE_CHECK_EVERY_S)
             self.deliver()
         self.deliver_carried()
