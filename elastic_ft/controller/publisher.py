@@ -349,13 +349,13 @@ class Publisher:
         if not is_last or not self._job.checkpoint.read_back:
             return
         try:
-            flaw = self._flaw(manifest, time.monotonic() + CLOSE_S)
+            within_s = min(CLOSE_S, self._job.elastic.suspend_timeout_s / 2)  # the core's patience
+            flaw = self._flaw(manifest, time.monotonic() + within_s)
         except StoreFailed as error:
-            if not isinstance(error, OutOfTime) and not self._is_hurried:
+            if not isinstance(error, OutOfTime) and not self._impatient.is_set():
                 raise
             why = f"step {manifest.step} is published before it was read back: {error}"
-            self._warn(manifest.generation, why)
-            return
+            return self._warn(manifest.generation, why)
         if flaw:
             raise Unpublishable(f"checkpoint of step {manifest.step} refused: {flaw}")
         self._read_whole = manifest.nonce

@@ -64,9 +64,8 @@ def init(job: Any = None, **sections: Any) -> Context:
         alone = Alone(job_alone(job, sections))
         _context = Context(alone.worker, alone.failed)
     elif worker.job.loop is None:
-        raise ConfigError(
-            "elastic_ft.init: this job has a model and data of its own; say `loop` instead of them"
-        )
+        why = "this job has a model and data of its own; say `loop` instead of them"
+        raise ConfigError(f"elastic_ft.init: {why}")
     else:
         check_agrees(worker.job, {k: v for k, v in sections.items() if k not in LAUNCHED})
         _context = Context(worker)
@@ -98,14 +97,14 @@ class Context(Between):
         self._dealt: Dealt | None = None  # and not made yet
         self._callbacks: list[Callable[[Context], None]] = []
         self._party: Party | None = None  # that runs an errand
-        self._told = 0  # the generation of which callbacks were told
         self._place, self.generation = (0, 1) if worker.job.elastic.max_workers == 1 else None, 0
         self.latest: Step | None = None
         self._ended, self._inside = False, False  # ``_inside``: the step's function runs
         self._turn: MicroTurns | None = None  # where a function of ``each`` runs
         self._loader: Loader | None = None
         self._span: EpochSpan | None = None  # where the loader is to end, if not with the job
-        self._until, self._given = 0, 0  # the running epoch's last step; batches outside epochs
+        # The running epoch's last step; batches outside epochs; generation that callbacks heard of.
+        self._until, self._given, self._told = 0, 0, 0
         self._interrupts = Interrupts()
 
     # ------------------------------------------------------------------------------ before
@@ -378,8 +377,7 @@ class Context(Between):
         own.logged |= {name: loggable(name, value) for name, value in values.items()}
 
     def on_generation(self, callback: Callable[[Context], None]) -> None:
-        """``callback(ctx)`` is called in the loop's thread when a world has formed, before its
-        first batch: ``rank`` and ``world_size`` may be others then."""
+        """``callback(ctx)`` is called in the loop's thread before a new world's first batch."""
         self._callbacks.append(callback)
 
     # ------------------------------------------------------------------------------ inside
@@ -436,7 +434,9 @@ class Context(Between):
         self._given = begin_loop(self._given, self._span, self.job.elastic.max_workers)
         while self._is_dealt():
             given = Batch(own.engine, self._awaited())
-            self._until = last_step(self._span, self._until, given.number)
+            self._until = last_step(self._span, self._until, given.number, self.latest)
+            if self._span is not None and given.number > self._until:
+                return  # the epoch has ended without this process
             self._given += self._span is None
             yield given
             if self._dealt is given.dealt:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from elastic_ft.errors import ConfigError
 from elastic_ft.training.loader import Loader
+from elastic_ft.worker.step import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +74,18 @@ def check_through(span: EpochSpan | None, made: int, until: int) -> None:
         )
 
 
-def last_step(span: EpochSpan | None, until: int, step: int) -> int:
+def last_step(span: EpochSpan | None, until: int, step: int, made: Step | None) -> int:
     """Of the epoch that has ``step``, which the loader gives; 0 outside epochs. That is an earlier
-    one than the running epoch, which ends with step ``until``, where the job went back.
+    one than the running epoch, which ends with step ``until``, where the job went back. Where the
+    running one has ended while this process was on the bench: the last that it has made there.
 
-    Raises ConfigError where it is a later one.
+    Raises ConfigError where ``step`` is of a later one.
     """
     if span is None:
         return 0
+    last_made = made.number if made is not None else 0
+    if last_made < until < step:
+        return last_made
     if step > until:
         raise ConfigError(
             f"ctx.epochs: the loader was gone over twice in an epoch, which has {span.steps} steps "

@@ -16,6 +16,7 @@ from functools import partial
 
 from elastic_ft.groups.groups import Groups
 from elastic_ft.transport.stacks import stack_of
+from elastic_ft.worker.loop import Loop
 from elastic_ft.worker.outside import waits
 from elastic_ft.worker.party import LEFT
 from elastic_ft.worker.steering import Steering
@@ -43,9 +44,12 @@ class Parting:
         self._said = 0
         self._asking: threading.Thread | None = None
 
-    def look(self, own: Steering | None, groups: Groups | None) -> None:
-        if own is None or groups is None or groups.rank is None or groups.world_size == 1:
+    def look(self, own: Steering | None, loop: Loop | None) -> None:
+        """Where members have come in at several places, parties of them rightly stand apart, until
+        they meet."""
+        if own is None or loop is None or not loop.party.is_whole or loop.groups.world_size == 1:
             return
+        groups = loop.groups
         before, self._at = self._at, (groups.generation, own.at.in_words())
         if self._at != before or not self._at[1] or not waits(stack_of(self._standing())):
             self._heard = {}

@@ -23,7 +23,6 @@ class Whereabouts:
     has_asked: for the next batch, since the last step.
     errands, is_pending: begun in this part of the way, and whether one is under way.
     step: of which the function was begun and is not made yet; 0: none.
-    made: the last step that its code has gone on from; 0: none.
     """
 
     is_new: bool = True
@@ -31,7 +30,6 @@ class Whereabouts:
     errands: int = 0
     is_pending: bool = False
     step: int = 0
-    made: int = 0
 
     def ask(self) -> None:
         if not self.has_asked:
@@ -46,15 +44,15 @@ class Whereabouts:
         self.is_new, self.errands, self.step = False, 0, number
 
     def end_step(self) -> None:
-        self.made = self.step
         self.has_asked, self.errands, self.step = False, 0, 0
 
     def in_words(self) -> str:
-        """Where it may wait for others in a collective; "" elsewhere."""
+        """Where it may wait for others in a collective; "" elsewhere. The same for all who are at
+        one place, who has just come included."""
         if self.step:
             return f"is in the function of step {self.step}"
         if self.is_pending:
-            return f"is in evaluation or export {self.errands} after step {self.made}"
+            return f"is in evaluation or export {self.errands} between two steps"
         return ""
 
     def place(self, restored: int) -> float:

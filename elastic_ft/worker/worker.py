@@ -100,7 +100,7 @@ class Worker:
             lambda: self._training.current,
             lambda message: self._keeper.use(message),
             self._follow,
-            lambda: self._parting.look(self.own, self._groups),
+            lambda: self._parting.look(self.own, self._loop),
         )
         self._line = ControllerLine(lifeline, member, self._points, hooks, self._pause_timeout_s)
         self._trouble = Trouble(member, self._points, self._line.send, self._line.await_over)

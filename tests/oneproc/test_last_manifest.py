@@ -141,3 +141,18 @@ def test_who_ends_at_once_publishes_the_last_unread(tmp_path: Path) -> None:
     unread.let_go.set()
     ends.join(DEADLINE_S)
     assert not ends.is_alive()
+
+
+def test_who_is_asked_to_stop_publishes_what_can_not_be_read_now(tmp_path: Path) -> None:
+    """One error of a read left a whole checkpoint without its manifest."""
+    one = publishing(tmp_path)
+
+    def refused(*_: Any) -> None:
+        raise StoreFailed("503 Slow Down")
+
+    reading: Any = one.publisher._reading
+    reading.read = refused
+    one.publisher.hurry()
+    assert "is published before it was read back: 503" in one.commit(JOB.steps).reason
+    assert isinstance(one.posted.get(timeout=DEADLINE_S), ev.CheckpointCommitted)
+    one.publisher.close()

@@ -247,6 +247,21 @@ def test_who_makes_a_step_that_others_have_made_begins_the_next_epoch_in_time() 
     assert found == [(0, 1), (0, 3), *((1, n) for n in (4, 5, 6)), *((2, n) for n in (7, 8, 9))]
 
 
+def test_who_was_on_the_bench_as_an_epoch_ended_goes_on_in_the_epoch_of_the_others() -> None:
+    """It was told that its loader was gone over twice, and the job ended."""
+    ctx, loader = context()
+    made_steps(ctx)
+    make, found = ctx.step(lambda batch: None), list[tuple[int, int]]()
+    for epoch in ctx.epochs(3, steps=3):
+        for batch in loader:
+            found.append((epoch, make(batch).number))
+            if found[-1][1] == 1:  # it waits for its next step while others make 2 to 4
+                for _ in (2, 3, 4):
+                    ctx._dealt = None
+                    assert ctx._is_dealt()
+    assert found == [(0, 1), (1, 4), (1, 5), (1, 6), *((2, n) for n in (7, 8, 9))]
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_second_loop_over_the_loader_is_warned_of(workers: int) -> None:
     """Who joins is in the first. One batch at a time is no loop; nobody joins a world of one."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from elastic_ft.worker.parting import elsewhere
+from elastic_ft.worker import parting
+from elastic_ft.worker.parting import Parting, elsewhere
 from elastic_ft.worker.party import Party
+from elastic_ft.worker.whereabouts import Whereabouts
 
 FIFTH, SIXTH = "is in the function of step 5", "is in the function of step 6"
 
@@ -60,3 +63,38 @@ def test_who_has_left_is_seen_at_once(ranks: list[Rank]) -> None:
     with pytest.raises(InterruptedError):
         Party(ranks[1].groups).leave(4)
     assert ranks[0].looks(FIFTH) == "rank 1 has left its loop after step 4"
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_parties_rightly_stand_apart_until_they_meet(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    """Who came in for the lost evaluates before its first step, others after their seventh: that
+    was broken off and made again, until the job ended."""
+    monkeypatch.setattr(parting, "waits", lambda stack: True)
+    broken: list[str] = []
+    looks = []
+    for rank, errands in zip(ranks, (1, 2), strict=True):
+        groups = SimpleNamespace(**vars(rank.groups), generation=1)
+        loop = SimpleNamespace(groups=groups, party=SimpleNamespace(is_whole=is_whole))
+        own = SimpleNamespace(at=Whereabouts(errands=errands, is_pending=True))
+        part = Parting(threading.get_ident, lambda groups, why: broken.append(why))
+        looks.append((part, own, loop))
+    for _ in range(6):
+        for part, own, loop in looks:
+            part.look(own, loop)  # type: ignore[arg-type]
+            if part._asking is not None:
+                part._asking.join(10)
+    assert bool(broken) == is_whole, broken
+
+
+def test_who_has_just_come_says_the_same_of_an_evaluation_that_all_make() -> None:
+    old, new = Whereabouts(), Whereabouts()
+    for step in (1, 2):
+        old.ask()
+        old.begin_step(step)
+        old.end_step()
+    for one in (old, new):
+        one.ask()
+        one.begin_errand()
+    assert old.in_words() == new.in_words() != ""
