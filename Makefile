@@ -43,6 +43,8 @@ service-demo: $(STAMP)
 test: lint
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target $(TIERS:%=test-%)
 
+# No process of theirs starts a Ray cluster, or joins one, that nobody asked for.
+test-alone: export RAY_ENABLE_AUTO_CONNECT := 0
 test-alone: $(STAMP)
 	nice -n 5 $(PYTEST) $(PARALLEL) --timeout=300 $(ALONE:%=tests/%)
 

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group_table
 
-from elastic_ft.hosts.ray.names import ROOT, actors_of, run_of
+from elastic_ft.hosts.ray.names import ROOT, actors_of, check_connected, run_of
 
 log = logging.getLogger(__name__)
 EVERY_S = 0.3
@@ -84,6 +84,7 @@ def slots_by_node(alive: list[dict[str, Any]], kind: str) -> tuple[str, dict[str
 def look_at_ray(kind: str) -> Sight:
     """``kind``: as ``slots_by_node``'s. Blocks while the GCS is away."""
     asked_s = time.monotonic()
+    check_connected()
     alive = [node for node in ray.nodes() if node["Alive"]]
     kind, slots = slots_by_node(alive, kind)
     led = {run_of(name) for name in actors_of(ROOT) if name == f"{run_of(name)}controller"}

@@ -82,6 +82,8 @@ class Served:
 
     def close(self) -> None:
         self.service.close()
+        for hands in (self.service._pool, self.service._idle):
+            hands.shutdown(cancel_futures=True)  # none is at work still when a test's patches end
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(WAIT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(WAIT_S)

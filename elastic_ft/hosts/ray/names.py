@@ -24,7 +24,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError, RayError, RaySystemError
 from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
@@ -63,8 +63,17 @@ class RunNames:
         return f"{self.prefix}keeper/{node}/{uuid.uuid4().hex[:8]}"
 
 
+def check_connected() -> None:
+    """Raises RaySystemError in a process that is on no cluster. At most other calls Ray starts one
+    for it, or joins whichever it finds on this machine, and ends the process a minute after that is
+    gone."""
+    if not ray.is_initialized():
+        raise RaySystemError("this process is on no Ray cluster")
+
+
 def actors_of(prefix: str) -> list[str]:
     """Names of the live actors that begin so. Blocks while the GCS is away."""
+    check_connected()
     found = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in found if actor["namespace"] == NAMESPACE]
     return sorted(name for name in names if name.startswith(prefix))
@@ -72,11 +81,13 @@ def actors_of(prefix: str) -> list[str]:
 
 def workers_on(node: NodeId) -> int:
     """How many workers of jobs are on a node. Blocks while the GCS is away."""
+    check_connected()
     return sum(name.startswith(ROOT) and WORKER_MARK in name for name in actors_on(node))
 
 
 def groups_of(prefix: str) -> dict[str, str]:
     """Ids of the placement groups whose names begin so. Blocks while the GCS is away."""
+    check_connected()
     held = {
         entry["name"]: entry["placement_group_id"]
         for entry in placement_group_table().values()
@@ -156,6 +167,7 @@ def clear_away(run: str, remains: Remains) -> bool:
 
 def actor_named(name: str) -> ActorHandle[object] | None:
     """None if there is none. Blocks while the GCS is away."""
+    check_connected()
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -171,6 +183,7 @@ def end_actor(name: str) -> None:
 def free_group(group: str) -> None:
     """By its id: its name is known in the namespace of the driver that made it alone. Blocks while
     the GCS is away."""
+    check_connected()
     remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(group)))
 
 
