@@ -36,6 +36,7 @@ from chaos.fault_kinds import (
     Strangers,
 )
 from chaos.surroundings import Surroundings
+from elastic_ft.observe.handover import is_alive
 from elastic_ft.observe.lines import Line, local_path
 from elastic_ft.observe.run_reader import RunReader, read_lines
 
@@ -173,7 +174,7 @@ class Runner:
         if last:
             self._done(pending, member)
         try:
-            self._act(fault, member)
+            acts[type(fault)](self, fault, member)
         except GONE as error:
             pending.error = f"{type(error).__name__}: {error}"
             return  # it is gone already, and the journal will say so: the next one in its rank
@@ -243,15 +244,12 @@ class Runner:
             self._filling.append(self._adder.submit(self._cluster.add_node))
 
     def _see_who_ended(self) -> None:
-        for process, since_s in [c for c in self._ending if not alive(c[0])]:
+        for process, since_s in [c for c in self._ending if not is_alive(c[0])]:
             self._ending.remove((process, since_s))
             after_s = round(time.monotonic() - since_s, 3)
             self._note({"at_s": round(time.time(), 6), "ended": process.pid, "after_s": after_s})
 
     # ------------------------------------------------------------------- what is done
-
-    def _act(self, fault: External, member: Line) -> None:
-        acts[type(fault)](self, fault, member)
 
     def _then(
         self, after_s: float, end: Callable[[], object], until_event: str | None = None
@@ -390,13 +388,6 @@ acts: dict[type, Callable[[Runner, Any, Line], None]] = {
     FillDisk: Runner._fill,
     Network: Runner._network,
 }
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Never(External):

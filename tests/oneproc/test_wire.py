@@ -29,7 +29,7 @@ from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import Assignment, Holding, Keeper, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import PointFault
 from elastic_ft.groups.store_links import serve_store
@@ -195,7 +195,7 @@ ASSIGNMENT = Assignment(
         (TO_CONTROLLER, Heartbeat("w0", 1, 2, 3, "forward")),
         (TO_CONTROLLER, ev.ShardsWritten(1.0, "w0", 3, 8, ({"file": "x"},), {"a": ("f", (2,))})),
         (TO_WORKER, Welcome(make_job(), "run", "url", ("h", 1), (PointFault("forward"),))),
-        (TO_WORKER, Form(share_of(ASSIGNMENT, "w0"), {"rank": 0}, frozenset({1, 2}), 5)),
+        (TO_WORKER, Form(dict(shares(ASSIGNMENT))["w0"], {"rank": 0}, frozenset({1, 2}), 5)),
         (TO_WORKER, cmd.PauseWorkers(3, ("w0", "w1"), True, "why")),
         (TO_KEEPER, Sealed("/p", HOLDING, (SLOT,), (cmd.RecordStep(7, 3, 2, "l", {"loss": 1.0}),))),
         (TO_KEEPER, Read("w0", HOLDING, (("a", Box((1,), (2,))),))),
@@ -222,7 +222,7 @@ def test_what_everyone_is_sent_is_packed_once() -> None:
     extras: dict[str, Any] = {"w0": {"rank": 0}}
     ((worker, form),) = forms(ASSIGNMENT, extras, frozenset({2}), 5)
     assert isinstance(form.assignment.source, Packed)
-    share = share_of(ASSIGNMENT, worker)
+    share = dict(shares(ASSIGNMENT))[worker]
     assert TO_WORKER.decode(encode(form)) == Form(share, extras["w0"], frozenset({2}), 5)
 
 
