@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,17 +312,15 @@ class Runner:
 
     def _stop(self, fault: Stop, member: Line) -> None:
         if fault.stop == "keeper":
-            self._stop_keeper(self._cluster.keeper_of(member["node"]), fault.lasts_s)
-            return
-        pid = member["pid"]
-        self._cluster.signal_worker(pid, "STOP")
+            pid = self._cluster.keeper_of(member["node"])
+            os.kill(pid, signal.SIGSTOP)
+            go_on = partial(os.kill, pid, signal.SIGCONT)
+        else:
+            pid = member["pid"]
+            self._cluster.signal_worker(pid, "STOP")
+            go_on = partial(self._cluster.signal_worker, pid, "CONT")
         if fault.lasts_s is not None:
-            self._then(fault.lasts_s, lambda: self._cluster.signal_worker(pid, "CONT"))
-
-    def _stop_keeper(self, pid: int, lasts_s: float | None) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        if lasts_s is not None:
-            self._then(lasts_s, lambda: _let_go_on(pid))
+            self._then(fault.lasts_s, go_on)  # suppresses GONE: it may be replaced meanwhile
 
     def _slow(self, fault: Slow, member: Line) -> None:
         pid, over = member["pid"], threading.Event()
@@ -343,9 +342,6 @@ class Runner:
             thread.join()
 
         self._then(fault.lasts_s, end)
-
-    def _drain(self, fault: Drain, member: Line) -> None:
-        self._cluster.drain_node(member["node"], fault.deadline_s)
 
     def _set_capacity(self, fault: Capacity, member: Line) -> None:
         self._capacity = fault.capacity
@@ -371,19 +367,14 @@ class Runner:
         turn(rounds)
 
 
-def _let_go_on(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it was replaced meanwhile
-        os.kill(pid, signal.SIGCONT)
-
-
 SLICE_S = 0.1
-acts: dict[type, Callable[[Runner, Any, Line], None]] = {
+acts: dict[type, Callable[[Runner, Any, Line], object]] = {
     Kill: Runner._kill,
     KillHead: Runner._kill_head,
     Stop: Runner._stop,
     StopHead: Runner._stop_head,
     Slow: Runner._slow,
-    Drain: Runner._drain,
+    Drain: lambda me, fault, of: me._cluster.drain_node(of["node"], fault.deadline_s),
     Capacity: Runner._set_capacity,
     FillDisk: Runner._fill,
     Network: Runner._network,

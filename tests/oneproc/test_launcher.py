@@ -393,7 +393,7 @@ def test_who_stood_still_while_a_keeper_saw_to_the_run_starts_no_launcher(
     monkeypatch.setattr(to_launcher, "fork_launcher", start)
     monkeypatch.setattr(to_launcher, "AGAIN_S", 0.1)
     heard = SimpleNamespace(known=lambda: ((), {}), hear=lambda _: None, gave_up=lambda _: None)
-    line = ToLauncher(heard, scripted.order, {})
+    line = ToLauncher(heard, scripted.order)
     with listen_in(scripted.folder) as first:
         joining = threading.Thread(target=line.join)
         joining.start()
