@@ -396,7 +396,6 @@ class RunCommand:
 
 
 def cost_of_faults(run: Path) -> str:
-    """One line on what the faults cost."""
     found = [line for line in RunReader(run).events() if line["event"] == "recovered"]
     if not found:
         return "no recovery"

@@ -321,7 +321,6 @@ class Decoder(AnyDecoder):
         return costs
 
     def initial_tensor(self, name: str, shape: Sequence[int], seed: int) -> Tensor:
-        """Returns all of it."""
         return self.initial_part(name, shape, seed, Box.whole(tuple(shape)))
 
     @torch.no_grad()
