@@ -42,7 +42,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import memory
 from elastic_ft.core.layouts.planner import CHUNKS
 from elastic_ft.core.layouts.work import Choice
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.engines.pipeline import micro_batches_to_run
@@ -281,7 +281,7 @@ def _rank(
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, buddies, "benchmark")
-    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
+    groups = Groups(dict(shares(assignment))[f"w{rank}"], members[rank], ("127.0.0.1", port))
     try:
         groups.form(torch.device("cpu"), DEADLINE_S)
         results.put((rank, take(groups, job, micro_batches), ""))

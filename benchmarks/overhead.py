@@ -40,7 +40,7 @@ from elastic_ft.config import Job, parse_job
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import plan_layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
@@ -97,7 +97,7 @@ def bare_worker(job: Job, rank: int, world: int, port: int, results: Any) -> Non
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, ((),) * world, "bare")
-    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
+    groups = Groups(dict(shares(assignment))[f"w{rank}"], members[rank], ("127.0.0.1", port))
     groups.form(torch.device("cpu"), 60)
     engine.attach(groups)
     engine.initialise()

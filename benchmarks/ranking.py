@@ -35,7 +35,7 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.planner import Limits
 from elastic_ft.core.layouts.time_costs import Interconnect, step_time
 from elastic_ft.core.layouts.work import Choice, Devices
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.engines.pipeline import micro_batches_to_run
@@ -161,7 +161,7 @@ def _rank(rank: int, world: int, ports: Sequence[int], steps: int, results: Any)
                 assignment = Assignment(
                     1, members, (), run.layout, Source(0, Tier.INITIAL), buddies, "benchmark"
                 )
-                share, port = share_of(assignment, f"w{rank}"), next(remaining)
+                share, port = dict(shares(assignment))[f"w{rank}"], next(remaining)
                 groups = Groups(share, members[rank], ("127.0.0.1", port))
                 groups.form(CPU, OPERATION_S)
                 found[-1][str(run)] = steps_s(groups, run, steps)

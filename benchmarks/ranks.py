@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, Strategy, plan_layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.groups.groups import Groups
 
 DEADLINE_S = 600.0
@@ -62,7 +62,7 @@ def form(
     source = Source(0, Tier.INITIAL)
     buddies = tuple(((r + 1) % world,) if world > 1 else () for r in range(world))
     assignment = Assignment(1, members, (), layout, source, buddies, "benchmark")
-    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", port))
+    groups = Groups(dict(shares(assignment))[f"w{rank}"], members[rank], ("127.0.0.1", port))
     groups.form(device, OPERATION_S)
     return groups
 

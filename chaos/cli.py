@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from chaos.fault_kinds import TIERS, TestTier
 from chaos.outcome import FAILED, PASSED, ScenarioOutcome
 from chaos.scenario import SCENARIOS, Scenario, load_scenario
+from elastic_ft.cli.options import RunFolderOf
+from elastic_ft.cli.progress import console, say
 from elastic_ft.core.terms import SAMPLES
 from elastic_ft.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Break runs on purpose, and check what came of it.")
-console = Console(highlight=False, soft_wrap=True)
 
 On = Annotated[
     str | None,
@@ -106,22 +106,22 @@ def run_all(
                 outcomes.append(ScenarioOutcome(name, tier or "none", skipped=why))
             else:
                 outcomes.append(run_trial(name, scenario, tier, stage))
-            console.print(str(outcomes[-1]), markup=False)
+            say(str(outcomes[-1]))
             for verdict in outcomes[-1].failures:
-                console.print(f"      {verdict.claim}: {verdict.found}", markup=False)
+                say(f"      {verdict.claim}: {verdict.found}")
     passed = sum(outcome.passed for outcome in outcomes)
     failed = [outcome for outcome in outcomes if not outcome.passed and not outcome.skipped]
     skipped = len(outcomes) - passed - len(failed)
     took_s = time.monotonic() - began_s
     console.print(f"{passed} passed, {len(failed)} failed, {skipped} skipped in {took_s:.0f} s")
     if failed:
-        console.print(f"run folders: {out}", markup=False)
+        say(f"run folders: {out}")
     return FAILED if failed or not passed else PASSED
 
 
 @app.command("check")
 def check(
-    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run_folder: RunFolderOf,
     beside: Annotated[
         str | None, typer.Option(metavar="RUN", help="The same job undisturbed: for I3.")
     ] = None,
@@ -142,9 +142,9 @@ def check(
         by_invariant.setdefault(violation.invariant, []).append(violation.message)
     for invariant, messages in sorted(by_invariant.items()):
         what = (CHECKS[invariant].__doc__ or "").split(": ", 1)[-1].splitlines()[0]
-        console.print(f"{'FAIL' if messages else 'PASS'}  {invariant}  {what}", markup=False)
+        say(f"{'FAIL' if messages else 'PASS'}  {invariant}  {what}")
         for message in messages:
-            console.print(f"      {message}", markup=False)
+            say(f"      {message}")
     if beside is None:
         return FAILED if violations else PASSED
     verdict = same_losses(run, losses_of(RunReader(beside)))
@@ -164,7 +164,7 @@ def soak(
     """Random faults from all injectors, then all heals: the job must converge. Round by round."""
     from chaos.soak import soak as run_rounds
 
-    return run_rounds(minutes, seed, rounds, processes, out, patience, console)
+    return run_rounds(minutes, seed, rounds, processes, out, patience)
 
 
 @app.command("trace")
@@ -185,4 +185,4 @@ def trace(
     """
     from chaos.trace import run_trace
 
-    return run_trace(name, minutes, workers, seed, processes, out, patience, console)
+    return run_trace(name, minutes, workers, seed, processes, out, patience)

@@ -42,6 +42,8 @@ class External(FaultPart):
     at_event: JournalName | None = None  # counted after the faults before it
     at_s: float | None = Field(None, ge=0)  # since the first generation: of a recorded trace alone
 
+    ON: ClassVar = REAL
+
     @check_model(mode="after")
     def one_moment(self) -> External:
         given = [at for at in (self.at_step, self.at_event, self.at_s) if at is not None]
@@ -58,7 +60,7 @@ class External(FaultPart):
     @property
     def tiers(self) -> frozenset[TestTier]:
         """Where this can be done."""
-        return REAL
+        return self.ON
 
 
 class OfRank(External):
@@ -103,9 +105,7 @@ class Stop(OfRank):
     stop: Literal["worker", "keeper"]
     lasts_s: float | None = Field(None, gt=0)  # then it goes on, as if nothing had been
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return EVERYWHERE
+    ON: ClassVar = EVERYWHERE
 
     def __str__(self) -> str:
         lasts = "" if self.lasts_s is None else f" for {self.lasts_s:g} s"
@@ -118,9 +118,7 @@ class StopHead(External):
     stop: Literal["controller"]
     lasts_s: float = Field(5, gt=0)
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return frozenset(("sim", "processes"))
+    ON: ClassVar = frozenset(("sim", "processes"))
 
     def __str__(self) -> str:
         return f"stop {self.stop} {self.when} for {self.lasts_s:g} s"
@@ -135,9 +133,7 @@ class Strangers(External):
     strangers: int = Field(ge=1, le=2000)
     lasts_s: float = Field(5, gt=0)
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return frozenset(("processes",))
+    ON: ClassVar = frozenset(("processes",))
 
     def __str__(self) -> str:
         return f"{self.strangers} strangers at every port {self.when}"
@@ -158,9 +154,7 @@ class Drain(OfRank):
     drain: Literal["node"]
     deadline_s: float = Field(gt=0)  # from the notice
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return EVERYWHERE
+    ON: ClassVar = EVERYWHERE
 
     def __str__(self) -> str:
         return f"drain {self.drain} of rank {self.of_rank} {self.when}, {self.deadline_s:g} s"
@@ -169,9 +163,7 @@ class Drain(OfRank):
 class Add(External):
     add: Literal["node"]
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return EVERYWHERE
+    ON: ClassVar = EVERYWHERE
 
     def __str__(self) -> str:
         return f"add {self.add} {self.when}"
@@ -182,9 +174,7 @@ class Capacity(External):
 
     capacity: int = Field(ge=1)
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return frozenset(("processes", "ray"))
+    ON: ClassVar = frozenset(("processes", "ray"))
 
     def __str__(self) -> str:
         return f"{self.capacity} nodes {self.when}"
@@ -199,9 +189,7 @@ class StoreNeeds(External):
     path: str = ""
     lasts_s: float = Field(gt=0)
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return frozenset(("sim", "processes", "ray"))
+    ON: ClassVar = frozenset(("sim", "processes", "ray"))
 
     def __str__(self) -> str:
         return f"store {self.store} {self.when} for {self.lasts_s:g} s"
@@ -214,9 +202,7 @@ class FillDisk(External):
     lasts_s: float = Field(gt=0)
     until_event: JournalName | None = None  # or until the journal has such a line
 
-    @property
-    def tiers(self) -> frozenset[TestTier]:
-        return frozenset(("processes", "ray"))
+    ON: ClassVar = frozenset(("processes", "ray"))
 
     def __str__(self) -> str:
         return f"fill the disk of {self.fill} {self.when} for {self.lasts_s:g} s"

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from chaos.fault_kinds import (
     Strangers,
 )
 from chaos.surroundings import Surroundings
+from elastic_ft.observe.handover import is_alive
 from elastic_ft.observe.lines import Line, local_path
 from elastic_ft.observe.run_reader import RunReader, read_lines
 
@@ -173,7 +175,7 @@ class Runner:
         if last:
             self._done(pending, member)
         try:
-            self._act(fault, member)
+            acts[type(fault)](self, fault, member)
         except GONE as error:
             pending.error = f"{type(error).__name__}: {error}"
             return  # it is gone already, and the journal will say so: the next one in its rank
@@ -243,15 +245,12 @@ class Runner:
             self._filling.append(self._adder.submit(self._cluster.add_node))
 
     def _see_who_ended(self) -> None:
-        for process, since_s in [c for c in self._ending if not alive(c[0])]:
+        for process, since_s in [c for c in self._ending if not is_alive(c[0])]:
             self._ending.remove((process, since_s))
             after_s = round(time.monotonic() - since_s, 3)
             self._note({"at_s": round(time.time(), 6), "ended": process.pid, "after_s": after_s})
 
     # ------------------------------------------------------------------- what is done
-
-    def _act(self, fault: External, member: Line) -> None:
-        acts[type(fault)](self, fault, member)
 
     def _then(
         self, after_s: float, end: Callable[[], object], until_event: str | None = None
@@ -313,17 +312,15 @@ class Runner:
 
     def _stop(self, fault: Stop, member: Line) -> None:
         if fault.stop == "keeper":
-            self._stop_keeper(self._cluster.keeper_of(member["node"]), fault.lasts_s)
-            return
-        pid = member["pid"]
-        self._cluster.signal_worker(pid, "STOP")
+            pid = self._cluster.keeper_of(member["node"])
+            os.kill(pid, signal.SIGSTOP)
+            go_on = partial(os.kill, pid, signal.SIGCONT)
+        else:
+            pid = member["pid"]
+            self._cluster.signal_worker(pid, "STOP")
+            go_on = partial(self._cluster.signal_worker, pid, "CONT")
         if fault.lasts_s is not None:
-            self._then(fault.lasts_s, lambda: self._cluster.signal_worker(pid, "CONT"))
-
-    def _stop_keeper(self, pid: int, lasts_s: float | None) -> None:
-        os.kill(pid, signal.SIGSTOP)
-        if lasts_s is not None:
-            self._then(lasts_s, lambda: _let_go_on(pid))
+            self._then(fault.lasts_s, go_on)  # suppresses GONE: it may be replaced meanwhile
 
     def _slow(self, fault: Slow, member: Line) -> None:
         pid, over = member["pid"], threading.Event()
@@ -345,9 +342,6 @@ class Runner:
             thread.join()
 
         self._then(fault.lasts_s, end)
-
-    def _drain(self, fault: Drain, member: Line) -> None:
-        self._cluster.drain_node(member["node"], fault.deadline_s)
 
     def _set_capacity(self, fault: Capacity, member: Line) -> None:
         self._capacity = fault.capacity
@@ -373,30 +367,18 @@ class Runner:
         turn(rounds)
 
 
-def _let_go_on(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it was replaced meanwhile
-        os.kill(pid, signal.SIGCONT)
-
-
 SLICE_S = 0.1
-acts: dict[type, Callable[[Runner, Any, Line], None]] = {
+acts: dict[type, Callable[[Runner, Any, Line], object]] = {
     Kill: Runner._kill,
     KillHead: Runner._kill_head,
     Stop: Runner._stop,
     StopHead: Runner._stop_head,
     Slow: Runner._slow,
-    Drain: Runner._drain,
+    Drain: lambda me, fault, of: me._cluster.drain_node(of["node"], fault.deadline_s),
     Capacity: Runner._set_capacity,
     FillDisk: Runner._fill,
     Network: Runner._network,
 }
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Never(External):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from chaos.check import Verdict
 from chaos.fault_kinds import (
@@ -75,7 +74,7 @@ def translated(scenario: Scenario) -> sim.SimScenario:
     workers = cluster.nodes * cluster.workers_per_node
     faults, step = [], 0
     for fault in scenario.faults:
-        own = _step_of(fault)
+        own = fault.step if isinstance(fault, AtPoint) else fault.at_step
         later = 0 if isinstance(fault, AtPoint) else STEPS_TO_NEXT
         step = step + later if own is None else max(step, own)
         faults.append(_fault(fault, step))
@@ -93,10 +92,6 @@ def translated(scenario: Scenario) -> sim.SimScenario:
         faults=tuple(faults),
         adopts=any(isinstance(fault, (KillHead, StopHead)) for fault in scenario.faults),
     )
-
-
-def _step_of(fault: Any) -> int | None:
-    return fault.step if isinstance(fault, AtPoint) else fault.at_step
 
 
 def _fault(fault: External | AtPoint, step: int) -> sim.SimFault:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from chaos.fault_kinds import TestTier
 from chaos.outcome import FAILED, PASSED
 from chaos.scenario import Scenario
+from elastic_ft.cli.progress import say
 from elastic_ft.faults import POINTS
 
 NODES = 4
@@ -143,7 +142,6 @@ def soak(
     local: bool,
     out: Path,
     patience: float,
-    console: Console,
 ) -> int:
     """Returns 0 if every round passed. The first that fails ends it, and can be run again."""
     from chaos.trial import Stage, run_trial
@@ -154,15 +152,15 @@ def soak(
         while (number < rounds) if rounds is not None else (time.monotonic() < until_s):
             scenario = make_round(seed + number, tier)
             outcome = run_trial(f"round-{seed + number}", scenario, tier, stage)
-            console.print(str(outcome), markup=False)
+            say(str(outcome))
             if not outcome.passed:
                 for fault in scenario.faults:
-                    console.print(f"      {fault}", markup=False)
+                    say(f"      {fault}")
                 for verdict in outcome.failures:
-                    console.print(f"      {verdict.claim}: {verdict.found}", markup=False)
+                    say(f"      {verdict.claim}: {verdict.found}")
                 again = f"elastic-ft chaos soak --seed {seed + number} --rounds 1"
-                console.print(f"again: {again}{' --processes' * local}", markup=False)
+                say(f"again: {again}{' --processes' * local}")
                 return FAILED
             number += 1
-    console.print(f"{number} rounds passed, seeds {seed} to {seed + number - 1}")
+    say(f"{number} rounds passed, seeds {seed} to {seed + number - 1}")
     return PASSED

@@ -12,11 +12,10 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from chaos.fault_kinds import TestTier
 from chaos.outcome import FAILED, PASSED
 from chaos.scenario import Scenario
+from elastic_ft.cli.progress import say
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.run_reader import RunReader
 
@@ -162,7 +161,6 @@ def run_trace(
     local: bool,
     out: Path,
     patience: float,
-    console: Console,
 ) -> int:
     """Returns 0 if the run came through and I1 to I8 hold. Prints what it cost."""
     from chaos.trial import Stage, run_trial
@@ -171,27 +169,25 @@ def run_trace(
     scenario = scenario_of(changes, workers, 60 * minutes, seed)
     losses = sum(max(0, a.nodes - b.nodes) for a, b in itertools.pairwise(changes))
     gains = sum(max(0, b.nodes - a.nodes) for a, b in itertools.pairwise(changes))
-    console.print(
+    say(
         f"{name}: {len(changes) - 1} changes in {minutes:g} min, {losses} nodes lost and {gains} "
         f"gained, between {min(c.nodes for c in changes)} and {workers}"
     )
     tier: TestTier = "processes" if local else "ray"
     with Stage(out, patience) as stage:
         outcome = run_trial(Path(name).stem, scenario, tier, stage)
-    console.print(str(outcome), markup=False)
+    say(str(outcome))
     for verdict in outcome.verdicts:
         word = "PASS" if verdict.passed else "FAIL"
-        console.print(f"      {word}  {verdict.claim}: {verdict.found}", markup=False)
+        say(f"      {word}  {verdict.claim}: {verdict.found}")
     if result := RunReader(out / f"{Path(name).stem}-{tier}" / "run").result():
-        print_costs(result, console)
+        print_costs(result)
     return PASSED if outcome.passed else FAILED
 
 
-def print_costs(result: dict[str, object], console: Console) -> None:
-    console.print(
-        f"goodput {result['goodput']:.1%} of {result['wall_s']:.0f} s; {result['steps']} steps"
-    )
+def print_costs(result: dict[str, object]) -> None:
+    say(f"goodput {result['goodput']:.1%} of {result['wall_s']:.0f} s; {result['steps']} steps")
     badput = result["badput"]
     assert isinstance(badput, dict)
     for cause, seconds in sorted(badput.items(), key=lambda item: -float(item[1])):
-        console.print(f"      {cause:32} {float(seconds):7.1f} s")
+        say(f"      {cause:32} {float(seconds):7.1f} s")

@@ -27,11 +27,12 @@ from chaos.expect import cuts_network, judge
 from chaos.fault_kinds import StopHead, TestTier
 from chaos.jobs import JOB, Paced, merged, undisturbed
 from chaos.outcome import ScenarioOutcome
-from chaos.runner import LOG, alive, fired_in
+from chaos.runner import LOG, fired_in
 from chaos.scenario import Scenario
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import OOM_CGROUP, oom_cgroup
+from elastic_ft.observe.handover import is_alive
 from elastic_ft.observe.run_reader import RunReader, read_lines
 from elastic_ft.worker.devices import gpus_of_machine
 
@@ -389,13 +390,12 @@ class RunCommand:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                if process.environ().get(MARK) == self._mark and alive(process):
+                if process.environ().get(MARK) == self._mark and is_alive(process):
                     found.append(process)
         return found
 
 
 def cost_of_faults(run: Path) -> str:
-    """One line on what the faults cost."""
     found = [line for line in RunReader(run).events() if line["event"] == "recovered"]
     if not found:
         return "no recovery"

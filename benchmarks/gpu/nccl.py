@@ -31,7 +31,7 @@ from elastic_ft.config import parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import Groups
 from elastic_ft.worker import devices
@@ -57,7 +57,7 @@ class Rank:
         members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
         source = Source(0, Tier.INITIAL)
         made = Assignment(generation, members, (), layout, source, ((),) * world, "kit")
-        share, member = share_of(made, f"w{self.rank}"), members[self.rank]
+        share, member = dict(shares(made))[f"w{self.rank}"], members[self.rank]
         groups = Groups(share, member, ("127.0.0.1", self._port))
         groups.form(self.device, 60, reach)
         return groups

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -35,6 +34,7 @@ from elastic_ft.cli.options import (
     AcceptChanges,
     Foreground,
     FromScratch,
+    JobFile,
     LocalNodes,
     Out,
     Processes,
@@ -110,8 +110,6 @@ def run_command(arguments: list[str]) -> int:
 
 
 # ----------------------------------------------------------------------------- commands
-
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
 
 
 @app.command()

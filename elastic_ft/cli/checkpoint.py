@@ -5,7 +5,6 @@ Exit codes: 0; 1 something is damaged, or differs; 2 bad usage, one line.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from elastic_ft.cli.options import Json
+from elastic_ft.cli.progress import console, print_json, say
 from elastic_ft.errors import ConfigError
 from elastic_ft.observe.wording import human_size
 
@@ -30,7 +30,6 @@ DIFFERENCES_SHOWN = 20
 EXPORT_DEADLINE_S = 600.0  # to write one file
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare, export, prune checkpoints.")
-console = Console(highlight=False, soft_wrap=True)
 
 
 class Format(StrEnum):
@@ -48,15 +47,6 @@ Url = Annotated[
 StepOption = Annotated[
     int | None, typer.Option(metavar="N", min=0, help="That step (default: the newest).")
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
-
-
-def say(text: str) -> None:
-    console.print(text, markup=False)
-
-
-def _dump(values: Any) -> None:
-    print(json.dumps(values, indent=2, allow_nan=False))
 
 
 # ------------------------------------------------------------------------------- looking
@@ -77,7 +67,7 @@ def list_(url: Url, as_json: Json = False) -> int:
             for a in listing.attempts
         )
         found = [_as_json(checkpoint, now_s) for checkpoint in listing.checkpoints]
-        _dump({"url": store.url, "checkpoints": found, "incomplete": list(attempts)})
+        print_json({"url": store.url, "checkpoints": found, "incomplete": list(attempts)})
         return 0
     table = _table("step", "age", "size", "layout", "run", "generation", "state")
     for c in listing.checkpoints:
@@ -133,7 +123,7 @@ def verify(url: Url, step: StepOption = None, as_json: Json = False) -> int:
                 say(f"  {problem}")
     damaged = sum(bool(verified.problems) for verified in found)
     if as_json:
-        _dump(
+        print_json(
             {
                 "url": store.url,
                 "damaged": damaged,
@@ -171,7 +161,7 @@ def diff(
     a, b = find_one(url_a, first), find_one(url_b or url_a, second)
     difference = compare_checkpoints(a, b)
     if as_json:
-        _dump({"a": a.url, "b": b.url} | _difference_as_json(difference))
+        print_json({"a": a.url, "b": b.url} | _difference_as_json(difference))
     else:
         _show_difference(a.url, b.url, difference)
     return 0 if difference.equal else 1
@@ -384,7 +374,7 @@ def prune(
 
 
 def _dump_pruned(plan: Pruning, warnings: Sequence[str], dry_run: bool) -> None:
-    _dump(
+    print_json(
         {
             "dry_run": dry_run,
             "deleted": [{"step": c.ref.step, "url": c.ref.url} for c in plan.doomed],

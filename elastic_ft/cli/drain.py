@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from elastic_ft.cli.options import ThatCluster
 from elastic_ft.cli.progress import say
 from elastic_ft.errors import ConfigError
 
@@ -26,9 +27,7 @@ def drain(
     node: Annotated[
         str | None, typer.Option(metavar="ID", help="Ray's id of the node, instead of this one.")
     ] = None,
-    address: Annotated[
-        str, typer.Option(metavar="RAY", envvar="RAY_ADDRESS", help="Address of the Ray cluster.")
-    ] = "auto",
+    address: ThatCluster = "auto",
 ) -> int:
     """Have all jobs leave this node at a step boundary, and wait until none of their workers is on
     it: for a pod's preStop hook."""

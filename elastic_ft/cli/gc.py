@@ -6,15 +6,14 @@ from typing import Annotated
 
 import typer
 
+from elastic_ft.cli.options import ThatCluster
 from elastic_ft.cli.progress import say
 
 ANSWER_S = 30.0
 
 
 def gc(
-    address: Annotated[
-        str, typer.Option(metavar="RAY", envvar="RAY_ADDRESS", help="Address of the Ray cluster.")
-    ] = "auto",
+    address: ThatCluster = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
     ] = False,

@@ -1,12 +1,22 @@
-"""What ``run``, ``resume`` and ``launch`` can be told alike."""
+"""What several commands can be told alike."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")]
+RunFolderOf = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
+RunOrJob = Annotated[
+    str, typer.Argument(metavar="RUN", help="Its run folder, or its id at the service.")
+]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 RayAddress = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
+ThatCluster = Annotated[
+    str, typer.Option(metavar="RAY", envvar="RAY_ADDRESS", help="Address of the Ray cluster.")
+]
 LocalNodes = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),

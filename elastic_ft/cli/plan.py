@@ -5,19 +5,18 @@ Exit codes: 0; 1 nothing fits; 2 bad usage or a bad job file, one line.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from elastic_ft.cli.options import JobFile, Json
+from elastic_ft.cli.progress import console, print_json, say
 from elastic_ft.config import Job, load_job
 from elastic_ft.core.layouts.calibration import (
     STEPS_MIN,
@@ -40,11 +39,9 @@ AGAIN = {False: "no", "selective": "selective", True: "yes"}
 DEVICES_MAX = 100_000
 UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12}
 
-console = Console(highlight=False, soft_wrap=True)
-
 
 def plan(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job_file: JobFile,
     devices: Annotated[
         str, typer.Option(metavar="NODESxEACH:MEMORY", help="8x8:80GB, or 8,8,7:80GB per node.")
     ],
@@ -64,7 +61,7 @@ def plan(
         typer.Option(metavar="RUN", help="A run of this job on such devices: its steps say FLOPS."),
     ] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the table.")] = 10,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Rank the layouts that fit, and say what losing 1, 2 and 8 devices would lead to."""
     job = load_job(job_file)
@@ -86,7 +83,7 @@ def plan(
         _dump_all(ranked, after, measured)
     else:
         if measured is not None:
-            console.print(f"measured: {measured}", markup=False)
+            say(f"measured: {measured}")
         _show(work, there, ranked)
         _show_losses(ranked[0], after)
     return 0
@@ -112,9 +109,9 @@ def _limits(
 
 def _refuse(why: str, as_json: bool) -> int:
     if as_json:
-        _dump({"plans": [], "refused": why})
+        print_json({"plans": [], "refused": why})
     else:
-        console.print(why, markup=False)
+        say(why)
     return 1
 
 
@@ -216,7 +213,7 @@ def _after(
 
 def _show(work: Work, there: Devices, ranked: tuple[LayoutPlan, ...]) -> None:
     header = f"{work.model.parameters / 1e9:.2f} B parameters, global batch {work.global_batch}, "
-    console.print(f"{header}{there.count} devices on {len(there.nodes)} nodes", markup=False)
+    say(f"{header}{there.count} devices on {len(there.nodes)} nodes")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("layout", "micro-batch", "recompute", "memory", "step", "of it idle", "devices"):
         table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
@@ -229,23 +226,22 @@ def _show(work: Work, there: Devices, ranked: tuple[LayoutPlan, ...]) -> None:
             str(p.layout.world_size),
         )
     console.print(table)
-    console.print(f"{ranked[0].layout}, because", markup=False)
+    say(f"{ranked[0].layout}, because")
     for reason in ranked[0].why:
-        console.print(f"  {reason}", markup=False)
+        say(f"  {reason}")
 
 
 def _show_losses(now: LayoutPlan, after: dict[int, LayoutPlan | str]) -> None:
     for count, found in after.items():
         if isinstance(found, str):
-            console.print(f"{count} lost: {found}", markup=False)
+            say(f"{count} lost: {found}")
             continue
         slower = found.time.total / now.time.total - 1
         idle = f", {sum(found.idle)} idle" if sum(found.idle) else ""
         moved = gb(found.bytes_moved or 0)
-        console.print(
+        say(
             f"{count} lost: {found.layout}, micro-batch {found.choice.micro_batch}, "
-            f"{_seconds(found.time.total)} ({slower:+.0%}), {moved} moved{idle}",
-            markup=False,
+            f"{_seconds(found.time.total)} ({slower:+.0%}), {moved} moved{idle}"
         )
 
 
@@ -282,8 +278,4 @@ def _dump_all(
 ) -> None:
     losses = [{"lost": n} | _loss_as_json(found) for n, found in after.items()]
     found = None if measured is None else asdict(measured) | {"layout": str(measured.layout)}
-    _dump({"plans": [_as_json(p) for p in ranked], "losses": losses, "measured": found})
-
-
-def _dump(values: Any) -> None:
-    print(json.dumps(values, indent=2, allow_nan=False))
+    print_json({"plans": [_as_json(p) for p in ranked], "losses": losses, "measured": found})

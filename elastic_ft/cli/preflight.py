@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from elastic_ft.cli import extensions
 from elastic_ft.cli.check_model import ModelAndData, check_model_and_data
@@ -26,9 +26,6 @@ from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
 from elastic_ft.core.terms import data_terms, terms_of
 from elastic_ft.errors import ConfigError
 from elastic_ft.transport.tls import find_openssl
-
-if TYPE_CHECKING:
-    pass
 
 CONNECT_TIMEOUT_S = 5.0
 

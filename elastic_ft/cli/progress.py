@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -26,6 +27,10 @@ console = Console(highlight=False, soft_wrap=True)
 
 def say(text: str) -> None:
     console.print(text, markup=False)
+
+
+def print_json(values: Any) -> None:
+    print(json.dumps(values, indent=2, allow_nan=False))
 
 
 class ProgressDisplay:

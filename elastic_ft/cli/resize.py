@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_ft.cli.options import RunOrJob
 from elastic_ft.cli.service_commands import ServiceUrl, is_job, resize_job
 from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import MODEL_DIMENSIONS
@@ -22,9 +23,7 @@ POLL_S = 0.2
 
 
 def resize(
-    run_folder: Annotated[
-        str, typer.Argument(metavar="RUN", help="Its run folder, or its id at the service.")
-    ],
+    run_folder: RunOrJob,
     workers: Annotated[int, typer.Option(metavar="N", help="Within min_workers..max_workers.")],
     timeout_s: Annotated[
         float, typer.Option("--timeout", metavar="S", min=0, help="To wait for it to be formed.")

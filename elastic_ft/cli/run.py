@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -236,6 +235,7 @@ def _run_on_processes(job: Job, out: str, where: Where, url: str, by: Any, how: 
 def _run_in_foreground(job: Job, out: str, where: Where, url: str, by: Any, how: How) -> EndOfRun:
     """As ``hosts.local.run_local``, with a controller that signals can stop."""
     from elastic_ft.controller.controller import Controller
+    from elastic_ft.hosts.interrupts import stopping
     from elastic_ft.hosts.local import LocalHost
     from elastic_ft.observe.run_folder import RunFolder
     from elastic_ft.transport.title import set_title
@@ -248,7 +248,7 @@ def _run_in_foreground(job: Job, out: str, where: Where, url: str, by: Any, how:
         controller = Controller(
             job, host, folder, url, faults=by.inside, accept_changes=how.accept_changes
         )
-        with _stopping(lambda: controller.stop("interrupted")):
+        with stopping(lambda: controller.stop("interrupted")):
             result = controller.run()
     return EndOfRun(result, unfired=by.unfired(result))
 
@@ -377,25 +377,6 @@ def _quieten_ray() -> None:
     """What Ray Train logs about the run, Progress says from the journal."""
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-@contextlib.contextmanager
-def _stopping(stop: Callable[[], object]) -> Iterator[None]:
-    """The first two interrupts ask the controller, who obeys the second at once."""
-    count = 0
-
-    def on_interrupt(signum: int, frame: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > 2:
-            raise KeyboardInterrupt
-        stop()
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _forget_result(out: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from elastic_ft.cli.options import JobFile, LocalNodes
 from elastic_ft.cli.progress import clock, say
 from elastic_ft.cli.run import COMPLETED, FAILED, INTERRUPTED
 from elastic_ft.errors import ConfigError
@@ -85,10 +86,7 @@ def start(
         str | None,
         typer.Option(metavar="RAY", help="Address of a Ray cluster (default: RAY_ADDRESS)."),
     ] = None,
-    local_nodes: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
-    ] = None,
+    local_nodes: LocalNodes = None,
     cpus_per_node: Annotated[
         int, typer.Option(min=1, metavar="N", help="Of --local-nodes: workers that one holds.")
     ] = 1,
@@ -191,7 +189,7 @@ def service_stop(
 
 
 def submit(
-    job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
+    job_file: JobFile,
     service: ServiceUrl = None,
     priority: Annotated[int, typer.Option(metavar="N", help="Higher comes first.")] = 0,
     queue: Annotated[str, typer.Option(metavar="NAME")] = "default",

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from elastic_ft.cli.options import RunFolderOf
 from elastic_ft.errors import ConfigError, ElasticError
 from elastic_ft.observe.run_reader import RunReader
 
@@ -13,7 +14,7 @@ WITHIN_S = 30.0
 
 
 def report(
-    run_folder: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    run_folder: RunFolderOf,
     out: Annotated[
         str | None,
         typer.Option(

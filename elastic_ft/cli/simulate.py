@@ -11,15 +11,15 @@ from dataclasses import asdict, fields
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from elastic_ft.cli.options import Json
+from elastic_ft.cli.progress import console, say
 from elastic_ft.errors import ConfigError
 from elastic_ft.sim import fleet
 
 GPUS = (512, 4096, 16_384)
 DAYS = {"llama3": 14.0, "spot": 0.5}
-console = Console(highlight=False, soft_wrap=True)
 
 SecondsOption = Annotated[float | None, typer.Option(metavar="S", min=0)]
 
@@ -47,7 +47,7 @@ def simulate(
     restart_s: SecondsOption = None,
     checkpoint_stall_s: SecondsOption = None,
     start_s: SecondsOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Goodput of restart-all, replica-drop and elastic_ft on the same failures, seeded."""
     given = {
@@ -105,11 +105,11 @@ def _row(
 def _print(rows: list[dict[str, Any]], costs: fleet.Costs, given: set[str]) -> None:
     for rate, days in {row["rate"]["name"]: (row["rate"], row["days"]) for row in rows}.values():
         away = f"away for {rate['away_s']:g} s on average"
-        console.print(f"{rate['name']}, {days:g} days: {rate['source']}; {away}", markup=False)
+        say(f"{rate['name']}, {days:g} days: {rate['source']}; {away}")
         console.print(_table([row for row in rows if row["rate"]["name"] == rate["name"]]))
     for field in fields(costs):
         source = "as given" if field.name in given else fleet.SOURCES[field.name]
-        console.print(f"{field.name} {getattr(costs, field.name):g}: {source}", markup=False)
+        say(f"{field.name} {getattr(costs, field.name):g}: {source}")
     events = sum(outcome["core_events"] for row in rows for outcome in row["outcomes"])
     took_s = sum(row["took_s"] for row in rows)
     console.print(f"elastic_ft is the real core: {events:,} events; {took_s:.1f} s in all")

@@ -9,6 +9,7 @@ from typing import Annotated, Protocol
 
 import typer
 
+from elastic_ft.cli.options import RunFolderOf
 from elastic_ft.errors import UsageError
 from elastic_ft.observe.lines import Line, local_path
 from elastic_ft.observe.run_reader import RunReader
@@ -16,7 +17,6 @@ from elastic_ft.observe.step_cursor import Cursor
 
 LOOK_S = 1.0
 
-RunFolderArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run.")]
 Follow = Annotated[bool, typer.Option("--follow", help="Until the run has ended.")]
 Name = Annotated[str | None, typer.Option(help="Of the run there (default: the run folder's).")]
 
@@ -29,7 +29,7 @@ class Log(Protocol):
 
 
 def tensorboard(
-    run_folder: RunFolderArgument,
+    run_folder: RunFolderOf,
     out: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Where to (default: tensorboard in the run folder)."),
@@ -43,7 +43,7 @@ def tensorboard(
 
 
 def wandb(
-    run_folder: RunFolderArgument,
+    run_folder: RunFolderOf,
     out: Annotated[
         str | None,
         typer.Option(metavar="FOLDER", help="Where to (default: wandb in the run folder)."),
@@ -62,7 +62,7 @@ def wandb(
 
 
 def mlflow(
-    run_folder: RunFolderArgument,
+    run_folder: RunFolderOf,
     tracking_uri: Annotated[
         str | None, typer.Option(help="Where to (default: MLflow's own, MLFLOW_TRACKING_URI).")
     ] = None,

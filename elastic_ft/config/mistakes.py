@@ -130,7 +130,6 @@ def _keys(location: Sequence[int | str], model: type[BaseModel]) -> tuple[int | 
 
 
 def _annotation(keys: tuple[int | str, ...], model: type[BaseModel]) -> Any:
-    """The type of the value there; None if it has none."""
     there: Any = model
     for part in keys:
         there = _inside(there, part)

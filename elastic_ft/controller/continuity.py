@@ -110,7 +110,6 @@ class Continuity:
 
 
 def most_common(read: Sequence[Terms]) -> Terms:
-    """What most workers read."""
     return max(read, key=read.count, default={})
 
 

@@ -4,60 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import Any
 
-from elastic_ft.config import Job
-from elastic_ft.controller.connections import Connections
-from elastic_ft.controller.durability import Durability
-from elastic_ft.controller.hearing import Hearing
-from elastic_ft.controller.heir import Heir
-from elastic_ft.controller.host import Host
-from elastic_ft.controller.inbox import Inbox
-from elastic_ft.controller.observer import Observer
-from elastic_ft.controller.publisher import Publisher
-from elastic_ft.controller.takeover import Takeover
+from elastic_ft.controller.parts import ControllerParts
 from elastic_ft.core import commands as cmd
 from elastic_ft.core import deadlines
-from elastic_ft.core.policy import Policy
-from elastic_ft.core.state import State
 from elastic_ft.errors import JobFailed, StoreFailed
 from elastic_ft.observe.metrics import write_targets
 from elastic_ft.observe.outcome import complete
-from elastic_ft.observe.report import ReportAtEnd
-from elastic_ft.observe.run_folder import RunFolder
 from elastic_ft.observe.run_reader import RunReader
 
 UNKNOWN_BYTES = 1 << 60  # as long as they try by themselves
 
 
-class ControllerEnding(ABC):
+class ControllerEnding(ControllerParts):
     """That part of a ``Controller``."""
-
-    job: Job
-    host: Host
-    run_folder: RunFolder
-    policy: Policy
-    state: State
-    _connections: Connections
-    _durability: Durability
-    _hearing: Hearing
-    _heir: Heir
-    _inbox: Inbox
-    _observer: Observer
-    _publisher: Publisher
-    _report: ReportAtEnd
-    _takeover: Takeover
-    _fired: set[int]
-    _ended_at_s: float
-    _closed: bool
-    _is_superseded: bool
-
-    @property
-    @abstractmethod
-    def _finish(self) -> cmd.FinishJob | None:
-        """How the job ends, once that is decided."""
 
     def _complete(self) -> dict[str, Any]:
         """The result of the job that is complete; {} if it is not."""

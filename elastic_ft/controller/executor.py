@@ -51,22 +51,9 @@ class Executor:
         """``state``: after the event that ``command`` came of."""
         EXECUTORS[type(command)](self, command, state)
 
-    # --------------------------------------------------------------------- the host
-
-    def _want_workers(self, command: cmd.WantWorkers, state: State) -> None:
-        self.host.want_workers(command.total)
-
-    def _avoid_node(self, command: cmd.AvoidNode, state: State) -> None:
-        self.avoid_node(command.node, command.for_s)
-
     def avoid_node(self, node: NodeId, for_s: float) -> None:
         self.avoided[node] = time.time() + for_s
         self.host.avoid_node(node, for_s)
-
-    def _kill_worker(self, command: cmd.KillWorker, state: State) -> None:
-        self.inquiries.kill(command.worker)
-
-    # ---------------------------------------------------------- workers and keepers
 
     def _to_worker(
         self,
@@ -74,9 +61,6 @@ class Executor:
         state: State,
     ) -> None:
         self.send(command.worker, command)
-
-    def _drop_kept(self, command: cmd.DropKept, state: State) -> None:
-        self.send(KEEPER + command.node, command)
 
     def _pause(self, command: cmd.PauseWorkers, state: State) -> None:
         fields = {"abort": command.abort}
@@ -98,14 +82,6 @@ class Executor:
         for worker, form in forms(assignment, extras, frozenset(self.fired), checkpointed):
             self.send(worker, form)
 
-    # ---------------------------------------------------------------- what is written
-
-    def _record_step(self, command: cmd.RecordStep, state: State) -> None:
-        self.observer.step(command)
-
-    def _roll_back(self, command: cmd.RollBack, state: State) -> None:
-        self.run_folder.truncate(command.step)
-
     def _journal(self, command: cmd.Journal, state: State) -> None:
         self.observer.decided(command.event, command.generation, command.reason, command.fields)
 
@@ -113,35 +89,27 @@ class Executor:
         layout = str(state.assignment.layout) if state.assignment else ""
         self.publisher.commit(command, layout, self.continuity.terms)
 
-    def _abandon_checkpoint(self, command: cmd.AbandonCheckpoint, state: State) -> None:
-        self.publisher.abandon(command)
-
-    # -------------------------------------------------------------------- its own
-
-    def _start_timer(self, command: cmd.StartTimer, state: State) -> None:
-        self.timers.start(command)
-
     def _finish_job(self, command: cmd.FinishJob, state: State) -> None:
         self.finish = command
 
 
-EXECUTORS: dict[type, Callable[[Executor, Any, State], None]] = {
-    cmd.WantWorkers: Executor._want_workers,
-    cmd.AvoidNode: Executor._avoid_node,
-    cmd.KillWorker: Executor._kill_worker,
+EXECUTORS: dict[type, Callable[[Executor, Any, State], object]] = {
+    cmd.WantWorkers: lambda me, command, _: me.host.want_workers(command.total),
+    cmd.AvoidNode: lambda me, command, _: me.avoid_node(command.node, command.for_s),
+    cmd.KillWorker: lambda me, command, _: me.inquiries.kill(command.worker),
     cmd.ReleaseWorker: Executor._to_worker,
     cmd.Bench: Executor._to_worker,
     cmd.UseKeeper: Executor._to_worker,
     cmd.TakeCheckpoint: Executor._to_worker,
-    cmd.DropKept: Executor._drop_kept,
+    cmd.DropKept: lambda me, command, _: me.send(KEEPER + command.node, command),
     cmd.PauseWorkers: Executor._pause,
     cmd.StopAtBoundary: Executor._to_workers,
     cmd.FormGeneration: Executor._form,
-    cmd.RecordStep: Executor._record_step,
-    cmd.RollBack: Executor._roll_back,
+    cmd.RecordStep: lambda me, command, _: me.observer.step(command),
+    cmd.RollBack: lambda me, command, _: me.run_folder.truncate(command.step),
     cmd.Journal: Executor._journal,
     cmd.CommitCheckpoint: Executor._commit_checkpoint,
-    cmd.AbandonCheckpoint: Executor._abandon_checkpoint,
-    cmd.StartTimer: Executor._start_timer,
+    cmd.AbandonCheckpoint: lambda me, command, _: me.publisher.abandon(command),
+    cmd.StartTimer: lambda me, command, _: me.timers.start(command),
     cmd.FinishJob: Executor._finish_job,
 }

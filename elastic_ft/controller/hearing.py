@@ -135,12 +135,9 @@ class Hearing:
         """Whatever lay in the inbox."""
         HANDLERS[type(item)](self, item)
 
-    def _told(self, event: ev.Event) -> None:
-        self.step(event, None)
-
     def _keeper_lost(self, event: ev.KeeperLost) -> None:
         self.kept.pop(event.node, None)
-        self._told(event)
+        self.step(event, None)
 
     def _hear(self, said: Said) -> None:
         """Once. What is said may be wrong in ways that no type can tell."""
@@ -166,9 +163,6 @@ class Hearing:
             self.progress.keeper_beat(member.node, time.monotonic())
         else:
             self.progress.heard(member.worker, time.monotonic())
-
-    def _refused(self, message: RefusedMessage) -> None:
-        self.refuse(message.member, message.reason)
 
     def _failed(self, failed: Failed) -> None:
         raise failed.error
@@ -211,9 +205,6 @@ class Hearing:
             raise MessageRefused(f"a note with the journal's own fields: {sorted(clash)}")
         self.observer.journal(note.event, note.generation, note.reason, note.fields, said)
 
-    def _stood(self, message: Stood, said: Said) -> None:
-        self.inquiries.answer(message)
-
     def _fault_fired(self, message: FaultFired, said: Said) -> None:
         fault = self.faults[message.index]
         self.fired.add(message.index)
@@ -233,19 +224,19 @@ class Hearing:
 
 
 # Of what workers and keepers say, beside events.
-LISTENERS: dict[type, Callable[[Hearing, Any, Said], None]] = {
+LISTENERS: dict[type, Callable[[Hearing, Any, Said], object]] = {
     Heartbeat: Hearing._heartbeat,
     NodeHealth: Hearing._node_health,
     Note: Hearing._note,
-    Stood: Hearing._stood,
+    Stood: lambda me, message, _: me.inquiries.answer(message),
     FaultFired: Hearing._fault_fired,
 }
 # Of what lies in the inbox.
-HANDLERS: dict[type, Callable[[Hearing, Any], None]] = {
-    **dict.fromkeys(EVENTS, Hearing._told),
+HANDLERS: dict[type, Callable[[Hearing, Any], object]] = {
+    **dict.fromkeys(EVENTS, lambda me, event: me.step(event, None)),
     ev.KeeperLost: Hearing._keeper_lost,
     Said: Hearing._hear,
-    RefusedMessage: Hearing._refused,
+    RefusedMessage: lambda me, message: me.refuse(message.member, message.reason),
     Note: Hearing._note,
     Superseded: Hearing._superseded,
     Failed: Hearing._failed,

@@ -2,69 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from abc import ABC, abstractmethod
 from typing import Any
 
-from elastic_ft.config import Job
-from elastic_ft.controller.connections import Connections
-from elastic_ft.controller.continuity import Continuity
-from elastic_ft.controller.durability import Durability
-from elastic_ft.controller.hearing import Hearing
-from elastic_ft.controller.heir import Heir
-from elastic_ft.controller.host import Host
-from elastic_ft.controller.observer import Observer
-from elastic_ft.controller.publisher import Publisher
-from elastic_ft.controller.takeover import Takeover
-from elastic_ft.core import commands as cmd
+from elastic_ft.controller.parts import ControllerParts
 from elastic_ft.core import events as ev
 from elastic_ft.core.assignment import CheckpointRef
-from elastic_ft.core.policy import Policy
-from elastic_ft.core.state import State
-from elastic_ft.faults import PointFault
-from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.metrics import write_targets
-from elastic_ft.observe.report import ReportAtEnd
-from elastic_ft.observe.run_folder import RunFolder, last_generation
+from elastic_ft.observe.run_folder import last_generation
 from elastic_ft.transport.control import WELCOME_TIMEOUT_S, Hello, Welcome
 from elastic_ft.transport.succession import format_address
 
 
-class ControllerOpening(ABC):
+class ControllerOpening(ControllerParts):
     """That part of a ``Controller``."""
-
-    job: Job
-    host: Host
-    run_folder: RunFolder
-    run_id: str
-    checkpoint_url: str
-    policy: Policy
-    state: State
-    _alive: Alive
-    _connections: Connections
-    _continuity: Continuity
-    _durability: Durability
-    _faults: tuple[PointFault, ...]
-    _hearing: Hearing
-    _heir: Heir
-    _in_charge: threading.Event
-    _is_adoptable: bool
-    _observer: Observer
-    _publisher: Publisher
-    _report: ReportAtEnd
-    _takeover: Takeover
-
-    @property
-    @abstractmethod
-    def _finish(self) -> cmd.FinishJob | None:
-        """How the job ends, once that is decided."""
-
-    @abstractmethod
-    def post(self, event: Any) -> None: ...
-
-    @abstractmethod
-    def _handle(self, message: Any) -> None: ...
 
     def _open(self) -> tuple[CheckpointRef, ...] | None:
         """Returns the checkpoints to go on from, () where workers are; None if it is known by now

@@ -58,7 +58,6 @@ class DataOrder:
         return epoch * self.dataset_size + shuffled
 
     def dataset_index(self, sample_id: int) -> int:
-        """Where in the dataset the sample lies."""
         return sample_id % self.dataset_size
 
     def epoch(self, sample_id: int) -> int:
@@ -138,7 +137,6 @@ def job_order(seed: int, dataset_size: int) -> DataOrder | InOrder:
 
 
 def samples_in_words(dataset_size: int, kind: str = "") -> str:
-    """``kind``: of samples."""
     what = f"{kind} samples".lstrip()
     return f"a stream of {what}" if dataset_size == ENDLESS else f"{dataset_size} {what}"
 

@@ -90,8 +90,3 @@ def shares(assignment: Assignment) -> Iterator[tuple[WorkerId, Share]]:
                 tuple(keeps[participant]),
             ),
         )
-
-
-def share_of(assignment: Assignment, worker: WorkerId) -> Share:
-    """Raises KeyError for one that takes no part."""
-    return dict(shares(assignment))[worker]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from elastic_ft.core.batches import deal
-from elastic_ft.data.sampler import expect_terms
+from elastic_ft.data.sampler import DealtSteps, expect_terms
 from elastic_ft.data.stream import SampleStream
-from elastic_ft.errors import ConfigError
 
 
-class ElasticStream:
+class ElasticStream(DealtSteps):
     """This rank's micro-batches of a stream, lists of samples, from the one after ``step`` on.
 
         stream = ElasticStream(dataset, global_batch_size=64, micro_batch_size=4, seed=0)
@@ -26,9 +24,6 @@ class ElasticStream:
     or of the run.
 
     Args: as of ``SampleStream``.
-
-    Attributes:
-        step: that was committed last, 0 before the first.
     """
 
     def __init__(
@@ -44,23 +39,7 @@ class ElasticStream:
             dataset, global_batch_size, micro_batch_size, seed, shuffle_buffer
         )
         self._seed, self._micro = seed, micro_batch_size
-        self._whole = global_batch_size // micro_batch_size
-        self._dealt = range(self._whole)
-        self.step = 0
-
-    def deal(self, rank: int, world_size: int) -> None:
-        """From the next iterator on, this rank's share is that of such a world."""
-        if not 0 <= rank < world_size <= self._whole:
-            raise ConfigError(
-                f"rank {rank} of {world_size}: a step has {self._whole} micro-batches, one at "
-                "least for each rank"
-            )
-        self._dealt = deal(self._whole, world_size)[rank]
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a step, on this rank."""
-        return len(self._dealt)
+        super().__init__(global_batch_size // micro_batch_size)
 
     def __iter__(self) -> Iterator[list[Any]]:
         step = self.step
@@ -69,10 +48,6 @@ class ElasticStream:
                 first = (step * self._whole + number) * self._micro
                 yield [self._stream[first + place] for place in range(self._micro)]
             step += 1
-
-    def commit(self) -> None:
-        """The step after ``step`` is made, on all ranks."""
-        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""

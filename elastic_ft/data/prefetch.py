@@ -19,6 +19,7 @@ from elastic_ft.data.draws import Draws
 from elastic_ft.data.reading import Loaded, read_micro_batch
 from elastic_ft.errors import GroupBroken
 
+DEPTH_STEPS = 2  # that are wanted at a time
 JOIN_TIMEOUT_S = 5.0
 PASSED_OVER_S = 1.0  # how often it is looked at what a stream passes over, and who reads
 
@@ -36,7 +37,7 @@ class Readers(Protocol):
 
 
 class Prefetcher:
-    """Micro-batches by step; at most ``depth_steps`` are wanted. A thread for each who reads.
+    """Micro-batches by step; of DEPTH_STEPS at most. A thread for each who reads.
 
     Use from the training thread: ``request`` a step or two ahead, then ``get`` each step once.
     ``cancel`` may come from any thread. ``dataset[i]`` runs in the background thread and must
@@ -47,9 +48,7 @@ class Prefetcher:
     def __init__(
         self,
         dataset: Any,
-        collate: Callable[[list[Any]], Any] | None = None,
         *,
-        depth_steps: int = 2,
         draws: Draws | None = None,
         reads: Callable[[], int] = lambda: 0,
         others: Readers | None = None,
@@ -59,8 +58,8 @@ class Prefetcher:
         over samples. ``others``: read instead of this process, whatever draws; they end with it.
         """
         self._dataset = dataset
-        self._collate = collate or dataset.collate
-        self._depth_steps, self._draws, self._waiting = depth_steps, draws, False
+        self._collate = dataset.collate
+        self._draws, self._waiting = draws, False
         if draws is not None and hasattr(dataset, "seeded_by"):  # a stream: it reads others, too
             dataset.seeded_by(draws.begin)
         self._reads, self._others = reads, others
@@ -77,13 +76,13 @@ class Prefetcher:
     def request(self, step: int, micro_batches: Sequence[Sequence[int]]) -> None:
         """Asks for the micro-batches of ``step``; returns at once. Replaces an earlier request.
 
-        Raises ValueError if ``depth_steps`` other steps are already wanted.
+        Raises ValueError if DEPTH_STEPS other steps are already wanted.
         """
         with self._changed:
-            if step not in self._wanted and len(self._wanted) >= self._depth_steps:
+            if step not in self._wanted and len(self._wanted) >= DEPTH_STEPS:
                 raise ValueError(
                     f"step {step} requested while {sorted(self._wanted)} are wanted; "
-                    f"at most {self._depth_steps} at once"
+                    f"at most {DEPTH_STEPS} at once"
                 )
             self._wanted[step] = [tuple(ids) for ids in micro_batches]
             self._failed.clear()
@@ -179,7 +178,7 @@ class Prefetcher:
 
     def _forget_outside(self, step: int) -> None:
         """Keeps the delivered step, for another deal of it, and those ahead: a bound (I7)."""
-        for key in [k for k in self._loaded if not step <= k[0] <= step + self._depth_steps]:
+        for key in [k for k in self._loaded if not step <= k[0] <= step + DEPTH_STEPS]:
             del self._loaded[key]
 
     def _start_threads(self) -> None:

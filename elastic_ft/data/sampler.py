@@ -13,7 +13,39 @@ from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.errors import ConfigError
 
 
-class ElasticSampler:
+class DealtSteps:
+    """Steps of so many micro-batches, of which each rank has a share.
+
+    Attributes:
+        step: that was committed last, 0 before the first.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self._whole, self._dealt = micro_batches, range(micro_batches)
+        self.step = 0
+
+    def deal(self, rank: int, world_size: int) -> None:
+        """From the next iterator on, this rank's share is that of such a world."""
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank: expected one of 0 to {world_size - 1}, found {rank}")
+        if world_size > self._whole:
+            raise ConfigError(
+                f"world_size: {world_size} ranks have no micro-batch each of the {self._whole} of "
+                "a step"
+            )
+        self._dealt = deal(self._whole, world_size)[rank]
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on this rank."""
+        return len(self._dealt)
+
+    def commit(self) -> None:
+        """The step after ``step`` is made, on all ranks."""
+        self.step += 1
+
+
+class ElasticSampler(DealtSteps):
     """A ``batch_sampler`` for any ``torch.utils.data.DataLoader``: this rank's micro-batches, step
     by step, from the one after ``step`` on.
 
@@ -31,9 +63,6 @@ class ElasticSampler:
         samples: in the dataset.
         global_batch_size: samples of a step, over all ranks.
         steps: after which it ends; None: never.
-
-    Attributes:
-        step: that was committed last, 0 before the first.
     """
 
     def __init__(
@@ -54,24 +83,7 @@ class ElasticSampler:
             raise ConfigError(f"samples: expected at least one, found {samples}")
         self._order, self._steps = DataOrder(seed, samples), steps
         self._global, self._micro = global_batch_size, micro_batch_size
-        self._dealt = range(global_batch_size // micro_batch_size)
-        self.step = 0
-
-    def deal(self, rank: int, world_size: int) -> None:
-        """From the next iterator on, this rank's share is that of such a world."""
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank: expected one of 0 to {world_size - 1}, found {rank}")
-        whole = self._global // self._micro
-        if world_size > whole:
-            raise ConfigError(
-                f"world_size: {world_size} ranks have no micro-batch each of the {whole} of a step"
-            )
-        self._dealt = deal(whole, world_size)[rank]
-
-    @property
-    def micro_batches(self) -> int:
-        """Of a step, on this rank."""
-        return len(self._dealt)
+        super().__init__(global_batch_size // micro_batch_size)
 
     def of_step(self, step: int) -> list[list[int]]:
         """The dataset's indices in each of this rank's micro-batches of ``step``, from 1."""
@@ -87,10 +99,6 @@ class ElasticSampler:
         while self._steps is None or step < self._steps:
             step += 1
             yield from self.of_step(step)
-
-    def commit(self) -> None:
-        """The step after ``step`` is made, on all ranks."""
-        self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.step, **self._terms()}

@@ -10,7 +10,6 @@ loss scale follow the native engine's rules. Lower precision is autocast over fp
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,10 +27,7 @@ from elastic_ft.engines.activations import checkpoint_activations
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.from_folder import read_weights
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
-from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import (
-    DTYPES,
-    FirstGradients,
     TermCounts,
     inside,
     plain_name,
@@ -39,12 +35,13 @@ from elastic_ft.engines.modules import (
     to_device,
     to_empty,
 )
+from elastic_ft.engines.of_job import EngineOfJob
 from elastic_ft.engines.optimizer_state import materialise
 from elastic_ft.engines.optimizers import make_optimizer, warm_optimizer
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
-from elastic_ft.models.build import block_modules, computed_buffers, initial_parts
+from elastic_ft.models.build import block_modules, computed_buffers
 from elastic_ft.models.loss import loss_and_named
 from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
@@ -52,21 +49,15 @@ from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
 BUCKET_ELEMENTS = 1 << 25  # of gradients reduced at a time; DeepSpeed's own default takes 2 GB
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(EngineOfJob):
     """A job's model under DeepSpeed: bare (before ``attach``, after ``detach``), or attached.
 
     Nothing is kept from one generation to the next, and no thread can be left inside it: see
     ``Engine`` for what each method does, and for ``intact``.
-
-    Args:
-        model_factory: makes the whole model, on the device that torch's context names.
-        tokens_per_sample: of each of the loss's terms; losses and gradients are means over them.
     """
 
     can_be_left = False
     reference = None
-    experts = 0
-    base_digest: str | None = None
 
     def __init__(
         self,
@@ -75,21 +66,13 @@ class DeepSpeedEngine:
         device: torch.device,
         tokens_per_sample: int,
     ) -> None:
-        self.job, self.device, self.stage = job, device, job.parallel.zero_stage or 0
-        self._factory = model_factory
-        self._nominal_tokens = tokens_per_sample * job.batch.global_batch_size
-        self._compute_dtype = DTYPES[job.precision.dtype]
+        super().__init__(job, model_factory, device, tokens_per_sample)
+        self.stage = job.parallel.zero_stage or 0
         self._engine: Any = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._blocks: list[nn.Module] = []
         self._buffers: dict[str, torch.Tensor] = {}
-        self._computed: dict[str, torch.Tensor] = {}
-        self._loss_scale = LossScale(job)
-        self._first_gradients = FirstGradients()
         self._state: LocalState | None = None
-        self._groups: Groups | None = None
-        self.intact = True
-        self.named, self.along = NamedSums(), None
 
     # ------------------------------------------------------------------ layout
 
@@ -224,25 +207,12 @@ class DeepSpeedEngine:
                     ({n: p[i] for n, p in by_name.items() if i < len(p)} for i in range(most)),
                 )
             else:
-                self._initialise_from_seed(by_name)
+                self._initialise_from_seed(state)
             for name, pieces in by_name.items():
                 if name.startswith("optim."):
                     for piece in pieces:
                         piece.local.zero_()
         self._loss_scale.reset()
-
-    def _initialise_from_seed(self, by_name: dict[str, list[StateTensor]]) -> None:
-        places = {
-            (name.removeprefix("model."), piece.box): piece.local
-            for name, pieces in by_name.items()
-            for piece in pieces
-            if name.startswith("model.")
-        }
-        wanted: dict[str, list[Box]] = defaultdict(list)
-        for name, box in places:
-            wanted[name].append(box)
-        for name, box, part in initial_parts(self._factory, self.job.seed, wanted):
-            places[name, box].copy_(part)
 
     def restored(self) -> None:
         self._loss_scale.restored()
@@ -275,7 +245,7 @@ class DeepSpeedEngine:
             engine.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             seed_for(self.job.seed, step, micro_batch.number)
             reach("forward", None if index == 0 else step)
-            with self._autocast():
+            with self._cast():
                 loss, count, found = loss_and_named(
                     engine, to_device(micro_batch.data, self.device, copied=True)
                 )
@@ -288,11 +258,6 @@ class DeepSpeedEngine:
                 tokens.add(count)
         return float(total), tokens.total()
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._compute_dtype is not torch.float32:
-            return torch.autocast(self.device.type, dtype=self._compute_dtype)
-        return contextlib.nullcontext()
-
     def square_norm(self) -> float:
         """DeepSpeed's own step finds the norm where it has partitioned the gradients."""
         assert self._groups is not None
@@ -300,15 +265,8 @@ class DeepSpeedEngine:
         if not self.stage and self._groups.rank == 0:  # all have the same
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             squares = float(torch.nn.utils.get_total_norm(gradients)) ** 2
-        self._wait_for_device()
+        self._check_said()
         return squares
-
-    def _wait_for_device(self) -> None:
-        """Raises GroupBroken if what it had to do was broken off."""
-        assert self._groups is not None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._groups.check()
 
     def apply(self, step: int, tokens: int, squares: float, reach: Reach) -> Update:
         assert self._optimizer is not None
@@ -336,7 +294,7 @@ class DeepSpeedEngine:
         self.intact = False
         with inside(reach):
             engine.step()
-        self._wait_for_device()
+        self._check_said()
         self.intact = True
         if deepspeed_private.overflowed(engine):
             return math.inf
@@ -360,20 +318,14 @@ class DeepSpeedEngine:
         return norm
 
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:
-        total, tokens, sums = 0.0, TermCounts(), NamedSums()
+        sums = NamedSums()
         self._engine.eval()
         try:
-            with torch.no_grad(), self._autocast():
-                for micro_batch in micro_batches:
-                    data = to_device(micro_batch.data, self.device)
-                    loss, count, found = loss_and_named(self._engine, data)
-                    sums.add(found, micro_batch.weight)
-                    if micro_batch.weight:
-                        total += float(loss)
-                        tokens.add(count)
+            with torch.no_grad(), self._cast():
+                found = self._evaluated(self._engine, micro_batches, sums)
         finally:
             self._engine.train()
-        return total, tokens.total(), sums
+        return (*found, sums)
 
 
 # ------------------------------------------------------------------------------- helpers

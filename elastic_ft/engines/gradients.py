@@ -72,7 +72,7 @@ def squares_of_shards(
 ) -> float:
     """This rank's share of the squared norm of all gradients. Waits for the device."""
     norms = torch._foreach_norm([local_part(g) for g in gradients])
-    ranks = layout.ranks_per_stage
+    ranks = layout.world_size // layout.pipeline_size
     copies = [_copies(g, ranks, tied) for g in gradients]
     replicas = torch.tensor(copies, device=device)
     return float((torch.stack(norms).double() ** 2 / replicas).sum())

@@ -23,7 +23,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.sharding import Box
 from elastic_ft.engines import gradients, laid_out
-from elastic_ft.engines.along import Along, run_backward
+from elastic_ft.engines.along import run_backward
 from elastic_ft.engines.averaged import averaged
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.by_reference import Reference
@@ -33,28 +33,26 @@ from elastic_ft.engines.float8 import converting
 from elastic_ft.engines.from_folder import read_weights
 from elastic_ft.engines.laid_out import LaidOut
 from elastic_ft.engines.learning_rates import learning_rate, set_rates
-from elastic_ft.engines.loss_scale import LossScale
 from elastic_ft.engines.modules import (
-    DTYPES,
-    FirstGradients,
     TermCounts,
     same_objects,
     seed_for,
     to_device,
 )
 from elastic_ft.engines.muon import MuonWithAdamW
+from elastic_ft.engines.of_job import EngineOfJob
 from elastic_ft.engines.optimizers import LOCAL_OPTIMIZERS, warm_optimizer
 from elastic_ft.engines.pipeline import micro_batches_to_run, run_watched
 from elastic_ft.faults import Reach
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.waits import WAITS
-from elastic_ft.models.build import computed_buffers, initial_parts
+from elastic_ft.models.build import computed_buffers
 from elastic_ft.models.loss import loss_and_named
 from elastic_ft.models.named import NamedSums
-from elastic_ft.state.tensors import LocalState, StateTensor, keyed, tensor_name
+from elastic_ft.state.tensors import LocalState, StateTensor, keyed
 
 
-class NativeEngine:
+class NativeEngine(EngineOfJob):
     """A job's model in plain PyTorch; see ``Engine`` for what each method does.
 
     It is in one of four states:
@@ -65,10 +63,6 @@ class NativeEngine:
     - *kept*, after a generation in which every rank had all (DDP): module and optimizer stay, with
       nothing that is bound to groups. The next ``attach`` of such a layout only wraps them again.
     - *left*: a thread is inside the model for good. What it uses belongs to it, this is bare.
-
-    Args:
-        model_factory: makes the whole model, on the device that torch's context names.
-        tokens_per_sample: of each of the loss's terms; losses and gradients are means over them.
     """
 
     can_be_left = True
@@ -80,26 +74,17 @@ class NativeEngine:
         device: torch.device,
         tokens_per_sample: int,
     ) -> None:
-        self.job, self.device = job, device
-        self._factory = converting(job, device, model_factory, tokens_per_sample)
+        factory = converting(job, device, model_factory, tokens_per_sample)
+        super().__init__(job, factory, device, tokens_per_sample)
         self._sequence_length = tokens_per_sample
-        self._nominal_tokens = tokens_per_sample * job.batch.global_batch_size
-        self._compute_dtype = DTYPES[job.precision.dtype]
-        self._computed: dict[str, torch.Tensor] = {}  # buffers
         self._laid_out: LaidOut | None = None  # attached or kept
         self._replicated = False  # every rank has all of it
-        self._groups: Groups | None = None  # attached
         self._runner: nn.Module | None = None  # what forward goes through; attached
-        self._first_gradients = FirstGradients()
         self._told_last: bool | None = None  # what FSDP2's modules know of the micro-batch
-        self._loss_scale = LossScale(job)
         self._listed: tuple[dict[str, torch.Tensor], LocalState] | None = None
         self._settled = False  # FSDP2's first forward may move its parameters
         self._compiler: Compiler | None = None  # as the job wishes; prepared
         self.reference: Reference | None = None  # prepared
-        self.base_digest: str | None = None
-        self.along: Along | None = None  # attached
-        self.intact, self.named, self.experts = True, NamedSums(), 0
 
     # ------------------------------------------------------------------ layout
 
@@ -236,17 +221,6 @@ class NativeEngine:
         self._model.replicas.clear()
         self._loss_scale.reset()
 
-    def _initialise_from_seed(self, state: LocalState) -> None:
-        targets: dict[tuple[str, Box], torch.Tensor] = {}
-        wanted: dict[str, list[Box]] = {}
-        for key, target in state.items():
-            if key.startswith("model."):
-                name = tensor_name(key).removeprefix("model.")
-                wanted.setdefault(name, []).append(target.box)
-                targets[name, target.box] = target.local
-        for name, box, part in initial_parts(self._factory, self.job.seed, wanted):
-            targets[name, box].copy_(part)
-
     def restored(self) -> None:
         self._loss_scale.restored()
         self._listed = None
@@ -327,9 +301,7 @@ class NativeEngine:
         return contextlib.nullcontext()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._replicated and self._compute_dtype is not torch.float32:
-            return torch.autocast(self.device.type, dtype=self._compute_dtype)
-        return contextlib.nullcontext()
+        return self._cast() if self._replicated else contextlib.nullcontext()
 
     def _watch_first_gradients(self, reach: Reach) -> None:
         model, last = self._model, None
@@ -385,36 +357,22 @@ class NativeEngine:
     def share_residuals(self, progress: Callable[[], None]) -> None:
         self._model.replicas.share(self._check_said, progress)
 
-    def _check_said(self) -> None:
-        """Of an optimizer with collectives, as norms of DTensors are: an abort would have left
-        anything in their results. Raises GroupBroken."""
-        assert self._groups is not None
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self._groups.check()
-
     def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[float, int, NamedSums]:
         parts, pipeline = self._model.parts, self._model.pipeline
-        total, tokens, sums = 0.0, TermCounts(), NamedSums()
+        sums = NamedSums()
         for part in parts:
             part.eval()
         at = averaged if self.job.optimizer.is_schedule_free else contextlib.nullcontext
         try:
             with at(self._model), torch.no_grad(), self._autocast(), eagerly(self._compiler):
                 if pipeline is not None:
-                    return (*self._counted(*pipeline.evaluate(micro_batches), sums), sums)
-                for micro_batch in micro_batches:
-                    loss, count, found = loss_and_named(
-                        parts[0], to_device(micro_batch.data, self.device)
-                    )
-                    sums.add(found, micro_batch.weight)
-                    if micro_batch.weight:
-                        total += float(loss)
-                        tokens.add(count)
+                    found = pipeline.evaluate(micro_batches)
+                else:
+                    found = self._evaluated(parts[0], micro_batches, sums)
         finally:
             for part in parts:
                 part.train()
-        return (*self._counted(total, tokens.total(), sums), sums)
+        return (*self._counted(*found, sums), sums)
 
 
 # ------------------------------------------------------------------------------- helpers

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,82 +17,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic_ft import torch_private
-from elastic_ft.config import Job
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.engines import own_cut, own_stale, own_watch
 from elastic_ft.engines.laid_out import LaidOut
-from elastic_ft.engines.modules import FirstGradients
 from elastic_ft.engines.native import state_tensor
 from elastic_ft.engines.optimizer_state import OptimizerState
-from elastic_ft.engines.own_attempt import Running
 from elastic_ft.engines.own_buffers import (
-    BufferPlace,
-    Buffers,
     check_batch_norms,
     persistent_places,
 )
 from elastic_ft.engines.own_forward import Routed, Whole
 from elastic_ft.engines.own_frozen import Frozen
-from elastic_ft.engines.own_state import Hyper, OwnState
+from elastic_ft.engines.own_state import Hyper
 from elastic_ft.engines.own_step import OwnStep
 from elastic_ft.engines.unused import use_all
 from elastic_ft.errors import ConfigError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.waits import WAITS
 from elastic_ft.models.build import block_modules
-from elastic_ft.models.named import NamedSums
 from elastic_ft.state.tensors import LocalState, StateTensor
 
 
 class OwnEngine(OwnStep):
     """See ``engines.base.Engine``; it has no ``run_batch``: ``attempt`` and the user's function
     make a step.
-
-    Args:
-        models, optimizers: as the user made them, in any order in which all ranks give them.
     """
-
-    def __init__(
-        self,
-        job: Job,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[torch.optim.Optimizer],
-        device: torch.device,
-    ) -> None:
-        self.job, self.device = job, device
-        self.models, self.optimizers = list(models), list(optimizers)
-        self.own = OwnState(1024 * (job.loop.state_kb if job.loop is not None else 64))
-        self.intact = True
-        self.named = NamedSums()
-        self.by_reference = False  # weights that nothing trains, see ``own_frozen``
-        self._frozen: Frozen | None = None
-        self.seed: int | None = job.seed  # of each micro-batch's draws; None: they go on and on
-        self.running: Running | None = None
-        self._listed: list[nn.Parameter] = []  # attached; listing a module's takes a while
-        self._persistent_at: list[BufferPlace] = []
-        self._buffers = Buffers(self.models, self._persistent)
-        self._groups: Groups | None = None
-        self._runners: dict[int, DistributedDataParallel] = {}  # by number of the model
-        self._trainable: set[nn.Parameter] = set()  # as prepared
-        self._trained: list[dict[str, nn.Parameter]] = []  # of each model; attached
-        self._routed: dict[int, Routed] = {}
-        # Also in a world of one: what is cut once stays cut, and keeps its objects.
-        self._is_cut = job.parallel.strategy != "ddp"
-        # A cut module can't be left to a thread that sleeps in it: it is the user's.
-        self.can_be_left, self.reference, self.experts = not self._is_cut, None, 0
-        self._told_last: bool | None = None  # what FSDP2's modules know of the micro-batch
-        self._alike: int | None = None  # targets of a micro-batch whose loss came as a mean
-        self._replicated = False
-        self._laid_out: LaidOut | None = None
-        self._gathering: list[FSDPModule] = []  # an evaluation leaves them gathered
-        self._kept: list[OptimizerState] = []
-        self._first_gradients = FirstGradients()
-        self._initial: dict[str, torch.Tensor] = {}
-        self._stepping: AbstractContextManager[None] | None = None
 
     # ------------------------------------------------------------------------ what there is
 
@@ -152,11 +103,6 @@ class OwnEngine(OwnStep):
         for number, model in enumerate(self.models):
             for name, parameter in model.named_parameters():
                 yield f"{_prefix(number)}{name}", parameter
-
-    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for place in self._persistent_at:
-            if (buffer := place.buffer) is not None:
-                yield place.name, buffer
 
     def _whole_model(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._parameters()
@@ -259,10 +205,6 @@ class OwnEngine(OwnStep):
             return own_watch.versions(self._listed)
         probe = own_watch.probe(self._listed)
         return None if probe is None else probe.tolist()
-
-    @property
-    def blocks(self) -> Sequence[nn.Module]:
-        return self._laid_out.blocks if self._laid_out is not None else []
 
     def micro_batches_per_rank(self, dealt: Sequence[int]) -> int:
         return 0 if self._replicated else max(dealt)

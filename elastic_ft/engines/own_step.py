@@ -6,7 +6,6 @@ The agreement (I4) comes before the first optimizer steps, from its own hook.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -26,7 +25,7 @@ from elastic_ft.engines.left_behind import stays_inside
 from elastic_ft.engines.modules import FirstGradients, TermCounts, seed_all_for
 from elastic_ft.engines.optimizer_state import OptimizerState
 from elastic_ft.engines.own_attempt import Running, check_alike
-from elastic_ft.engines.own_buffers import Buffers, put_into
+from elastic_ft.engines.own_buffers import BufferPlace, Buffers, put_into
 from elastic_ft.engines.own_forward import Routed
 from elastic_ft.engines.own_frozen import Frozen
 from elastic_ft.engines.own_state import OwnState
@@ -39,39 +38,59 @@ OTHER_DRAWS = 50_021  # micro-batches: a second pass over a batch draws other nu
 BEFORE_ALL, BEHIND_ALL = -1, -2  # in a micro-batch's place: what is drawn there all ranks draw
 
 
-class OwnStep(ABC):
-    """That part of an ``OwnEngine``, which says what its attributes are."""
+class OwnStep:
+    """That part of an ``OwnEngine``, and what there is for it.
 
-    job: Job
-    device: torch.device
-    models: list[nn.Module]
-    optimizers: list[torch.optim.Optimizer]
-    own: OwnState
-    intact: bool
-    named: NamedSums
-    seed: int | None
-    running: Running | None
-    _alike: int | None
-    _buffers: Buffers
-    _first_gradients: FirstGradients
-    _frozen: Frozen | None
-    _groups: Groups | None
-    _is_cut: bool
-    _kept: list[OptimizerState]
-    _laid_out: LaidOut | None
-    _listed: list[nn.Parameter]
-    _routed: dict[int, Routed]
-    _runners: dict[int, DistributedDataParallel]
-    _stepping: AbstractContextManager[None] | None
-    _told_last: bool | None
-    _trained: list[dict[str, nn.Parameter]]
+    Args:
+        models, optimizers: as the user made them, in any order in which all ranks give them.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        device: torch.device,
+    ) -> None:
+        self.job, self.device = job, device
+        self.models, self.optimizers = list(models), list(optimizers)
+        self.own = OwnState(1024 * (job.loop.state_kb if job.loop is not None else 64))
+        self.intact = True
+        self.named = NamedSums()
+        self.by_reference = False  # weights that nothing trains, see ``own_frozen``
+        self._frozen: Frozen | None = None
+        self.seed: int | None = job.seed  # of each micro-batch's draws; None: they go on and on
+        self.running: Running | None = None
+        self._listed: list[nn.Parameter] = []  # attached; listing a module's takes a while
+        self._persistent_at: list[BufferPlace] = []
+        self._buffers = Buffers(self.models, self._persistent)
+        self._groups: Groups | None = None
+        self._runners: dict[int, DistributedDataParallel] = {}  # by number of the model
+        self._trainable: set[nn.Parameter] = set()  # as prepared
+        self._trained: list[dict[str, nn.Parameter]] = []  # of each model; attached
+        self._routed: dict[int, Routed] = {}
+        # Also in a world of one: what is cut once stays cut, and keeps its objects.
+        self._is_cut = job.parallel.strategy != "ddp"
+        # A cut module can't be left to a thread that sleeps in it: it is the user's.
+        self.can_be_left, self.reference, self.experts = not self._is_cut, None, 0
+        self._told_last: bool | None = None  # what FSDP2's modules know of the micro-batch
+        self._alike: int | None = None  # targets of a micro-batch whose loss came as a mean
+        self._replicated = False
+        self._laid_out: LaidOut | None = None
+        self._gathering: list[FSDPModule] = []  # an evaluation leaves them gathered
+        self._kept: list[OptimizerState] = []
+        self._first_gradients = FirstGradients()
+        self._initial: dict[str, torch.Tensor] = {}
+        self._stepping: AbstractContextManager[None] | None = None
 
     @property
-    @abstractmethod
-    def blocks(self) -> Sequence[nn.Module]: ...
+    def blocks(self) -> Sequence[nn.Module]:
+        return self._laid_out.blocks if self._laid_out is not None else []
 
-    @abstractmethod
-    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for place in self._persistent_at:
+            if (buffer := place.buffer) is not None:
+                yield place.name, buffer
 
     def attempt(self, running: Running) -> None:
         """From now on, what the user's function tells is of this attempt at a step."""

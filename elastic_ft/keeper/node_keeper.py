@@ -118,7 +118,7 @@ class NodeKeeper:
     """
 
     def __init__(self, controller: tuple[str, int], key: JobKey, node: NodeId, host: str) -> None:
-        self.node, self._key = node, key
+        self.node = node
         self._lock = threading.Lock()
         self._owners: dict[WorkerId, BufferOwner] = {}
         self._left: dict[WorkerId, BufferOwner] = {}  # workers that are gone, with what they sealed

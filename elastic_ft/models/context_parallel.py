@@ -104,21 +104,10 @@ class ContextShare:
         return self.rank, 2 * self.ranks - 1 - self.rank
 
     def attend(
-        self,
-        q_BtHE: Tensor,
-        k_BtKE: Tensor,
-        v_BtKE: Tensor,
-        scale: float | None = None,
-        window: int | None = None,
-        documents_BT: Tensor | None = None,
+        self, q_BtHE: Tensor, k_BtKE: Tensor, v_BtKE: Tensor, *how: Any, **named: Any
     ) -> Tensor:
-        """Causal attention of this rank's positions to all before them: [B, t, H, E].
-
-        ``scale``: of scores; None: E^-0.5. ``window``: each position sees so many, itself the last
-        of them; None: all. ``documents``: which numbers follow one another, equal ones see each
-        other; None: all.
-        """
-        return attend_here(self, q_BtHE, k_BtKE, v_BtKE, scale, window, documents_BT)
+        """``attend_here``, of this rank's positions to all before them."""
+        return attend_here(self, q_BtHE, k_BtKE, v_BtKE, *how, **named)
 
     def gather(self, kv_2BKtE: Tensor) -> Tensor:
         """[2, B, K, T, E], in the sequence's order."""
@@ -161,7 +150,13 @@ def attend_here(
     window: int | None = None,
     documents_BT: Tensor | None = None,
 ) -> Tensor:
-    """``ContextShare.attend`` of what is here and what ``keys`` gathers."""
+    """Causal attention of the positions here to all before them, as ``keys`` gathers these:
+    [B, t, H, E].
+
+    ``scale``: of scores; None: E^-0.5. ``window``: each position sees so many, itself the last of
+    them; None: all. ``documents``: which numbers follow one another, equal ones see each other;
+    None: all.
+    """
     kv = torch.stack([k_BtKE, v_BtKE]).transpose(2, 3)
     q_BHtE = q_BtHE.transpose(1, 2).contiguous()
     spans = _spans(documents_BT, q_BHtE.shape[2] * keys.ranks)

@@ -28,6 +28,7 @@ from elastic_ft.models.initial import draw
 from elastic_ft.models.loss import cross_entropy_sum
 
 INITIAL_STD = 0.02
+TO_RESIDUAL = (".attention.output.weight", ".down.weight", ".experts.down")
 
 
 @dataclass(frozen=True)
@@ -131,14 +132,23 @@ def who_attends(attention_mask_BT: Tensor | None, position_ids_BT: Tensor | None
     return allowed_BTT[:, None]
 
 
-def turns_of(
-    config: DecoderConfig, x: Tensor, positions: int, context: ContextShare | None
-) -> Tensor:
-    """``rotations`` of this rank's ``positions``, on the device of ``x``."""
-    if context is None:
-        return rotations(positions, config.head_dim, config.rope_theta, x.device)
-    own = context.positions(positions, x.device)[None]
-    return rotations(positions, config.head_dim, config.rope_theta, x.device, own)
+def turns_and_attends(
+    config: DecoderConfig,
+    x: Tensor,
+    length: int,
+    context: ContextShare | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    documents: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Of a sequence of ``length``: ``rotations`` of this rank's positions, on the device of ``x``,
+    and what ``Attention`` is told of who attends. Arguments as of ``Decoder.forward``."""
+    if position_ids is None and context is not None:
+        position_ids = context.positions(length, x.device)[None]
+    turns = rotations(length, config.head_dim, config.rope_theta, x.device, position_ids)
+    if context is not None:
+        return turns, documents
+    return turns, who_attends(attention_mask, position_ids)
 
 
 class Attention(nn.Module):
@@ -210,29 +220,65 @@ class Block(nn.Module):
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
-class Decoder(nn.Module):
-    """Embedding, blocks, norm, output projection.
-
-    Parameters hold torch's defaults until they are filled from ``initial_tensor``; ``initialise``
-    does that for a whole model.
+class AnyDecoder(nn.Module):
+    """Embedding, layers, norm, output projection.
 
     Attributes:
-        loss_chunk_tokens: of so many tokens at a time are the logits of a loss made, if it is set.
+        layer: makes one of its layers.
         context: where ranks share positions: inputs are then this rank's (``ContextShare.cut``).
     """
 
-    loss_chunk_tokens: int | None = None
+    layer: type[nn.Module]
     context: ContextShare | None = None
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(self.layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.output.weight = self.embedding.weight
+
+    def check_length(self, tokens_BT: Tensor) -> int:
+        """Returns T. Raises ValueError if it exceeds ``config.max_sequence_length``."""
+        length, longest = tokens_BT.shape[1], self.config.max_sequence_length
+        if length > longest:
+            raise ValueError(f"{length} tokens exceed max_sequence_length {longest}")
+        return length
+
+    def initial_part(self, name: str, shape: Sequence[int], seed: int, box: Box) -> Tensor:
+        """Returns what is in ``box`` of the initial float32 CPU value of parameter ``name``.
+
+        A function of (seed, name, shape) and the number of layers alone. Norms start at 1, biases
+        at 0, weights at N(0, 0.02), and the projections of a layer that write to the residual
+        stream at N(0, 0.02 / sqrt(2 * n_layers)), as in GPT-2 (Radford et al., 2019, 2.3).
+        """
+        if name.endswith(".bias"):
+            return torch.zeros(*box.sizes, device="cpu")
+        if name.endswith("norm.weight"):
+            return torch.ones(*box.sizes, device="cpu")
+        std = INITIAL_STD
+        if name.endswith(TO_RESIDUAL):
+            std /= math.sqrt(2 * self.config.n_layers)
+
+        def fill(values: Tensor, generator: torch.Generator) -> None:
+            values.normal_(generator=generator).mul_(std)
+
+        return draw(seed, name, shape, box, fill, torch.float32)
+
+
+class Decoder(AnyDecoder):
+    """Parameters hold torch's defaults until they are filled from ``initial_tensor``;
+    ``initialise`` does that for a whole model.
+
+    Attributes:
+        loss_chunk_tokens: of so many tokens at a time are the logits of a loss made, if it is set.
+    """
+
+    layer = Block
+    loss_chunk_tokens: int | None = None
 
     def forward(
         self,
@@ -247,21 +293,10 @@ class Decoder(nn.Module):
 
         ``attention_mask`` [B, T]: 0 for tokens that none attends to. ``position_ids`` int64 [B, T]:
         documents, which do not attend to each other, begin where they fall; with ``context``
-        ``documents`` number them (``ContextShare.inputs``).
-        Raises ValueError if T exceeds ``config.max_sequence_length``.
+        ``documents`` number them (``ContextShare.inputs``). Raises ValueError.
         """
-        length = tokens_BT.shape[1]
-        if length > self.config.max_sequence_length:
-            raise ValueError(
-                f"{length} tokens exceed max_sequence_length {self.config.max_sequence_length}"
-            )
-        turns = turns_of(self.config, tokens_BT, length, self.context)
-        if position_ids is not None:
-            head_dim, theta = self.config.head_dim, self.config.rope_theta
-            turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
-        attends = documents
-        if self.context is None:
-            attends = who_attends(attention_mask, position_ids)
+        length, given = self.check_length(tokens_BT), (position_ids, attention_mask, documents)
+        turns, attends = turns_and_attends(self.config, tokens_BT, length, self.context, *given)
         x_BTD = self.embedding(tokens_BT)
         for layer in self.layers:
             x_BTD = layer(x_BTD, turns, attends=attends)
@@ -285,26 +320,7 @@ class Decoder(nn.Module):
         costs[-1] += self.config.vocab_size * self.config.dim
         return costs
 
-    def initial_part(self, name: str, shape: Sequence[int], seed: int, box: Box) -> Tensor:
-        """Returns what is in ``box`` of the initial float32 CPU value of parameter ``name``.
-
-        A function of (seed, name, shape) and the number of layers alone. Norms start at 1,
-        weights at N(0, 0.02), and the two projections of a block that write to the residual
-        stream at N(0, 0.02 / sqrt(2 * n_layers)), as in GPT-2 (Radford et al., 2019, 2.3).
-        """
-        if name.endswith("norm.weight"):
-            return torch.ones(*box.sizes, device="cpu")
-        std = INITIAL_STD
-        if name.endswith((".attention.output.weight", ".ffn.down.weight")):
-            std /= math.sqrt(2 * self.config.n_layers)
-
-        def fill(values: Tensor, generator: torch.Generator) -> None:
-            values.normal_(generator=generator).mul_(std)
-
-        return draw(seed, name, shape, box, fill, torch.float32)
-
     def initial_tensor(self, name: str, shape: Sequence[int], seed: int) -> Tensor:
-        """Returns all of it."""
         return self.initial_part(name, shape, seed, Box.whole(tuple(shape)))
 
     @torch.no_grad()
@@ -356,13 +372,8 @@ class DecoderStage(nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor | None = None, **more: Tensor) -> Tensor:
         """Of tokens int64 [B, T] or what the stage before returned [B, T, D]; positions,
         ``attention_mask``, of all T, and ``documents`` as for the whole model."""
-        turns = turns_of(self.config, x, self.length, self.context)
-        if position_ids is not None:
-            head_dim, theta = self.config.head_dim, self.config.rope_theta
-            turns = rotations(self.length, head_dim, theta, x.device, position_ids)
-        attends = more.get("documents")
-        if self.context is None:
-            attends = who_attends(more.get("attention_mask"), position_ids)
+        given = (position_ids, more.get("attention_mask"), more.get("documents"))
+        turns, attends = turns_and_attends(self.config, x, self.length, self.context, *given)
         if self.embedding is not None:
             x = self.embedding(x)
         x = self.through_layers(x, turns, attends, **more)

@@ -14,7 +14,6 @@ Shape suffixes: as in ``models.decoder``; N tokens of a micro-batch, X experts, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,19 +23,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from elastic_ft.core.sharding import Box
 from elastic_ft.models.context_parallel import ContextShare
 from elastic_ft.models.decoder import (
-    INITIAL_STD,
+    AnyDecoder,
     Attention,
     DecoderConfig,
     FeedForward,
-    rotations,
-    turns_of,
-    who_attends,
+    turns_and_attends,
 )
 from elastic_ft.models.expert_exchange import ExpertShare, by_experts, local, of_nothing
-from elastic_ft.models.initial import draw
 from elastic_ft.torch_private import in_backward
 
 
@@ -247,25 +242,15 @@ class MixtureBlock(nn.Module):
         return x_BTD, self.ffn_norm(x_BTD)
 
 
-class MixtureDecoder(nn.Module):
+class MixtureDecoder(AnyDecoder):
     """As ``Decoder``, of ``MixtureBlock``s. Returns ``MixtureOutput`` in training, else logits.
 
     Attributes:
         counts_tokens: all but those that ``attention_mask`` leaves out.
     """
 
-    context: ContextShare | None = None
+    layer = MixtureBlock
     counts_tokens = True
-
-    def __init__(self, config: MixtureConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(MixtureBlock(config) for _ in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tie_embeddings:
-            self.output.weight = self.embedding.weight
 
     def forward(
         self,
@@ -274,17 +259,9 @@ class MixtureDecoder(nn.Module):
         position_ids: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor | MixtureOutput:
-        """Raises ValueError if T exceeds ``config.max_sequence_length``."""
-        config, length = self.config, tokens_BT.shape[1]
-        if length > config.max_sequence_length:
-            longest = config.max_sequence_length
-            raise ValueError(f"{length} tokens exceed max_sequence_length {longest}")
-        turns, attends = turns_of(config, tokens_BT, length, self.context), documents
-        if position_ids is not None:
-            head_dim, theta = config.head_dim, config.rope_theta
-            turns = rotations(length, head_dim, theta, tokens_BT.device, position_ids)
-        if self.context is None:
-            attends = who_attends(attention_mask, position_ids)
+        """Arguments as of ``Decoder.forward``. Raises ValueError."""
+        length, given = self.check_length(tokens_BT), (position_ids, attention_mask, documents)
+        turns, attends = turns_and_attends(self.config, tokens_BT, length, self.context, *given)
         x_BTD, sums = self.embedding(tokens_BT), []
         for layer in self.layers:
             x_BTD, router_sum = layer(x_BTD, turns, attends=attends, valid_BT=attention_mask)
@@ -293,18 +270,3 @@ class MixtureDecoder(nn.Module):
         if not self.training:
             return logits_BTV
         return MixtureOutput(logits_BTV, torch.stack(sums).sum())
-
-    def initial_part(self, name: str, shape: Sequence[int], seed: int, box: Box) -> Tensor:
-        """As ``Decoder.initial_part``; an expert's projections as a feed-forward's; biases 0."""
-        if name.endswith(".bias"):
-            return torch.zeros(*box.sizes, device="cpu")
-        if name.endswith("norm.weight"):
-            return torch.ones(*box.sizes, device="cpu")
-        std = INITIAL_STD
-        if name.endswith((".attention.output.weight", ".down.weight", ".experts.down")):
-            std /= math.sqrt(2 * self.config.n_layers)
-
-        def fill(values: Tensor, generator: torch.Generator) -> None:
-            values.normal_(generator=generator).mul_(std)
-
-        return draw(seed, name, shape, box, fill, torch.float32)

@@ -19,7 +19,6 @@ TAKEN = ("hidden_states", "top_k_index", "top_k_weights")
 
 
 def is_of_experts(module: nn.Module) -> bool:
-    """Whether it is such a module."""
     count, weights = getattr(module, "num_experts", None), [*module.parameters()]
     return (
         isinstance(count, int)

@@ -101,7 +101,7 @@ def _is_followed(run_url: str, say: Callable[[str], object], within_s: float) ->
         f"waited for, up to {within_s:g} s; elastic-ft attach {run_url} would show the job"
     )
     until_s, pause = time.monotonic() + within_s, threading.Event()
-    while time.monotonic() < until_s and any(map(_is_alive, left)):
+    while time.monotonic() < until_s and any(map(is_alive, left)):
         sign = alive.last_sign(run_url)
         if sign is not None and sign.in_charge and sign != before and not sign.gone:
             return True
@@ -117,12 +117,12 @@ def _workers_here(run_url: str) -> list[psutil.Process]:
         if member["host"] == os.uname().nodename and psutil.pid_exists(member["pid"]):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(member["pid"])
-                if process.create_time() < lines[-1]["at_s"] and _is_alive(process):
+                if process.create_time() < lines[-1]["at_s"] and is_alive(process):
                     found.append(process)
     return found
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:  # it ended between the two

@@ -154,7 +154,6 @@ class Metrics:
                 self._of(f"{name}_seconds", kind=kind).set(seconds)
 
     def event(self, event: str, line: dict[str, Any]) -> None:
-        """A line of the journal."""
         self._of("journal_lines_total", event=event).inc()
         if event in COUNTED:
             name, labels = COUNTED[event]
@@ -179,7 +178,6 @@ class Metrics:
     # -------------------------------------------------------------- who stands where
 
     def rank(self, event: ev.StepApplied, rank: int | None) -> None:
-        """A rank has applied a step."""
         if rank is not None and rank < len(self._ranks):
             self._of_rank("data_wait", rank).set(event.spent.get("data_s", 0.0))
             self._of_rank("save_wait", rank).set(event.spent.get("save_s", 0.0))

@@ -194,7 +194,6 @@ def replay(inbox: Iterable[InboxItem], accounts: Accounts | None = None) -> Repl
 
 
 def journal_line_of(command: cmd.Command) -> Iterator[Line]:
-    """The journal line that a command becomes, if it becomes one."""
     if isinstance(command, cmd.PauseWorkers):
         line = {"generation": command.generation, "event": "pausing", "reason": command.reason}
         yield line | {"abort": command.abort}

@@ -423,7 +423,6 @@ class RunFolder(InboxFile):
         return before is None or before.replaced != self._replaced["inbox.jsonl"]
 
     def _open(self, name: str, opened: contextlib.ExitStack) -> tuple[BinaryIO, files.Stamp] | None:
-        """None where there is no such file."""
         try:
             file = opened.enter_context((self.path / name).open("rb"))
         except FileNotFoundError:

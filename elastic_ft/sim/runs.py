@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_ft.core.assignment import Tier
 from elastic_ft.core.events import NodeDraining, StopRequested, WorkerRaised
@@ -18,6 +18,7 @@ from elastic_ft.sim.sim_inbox import Decide
 from elastic_ft.sim.sim_keeper import SimKeeper, SimNode
 from elastic_ft.sim.simulation import Simulation
 
+T = TypeVar("T")
 UNNOTICED_S = 0.05  # before the controller can know
 
 
@@ -155,25 +156,22 @@ class Chaos:
         world = self.world
         if self.healed or world.finish is not None or not (world.up or world.trains_alone):
             return
-        if getattr(self, f"_{fault.kind}")(fault) is not False:
-            self.fired[fault.kind] += 1
-            world.note(f"fault {fault}")
+        try:
+            getattr(self, f"_{fault.kind}")(fault)
+        except NothingThere:
+            return
+        self.fired[fault.kind] += 1
+        world.note(f"fault {fault}")
 
-    # Each returns False if there was nothing to fail.
+    # Each raises NothingThere if there is nothing to fail.
 
-    def _crash_worker(self, fault: SimFault) -> bool | None:
-        alive = self.world.alive()
-        if not alive:
-            return False
-        self.world.kill(alive[fault.target % len(alive)], "crashed")
-        return None
+    def _crash_worker(self, fault: SimFault) -> None:
+        self.world.kill(_one(self.world.alive(), fault), "crashed")
 
-    def _crash_every_worker(self, fault: SimFault) -> bool | None:
+    def _crash_every_worker(self, fault: SimFault) -> None:
         """Out of memory everywhere, say: the nodes and their keepers live."""
-        alive = self.world.alive()
-        for worker in alive:
+        for worker in _some(self.world.alive()):
             self.world.kill(worker, "crashed")
-        return None if alive else False
 
     def _crash_everything(self, fault: SimFault) -> None:
         """Every process on every node: what is left is in the store."""
@@ -182,124 +180,88 @@ class Chaos:
         for worker in self.world.alive():
             self.world.kill(worker, "crashed")
 
-    def _store_half_down(self, fault: SimFault) -> bool | None:
+    def _store_half_down(self, fault: SimFault) -> None:
         """One node can't read it, the others can."""
-        if (node := self._node(fault)) is None:
-            return False
-        unread = self.world.store.unread_on
-        unread.add(node.id)
-        self.world.after(fault.lasts_s, lambda: unread.discard(node.id))
-        return None
+        self._bar(fault, self.world.store.unread_on)
 
-    def _store_unwritten(self, fault: SimFault) -> bool | None:
+    def _store_unwritten(self, fault: SimFault) -> None:
         """One node can't write it, the others can."""
-        if (node := self._node(fault)) is None:
-            return False
-        unwritten = self.world.store.unwritten_on
-        unwritten.add(node.id)
-        self.world.after(fault.lasts_s, lambda: unwritten.discard(node.id))
-        return None
+        self._bar(fault, self.world.store.unwritten_on)
+
+    def _bar(self, fault: SimFault, barred: set[str]) -> None:
+        node = self._node(fault)
+        barred.add(node.id)
+        self.world.after(fault.lasts_s, lambda: barred.discard(node.id))
 
     def _publisher_silent(self, fault: SimFault) -> None:
         self._for_a_while(fault, self.world.store, "silent")
 
-    def _spoil_node(self, fault: SimFault) -> bool | None:
+    def _spoil_node(self, fault: SimFault) -> None:
         """Its data is gone: who trains there has read it, who comes there can't."""
-        if (node := self._node(fault)) is None:
-            return False
-        self._for_a_while(fault, node, "spoiled")
-        return None
+        self._for_a_while(fault, self._node(fault), "spoiled")
 
-    def _close_ports(self, fault: SimFault) -> bool | None:
+    def _close_ports(self, fault: SimFault) -> None:
         """A firewall that bars new connections: who trains there has its own."""
-        if (node := self._node(fault)) is None:
-            return False
+        node = self._node(fault)
         node.closed = True
         self.world.after(fault.lasts_s, lambda: self._open_ports(node))
-        return None
 
     def _open_ports(self, node: SimNode) -> None:
         node.closed = False
         for worker in self.world.on(node):
             worker.unreachable = False
 
-    def _make_deadly(self, fault: SimFault) -> bool | None:
+    def _make_deadly(self, fault: SimFault) -> None:
         """A bad device: whoever starts there crashes, again and again."""
-        if (node := self._node(fault)) is None:
-            return False
-        node.deadly = True
-        return None
+        self._node(fault).deadly = True
 
-    def _crash_worker_there(self, fault: SimFault) -> bool | None:
-        node = self._node(fault)
-        if node is None or not self.world.on(node):
-            return False
-        self.world.kill(self.world.on(node)[0], "crashed")
-        return None
+    def _crash_worker_there(self, fault: SimFault) -> None:
+        self.world.kill(_some(self.world.on(self._node(fault)))[0], "crashed")
 
-    def _crash_keeper(self, fault: SimFault) -> bool | None:
-        if (keeper := self._keeper(fault)) is None:
-            return False
-        self.world.kill_keeper(keeper.node)
-        return None
+    def _crash_keeper(self, fault: SimFault) -> None:
+        self.world.kill_keeper(self._keeper(fault).node)
 
-    def _lose_keeper_line(self, fault: SimFault) -> bool | None:
+    def _lose_keeper_line(self, fault: SimFault) -> None:
         workers = [w for w in self.world.alive() if w.keeper is not None and w.keeper.alive]
-        if not workers:
-            return False
-        workers[fault.target % len(workers)].lose_keeper_line()
-        return None
+        _one(workers, fault).lose_keeper_line()
 
-    def _hang_keeper(self, fault: SimFault) -> bool | None:
+    def _hang_keeper(self, fault: SimFault) -> None:
         keeper = self._keeper(fault)
-        if keeper is None or keeper.hung:
-            return False
+        _need(not keeper.hung)
         keeper.hang(fault.lasts_s)
-        return None
 
-    def _hush_keeper(self, fault: SimFault) -> bool | None:
+    def _hush_keeper(self, fault: SimFault) -> None:
         """Workers can't reach it, for a while; the controller can."""
-        if (keeper := self._keeper(fault)) is None:
-            return False
-        self._for_a_while(fault, keeper, "hushed")
-        return None
+        self._for_a_while(fault, self._keeper(fault), "hushed")
 
-    def _node(self, fault: SimFault) -> SimNode | None:
-        nodes = [n for n in self.world.nodes if n.up and not n.cut and not n.lost]
-        return nodes[fault.target % len(nodes)] if nodes else None
+    def _node(self, fault: SimFault) -> SimNode:
+        return _one([n for n in self.world.nodes if n.up and not n.cut and not n.lost], fault)
 
-    def _keeper(self, fault: SimFault) -> SimKeeper | None:
-        node = self._node(fault)
-        keeper = None if node is None else node.keeper
-        return keeper if keeper is not None and keeper.alive else None
+    def _keeper(self, fault: SimFault) -> SimKeeper:
+        keeper = self._node(fault).keeper
+        if keeper is None or not keeper.alive:
+            raise NothingThere
+        return keeper
 
     def _for_a_while(self, fault: SimFault, of: Any, name: str) -> None:
         """``of`` is so until the fault is over; a later one of the kind ends with this one."""
         setattr(of, name, True)
         self.world.after(fault.lasts_s, lambda: setattr(of, name, False))
 
-    def _crash_node(self, fault: SimFault) -> bool | None:
-        if (node := self._node(fault)) is None:
-            return False
-        self.world.lose_node(node, "power")
+    def _crash_node(self, fault: SimFault) -> None:
+        self.world.lose_node(self._node(fault), "power")
         self.world.after(fault.lasts_s, self.world.bring_node)
-        return None
 
     def _add_node(self, fault: SimFault) -> None:
         self.world.bring_node()
 
-    def _hang_worker(self, fault: SimFault) -> bool | None:
-        running = [w for w in self.world.alive() if not w.hung]
-        if not running:
-            return False
-        worker = running[fault.target % len(running)]
+    def _hang_worker(self, fault: SimFault) -> None:
+        worker = _one([w for w in self.world.alive() if not w.hung], fault)
         worker.hung = True
         self.world.after(HANG_TIMEOUT_S, lambda: self.world.watch_hung(worker))
-        return None
 
-    def _partition_node(self, fault: SimFault) -> bool | None:
-        if (node := self._node(fault)) is None:
-            return False
+    def _partition_node(self, fault: SimFault) -> None:
+        node = self._node(fault)
         self.world.cut_node(node)
 
         def heal() -> None:
@@ -309,12 +271,10 @@ class Chaos:
                 self.world.bring_node()
 
         self.world.after(fault.lasts_s, heal)
-        return None
 
-    def _drain_node(self, fault: SimFault) -> bool | None:
+    def _drain_node(self, fault: SimFault) -> None:
         node, world = self._node(fault), self.world
-        if node is None or node.draining:
-            return False
+        _need(not node.draining)
         node.draining = True
         node.deadline_s = deadline_s = world.now_s + fault.lasts_s
         event = NodeDraining(world.now_s, node.id, deadline_s, "preempted")
@@ -322,45 +282,31 @@ class Chaos:
         world.after(UNNOTICED_S, lambda: world.tell(event, controller))
         world.at(deadline_s, lambda: world.lose_node(node, "preempted"))
         world.at(deadline_s + 2.0, world.bring_node)
-        return None
 
-    def _break_collective(self, fault: SimFault) -> bool | None:
-        group = next((w.group for w in self.world.members() if w.group), None)
-        if group is None:
-            return False
-        group.fail("a link flapped")
-        return None
+    def _break_collective(self, fault: SimFault) -> None:
+        _some([w.group for w in self.world.members() if w.group])[0].fail("a link flapped")
 
-    def _raise_error(self, fault: SimFault) -> bool | None:
+    def _raise_error(self, fault: SimFault) -> None:
         """The same exception on every rank, as user code's bugs come."""
-        world, core = self.world, self.world.core
+        world = self.world
+        _need(world.core.phase == "running")
         raising = [w for w in world.members() if w.works() and w.group and w.unapplied is None]
-        if not raising or core.phase != "running":
-            return False
-        for worker in raising:
+        for worker in _some(raising):
             group = worker.group
             assert group is not None
             step = worker.live.step + 1 if worker.live else 1
             worker.send(WorkerRaised(world.now_s, worker.id, group.generation, step, "ValueError"))
             worker.group = None
             group.fail("a peer raised")
-        return None
 
-    def _damage_memory(self, fault: SimFault) -> bool | None:
+    def _damage_memory(self, fault: SimFault) -> None:
         """Bits rot in the newest snapshot that one worker holds, its own or a peer's."""
-        holders = [w for w in self.world.alive() if w.copies]
-        if not holders:
-            return False
-        worker = holders[fault.target % len(holders)]
-        newest = max(worker.copies, key=lambda key: (key[0], worker.copies[key].tier is Tier.PEER))
-        worker.copies[newest].damaged = True
-        return None
+        copies = _one([w for w in self.world.alive() if w.copies], fault).copies
+        newest = max(copies, key=lambda key: (key[0], copies[key].tier is Tier.PEER))
+        copies[newest].damaged = True
 
-    def _damage_checkpoint(self, fault: SimFault) -> bool | None:
-        if not self.world.store.published:
-            return False
-        self.world.store.published[-1].damaged = True
-        return None
+    def _damage_checkpoint(self, fault: SimFault) -> None:
+        _some(self.world.store.published)[-1].damaged = True
 
     def _store_down(self, fault: SimFault) -> None:
         self._for_a_while(fault, self.world.store, "down")
@@ -380,38 +326,51 @@ class Chaos:
         world.stop_requested = True
         world.tell(StopRequested(world.now_s, "someone asked"), world.controller)
 
-    def _resize(self, fault: SimFault) -> bool | None:
+    def _resize(self, fault: SimFault) -> None:
         world, policy = self.world, self.world.policy
-        worlds = range(policy.min_workers, policy.max_workers + 1, policy.multiple_of)
-        workers = worlds[fault.target % len(worlds)]
-        if workers == (world.core.target or policy.max_workers):
-            return False
+        workers = _one(range(policy.min_workers, policy.max_workers + 1, policy.multiple_of), fault)
+        _need(workers != (world.core.target or policy.max_workers))
         world.ask_for(workers)
-        return None
 
-    def _slow_worker(self, fault: SimFault) -> bool | None:
-        members = self.world.members()
-        if not self.world.policy.evict_stragglers or not members:
-            return False
-        members[fault.target % len(members)].pace_s = 5.0
-        return None
+    def _slow_worker(self, fault: SimFault) -> None:
+        _need(self.world.policy.evict_stragglers)
+        _one(self.world.members(), fault).pace_s = 5.0
 
     def _crash_controller(self, fault: SimFault) -> None:
         self.world.crash_controller()
 
-    def _stop_controller(self, fault: SimFault) -> bool:
-        return self.world.stop_controller(fault.lasts_s)
+    def _stop_controller(self, fault: SimFault) -> None:
+        _need(self.world.stop_controller(fault.lasts_s))
 
-    def _kill_controller(self, fault: SimFault) -> bool:
-        return self._replace_controller("killed", fault)
+    def _kill_controller(self, fault: SimFault) -> None:
+        self._replace_controller("killed", fault)
 
-    def _halt_controller(self, fault: SimFault) -> bool:
-        return self._replace_controller("stopped", fault)
+    def _halt_controller(self, fault: SimFault) -> None:
+        self._replace_controller("stopped", fault)
 
-    def _lose_controller(self, fault: SimFault) -> bool:
-        return self._replace_controller("lost", fault)
+    def _lose_controller(self, fault: SimFault) -> None:
+        self._replace_controller("lost", fault)
 
-    def _replace_controller(self, how: str, fault: SimFault) -> bool:
+    def _replace_controller(self, how: str, fault: SimFault) -> None:
         """Workers train on, and the next one adopts them."""
         adoption = self.world.adoption
-        return adoption is not None and adoption.go(SimKill(0, how, fault.lasts_s))
+        _need(adoption is not None and adoption.go(SimKill(0, how, fault.lasts_s)))
+
+
+class NothingThere(Exception):
+    """A fault has nothing to befall."""
+
+
+def _need(truth: bool) -> None:
+    if not truth:
+        raise NothingThere
+
+
+def _some(found: list[T]) -> list[T]:
+    _need(bool(found))
+    return found
+
+
+def _one(found: Sequence[T], fault: SimFault) -> T:
+    _need(bool(found))
+    return found[fault.target % len(found)]

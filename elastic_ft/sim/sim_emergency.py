@@ -89,6 +89,5 @@ class Emergency:
 
 
 def is_one_state(shards: list[SimSavedShard]) -> bool:
-    """Whether they are all of one state."""
     _, _, space, _ = shards[0].key
     return Layout.of_shard_space(space).shards() <= {shard.key[3] for shard in shards}

@@ -270,7 +270,6 @@ class SimWorker:
     # ------------------------------------------------------------------ what it does
 
     def broken(self, group: Collectives) -> None:
-        """Its collective failed."""
         if self.group is not group or not self.works() or self.unapplied is not None:
             return
         step = self.live.step if self.live else 0

@@ -85,7 +85,6 @@ class HostShard:
         return self.moved_out or is_whole(self.buffer.bytes, self.label())
 
     def seal(self) -> None:
-        """It is complete."""
         seal(self.buffer.bytes, self.label())
 
     def label(self) -> bytes:

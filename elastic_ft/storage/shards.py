@@ -173,11 +173,10 @@ class Reader:
     from several threads.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, url: str, threads: int = THREADS) -> None:
+    def __init__(self, store: Store, manifest: Manifest, url: str) -> None:
         self.manifest = manifest
         self.url = url
         self._store = store
-        self._threads = threads
         self._entries: dict[str, list[ShardEntry]] = defaultdict(list)
         for entry in manifest.entries:
             self._entries[entry.tensor].append(entry)
@@ -204,7 +203,7 @@ class Reader:
                     _copy(entry, run.part(data, entry), want, part)
             return run.end - run.start
 
-        return sum(parallel(fetch, _runs(placements), self._threads))
+        return sum(parallel(fetch, _runs(placements), THREADS))
 
     def _sources(self, want: Want) -> list[tuple[ShardEntry, Box]]:
         """Entries and the disjoint parts of the want that each fills, all of it."""

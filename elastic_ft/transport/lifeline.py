@@ -76,7 +76,6 @@ class Lifeline:
 
     @property
     def welcome(self) -> control.Welcome:
-        """The newest."""
         return self._line[1]
 
     @property

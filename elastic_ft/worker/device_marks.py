@@ -54,7 +54,6 @@ class DeviceMarks:
             self._queued.append(event)
 
     def begin(self) -> None:
-        """A step begins."""
         with self._lock:
             self._expected = self._measured
             self._marked = self._passed = 0

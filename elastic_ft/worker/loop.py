@@ -149,7 +149,7 @@ class Loop:
         self._spent = Spent()
         self._overlap = Overlap(tools.snapshots, self.engine.device, layout)
         self._pace: LayerTimer | None = None
-        if not layout.waits_within_layers:
+        if layout.ranks_together == 1:  # nobody waits for others inside a layer
             self._pace = LayerTimer(self.engine.blocks, self.engine.device)
         counted = self.engine.device.type == "cuda" and not layout.has_stages  # their layers differ
         self._marks = DeviceMarks(self.engine.blocks if counted else [], tools.points)

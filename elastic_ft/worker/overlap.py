@@ -33,7 +33,6 @@ class Overlap:
         snapshots.take_overlap()
 
     def begin(self) -> None:
-        """A step begins."""
         self._number += 1
         if self._is_due:
             WAITS.begin()

@@ -381,7 +381,6 @@ class Worker:
 
     @property
     def step(self) -> int:
-        """That it is at."""
         return self._points.step
 
     def check_iterated(self) -> None:

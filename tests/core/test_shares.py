@@ -12,7 +12,7 @@ from elastic_ft.core.commands import Command, FormGeneration
 from elastic_ft.core.events import Event
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.policy import Policy
-from elastic_ft.core.shares import Share, share_of, shares
+from elastic_ft.core.shares import Share, shares
 from elastic_ft.core.state import State
 from elastic_ft.sim import simulate
 from tests.core.script import member
@@ -123,4 +123,4 @@ def test_everyone_knows_who_has_what_no_participant_has() -> None:
 
 def test_one_that_takes_no_part_has_no_share() -> None:
     with pytest.raises(KeyError):
-        share_of(made({}), "d")
+        dict(shares(made({})))["d"]

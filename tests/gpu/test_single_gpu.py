@@ -9,7 +9,7 @@ import torch.distributed as dist
 from elastic_ft.config import parse_job
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.groups.groups import Groups
 from elastic_ft.hosts.local import run_local
 
@@ -55,7 +55,7 @@ def test_nccl_group_forms_again_after_an_abort() -> None:
         layout, _ = plan_layout(LayoutWish(strategy="fsdp"), 1)
         source = Source(0, Tier.INITIAL)
         assignment = Assignment(generation, (member,), (), layout, source, ((),), "test")
-        groups = Groups(share_of(assignment, "w0"), member, ("127.0.0.1", store.port))
+        groups = Groups(dict(shares(assignment))["w0"], member, ("127.0.0.1", store.port))
         groups.form(torch.device("cuda", 0), 30)
         ones = torch.ones(4, device="cuda")
         dist.all_reduce(ones)

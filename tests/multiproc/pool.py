@@ -25,7 +25,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.batches import DataOrder, deal, step_batch
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.data.dataset import open_dataset
 from elastic_ft.engines.base import Engine, MicroBatch
 from elastic_ft.groups.groups import Groups
@@ -139,7 +139,7 @@ def form(port: int, generation: int, rank: int, layout: Layout) -> Groups:
     links = _LINKS.setdefault(
         port, StoreLinks(("127.0.0.1", port), OPERATION_S)
     )  # a process has one
-    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], links)
+    groups = Groups(dict(shares(assignment))[f"w{rank}"], members[rank], links)
     groups.form(CPU, OPERATION_S)
     links.prepare()
     return groups

@@ -13,7 +13,7 @@ from torch import nn
 from elastic_ft.config import Job, parse_job
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.engines.base import MicroBatch, Update
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups.groups import Groups
@@ -41,7 +41,7 @@ def attached(
     member, source = Member("w0", "n0", "127.0.0.1", 0), Source(0, Tier.INITIAL)
     assignment = Assignment(1, (member,), (), Layout(), source, ((),), "a test")
     links = StoreLinks(("127.0.0.1", store.port), TIMEOUT_S)
-    groups = Groups(share_of(assignment, "w0"), member, links)
+    groups = Groups(dict(shares(assignment))["w0"], member, links)
     engine = NativeEngine(job, factory, CPU, tokens)
     engine.base_digest = digest
     engine.prepare()  # as a worker does: before there is a group

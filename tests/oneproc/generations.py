@@ -11,7 +11,7 @@ import torch.distributed as dist
 from elastic_ft.config import Job
 from elastic_ft.core.assignment import Assignment, Holding, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
@@ -53,7 +53,7 @@ class Generations:
         self.number += 1
         assignment = Assignment(self.number, (MEMBER,), (), LAYOUT, source, ((),), "a test")
         links = StoreLinks(("127.0.0.1", self.store.port), TIMEOUT_S)
-        groups = Groups(share_of(assignment, "w0"), MEMBER, links)
+        groups = Groups(dict(shares(assignment))["w0"], MEMBER, links)
         groups.form(CPU, TIMEOUT_S)
         try:
             yield groups

@@ -21,7 +21,7 @@ from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.events import ITS_DEVICE
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.data.dataset import DataBundle
 from elastic_ft.engines import laid_out
 from elastic_ft.engines.optimizer_state import OptimizerState
@@ -61,7 +61,7 @@ def make_groups(
     members = tuple(Member(f"w{rank}", f"n{rank}", "localhost", 0) for rank in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, ((),) * world, "test")
-    return Groups(share_of(assignment, "w0"), members[0], ("127.0.0.1", 1), backend)
+    return Groups(dict(shares(assignment))["w0"], members[0], ("127.0.0.1", 1), backend)
 
 
 @pytest.fixture

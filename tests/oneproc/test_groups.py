@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.shares import share_of, shares
+from elastic_ft.core.shares import shares
 from elastic_ft.errors import GroupBroken
 from elastic_ft.groups.groups import OTHERS_TIMEOUT_S, Groups
 from elastic_ft.groups.store_links import Address, SealedStore, StoreLinks, inet_sockets
@@ -120,7 +120,7 @@ def test_who_waits_for_a_peer_to_connect_is_ended_by_an_abort(
     assignment = Assignment(1, (), donors, Layout(), Source(0, Tier.INITIAL), (), "a test")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     links = StoreLinks(("127.0.0.1", store.port), 10.0, KEY)
-    groups = Groups(share_of(assignment, "w0"), donors[0], links)
+    groups = Groups(dict(shares(assignment))["w0"], donors[0], links)
     with ThreadPoolExecutor(1) as thread:
         forming = thread.submit(groups.form, torch.device("cpu"), 10.0)
         assert waits.wait(30)
@@ -166,7 +166,7 @@ def test_what_gloo_puts_into_the_store_is_sealed() -> None:
     assignment = Assignment(1, (), (donor,), Layout(), Source(0, Tier.INITIAL), (), "a test")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     links = StoreLinks(("127.0.0.1", store.port), 10.0, KEY)
-    groups = Groups(share_of(assignment, "w0"), donor, links)
+    groups = Groups(dict(shares(assignment))["w0"], donor, links)
     groups.form(torch.device("cpu"), 10.0)
     of_gloo = [name for name in store.list_keys() if "/host/" in name]
     assert of_gloo
@@ -198,7 +198,7 @@ def test_a_world_whose_making_is_ended_leaves_nothing_to_the_next(
     def of(generation: int) -> Groups:
         source = Source(0, Tier.INITIAL)
         made = Assignment(generation, (member,), (), Layout(), source, ((),), "a test")
-        return Groups(share_of(made, "w0"), member, links)
+        return Groups(dict(shares(made))["w0"], member, links)
 
     groups = of(1)
     with ThreadPoolExecutor(1) as thread:

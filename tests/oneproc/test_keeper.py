@@ -23,7 +23,7 @@ from elastic_ft.core.events import KeeperHolds, KeeperReady
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.manifest import ShardEntry
 from elastic_ft.core.sharding import Box
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.errors import StateDamaged, StateUnreadable
 from elastic_ft.keeper.buffer import (
     DIGEST_BYTES,
@@ -230,7 +230,7 @@ def test_a_worker_notices_that_its_keeper_does_not_hear_it(desk: Desk, keeper: K
     layout, _ = plan_layout(LayoutWish(), 1)
     source = Source(0, Tier.INITIAL)
     alone = Assignment(1, (member("w0", "n0"),), (), layout, source, ((),), "a test", (keeper,))
-    groups: Any = SimpleNamespace(assignment=share_of(alone, "w0"), rank=0, host=None)
+    groups: Any = SimpleNamespace(assignment=dict(shares(alone))["w0"], rank=0, host=None)
     client, told, why = KeeperClient(keeper, desk.server.key, "w0"), list[int](), list[str]()
     snapshots = Snapshots("w0", False, why.append, RUN)
     snapshots.use(client)

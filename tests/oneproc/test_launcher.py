@@ -9,43 +9,31 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from elastic_ft.errors import JobFailed
-from elastic_ft.hosts.local import LocalHost, children, detached, in_charge, to_launcher
+from elastic_ft.hosts.local import LocalHost, detached, to_launcher
 from elastic_ft.hosts.local.detached import DetachedRun
-from elastic_ft.hosts.local.launcher import Charge, Launcher, serve
+from elastic_ft.hosts.local.launcher import Charge, Launcher
 from elastic_ft.hosts.local.orders import (
     ENDED_KEPT,
     PACKET_BYTES,
-    TO_LAUNCHER,
-    Attend,
     Forked,
     KeepNodes,
     KillProcess,
-    LocalRun,
     Order,
-    Packets,
     ProcessTable,
-    Role,
-    RunEnded,
-    call_in,
     listen_in,
     number_of,
 )
-from elastic_ft.hosts.local.to_launcher import ToLauncher
 from elastic_ft.hosts.local.warm import stop_warm
 from elastic_ft.storage import owners
 from elastic_ft.storage.store import open_store
@@ -327,256 +315,3 @@ def test_an_interrupt_does_not_go_to_who_has_the_pid_of_a_controller_that_ended(
         assert launcher._interrupts == 1, "the next controller is to hear of it"
         stranger.kill()
     assert stranger.returncode == -signal.SIGKILL
-
-
-class Scripted:
-    """A run's launcher, in a process of its own, whose controllers do what the test says."""
-
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.log = tmp_path / "launcher", tmp_path / "log"
-        self._patch, self.pid, out = monkeypatch, 0, str(tmp_path / "run")
-        run = LocalRun(make_job(steps=5), out, out, {"n0": 1}, KEY, str(self.log))
-        self.order = Order(str(self.folder), None, dict(os.environ), tuple(sys.path), run)
-
-    def start(self, controller: Callable[[Order, bool], Any]) -> Packets:
-        with listen_in(self.folder) as listener:
-            return self.serve(controller, listener)
-
-    def serve(self, controller: Callable[[Order, bool], Any], listener: socket.socket) -> Packets:
-        """Returns the line of a watcher."""
-        self._patch.setattr(children, "controller", controller)
-        watcher = self.call("watcher")
-        self.pid = os.fork()
-        if not self.pid:
-            serve(self.order, listener)
-        return watcher
-
-    def call(self, role: Role) -> Packets:
-        line = call_in(self.folder)
-        line.send(Attend(role, os.getpid()))
-        return line
-
-    def has(self, state: str) -> bool:
-        return psutil.Process(self.pid).status() == state
-
-    def ended(self, watcher: Packets) -> Any:
-        """What the watcher hears of the end."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while not isinstance(message := watcher.receive(1.0), RunEnded):
-            assert time.monotonic() < deadline_s
-        return message
-
-    def close(self) -> None:
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-
-
-@pytest.fixture
-def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
-    made = Scripted(tmp_path, monkeypatch)
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("is_followed", [True, False])
-def test_who_stood_still_while_a_keeper_saw_to_the_run_starts_no_launcher(
-    scripted: Scripted, monkeypatch: pytest.MonkeyPatch, is_followed: bool
-) -> None:
-    """Two launchers had one run, and the run was told as failed while it trained."""
-    started: list[Order] = []
-
-    def start(order: Order, listener: socket.socket) -> None:
-        started.append(order)
-        raise OSError("as if there were none")
-
-    monkeypatch.setattr(to_launcher, "fork_launcher", start)
-    monkeypatch.setattr(to_launcher, "AGAIN_S", 0.1)
-    heard = SimpleNamespace(known=lambda: ((), {}), hear=lambda _: None, gave_up=lambda _: None)
-    line = ToLauncher(heard, scripted.order, {})
-    with listen_in(scripted.folder) as first:
-        joining = threading.Thread(target=line.join)
-        joining.start()
-        launcher = Packets(first.accept()[0], TO_LAUNCHER)
-        launcher.send(ProcessTable((), {}))
-        joining.join(DEADLINE_S)
-    with listen_in(scripted.folder) if is_followed else contextlib.nullcontext():
-        launcher.close()
-        until(lambda: line._departed or started)
-        line.depart(RunEnded(1) if is_followed else None)
-    assert bool(started) is not is_followed
-
-
-@pytest.mark.parametrize("is_accepted", [True, False])
-def test_last_words_count_that_are_read_after_the_end(
-    scripted: Scripted, is_accepted: bool
-) -> None:
-    """A job that was stopped began again, where its launcher slept through the last moments."""
-
-    def controller(order: Order, is_first: bool) -> None:
-        line = scripted.call("controller") if is_accepted else None
-        if line is not None:
-            line.receive(DEADLINE_S)
-        if is_first:
-            os.kill(os.getppid(), signal.SIGSTOP)
-        line = line or scripted.call("controller")
-        line.send(RunEnded(0, "stopped" if is_first else "begun again"))
-
-    watcher = scripted.start(controller)
-    until(lambda: scripted.has(psutil.STATUS_STOPPED))
-    (child,) = psutil.Process(scripted.pid).children()
-    until(lambda: child.status() == psutil.STATUS_ZOMBIE)
-    os.kill(scripted.pid, signal.SIGCONT)
-    assert scripted.ended(watcher).line == "stopped"
-
-
-def test_last_words_count_that_a_new_launcher_finds(scripted: Scripted) -> None:
-    """Its controller starts it, and may end while it imports."""
-    gone = Forked("controller0", "controller", "", os.getpid(), 1)
-    scripted.order = replace(scripted.order, forked=(gone,), in_charge=gone.name)
-
-    def controller(order: Order, is_first: bool) -> None:
-        scripted.call("controller").send(RunEnded(0, "begun again"))
-
-    with listen_in(scripted.folder) as listener:
-        scripted.call("controller").send(RunEnded(0, "stopped"))
-        watcher = scripted.serve(controller, listener)
-    assert scripted.ended(watcher).line == "stopped"
-
-
-def test_a_launcher_that_wakes_up_to_much_news_waits_for_none(scripted: Scripted) -> None:
-    """What it had been told of a connection that it then closed was taken for the end of the next
-    controller, which had got its number: that end was waited for, and nobody was answered."""
-
-    def controller(order: Order, is_first: bool) -> None:
-        line = scripted.call("controller")
-        line.receive(DEADLINE_S)
-        scripted.folder.with_name(order.in_charge).touch()
-        line.receive(DEADLINE_S)  # until it is killed
-
-    def processes() -> dict[str, Forked]:
-        line = scripted.call("watcher")
-        table = line.receive(WOKEN_S)
-        line.close()
-        assert isinstance(table, ProcessTable), "nobody is answered"
-        return {one.name: one for one in table.forked}
-
-    scripted.start(controller).receive(DEADLINE_S)
-    process = psutil.Process(scripted.pid)
-    (first,) = process.children()
-    until(scripted.folder.with_name("controller0").exists)
-    process.suspend()
-    callers = [scripted.call("watcher") for _ in range(2)]
-    first.kill()
-    until(lambda: first.status() == psutil.STATUS_ZOMBIE)
-    process.resume()
-    for caller in callers:
-        assert isinstance(caller.receive(WOKEN_S), ProcessTable)
-    until(lambda: "controller1" in processes())
-    psutil.Process(processes()["controller1"].pid).kill()
-    until(lambda: "controller2" in processes())
-    psutil.Process(processes()["controller2"].pid).kill()
-
-
-def test_signals_that_come_together_are_one_request_to_stop(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A service manager's SIGTERM came three times: it was "at once", with no checkpoint."""
-    now_s, reasons = 100.0, list[str]()
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    requests = in_charge.StopRequests()
-    requests.hear(signal.SIGTERM, None)
-    now_s += 0.5
-    requests.hear(signal.SIGINT, None)
-    assert reasons == [], "there is no controller yet"
-    requests.lead_to(SimpleNamespace(stop=reasons.append))
-    requests.hear(signal.SIGINT, None)
-    assert reasons == ["interrupted"]
-    now_s += in_charge.SAME_S
-    requests.hear(signal.SIGINT, None)
-    assert reasons == ["interrupted", "interrupted"], "asked twice"
-
-
-def test_workers_have_the_environment_of_their_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What they fork from may be older: a store's endpoint was set after it, and none knew."""
-    monkeypatch.setenv("OF_BEFORE", "1")
-    told = tmp_path / "told"
-
-    def tell() -> None:
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        told.write_text(json.dumps([dict(os.environ), sorted(map(int, mask))]))
-
-    reads, writes = os.pipe()
-    prepared = children.Prepared({"OF_THE_JOB": "2"}, tuple(sys.path), [writes])
-    pid = children.fork(prepared, tell)
-    os.close(writes)
-    assert os.read(reads, 1) == b"", "the child has not kept it open"
-    os.close(reads)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert json.loads(told.read_text()) == [{"OF_THE_JOB": "2"}, [*children.INTERRUPTS]]
-
-
-def test_processes_that_are_forked_draw_apart(tmp_path: Path) -> None:
-    """All workers of all jobs drew the same from numpy's global generator."""
-
-    def draw(name: str) -> None:
-        (tmp_path / name).write_text(str(np.random.random()))
-
-    pids = [
-        children.fork(children.Prepared(dict(os.environ), (), []), partial(draw, name))
-        for name in ("first", "second")
-    ]
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0, 0]
-    assert (tmp_path / "first").read_text() != (tmp_path / "second").read_text()
-
-
-def test_an_interrupt_that_comes_right_after_the_fork_is_heard(tmp_path: Path) -> None:
-    """It was ignored until the controller had its handlers, and the job went on."""
-    heard, (reads, writes) = tmp_path / "heard", os.pipe()
-
-    def run() -> None:
-        os.read(reads, 1)
-        requests = in_charge.StopRequests()
-        requests.listen()
-        requests.lead_to(SimpleNamespace(stop=lambda reason: heard.write_text(reason)))  # type: ignore[arg-type]
-
-    pid = children.fork(children.Prepared(dict(os.environ), tuple(sys.path), [writes]), run)
-    os.kill(pid, signal.SIGTERM)
-    os.write(writes, b".")
-    for handle in (reads, writes):
-        os.close(handle)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert heard.read_text() == "interrupted"
-
-
-def test_an_interrupt_of_the_terminal_does_not_reach_a_process_that_imports() -> None:
-    """It died of it, with a traceback, where the checks had ended quietly."""
-    program = """
-import os, signal
-from elastic_ft.hosts.local import warm
-warm.start_warm()
-pid = warm._warm.pid
-os.kill(pid, signal.SIGINT)
-status = open(f"/proc/{pid}/status").read()
-blocked = int(status.split("SigBlk:")[1].split()[0], 16)
-print(bool(blocked & 1 << signal.SIGINT - 1), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-warm.stop_warm()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert (done.stdout.split(), done.stderr) == (["True", "set()"], "")
-
-
-def test_a_folder_may_lie_deep(tmp_path: Path) -> None:
-    """A path to a socket has room for some 100 characters."""
-    folder = tmp_path / ("deep" * 40)
-    with listen_in(folder):
-        assert folder.stat().st_mode & 0o777 == 0o700
-        call_in(folder).close()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from elastic_ft.core.assignment import Assignment, CheckpointRef, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.manifest import Manifest
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.errors import StateDamaged, StateUnreadable, StoreFailed
 from elastic_ft.groups.groups import Groups, Peer
 from elastic_ft.state.outcomes import together
@@ -45,7 +45,7 @@ def outcomes(*works: Work, looks: Any = None) -> list[Any]:
     store = dist.HashStore()
 
     def one(rank: int) -> Any:
-        share = share_of(assignment, members[rank].worker)
+        share = dict(shares(assignment))[members[rank].worker]
         groups = Groups(share, members[rank], ("127.0.0.1", 1))
         groups.peers = tuple(Peer(m.worker, m.node) for m in members)
         groups.store = store

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from elastic_ft.config import parse_job
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.own import OwnEngine
 from elastic_ft.engines.own_attempt import Running, check_alike
@@ -77,7 +77,7 @@ class Own:
         self._generation += 1
         member, source = Member("w0", "n0", "127.0.0.1", 0), Source(0, Tier.INITIAL)
         formed = Assignment(self._generation, (member,), (), Layout(), source, ((),), "a test")
-        groups = Groups(share_of(formed, "w0"), member, self._links)
+        groups = Groups(dict(shares(formed))["w0"], member, self._links)
         if self._generation > 1:
             self._links.prepare()
         groups.form(CPU, TIMEOUT_S)

@@ -20,7 +20,7 @@ from elastic_ft.config import Job
 from elastic_ft.core.assignment import Assignment, Member, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.layouts.memory_costs import stage_memory
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.native import NativeEngine
 from elastic_ft.groups import groups as groups_module
@@ -63,7 +63,7 @@ def groups_of(layout: Layout, rank: int) -> Groups:
     members = tuple(Member(f"w{r}", f"n{r}", "localhost", 0) for r in range(world))
     source = Source(0, Tier.INITIAL)
     assignment = Assignment(1, members, (), layout, source, ((),) * world, "test")
-    groups = Groups(share_of(assignment, f"w{rank}"), members[rank], ("127.0.0.1", 1))
+    groups = Groups(dict(shares(assignment))[f"w{rank}"], members[rank], ("127.0.0.1", 1))
     groups.mesh = groups_module._make_mesh(layout, CPU)
     groups.context = groups_module._make_context(layout)
     return groups

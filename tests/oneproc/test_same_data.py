@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from elastic_ft.core.assignment import Assignment, Source, Tier
 from elastic_ft.core.layouts.layout import Layout
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.errors import DataDiffers, DataError, GroupBroken
 from elastic_ft.groups.groups import Groups, Peer
 from elastic_ft.worker.same_data import check_same_data
@@ -26,7 +26,7 @@ def judged(*workers: tuple[str, bool]) -> list[Any]:
     store = dist.HashStore()
 
     def check(rank: int) -> Any:
-        share = share_of(assignment, members[rank].worker)
+        share = dict(shares(assignment))[members[rank].worker]
         groups = Groups(share, members[rank], ("127.0.0.1", 1))
         groups.peers = tuple(Peer(m.worker, m.node) for m in members)
         groups.store = store

@@ -17,7 +17,7 @@ import torch
 from elastic_ft.core.assignment import Assignment, Holding, Source, Tier
 from elastic_ft.core.layouts.layout import LayoutWish, plan_layout
 from elastic_ft.core.sharding import Box
-from elastic_ft.core.shares import share_of
+from elastic_ft.core.shares import shares
 from elastic_ft.errors import GroupBroken
 from elastic_ft.keeper.keeper_client import KeeperGone, KeeperRefused
 from elastic_ft.state.host_shards import HostShard
@@ -29,7 +29,7 @@ LAYOUT, _ = plan_layout(LayoutWish(strategy="fsdp"), 2)
 MEMBERS = (member("a", "n1"), member("b", "n2"))
 SOURCE = Source(59, Tier.INITIAL)
 ASSIGNMENT = Assignment(3, MEMBERS, (), LAYOUT, SOURCE, ((), ()), "a test")
-SHARE = share_of(ASSIGNMENT, "a")
+SHARE = dict(shares(ASSIGNMENT))["a"]
 GROUPS: Any = SimpleNamespace(assignment=SHARE, rank=0, host=None)
 DEADLINE_S = 60.0
 

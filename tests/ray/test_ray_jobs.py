@@ -29,9 +29,13 @@ def server() -> Iterator[LocalCluster]:
         yield cluster
 
 
+def dashboard(server: LocalCluster) -> str:
+    return f"http://{server._head.webui_url}"
+
+
 def ray_job(server: LocalCluster, verb: str, *words: object) -> str:
     command = [sys.executable, "-m", "ray.scripts.scripts", "job", verb]
-    address = ["--address", server.dashboard_url]
+    address = ["--address", dashboard(server)]
     ended = subprocess.run(
         [*command, *address, *map(str, words)], capture_output=True, text=True, timeout=START_S
     )
@@ -52,7 +56,7 @@ def test_a_job_of_ray_s_job_server_is_done(server: LocalCluster, tmp_path: Path)
     run = submitted(server, "short", tmp_path, steps=10)
     wait_for(lambda: bool(run.result()), START_S, "it is done")
     assert run.result()["status"] == "completed"
-    asked = JobSubmissionClient(server.dashboard_url)
+    asked = JobSubmissionClient(dashboard(server))
     wait_for(lambda: asked.get_job_status("short").is_terminal(), SOON_S, "Ray knows")
     assert asked.get_job_status("short") == "SUCCEEDED"
     assert "completed: 10 steps" in asked.get_job_logs("short")
@@ -64,7 +68,7 @@ def test_a_job_that_is_stopped_there_leaves_a_checkpoint_of_its_last_step(
     run = submitted(server, "long", tmp_path, checkpoint={"every_steps": 5})
     wait_for(lambda: any(saved(run)), START_S, "it has a checkpoint")
     ray_job(server, "stop", "--no-wait", "long")
-    asked = JobSubmissionClient(server.dashboard_url)
+    asked = JobSubmissionClient(dashboard(server))
     wait_for(lambda: asked.get_job_status("long") == "STOPPED", SOON_S, "Ray has stopped it")
     assert "till then the newest checkpoint is of step" in asked.get_job_logs("long")
     wait_for(lambda: bool(run.result()), SOON_S, "so has the job, beyond its grace if need be")

@@ -20,6 +20,7 @@ from trial import SOON_S, START_S, Trial, job
 from elastic_ft.config import parse_job
 from elastic_ft.errors import ConfigError, JobFailed
 from elastic_ft.faults import PointFault
+from elastic_ft.hosts.interrupts import stopping
 from elastic_ft.hosts.ray.cluster import LocalCluster, wait_for
 from elastic_ft.hosts.ray.names import ROOT, actor_named, actors_of
 from elastic_ft.hosts.ray.trainer import (
@@ -247,7 +248,7 @@ def test_a_third_interrupt_ends_a_driver_whose_controller_is_stuck() -> None:
 
     trainer, stuck = ElasticTrainer(job("stuck"), scaling_config=two_workers()), Stuck()
     trainer._controller = stuck
-    with trainer._interruptible():
+    with stopping(lambda: trainer.stop("interrupted")):
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

@@ -238,11 +238,6 @@ class Layout:
         return self.tp
 
     @property
-    def ranks_per_stage(self) -> int:
-        """Ranks that have the same layers, or parts of them."""
-        return self.world_size // self.pp
-
-    @property
     def ranks_per_layer(self) -> int:
         """Ranks that share each layer of one sample."""
         return self.tp * self.cp
@@ -251,11 +246,6 @@ class Layout:
     def ranks_together(self) -> int:
         """Ranks that talk within each layer: they should share a node."""
         return self.tp * lcm(self.cp, self.ep)
-
-    @property
-    def waits_within_layers(self) -> bool:
-        """Whether ranks wait for each other inside each layer."""
-        return self.ranks_together > 1
 
     @property
     def is_cut(self) -> bool:

@@ -44,7 +44,6 @@ class LayoutPlan:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The device of each rank."""
         firsts = accumulate(self.nodes, initial=0)
         return tuple(f + i for f, used in zip(firsts, self.used, strict=False) for i in range(used))
 

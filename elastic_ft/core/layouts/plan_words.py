@@ -25,7 +25,6 @@ def gb(nbytes: float) -> str:
 
 
 def describe(choice: Choice) -> str:
-    """A choice in a line."""
     schedule = f", {choice.schedule}" if choice.layout.has_stages else ""
     chunks = f" of {choice.chunks} chunks" if choice.chunks > 1 else ""
     again = ", recomputing" if choice.recompute else ""

@@ -81,7 +81,6 @@ class Desk:
         self.do(asks.ResizeJob(job.job, workers, reason, less=less))
 
     def grow(self, job: SharedJob, workers: int, more: asks.Places, reason: str) -> SharedJob:
-        """To ``workers``, with those of ``more``."""
         held = added(job.held, more)
         found = self.change(job.job, target=workers, held=held, resized_at_s=self.at_s)
         self.do(asks.ResizeJob(job.job, workers, reason, more=more))

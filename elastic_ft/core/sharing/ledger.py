@@ -170,7 +170,6 @@ def slots_of(job: SharedJob) -> int:
 
 
 def count(places: Places) -> int:
-    """Workers there."""
     return sum(workers for _, workers in places)
 
 

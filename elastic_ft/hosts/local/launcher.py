@@ -259,7 +259,6 @@ class Launcher:
         attached.line.send(orders.ProcessStarted(process))
 
     def _live(self, start: orders.StartProcess) -> None:
-        """In the process that was forked."""
         if start.kind == "worker":
             children.worker(start)
         else:

@@ -17,7 +17,7 @@ from elastic_ft.core.assignment import KEEPER, Assignment, NodeId, WorkerId
 from elastic_ft.core.events import EVERYONES, NodeDraining, NodeLost, WorkerLost, WorkerRaised
 from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.to_launcher import ToLauncher
-from elastic_ft.hosts.local.warm import ENVIRONMENT, start_warm
+from elastic_ft.hosts.local.warm import start_warm
 from elastic_ft.transport.tls import JobKey
 from elastic_ft.worker.devices import VISIBLE, gpus_of_machine, one_gpu
 
@@ -60,19 +60,12 @@ class LocalHost:
 
     Args:
         nodes: name -> slots.
-        environment: for the workers, beside this process's own and ``ENVIRONMENT``.
         launched: the order of the launcher that has started this very process; None: the host
             has a launcher of its own, which ends with this process.
     """
 
-    def __init__(
-        self,
-        nodes: dict[str, int],
-        environment: dict[str, str] | None = None,
-        launched: orders.Order | None = None,
-    ) -> None:
+    def __init__(self, nodes: dict[str, int], launched: orders.Order | None = None) -> None:
         self._nodes = {name: LocalNode(name, slots) for name, slots in nodes.items()}
-        self.worker_environment = ENVIRONMENT | (environment or {})
         self._processes: dict[WorkerId, LocalProcess] = {}
         self._all: dict[str, LocalProcess] = {}  # ended ones too
         self._gpus = gpus_of_machine()
@@ -88,7 +81,7 @@ class LocalHost:
         self._address: tuple[str, int] = ("", 0)
         self._key = JobKey(b"")
         self._launched = launched is not None
-        self._line = ToLauncher(self, launched, self.worker_environment)
+        self._line = ToLauncher(self, launched)
         if self._launched:
             self._join()
 
@@ -112,7 +105,7 @@ class LocalHost:
     def start(self, inbox: Tell, address: tuple[str, int], key: JobKey) -> None:
         self._inbox, self._address, self._key = inbox, address, key
         if not self._launched:
-            start_warm(self.worker_environment)
+            start_warm()
         with self._lock:
             for process in () if self._adopts else self._processes.values():
                 self._kill(process)  # nobody waits for those of an earlier controller

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from elastic_ft.hosts.local import orders
 from elastic_ft.hosts.local.guard import LAUNCHER_S, answers, read_note
-from elastic_ft.hosts.local.warm import fork_launcher, stop_warm
+from elastic_ft.hosts.local.warm import ENVIRONMENT, fork_launcher, stop_warm
 from elastic_ft.observe import scratch
 
 log = logging.getLogger(__name__)
@@ -49,16 +49,13 @@ class ToLauncher:
     """Args:
     launched: the order of the launcher that has started this very process; None: there is none
         yet, the first message starts one, which ends with this process.
-    environment: of those that it is to start, beside this process's own.
 
     Attributes:
         trained: a step was committed since the last sign of life.
     """
 
-    def __init__(
-        self, listener: Listener, launched: orders.Order | None, environment: dict[str, str]
-    ) -> None:
-        self._listener, self._environment = listener, environment
+    def __init__(self, listener: Listener, launched: orders.Order | None) -> None:
+        self._listener = listener
         self._launched, self._order = launched, launched
         self._changed = threading.Condition(threading.RLock())
         self._line: orders.Packets | None = None
@@ -120,7 +117,7 @@ class ToLauncher:
 
     def _call(self, folder: Path) -> orders.Packets:
         line = orders.call_in(folder)
-        environment = dict(os.environ) | self._environment
+        environment = dict(os.environ) | ENVIRONMENT
         line.send(orders.Attend("controller", os.getpid(), environment, tuple(sys.path)))
         return line
 

@@ -27,7 +27,7 @@ PROGRAM += "main(int(sys.argv[1]))"
 class WarmProcess:
     """There is at most one of a process."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # While it imports, it would die of the terminal's interrupt, with a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -35,7 +35,7 @@ class WarmProcess:
             with theirs:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", PROGRAM, str(theirs.fileno()), json.dumps(sys.path)],
-                    env=dict(os.environ) | environment,
+                    env=dict(os.environ) | ENVIRONMENT,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                 )
@@ -68,13 +68,13 @@ _warm: WarmProcess | None = None
 _starting = threading.Lock()
 
 
-def start_warm(environment: dict[str, str] = ENVIRONMENT) -> bool:
+def start_warm() -> bool:
     """Returns at once, whether one was started; does nothing where one lives already."""
     global _warm
     with _starting:
         if _warm is not None and _warm.lives:
             return False
-        _warm = WarmProcess(environment)
+        _warm = WarmProcess()
         return True
 
 

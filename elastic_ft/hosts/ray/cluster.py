@@ -28,6 +28,7 @@ from elastic_ft.hosts.ray.controller_place import LABEL
 from elastic_ft.hosts.ray.local_templates import LABEL as TEMPLATE
 from elastic_ft.hosts.ray.local_templates import LocalTemplates
 from elastic_ft.observe import scratch
+from elastic_ft.observe.handover import is_alive
 
 MB = 2**20
 REAP_EVERY_S = 0.05
@@ -119,10 +120,6 @@ class LocalCluster:
             kwargs = {"log_to_driver": False, "logging_level": "WARNING", **kwargs}
         ray.init(address=self.address, **kwargs)
         self._connected = True
-
-    @property
-    def dashboard_url(self) -> str:
-        return f"http://{self._head.webui_url}"
 
     @property
     def node_ids(self) -> tuple[NodeId, ...]:
@@ -281,14 +278,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> None
 
 def _await_end(processes: list[psutil.Process]) -> None:
     """Returns once all are dead; init reaps them when it likes."""
-
-    def dead(process: psutil.Process) -> bool:
-        try:
-            return bool(process.status() == psutil.STATUS_ZOMBIE)
-        except psutil.NoSuchProcess:
-            return True
-
-    wait_for(lambda: all(map(dead, processes)), END_TIMEOUT_S, "processes of a killed node end")
+    what = "processes of a killed node end"
+    wait_for(lambda: not any(map(is_alive, processes)), END_TIMEOUT_S, what)
 
 
 def _family(pid: int) -> list[psutil.Process]:

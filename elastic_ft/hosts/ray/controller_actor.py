@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -384,18 +385,10 @@ class ElasticController(TrainController):
         group: ElasticWorkerGroup,
         loop: asyncio.AbstractEventLoop,
     ) -> Launch:
-        own_handle = ray.get_runtime_context().current_actor
-
         def on_formed(assignment: Assignment, members: dict[WorkerId, Worker]) -> None:
             self._rounds.formed(assignment.generation, assignment.source.step)
             if len(members) == len(assignment.members):
-                loop.call_soon_threadsafe(group.adopt, members, own_handle)
-
-        def on_lost(worker: WorkerId) -> None:
-            loop.call_soon_threadsafe(group.lose, worker)
-
-        def on_ended(worker: WorkerId) -> None:
-            loop.call_soon_threadsafe(group.ended, worker)
+                loop.call_soon_threadsafe(group.adopt, members, self._itself)
 
         train_loop = self._train_fn_ref.get()
         selector = self._train_run_context.scaling_config.label_selector
@@ -409,10 +402,10 @@ class ElasticController(TrainController):
                 workers_per_node=self._submission.job.elastic.workers_per_node,
             ),
             train_loop=None if train_loop is None else cloudpickle.dumps(train_loop),
-            controller=own_handle,
+            controller=self._itself,
             on_formed=on_formed,
-            on_lost=on_lost,
-            on_ended=on_ended,
+            on_lost=partial(loop.call_soon_threadsafe, group.lose),
+            on_ended=partial(loop.call_soon_threadsafe, group.ended),
             on_survivors=self._resume,
             reports=lambda: self._rounds.opened,
             domain_labels=self._submission.job.snapshot.domain_labels,

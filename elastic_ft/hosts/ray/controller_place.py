@@ -43,7 +43,6 @@ class ControllerPlaces:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the actor."""
         first, *others = self.selectors
         options: dict[str, Any] = {"label_selector": first, "scheduling_strategy": ANYWHERE}
         if others:

@@ -20,15 +20,15 @@ Labels = tuple[tuple[str, str], ...]
 class RayMetrics(threading.Thread):
     """Mirrors ``registry`` while the block goes on."""
 
-    def __init__(self, registry: CollectorRegistry, every_s: float = EVERY_S) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(name="ray-metrics", daemon=True)
-        self._registry, self._every_s = registry, every_s
+        self._registry = registry
         self._gauges: dict[str, Gauge] = {}
         self._shown: set[tuple[str, Labels]] = set()
         self._closed = threading.Event()
 
     def run(self) -> None:
-        while not self._closed.wait(self._every_s):
+        while not self._closed.wait(EVERY_S):
             self.mirror()
 
     def __enter__(self) -> RayMetrics:

@@ -269,7 +269,6 @@ class Rounds:
         self._rounds[self.opened] = Round(generation, names, self._gone.intersection(names))
 
     def take(self, worker: WorkerId, answer: Polled) -> None:
-        """What a worker has answered to a poll."""
         for refused in answer.carried:
             self._carry(refused)
         if answer.training_report is not None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from elastic_ft.config import Job, load_job, parse_job
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import PointFault
+from elastic_ft.hosts.interrupts import stopping
 from elastic_ft.hosts.ray.causes import why_gone
 from elastic_ft.hosts.ray.controller_actor import ALIVE, ALIVE_CALLS, ElasticController
 from elastic_ft.hosts.ray.controller_place import controller_places
@@ -280,7 +279,7 @@ class ElasticTrainer(DataParallelTrainer):
         """Raises RayActorError where no controller comes up; JobFailedError where its job is no
         more."""
         try:
-            with self._interruptible():
+            with stopping(lambda: self.stop("interrupted")):
                 result = self._ask_for_result()
                 if self._trial is not None:
                     self._trial.wait_for_reports()
@@ -353,30 +352,6 @@ class ElasticTrainer(DataParallelTrainer):
         with contextlib.suppress(IndexError):
             while self._controller is not None:
                 self._controller.stop.remote(self._asked.pop(0))
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """Ctrl C is ``stop``, where signals can be caught: in the main thread.
-
-        The third one ends driver and controller: it may be stuck.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        interrupts = 0
-
-        def on_interrupt(signum: int, frame: Any) -> None:
-            nonlocal interrupts
-            interrupts += 1
-            if interrupts > 2:
-                raise KeyboardInterrupt
-            self.stop("interrupted")
-
-        previous = signal.signal(signal.SIGINT, on_interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
 
 
 def loop_and_job(

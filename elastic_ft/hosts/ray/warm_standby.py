@@ -166,7 +166,6 @@ def standby_executable(prefix: str) -> str:
 
 
 def standby_of(prefix: str, places: ControllerPlaces, variables: dict[str, str]) -> Standby:
-    """For the controller to start."""
     return Standby(prefix, places.likely[:ORDERED_MAX], variables, len(places.selectors) == 1)
 
 

@@ -177,7 +177,6 @@ class ElasticWorker(RayTrainWorker):
         set_train_fn_utils(ElasticTrainFnUtils(self._made))
 
     def start_training(self, task: Task) -> None:
-        """Starts the training thread and returns."""
         self._started = True
         self.run_train_fn(ByValue(functools.partial(self._train, task)))
 
