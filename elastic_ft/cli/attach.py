@@ -22,7 +22,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a
 
 
 def attach(run_folder: RunArgument) -> int:
-    """Show a running job again, from what has happened so far to its end."""
+    """Show a running job again, to its end."""
     from elastic_ft.cli.followed import Followed
 
     reader = RunReader(run_folder)
@@ -42,13 +42,13 @@ def stop(
     run_folder: Annotated[
         str, typer.Argument(metavar="RUN", help="Its run folder, or its id at the service.")
     ],
-    now: Annotated[bool, typer.Option("--now", help="Without a last checkpoint.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="At once, without a last checkpoint.")] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0, help="To wait for the end.")
+        float, typer.Option("--timeout", metavar="S", min=0, help="Wait so long for its end.")
     ] = 150.0,
     service: ServiceUrl = None,
 ) -> int:
-    """End a running job at its next step, with a checkpoint, and wait for that."""
+    """End a running job at its next step, with a checkpoint."""
     if is_job(run_folder, service):
         return stop_job(run_folder, service, now, timeout_s)
     from elastic_ft.observe import stop_request

@@ -49,7 +49,11 @@ def simulate(
     start_s: SecondsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> int:
-    """Goodput of restart-all, replica-drop and elastic_ft on the same failures, seeded."""
+    """Compare three ways to recover from the same failures.
+
+    They are restart-all, replica-drop and elastic_ft. Failures are simulated, from a seed; what is
+    printed is the goodput of each.
+    """
     given = {
         "step_s": step_s,
         "notice_s": notice_s,
