@@ -56,7 +56,7 @@ from elastic_ft.cli.run import (
 )
 from elastic_ft.cli.terminal import interrupt_on_sigterm
 from elastic_ft.config import load_job
-from elastic_ft.errors import ConfigError, ElasticError, UsageError
+from elastic_ft.errors import ElasticError, UsageError
 from elastic_ft.observe.run_reader import RunReader
 
 __all__ = ["BAD_USAGE", "COMPLETED", "FAILED", "INTERRUPTED", "app", "main", "run_command"]
@@ -186,8 +186,6 @@ def resume(
 @app.command()
 def demo(out: Out = None) -> int:
     """Lose a node of four, get one back, and show what it cost."""
-    if not JOB_FILE.is_file():
-        raise ConfigError(f"{JOB_FILE} is missing: the demo runs from a checkout of the repository")
     return run_demo(load_job(JOB_FILE), out or "runs/demo")
 
 
