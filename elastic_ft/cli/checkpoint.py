@@ -252,10 +252,7 @@ def export(
         bool, typer.Option("--weights-only", help="torch, dcp: without the optimizer's state.")
     ] = False,
 ) -> int:
-    """Write a checkpoint for others to read.
-
-    Every digest is verified on the way.
-    """
+    """Write a checkpoint for others to read, each digest verified."""
     from elastic_ft.state.averaged_reader import averaging_reader
     from elastic_ft.storage.inspect import find_one
 

@@ -43,38 +43,40 @@ UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12}
 console = Console(highlight=False, soft_wrap=True)
 
 
+DevicesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NODESxEACH:MEMORY", help="Such as 8x8:80GB, or of each node: 8,8,7:80GB."
+    ),
+]
+Flops = Annotated[
+    float,
+    typer.Option(metavar="FLOPS", show_default="4e14", help="That a device reaches, per second."),
+]
+Intra = Annotated[
+    float,
+    typer.Option(
+        metavar="BYTES", show_default="3e11", help="From a device, within its node, per second."
+    ),
+]
+Inter = Annotated[
+    float,
+    typer.Option(
+        metavar="BYTES", show_default="4e10", help="From a device, to other nodes, per second."
+    ),
+]
+MaxTp = Annotated[int | None, typer.Option(metavar="N", min=1, help="parallel.tp at most.")]
+MaxPp = Annotated[int | None, typer.Option(metavar="N", min=1, help="parallel.pp at most.")]
+
+
 def plan(
     job_file: Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job file.")],
-    devices: Annotated[
-        str,
-        typer.Option(
-            metavar="NODESxEACH:MEMORY", help="Such as 8x8:80GB, or of each node: 8,8,7:80GB."
-        ),
-    ],
-    flops: Annotated[
-        float,
-        typer.Option(
-            metavar="FLOPS", show_default="4e14", help="That a device reaches, per second."
-        ),
-    ] = 400e12,
-    intra: Annotated[
-        float,
-        typer.Option(
-            metavar="BYTES", show_default="3e11", help="From a device, within its node, per second."
-        ),
-    ] = 300e9,
-    inter: Annotated[
-        float,
-        typer.Option(
-            metavar="BYTES", show_default="4e10", help="From a device, to other nodes, per second."
-        ),
-    ] = 40e9,
-    max_tp: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="parallel.tp at most.")
-    ] = None,
-    max_pp: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="parallel.pp at most.")
-    ] = None,
+    devices: DevicesOption,
+    flops: Flops = 400e12,
+    intra: Intra = 300e9,
+    inter: Inter = 40e9,
+    max_tp: MaxTp = None,
+    max_pp: MaxPp = None,
     run: Annotated[
         str | None,
         typer.Option(metavar="RUN", help="A run of this job on such devices: its steps say FLOPS."),

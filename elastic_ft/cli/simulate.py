@@ -49,11 +49,7 @@ def simulate(
     start_s: SecondsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> int:
-    """Compare three ways to recover from the same failures.
-
-    They are restart-all, replica-drop and elastic_ft. Failures are simulated, from a seed; what is
-    printed is the goodput of each.
-    """
+    """Simulate the goodput of restart-all, replica-drop, elastic_ft."""
     given = {
         "step_s": step_s,
         "notice_s": notice_s,
