@@ -25,7 +25,7 @@ def train(out: Path) -> None:
     scenario = out.parent / "one-worker.yaml"
     text = yaml.safe_dump({"faults": [{"at_step": 40, "kill": "worker", "of_rank": 1}]})
     scenario.write_text(text)
-    job = str(ROOT / "examples" / "demo.yaml")
+    job = str(ROOT / "elastic_ft" / "cli" / "demo.yaml")
     where = ["--processes", "--chaos", str(scenario), "--out", str(out)]
     subprocess.run(
         [sys.executable, "-m", "elastic_ft.cli", "run", job, *where],

@@ -42,7 +42,7 @@ OUT = Path("runs/chaos")
 
 @app.command("list")
 def list_scenarios() -> int:
-    """Print the scenarios that come with elastic_ft, and where each can run here."""
+    """Print the scenarios that there are, and where each can run."""
     from chaos.trial import highest_tier
 
     table = Table("scenario", "faults", "highest tier here", box=None, pad_edge=False)
@@ -65,9 +65,10 @@ def run(
     patience: Patience = 1,
     out: OutFolder = OUT,
 ) -> int:
-    """Run scenarios, each on its highest tier; a fault that never fires fails.
+    """Run scenarios, each on its highest tier.
 
-    Exit code 0: all that can run here have passed; 1: one failed, or none can run here.
+    One whose fault never fires fails. Exit code 0: all that can run here have passed; 1: one
+    failed, or none can run here.
     """
     names = names or [path.stem for path in sorted(SCENARIOS.glob("*.yaml"))]
     scenarios = [(Path(name).stem, load_scenario(name)) for name in names]
@@ -126,7 +127,7 @@ def check(
         str | None, typer.Option(metavar="RUN", help="The same job undisturbed: for I3.")
     ] = None,
 ) -> int:
-    """Check what invariants I1-I8 leave in the folder of any finished run."""
+    """Check the invariants I1-I8 in the folder of a finished run."""
     from chaos.check import expected_of, losses_of, same_losses
     from elastic_ft.core.invariants import CHECKS
     from elastic_ft.observe.run_reader import RunReader
@@ -161,7 +162,10 @@ def soak(
     patience: Patience = 1,
     out: OutFolder = Path("runs/soak"),
 ) -> int:
-    """Random faults from all injectors, then all heals: the job must converge. Round by round."""
+    """Inject random faults, heal all; the job must converge.
+
+    Goes on round by round, with faults from all injectors.
+    """
     from chaos.soak import soak as run_rounds
 
     return run_rounds(minutes, seed, rounds, processes, out, patience)
@@ -179,7 +183,9 @@ def trace(
     patience: Patience = 1,
     out: OutFolder = Path("runs/trace"),
 ) -> int:
-    """Run beside a trace of nodes that come and go, in compressed time; print the goodput.
+    """Run beside a trace of nodes that come and go.
+
+    Its time is compressed. What is printed is the goodput.
 
     Generated: poisson, racks (correlated loss), llama3 (its published rates).
     """

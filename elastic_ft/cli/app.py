@@ -1,9 +1,9 @@
 """``elastic-ft``: run a job file, watch it, break it on purpose.
 
-Exit codes: 0 completed, or left running; 1 failed or suspended, or a fault of the scenario never
-fired; 2 bad usage or a bad job file, one line says which key and why, nothing was started; 130
-interrupted, after a clean stop. What is heavy (torch, ray) is imported once the cheap checks have
-passed.
+Exit codes: 0 completed, left running, or handed over to another start of the job; 1 failed or
+suspended, or a fault of the scenario never fired; 2 bad usage or a bad job file, one line says
+which key and why, nothing was started; 130 stopped, with a checkpoint, or interrupted. What is
+heavy (torch, ray) is imported once the cheap checks have passed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from elastic_ft.cli.run import (
 )
 from elastic_ft.cli.terminal import interrupt_on_sigterm
 from elastic_ft.config import load_job
-from elastic_ft.errors import ConfigError, ElasticError, UsageError
+from elastic_ft.errors import ElasticError, UsageError
 from elastic_ft.observe.run_reader import RunReader
 
 __all__ = ["BAD_USAGE", "COMPLETED", "FAILED", "INTERRUPTED", "app", "main", "run_command"]
@@ -65,6 +65,8 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Rich would show "<bool>" for each flag
+    context_settings={"max_content_width": 100},
     help="Fault-tolerant, elastic training on Ray: a lost node costs a pause, not the job.",
 )
 
@@ -124,7 +126,7 @@ def run(
     from_scratch: FromScratch = False,
     foreground: Foreground = False,
 ) -> int:
-    """Train a job; in a run folder that has checkpoints, go on from the newest good one.
+    """Train a job, or go on from its newest good checkpoint.
 
     Without --address, --local-nodes and --processes: on the cluster at RAY_ADDRESS if that is set,
     else on a local one of as many nodes as the job asks for.
@@ -145,7 +147,10 @@ def check(
     out: Out = None,
     accept_changes: AcceptChanges = False,
 ) -> int:
-    """Find what `run` would refuse a job for, model and data included, and start nothing."""
+    """Say what `run` would refuse a job for, and start nothing.
+
+    The model and the data are made, too.
+    """
     from elastic_ft.cli.preflight import check_job
 
     job = load_job(job_file)
@@ -165,7 +170,10 @@ def resume(
     from_scratch: FromScratch = False,
     foreground: Foreground = False,
 ) -> int:
-    """Go on with an earlier run, from its newest good checkpoint, at any number of workers."""
+    """Go on with an earlier run, at any number of workers.
+
+    It begins from the newest good checkpoint.
+    """
     job = begun_anew(RunReader(run_folder).job(), from_scratch)
     if imported := job.imports():
         say(f"{run_folder}/job.yaml imports {', '.join(imported)}")  # whoever wrote it chose it
@@ -175,9 +183,7 @@ def resume(
 
 @app.command()
 def demo(out: Out = None) -> int:
-    """Lose a node of four and get one back; then show that nothing else was lost."""
-    if not JOB_FILE.is_file():
-        raise ConfigError(f"{JOB_FILE} is missing: the demo runs from a checkout of the repository")
+    """Lose a node of four, get one back, and show what it cost."""
     return run_demo(load_job(JOB_FILE), out or "runs/demo")
 
 

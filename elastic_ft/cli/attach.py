@@ -30,7 +30,7 @@ RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a
 
 
 def attach(run_folder: RunArgument) -> int:
-    """Show a running job again, from what has happened so far to its end."""
+    """Show a running job again, to its end."""
     reader = RunReader(run_folder)
     job = reader.job()
     watch = reader.join()
@@ -46,13 +46,13 @@ def attach(run_folder: RunArgument) -> int:
 
 def stop(
     run_folder: RunOrJob,
-    now: Annotated[bool, typer.Option("--now", help="Without a last checkpoint.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="At once, without a last checkpoint.")] = False,
     timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0, help="To wait for the end.")
+        float, typer.Option("--timeout", metavar="S", min=0, help="Wait so long for its end.")
     ] = 150.0,
     service: ServiceUrl = None,
 ) -> int:
-    """End a running job at its next step, with a checkpoint, and wait for that."""
+    """End a running job at its next step, with a checkpoint."""
     if is_job(run_folder, service):
         return stop_job(run_folder, service, now, timeout_s)
     say(stop_request.stop(run_folder, now, say, timeout_s))

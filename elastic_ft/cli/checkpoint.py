@@ -42,7 +42,7 @@ class Format(StrEnum):
 
 Url = Annotated[
     str,
-    typer.Argument(metavar="URL", help="A checkpoint folder, any fsspec URL, or one manifest's."),
+    typer.Argument(metavar="URL", help="Of a folder of checkpoints, or of one manifest."),
 ]
 StepOption = Annotated[
     int | None, typer.Option(metavar="N", min=0, help="That step (default: the newest).")
@@ -105,8 +105,14 @@ def _as_json(c: Checkpoint, now_s: float) -> dict[str, Any]:
 
 
 @app.command()
-def verify(url: Url, step: StepOption = None, as_json: Json = False) -> int:
-    """Read every byte and check every digest; without --step, of all checkpoints."""
+def verify(
+    url: Url,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="That step (default: all there are).")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Read every byte and check every digest."""
     from elastic_ft.storage.inspect import find_checkpoints, verify_checkpoint
 
     store, refs = find_checkpoints(url, step)
@@ -149,7 +155,10 @@ def diff(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Compare two checkpoints, tensor by tensor: of two folders, or two steps of one."""
+    """Compare two checkpoints, tensor by tensor.
+
+    They are of two folders, or two steps of one.
+    """
     from elastic_ft.storage.inspect import compare_checkpoints, find_one
 
     steps: list[int | None] = list(step or ())
@@ -233,7 +242,7 @@ def export(
         bool, typer.Option("--weights-only", help="torch, dcp: without the optimizer's state.")
     ] = False,
 ) -> int:
-    """Write a checkpoint for others to read; every digest is verified on the way."""
+    """Write a checkpoint for others to read, each digest verified."""
     from elastic_ft.state.averaged_reader import averaging_reader
     from elastic_ft.storage.inspect import find_one
 
@@ -344,7 +353,7 @@ def prune(
         int | None, typer.Option(metavar="N", min=1, help="Keep the newest N complete ones.")
     ] = None,
     older_than: Annotated[
-        float | None, typer.Option(metavar="HOURS", min=0, help="Keep what is younger.")
+        float | None, typer.Option(metavar="HOURS", min=0, help="Keep those that are younger.")
     ] = None,
     abandoned: Annotated[
         bool,

@@ -12,7 +12,7 @@ from elastic_ft.cli.progress import say
 from elastic_ft.cli.run import COMPLETED, FAILED, How, check_start, conclude, run, where_to_run
 from elastic_ft.config import Job, parse_job
 
-JOB_FILE = Path(__file__).parents[2] / "examples" / "demo.yaml"
+JOB_FILE = Path(__file__).with_name("demo.yaml")
 
 
 def run_demo(job: Job, out: str) -> int:

@@ -29,8 +29,10 @@ def drain(
     ] = None,
     address: ThatCluster = "auto",
 ) -> int:
-    """Have all jobs leave this node at a step boundary, and wait until none of their workers is on
-    it: for a pod's preStop hook."""
+    """Have all jobs leave this node, for a pod's preStop hook.
+
+    They leave at a step boundary. Returns once none of their workers is on the node.
+    """
     import ray
 
     from elastic_ft.cli.run import connected

@@ -26,8 +26,9 @@ def gc(
         ),
     ] = False,
 ) -> int:
-    """Free what runs without a controller have left on a cluster: their workers and placement
-    groups outlive whoever started them.
+    """Free what runs without a controller have left on a cluster.
+
+    Their workers and placement groups outlive whoever started them.
 
     A run whose controller lives, or is being restarted by Ray, is left alone (but see
     --unanswered); so are keepers, which save what they have and end by themselves.

@@ -38,23 +38,25 @@ WorkersOption = Annotated[
         "--workers",
         "--nproc-per-node",
         "--nproc_per_node",
+        metavar="N",
         min=1,
-        help="At most so many processes; elastic.max_workers.",
+        help="At most so many processes (elastic.max_workers).",
     ),
 ]
 MinWorkers = Annotated[
-    int | None, typer.Option(min=1, help="Go on with so many; elastic.min_workers (default: 1).")
+    int | None,
+    typer.Option(metavar="N", min=1, help="Go on with as few as these (elastic.min_workers; 1)."),
 ]
 JobFileIfAny = Annotated[
     Path | None,
-    typer.Option("--job", metavar="JOB.yaml", help="What the script's init() leaves to others."),
+    typer.Option("--job", metavar="JOB.yaml", help="For what the script's init() does not say."),
 ]
 
 
 def launch(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="Calls elastic_ft.init().")],
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="The script.")],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Of the script.")
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")
     ] = None,
     workers: WorkersOption = None,
     min_workers: MinWorkers = None,
@@ -68,7 +70,9 @@ def launch(
     accept_changes: AcceptChanges = False,
     from_scratch: FromScratch = False,
 ) -> int:
-    """Run a training script of your own, elastically: its processes survive the loss of others.
+    """Run a training script of your own, elastically.
+
+    Its processes survive the loss of others.
 
     One that never calls elastic_ft.init() is torchrun's: all its processes restart after a loss.
     """

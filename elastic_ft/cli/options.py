@@ -13,16 +13,18 @@ RunOrJob = Annotated[
     str, typer.Argument(metavar="RUN", help="Its run folder, or its id at the service.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
-RayAddress = Annotated[str | None, typer.Option(metavar="RAY", help="Address of a Ray cluster.")]
+RayAddress = Annotated[
+    str | None, typer.Option(metavar="RAY", help="On the Ray cluster at this address.")
+]
 ThatCluster = Annotated[
     str, typer.Option(metavar="RAY", envvar="RAY_ADDRESS", help="Address of the Ray cluster.")
 ]
 LocalNodes = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="Start a Ray cluster of N nodes on this machine."),
+    typer.Option(min=1, metavar="N", help="On a Ray cluster of N nodes, started on this machine."),
 ]
 Processes = Annotated[
-    bool, typer.Option("--processes", help="Plain processes of this machine, no Ray.")
+    bool, typer.Option("--processes", help="On plain processes of this machine, without Ray.")
 ]
 ScenarioName = Annotated[
     str | None, typer.Option(metavar="SCENARIO", help="Faults to inject: a file, or a name.")
@@ -38,16 +40,16 @@ FromScratch = Annotated[
     bool,
     typer.Option(
         "--from-scratch",
-        help="Begin anew from the seed where steps are recorded and no checkpoint is good.",
+        help="Begin anew from the seed where steps are recorded, but no checkpoint is good.",
     ),
 ]
 Foreground = Annotated[
     bool,
     typer.Option(
-        "--foreground", help="With --processes: in this very process, and gone with it (debuggers)."
+        "--foreground", help="With --processes: the controller runs in this process, for debuggers."
     ),
 ]
 Out = Annotated[
     str | None,
-    typer.Option(metavar="DIR", help="The run folder, any fsspec URL (default: runs/<name>)."),
+    typer.Option(metavar="DIR", help="The run folder, or any fsspec URL (default: runs/<name>)."),
 ]

@@ -40,30 +40,51 @@ DEVICES_MAX = 100_000
 UNITS = {"GB": 1e9, "GiB": 2.0**30, "MB": 1e6, "MiB": 2.0**20, "TB": 1e12}
 
 
+DevicesOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NODESxEACH:MEMORY", help="Such as 8x8:80GB, or of each node: 8,8,7:80GB."
+    ),
+]
+Flops = Annotated[
+    float,
+    typer.Option(metavar="FLOPS", show_default="4e14", help="That a device reaches, per second."),
+]
+Intra = Annotated[
+    float,
+    typer.Option(
+        metavar="BYTES", show_default="3e11", help="From a device, within its node, per second."
+    ),
+]
+Inter = Annotated[
+    float,
+    typer.Option(
+        metavar="BYTES", show_default="4e10", help="From a device, to other nodes, per second."
+    ),
+]
+MaxTp = Annotated[int | None, typer.Option(metavar="N", min=1, help="parallel.tp at most.")]
+MaxPp = Annotated[int | None, typer.Option(metavar="N", min=1, help="parallel.pp at most.")]
+
+
 def plan(
     job_file: JobFile,
-    devices: Annotated[
-        str, typer.Option(metavar="NODESxEACH:MEMORY", help="8x8:80GB, or 8,8,7:80GB per node.")
-    ],
-    flops: Annotated[
-        float, typer.Option(metavar="FLOPS", help="Per second, that a device really reaches.")
-    ] = 400e12,
-    intra: Annotated[
-        float, typer.Option(metavar="BYTES", help="Per second, of a device, within its node.")
-    ] = 300e9,
-    inter: Annotated[
-        float, typer.Option(metavar="BYTES", help="Per second, of a device, between nodes.")
-    ] = 40e9,
-    max_tp: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most.")] = None,
-    max_pp: Annotated[int | None, typer.Option(metavar="N", min=1, help="At most.")] = None,
+    devices: DevicesOption,
+    flops: Flops = 400e12,
+    intra: Intra = 300e9,
+    inter: Inter = 40e9,
+    max_tp: MaxTp = None,
+    max_pp: MaxPp = None,
     run: Annotated[
         str | None,
         typer.Option(metavar="RUN", help="A run of this job on such devices: its steps say FLOPS."),
     ] = None,
-    top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the table.")] = 10,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the table, at most.")] = 10,
     as_json: Json = False,
 ) -> int:
-    """Rank the layouts that fit, and say what losing 1, 2 and 8 devices would lead to."""
+    """Rank the layouts of a job that fit given devices.
+
+    Also says what losing 1, 2 and 8 of the devices would lead to.
+    """
     job = load_job(job_file)
     there = parse_devices(devices, flops, intra, inter)
     work, can, recompute = _describe(job)

@@ -24,15 +24,21 @@ POLL_S = 0.2
 
 def resize(
     run_folder: RunOrJob,
-    workers: Annotated[int, typer.Option(metavar="N", help="Within min_workers..max_workers.")],
+    workers: Annotated[
+        int, typer.Option(metavar="N", help="So many, from min_workers to max_workers.")
+    ],
     timeout_s: Annotated[
-        float, typer.Option("--timeout", metavar="S", min=0, help="To wait for it to be formed.")
+        float,
+        typer.Option(
+            "--timeout", metavar="S", min=0, help="Wait so long until it trains with them."
+        ),
     ] = 300.0,
     service: ServiceUrl = None,
 ) -> int:
-    """Ask a running job for another number of workers, and wait until it trains with them.
+    """Ask a running job for another number of workers.
 
-    The service is asked for that many at most, as its other jobs let it have them.
+    Returns once it trains with them. The service is asked for that many at most, as its other jobs
+    let it have them.
     """
     if is_job(run_folder, service):
         return resize_job(run_folder, service, workers)

@@ -191,10 +191,10 @@ def conclude(ended: EndOfRun, out: str) -> int:
     if ended.left:
         return COMPLETED
     result = ended.result
-    if not result and not ended.error and _is_anothers(out):  # it has removed our result.json
-        say(f"stopped: another start of the job has taken over; elastic-ft attach {out} shows it")
-        return INTERRUPTED
     status, reason = result.get("status", "failed"), result.get("reason") or ended.error
+    if _is_handed_over(result, reason, out):
+        say(f"the job was handed over to another start of it: elastic-ft attach {out} shows it")
+        return COMPLETED
     if status == "stopped":
         say(f"stopped: {reason}; run folder: {out}")
         return INTERRUPTED
@@ -208,11 +208,14 @@ def conclude(ended: EndOfRun, out: str) -> int:
     return COMPLETED
 
 
-def _is_anothers(out: str) -> bool:
+def _is_handed_over(result: dict[str, Any], reason: str, out: str) -> bool:
+    from elastic_ft.observe import handover
     from elastic_ft.storage import owners
     from elastic_ft.storage.store import open_store
 
-    owner, ended = owners.newest(open_store(out))
+    if result or reason:
+        return result.get("status") == "stopped" and reason.startswith(handover.REASON)
+    owner, ended = owners.newest(open_store(out))  # it may have removed our result.json
     return owner is not None and not ended
 
 

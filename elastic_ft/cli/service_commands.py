@@ -154,7 +154,7 @@ def service_status(service: ServiceUrl = None, as_json: AsJson = False) -> int:
 def service_token(
     out: Annotated[Path, typer.Option(metavar="FILE", help="A new file, for your eyes alone.")],
 ) -> int:
-    """Make a token; print the digest that goes into the service's config."""
+    """Make a token; print its digest, for the service's config."""
     from elastic_ft.service.access import new_token
 
     print(f"token_sha256: {new_token(out)}")
@@ -168,7 +168,10 @@ def service_stop(
         str, typer.Option(metavar="keep|stop", help="Jobs go on without it, or are stopped.")
     ] = "keep",
 ) -> int:
-    """Stop the service. A cluster of --local-nodes ends with the last job."""
+    """Stop the service.
+
+    A cluster of --local-nodes ends with the last job.
+    """
     from elastic_ft.service import starting
 
     asked = client(service)
@@ -269,7 +272,7 @@ def _table(page: list[dict[str, Any]]) -> Any:
 
 
 def status(job: JobIdArgument, service: ServiceUrl = None, as_json: AsJson = False) -> int:
-    """Tell how a job stands, who is where, and what was decided on it."""
+    """Tell how a job stands, and what was decided about it."""
     found = client(service).status(job)
     if as_json:
         print(json.dumps(found, indent=2))

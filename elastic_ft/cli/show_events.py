@@ -8,15 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from elastic_ft.cli.options import RunOrJob
 from elastic_ft.cli.service_commands import ServiceUrl, client, is_job
 from elastic_ft.errors import ConfigError, UsageError
 from elastic_ft.observe.alive import Vigil, seems_dead
 from elastic_ft.observe.run_reader import RunReader
 
 FOLLOW_EVERY_S = 0.2
-RunOrJob = Annotated[
-    str, typer.Argument(metavar="RUN", help="The folder of a run, or a job of the service.")
-]
 
 
 def events(
@@ -33,7 +31,7 @@ def events(
     ] = False,
     service: ServiceUrl = None,
 ) -> int:
-    """Tell the story of a run: what happened, who stood where, what it cost."""
+    """Tell what happened in a run, and what it cost."""
     if is_job(run_folder, service):
         if goodput:
             raise UsageError("--goodput: is of a run folder, which `elastic-ft status` names")
@@ -106,7 +104,7 @@ def replay(
         str, typer.Argument(metavar="RUN", help="The folder of a run, or its events.jsonl.")
     ],
 ) -> int:
-    """Tell the core again what a run's controller told it: it must decide the same."""
+    """Decide a run's events again: each decision must be the same."""
     from elastic_ft.observe.replay import check_replay
 
     run = RunReader(journal.removesuffix("events.jsonl") or ".")

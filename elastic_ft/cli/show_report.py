@@ -23,7 +23,7 @@ def report(
         ),
     ] = None,
 ) -> int:
-    """Draw a run, running or ended, into one HTML file that needs nothing else."""
+    """Draw a run, running or ended, into one HTML file."""
     from elastic_ft.observe.report import NAME, render
     from elastic_ft.observe.run_watch import RunWatch
     from elastic_ft.storage.store import open_store

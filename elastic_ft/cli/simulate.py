@@ -49,7 +49,7 @@ def simulate(
     start_s: SecondsOption = None,
     as_json: Json = False,
 ) -> int:
-    """Goodput of restart-all, replica-drop and elastic_ft on the same failures, seeded."""
+    """Simulate the goodput of three ways to recover."""
     given = {
         "step_s": step_s,
         "notice_s": notice_s,

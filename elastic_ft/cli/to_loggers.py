@@ -36,7 +36,10 @@ def tensorboard(
     ] = None,
     follow: Follow = False,
 ) -> int:
-    """Write each committed step for TensorBoard, once, also if this is killed and begun again."""
+    """Write each committed step for TensorBoard.
+
+    Each is written once, also if this is killed and begun again.
+    """
     from elastic_ft.observe.tensorboard import TensorBoardLog
 
     return _write(run_folder, "tensorboard", out, follow, lambda reader, to: TensorBoardLog(to))
@@ -52,7 +55,7 @@ def wandb(
     name: Name = None,
     follow: Follow = False,
 ) -> int:
-    """Write each committed step as an offline run of Weights & Biases, for `wandb sync`."""
+    """Write each committed step as an offline run for `wandb sync`."""
     from elastic_ft.observe.whole_logs import WandbLog
 
     name = name or _name(run_folder)
@@ -74,7 +77,10 @@ def mlflow(
     name: Name = None,
     follow: Follow = False,
 ) -> int:
-    """Write each committed step to MLflow, once, also if this is killed and begun again."""
+    """Write each committed step to MLflow.
+
+    Each is written once, also if this is killed and begun again.
+    """
     from elastic_ft.observe.whole_logs import MlflowLog
 
     name = name or _name(run_folder)

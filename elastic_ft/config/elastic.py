@@ -36,7 +36,8 @@ class ElasticConfig(Section):
     start_timeout_s: Seconds = Policy.start_timeout_s
     gather_s: Delay = Policy.gather_s  # at the start: wait so long for more than min_workers
     join_batch_s: Delay = Policy.join_batch_s  # joiners that come together join together
-    suspend_timeout_s: Seconds = Policy.suspend_timeout_s  # below min_workers; then the job fails
+    # Below min_workers; then it ends as suspended.
+    suspend_timeout_s: Seconds = Policy.suspend_timeout_s
     # Survivors to reach a safe point once aborted.
     pause_timeout_s: Seconds = Policy.pause_timeout_s
     # Forming plus re-sharding, without a byte of state.

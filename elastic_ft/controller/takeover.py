@@ -149,7 +149,7 @@ class Takeover:
             folder.truncate(step)
         self._observer.last_step = folder.last_line()
         if killed:
-            reason = f"the one before it did not end, at step {recorded}: from step {step}"
+            reason = f"the one before was cut off at step {recorded}, it goes on from step {step}"
             fields = {"step": step, "steps_lost": max(0, recorded - step)}
             self._observer.journal("controller_restarted", 0, reason, fields)
             if trouble := folder.forget_ended():
@@ -250,7 +250,7 @@ class Takeover:
         if expected and run not in self._awaited:
             self._awaited.add(run)
             who = ", ".join(sorted(expected))
-            reason = f"waiting up to {patience.whole_s:g} s for what keepers of {who} save"
+            reason = f"the keepers of {who} save what they hold, within {patience.whole_s:g} s"
             self._observer.journal(
                 "emergency_awaited", 0, reason, {"run": run, "nodes": sorted(expected)}
             )
@@ -273,7 +273,7 @@ class Takeover:
             folder.make_durable()  # first the record, then what refers to it
             publisher.publish_saved(saved.manifest)
             newest = saved.manifest.step
-            reason = f"put together from what the keepers of run {run} saved"
+            reason = f"what the keepers of run {run} saved is the checkpoint of step {newest} now"
             fields = {"step": newest, "recorded": recorded}
             self._observer.journal("emergency_checkpoint", 0, reason, fields)
         unheard = not known and not gathered.heard
@@ -298,9 +298,9 @@ class Takeover:
     def _tell_incomplete(self, run: str, gathered: Gathered, newest: int) -> None:
         """It stays in the store until a checkpoint is newer."""
         steps = sorted({shard.step for shard in gathered.shards if shard.step > newest})
-        parts = [f"of steps {', '.join(map(str, steps))} some shards are saved"] if steps else []
+        parts = [f"not all shards of step {', '.join(map(str, steps))} are saved"] if steps else []
         if gathered.missing:
-            parts.append(f"keepers of {', '.join(gathered.missing)} saved nothing in time")
+            parts.append(f"the keepers of {', '.join(gathered.missing)} saved nothing in time")
         if not parts:
             parts.append(
                 f"nothing was heard of the keepers of run {run}, which was not in this folder"

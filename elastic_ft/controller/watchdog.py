@@ -23,7 +23,7 @@ from elastic_ft.transport.control import PULSES_PER_TIMEOUT, Pulse
 WATCH_EVERY_S = 0.25
 ACCOUNT_EVERY_S = 1.0
 STOPS = {
-    handover.NAME: "another start of the job takes over",
+    handover.NAME: handover.REASON,
     stop_request.NAME: stop_request.WITH_CHECKPOINT,
     stop_request.NOW: stop_request.AT_ONCE,
 }

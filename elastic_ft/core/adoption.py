@@ -141,7 +141,7 @@ def note_complete(turn: Turn) -> None:
         return
     turn.set(adoption=replace(adoption, said=True))
     took_s = round(max(0.0, turn.at_s - adoption.at_s), 4)
-    reason = f"everyone has called controller {adoption.controller}, within {took_s:g} s"
+    reason = f"everyone has called controller {adoption.controller}, within {took_s:.1f} s"
     turn.journal("adopted", reason, controller=adoption.controller, took_s=took_s)
 
 

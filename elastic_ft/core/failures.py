@@ -101,7 +101,7 @@ def lose_keeper(turn: Turn, node: NodeId, cause: str) -> None:
     """``cause`` as of ``KeeperLost``."""
     if node not in turn.state.keepers:
         return
-    what = "its workers' snapshots are their own now"
+    what = "until there is another, its workers keep their snapshots themselves"
     reason = f"{cause}: {what}" if cause else what
     turn.journal("keeper_lost", reason, node=node)
     is_read = reads_from(turn, node)

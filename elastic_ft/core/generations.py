@@ -274,7 +274,7 @@ def _suspend(turn: Turn, why: str) -> None:
     workers, needed = len(turn.usable()), turn.policy.min_workers
     more = str(needed - workers) if workers < needed else ""
     reason = (
-        f"{why}: waiting up to {turn.policy.suspend_timeout_s:g} s for {more or 'some'} more; "
+        f"{why}; it waits up to {turn.policy.suspend_timeout_s:g} s for {more or 'some'} more; "
         f"{turn.last_good()}"
     )
     if turn.state.phase != "suspended":

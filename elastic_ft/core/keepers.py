@@ -23,7 +23,9 @@ def keeper_ready(turn: Turn, event: KeeperReady) -> None:
     keeper = event.keeper
     forget_keeper(turn, keeper.node)
     turn.set(keepers={**turn.state.keepers, keeper.node: keeper})
-    turn.journal("keeper_ready", "snapshots outlive their worker", node=keeper.node)
+    turn.journal(
+        "keeper_ready", "snapshots of its node's workers outlive them now", node=keeper.node
+    )
     for member in turn.state.ready.values():
         if member.node == keeper.node:
             turn.do(UseKeeper(member.worker, keeper))
@@ -224,7 +226,10 @@ def await_keepers(turn: Turn, step: int, missing: Mapping[StateAt, int]) -> None
     lacking = Lacking(step, frozenset(missing), min(missing.values(), default=1))
     turn.set(left=replace(turn.state.left, lacking=lacking))
     who = ", ".join(sorted(awaited_beyond(turn, step)))
-    turn.journal("awaiting_keeper", f"what {who} left may be newer than step {step}")
+    reason = (
+        f"{who} may have left a newer state than step {step} with a keeper: its word is awaited"
+    )
+    turn.journal("awaiting_keeper", reason)
     turn.timer("keeper", turn.policy.pause_timeout_s)
 
 

@@ -136,12 +136,14 @@ def _admit(turn: Turn) -> None:
     if why := why_wait(turn, len(turn.members) + len(coming)):
         if turn.state.deferred_at_s is None:
             delay_s = turn.policy.regrow_delay_max_s
-            reason = f"{names} waits up to {delay_s:g} s: {why}"
+            reason = f"{names}, ready to join, may wait up to {delay_s:g} s: {why}"
             turn.journal("join_deferred", reason, workers=[m.worker for m in coming])
             turn.set(deferred_at_s=turn.at_s)
             turn.timer("regrow", delay_s)
         return
-    generations.pause(turn, "worker_joined", f"{names} joins", abort=False)
+    generations.pause(
+        turn, "worker_joined", f"{names} {'joins' if len(coming) == 1 else 'join'}", abort=False
+    )
 
 
 def _resize_requested(turn: Turn, event: ev.ResizeRequested) -> None:
@@ -216,7 +218,12 @@ def _leave_draining(turn: Turn) -> bool:
         turn.journal("drain_deferred", reason, workers=[m.worker for m in leaving])
         return False
     names = ", ".join(m.worker for m in leaving)
-    generations.pause(turn, "node_draining", f"{names} leaves a draining node", abort=False)
+    generations.pause(
+        turn,
+        "node_draining",
+        f"{names} {'leaves' if len(leaving) == 1 else 'leave'} a draining node",
+        abort=False,
+    )
     return True
 
 

@@ -83,7 +83,7 @@ def is_worth_waiting(turn: Turn, step: int) -> bool:
     """Something newer than ``step`` may turn up: committed steps aren't given up before that."""
     if _is_publishing(turn, step):
         up_to = f"for up to {turn.policy.publish_timeout_s:g} s"
-        reason = f"one newer than step {step} is being published, {up_to}"
+        reason = f"a checkpoint newer than step {step} is being published: it is awaited {up_to}"
         turn.journal("awaiting_checkpoint", reason)
         return True
     if not awaited_beyond(turn, step):
@@ -185,7 +185,7 @@ def count_redone(turn: Turn, step: int) -> None:
 
 def roll_back(turn: Turn, step: int, why: str) -> None:
     lost = turn.state.committed - step
-    reason = f"{lost} committed steps are lost with their holders: {why}"
+    reason = f"{lost} committed steps are lost with all who held their state: {why}"
     turn.do(RollBack(step, reason))
     turn.journal("rolled_back", reason, step=step, steps_lost=lost)
     turn.set(committed=step)

@@ -44,7 +44,7 @@ def choose_world(turn: Turn) -> World | str:
     usable, policy = turn.usable(), turn.policy
     count = len(usable) // policy.multiple_of * policy.multiple_of
     if count < policy.min_workers:
-        return f"{len(usable)} workers are usable, min_workers is {policy.min_workers}"
+        return f"too few workers are usable, {len(usable)}: min_workers is {policy.min_workers}"
     return _planned(turn, usable) if policy.planning else _by_rule(policy, usable, count)
 
 

@@ -24,6 +24,7 @@ from fsspec.implementations.local import LocalFileSystem
 from elastic_ft.config import DataConfig
 from elastic_ft.errors import DataError, StorageError, UsageError
 from elastic_ft.models.imports import one_line
+from elastic_ft.storage.backends import check_protocol
 
 STDLIB_URL = "stdlib:"
 BLOCK_CHARACTERS = 1 << 18
@@ -157,6 +158,10 @@ def _python_files(root: Path) -> list[Path]:
 @contextmanager
 def reading(url: str, key: str = "data.url") -> Iterator[None]:
     """Turns what a file system raises into one line: DataError or StorageError."""
+    try:
+        check_protocol(url)
+    except StorageError as error:
+        raise StorageError(f"{key}: {error}") from None
     try:
         yield
     except UsageError:

@@ -23,6 +23,7 @@ from elastic_ft.storage import owners
 from elastic_ft.storage.store import Store, open_store
 
 NAME = "handover.json"
+REASON = "another start of the job takes over"  # in the journal
 POLL_S = 0.2
 TIMEOUT_S = 150.0  # a clean stop has 120 s (core.policy.Policy.stop_timeout_s)
 NEXT_S = 60.0  # for a controller to follow on one that is gone: it imports torch

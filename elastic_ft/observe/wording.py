@@ -77,5 +77,13 @@ def raised(line: Line) -> str:
     return f"{line['worker']} raised: {line['reason']}{frames}"
 
 
+def asked_to_stop(line: Line) -> str:
+    """Who waits is told who asked: of a handover, or of ``elastic-ft stop``, there is no second."""
+    stops = "the job stops after this step, with a checkpoint"
+    if line["reason"] == "interrupted":
+        return f"interrupted: {stops}; a second interrupt stops it at once"
+    return f"{stops}: {line['reason']}"
+
+
 def pausing(line: Line) -> str:
     return f"{'breaking off' if line['abort'] else 'pausing'}: {line['reason']}"

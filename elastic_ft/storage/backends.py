@@ -20,6 +20,7 @@ import fsspec  # type: ignore[import-untyped]
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
+from fsspec.registry import registry  # type: ignore[import-untyped]
 
 from elastic_ft.errors import StorageError, redacted
 from elastic_ft.storage.kinds import (
@@ -52,12 +53,26 @@ def backend_of(url: str) -> tuple[Backend, str]:
     try:
         if protocol in OBJECT_STORES:
             return _objects().Objects(protocol, path), url.rstrip("/")
+        check_protocol(url)
         fs, root_path = fsspec.core.url_to_fs(
             url, use_listings_cache=False, skip_instance_cache=True
         )
-    except (ValueError, ImportError) as error:
+    except ImportError as error:  # of a client that is not installed: fsspec says which
+        raise StorageError(f"{url}: {error}") from error
+    except ValueError as error:
         raise StorageError(f"{url}: {one_line(error)}") from error
     return Remote(fs, root_path.rstrip("/")), url.rstrip("/")
+
+
+def check_protocol(url: str) -> None:
+    """Raises StorageError, which says what there is, where nobody knows the URL's."""
+    protocol, _ = fsspec.core.split_protocol(url)
+    if not {*(protocol or "file").split("::")} <= {*fsspec.available_protocols(), *registry}:
+        raise StorageError(
+            f"{url}: {protocol}:// is not known: expected a path, "
+            f"{', '.join(f'{name}://' for name in OBJECT_STORES)}, or another of fsspec's, such as "
+            "sftp:// or webhdfs://"
+        )
 
 
 class Local:

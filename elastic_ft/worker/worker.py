@@ -405,7 +405,7 @@ class Worker:
         self._tools.snapshots.use(keeper)
 
     def _unkept(self, why: str) -> None:
-        reason = f"this worker's snapshots are its own: {why}"
+        reason = f"no keeper has its snapshots, which would be lost with it: {why}"
         self._line.send(Unkept(time.time(), self.member.worker, reason))
 
     def _fault_fired(self, index: int) -> None:

@@ -74,7 +74,7 @@ def test_while_all_are_well_nothing_is_decided_anew() -> None:
     assert changed(script) == CHANGED
     assert returned(script, "c", "a", "b") == []
     assert script.state.generation == before.generation and script.state.phase == "running"
-    assert script.journalled("adopted") == ["everyone has called controller 2, within 3 s"]
+    assert script.journalled("adopted") == ["everyone has called controller 2, within 3.0 s"]
     assert script.fire("return 2", 0) == []
     script.train(3)
     assert script.state.committed == 3 and len(script.journalled("generation_formed")) == 1
@@ -91,7 +91,7 @@ def test_who_does_not_return_is_lost_together_and_once() -> None:
     (pause,) = [c for c in late if isinstance(c, PauseWorkers)]
     assert (pause.generation, pause.workers, pause.abort) == (2, ("c",), True)
     assert [reason for event, reason in script.journal if event == "keeper_lost"] == [
-        f"{why}: its workers' snapshots are their own now"
+        f"{why}: until there is another, its workers keep their snapshots themselves"
     ]
     assert list(script.state.keepers) == ["n2"] and not script.state.left.awaited
     assert script.fire("return 2", 0) == []

@@ -40,7 +40,7 @@ def test_joiners_that_come_together_join_together_at_a_boundary() -> None:
     assert script.ready("b", "n2") == [StartTimer("join", 1, 0.5)]
     assert script.ready("c", "n3") == [StartTimer("join", 1, 0.5)]
     assert script.fire("join") == [
-        PauseWorkers(2, ("a",), False, "b, c joins"),
+        PauseWorkers(2, ("a",), False, "b, c join"),
         StartTimer("boundary", 2, 70),
     ]
     assert script.fire("join", 1) == []

@@ -39,7 +39,7 @@ def test_a_worker_too_many_stays_warm_and_comes_in_when_it_fits() -> None:
     (_, reason) = [line for line in script.journal if line[0] == "generation_formed"][-1]
     assert "idle: c (worlds are multiples of 2)" in reason
     script.train(2)
-    assert PauseWorkers(3, ("a", "b", "c"), False, "c, e joins") in script.ready("e", "n5")
+    assert PauseWorkers(3, ("a", "b", "c"), False, "c, e join") in script.ready("e", "n5")
     pause_all(script, 2)
     assert script.ranks == ("a", "b", "c", "e")
 

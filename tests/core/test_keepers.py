@@ -233,7 +233,9 @@ def waiting() -> Script:
     script.train(11, 12)
     script.tell(WorkerLost, "b", "killed")
     assert survivors_pause(script, 12, "a", "c") == [StartTimer("keeper", 2, 10)]
-    assert script.journalled("awaiting_keeper") == ["what b left may be newer than step 10"]
+    assert script.journalled("awaiting_keeper") == [
+        "b may have left a newer state than step 10 with a keeper: its word is awaited"
+    ]
     return script
 
 
@@ -291,7 +293,7 @@ def test_why_a_keeper_is_lost_is_journalled() -> None:
     script = kept_here()
     script.tell(KeeperLost, "n2", "nothing heard for 10.2 s")
     script.tell(KeeperLost, "n3")
-    what = "its workers' snapshots are their own now"
+    what = "until there is another, its workers keep their snapshots themselves"
     assert script.journalled("keeper_lost") == [f"nothing heard for 10.2 s: {what}", what]
 
 

@@ -321,7 +321,7 @@ def test_losing_both_copies_falls_back_to_the_checkpoint_loudly() -> None:
     script.tell(WorkerLost, "c", "killed")
     commands = script.paused("a", script.live("a", 12), *script.copies("a", 12))
     lost = (
-        "2 committed steps are lost with their holders: "
+        "2 committed steps are lost with all who held their state: "
         "nothing newer than checkpoint 10 is complete in memory; step 12 lacks pp0.s1.tp0"
     )
     assert commands[0] == RollBack(10, lost)

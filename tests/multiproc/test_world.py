@@ -260,7 +260,7 @@ def test_below_the_minimum_it_waits_and_goes_on(tmp_path: Path) -> None:
 
     run = run_job(job, tmp_path, on_step=Once(6, kill_nodes("n1")), watch=heal).check()
     (suspended,) = run.all("suspended")
-    assert "1 workers are usable, min_workers is 2" in suspended["reason"], run.story()
+    assert "too few workers are usable, 1: min_workers is 2" in suspended["reason"], run.story()
     assert run.recoveries[-1]["survivors_kept_pid"], run.story()
     assert run.recoveries[-1]["steps_lost"] == 0, run.story()
     assert run.result["badput"]["suspended"] > 0

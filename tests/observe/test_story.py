@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ft.cli.app import COMPLETED, run_command
+from elastic_ft.observe import handover
 from elastic_ft.observe.journal_text import brief, raw, story
 
 NOON_S = 1795521600.0  # 2026-11-24 12:00:00 UTC
@@ -42,10 +43,21 @@ def test_who_it_was_is_told() -> None:
 
 
 def test_what_is_over_is_no_offer() -> None:
-    """ "Again: at once" is for who waits."""
-    asked = COMMON | {"event": "stop_requested"}
-    assert brief(asked) == "stopping after this step and a checkpoint; again: at once"
+    """A second interrupt is for who waits, and has interrupted."""
+    asked = COMMON | {"event": "stop_requested", "reason": "interrupted"}
+    assert brief(asked) == (
+        "interrupted: the job stops after this step, with a checkpoint; "
+        "a second interrupt stops it at once"
+    )
     assert told(event="stop_requested") == "asked to stop: because"
+
+
+def test_who_has_pressed_nothing_is_offered_nothing() -> None:
+    """A console whose job was handed over said "again: at once"."""
+    asked = COMMON | {"event": "stop_requested", "reason": handover.REASON}
+    assert brief(asked) == (
+        "the job stops after this step, with a checkpoint: another start of the job takes over"
+    )
 
 
 def test_what_begins_from_nothing_has_no_source() -> None:

@@ -375,7 +375,11 @@ fsspec.register_implementation("forbidding", Forbidding, clobber=True)
             id="cache-is-a-file",
         ),
         pytest.param(
-            {}, {"url": "nope://x"}, StorageError, "Protocol not known: nope", id="protocol"
+            {},
+            {"url": "nope://x"},
+            StorageError,
+            "data.url: .* nope:// is not known",
+            id="protocol",
         ),
         pytest.param(
             {}, {"url": "forbidding://x"}, StorageError, "access denied: .*403", id="forbidden"

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from elastic_ft.cli.run import INTERRUPTED, EndOfRun, conclude
+from elastic_ft.cli.run import COMPLETED, EndOfRun, conclude
 from elastic_ft.controller.controller import Controller
 from elastic_ft.core.manifest import Manifest, ShardEntry, TensorSpec
 from elastic_ft.core.sharding import Box
 from elastic_ft.errors import ConfigError
 from elastic_ft.hosts.local import LocalHost
+from elastic_ft.observe import handover
 from elastic_ft.observe.alive import Alive
 from elastic_ft.observe.handover import await_handover
 from elastic_ft.observe.run_folder import RunFolder, read_lines
@@ -153,10 +154,14 @@ def test_one_whose_workers_live_has_a_successor_that_is_asked(tmp_path: Path) ->
 def test_a_terminal_whose_job_was_taken_over_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It said "failed: ", and nothing else: the next start had removed its result."""
+    """It said "failed: ", and nothing else: the next start had removed its result. Where that was
+    still there, it was "stopped", and 130, as if somebody had interrupted it: a supervisor would
+    have started it again, and taken the job over from the one that had taken it over."""
     owners.take_over(open_store(str(tmp_path)), job="tiny", run="next", run_folder=str(tmp_path))
-    assert conclude(EndOfRun({}), str(tmp_path)) == INTERRUPTED
-    assert "another start of the job has taken over" in "".join(capsys.readouterr())
+    handed_over = {"status": "stopped", "reason": f"{handover.REASON}; last good checkpoint: ..."}
+    for result in ({}, handed_over):
+        assert conclude(EndOfRun(result), str(tmp_path)) == COMPLETED
+        assert "the job was handed over to another start" in "".join(capsys.readouterr())
 
 
 def starts(folder: Path) -> list[Any]:

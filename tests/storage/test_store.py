@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from chaos.s3_server import S3Server
@@ -280,7 +281,15 @@ def test_a_silent_endpoint_ends_by_the_deadline(
         assert time.monotonic() - start_s < 15
 
 
-@pytest.mark.parametrize("url", ["nonsense://x/y", "s4://bucket"])
+@pytest.mark.parametrize("url", ["nonsense://x/y", "s4://bucket", "simplecache::s4://bucket"])
 def test_unknown_protocols_are_refused(url: str) -> None:
-    with pytest.raises(StorageError, match="Protocol not known"):
+    """It said "ValueError: Protocol not known", and not what there is."""
+    with pytest.raises(StorageError, match=r" is not known: expected a path, s3://, .*fsspec's"):
         open_store(url)
+
+
+def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"class": "nowhere.Nothing", "err": "Install nowhere to read it"}
+    monkeypatch.setitem(fsspec.registry.known_implementations, "absent", absent)
+    with pytest.raises(StorageError, match=r"^absent://c/x: Install nowhere to read it$"):
+        open_store("absent://c/x")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ft.cli.demo import JOB_FILE
 from elastic_ft.config import load_job
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+EXAMPLES = [JOB_FILE, *sorted((ROOT / "examples").glob("*.yaml"))]
 
 
 def test_there_are_examples() -> None:
