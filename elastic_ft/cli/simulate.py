@@ -49,7 +49,7 @@ def simulate(
     start_s: SecondsOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
 ) -> int:
-    """Simulate the goodput of restart-all, replica-drop, elastic_ft."""
+    """Simulate the goodput of three ways to recover."""
     given = {
         "step_s": step_s,
         "notice_s": notice_s,
