@@ -298,7 +298,7 @@ class Takeover:
     def _tell_incomplete(self, run: str, gathered: Gathered, newest: int) -> None:
         """It stays in the store until a checkpoint is newer."""
         steps = sorted({shard.step for shard in gathered.shards if shard.step > newest})
-        parts = [f"not all shards of step {', '.join(map(str, steps))} are saved"] if steps else []
+        parts = [f"not all shards of steps {', '.join(map(str, steps))} are saved"] if steps else []
         if gathered.missing:
             parts.append(f"the keepers of {', '.join(gathered.missing)} saved nothing in time")
         if not parts:

@@ -184,7 +184,7 @@ def test_what_can_not_be_put_together_yet_stays_until_a_checkpoint_is_newer(
     assert first == () or first is None
     journal = read_lines(tmp_path / "events.jsonl")
     (incomplete,) = [line for line in journal if line["event"] == "emergency_incomplete"]
-    assert incomplete["reason"] == "of steps 6, 7 some shards are saved"
+    assert incomplete["reason"] == "not all shards of steps 6, 7 are saved"
     late = emergency.keeper_name("n1", "1")
     emergency.begin(store, RUN, late, "n1")
     told = range(RECORDED - 1, SAVED + 1)

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
+from fsspec.registry import known_implementations
 
 from chaos.s3_server import S3Server
 from elastic_ft.errors import StorageError, StoreFailed
@@ -290,6 +290,6 @@ def test_unknown_protocols_are_refused(url: str) -> None:
 
 def test_a_client_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"class": "nowhere.Nothing", "err": "Install nowhere to read it"}
-    monkeypatch.setitem(fsspec.registry.known_implementations, "absent", absent)
+    monkeypatch.setitem(known_implementations, "absent", absent)
     with pytest.raises(StorageError, match=r"^absent://c/x: Install nowhere to read it$"):
         open_store("absent://c/x")
