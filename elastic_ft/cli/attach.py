@@ -5,7 +5,6 @@ Exit codes: as ``elastic-ft run``; 0 too for who leaves the job running.
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -14,23 +13,19 @@ from elastic_ft.cli.options import RunOrJob
 from elastic_ft.cli.progress import ProgressDisplay, say
 from elastic_ft.cli.run import EndOfRun, conclude
 from elastic_ft.cli.service_commands import ServiceUrl, is_job, stop_job
-from elastic_ft.cli.terminal import Ending, interrupts, result_of, stay
-from elastic_ft.errors import ConfigError
-from elastic_ft.observe import stop_request
-from elastic_ft.observe.alive import Vigil
+from elastic_ft.cli.terminal import interrupts, result_of, stay
 from elastic_ft.observe.journal_text import brief
 from elastic_ft.observe.run_reader import RunReader, Watch
-from elastic_ft.storage import owners
-from elastic_ft.storage.store import open_store
 
 TOLD_MAX = 20  # lines of what has happened before
-LOOK_S = 0.5  # at a run folder, whether its job has ended
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a running job.")]
 
 
 def attach(run_folder: RunArgument) -> int:
     """Show a running job again, to its end."""
+    from elastic_ft.cli.followed import Followed
+
     reader = RunReader(run_folder)
     job = reader.job()
     watch = reader.join()
@@ -55,34 +50,10 @@ def stop(
     """End a running job at its next step, with a checkpoint."""
     if is_job(run_folder, service):
         return stop_job(run_folder, service, now, timeout_s)
+    from elastic_ft.observe import stop_request
+
     say(stop_request.stop(run_folder, now, say, timeout_s))
     return 0
-
-
-class Followed:
-    """A job of which there is the run folder alone."""
-
-    def __init__(self, url: str) -> None:
-        self._url, self._store = url, open_store(url)
-        self._vigil, self._asked = Vigil(url), 0
-
-    def poll(self, timeout_s: float) -> Ending | None:
-        time.sleep(max(timeout_s, LOOK_S))
-        owner, ended = owners.newest(self._store)
-        if owner is None:
-            raise ConfigError(f"{self._url}: not a run folder: no controller was ever here")
-        if ended:
-            return Ending(0)
-        dead = self._vigil.look()
-        if not dead:
-            return None
-        last = next(reversed(RunReader(self._url).events()), {})
-        failed = last.get("event") == "controller_failed"
-        return Ending(1, f"{self._url}: {last['reason'] if failed else dead}")
-
-    def stop(self) -> None:
-        self._asked += 1
-        stop_request.ask_to_stop(self._url, now=self._asked > 1)
 
 
 def _tell_so_far(watch: Watch) -> None:

@@ -182,7 +182,6 @@ def run_job(
     on_step: Callable[[Controller, dict[str, Any]], None] | None = None,
     watch: Callable[[Controller], None] | None = None,
     deadline_s: float = RUN_DEADLINE_S,
-    environment: dict[str, str] | None = None,
     controller: Callable[..., Controller] = Controller,
     keepers: bool = True,
     folder_url: str | None = None,
@@ -193,13 +192,12 @@ def run_job(
         nodes: name -> slots; by default one worker on each of ``max_workers`` nodes.
         on_step: called after each committed step, in the controller's thread.
         watch: called again and again in a thread of its own while the job runs.
-        environment: the workers', beside the usual.
         controller: what makes it.
         keepers: whether nodes have one.
         folder_url: of the run folder, if it is not ``out``; copied to there in the end.
     """
     nodes = nodes or {f"n{i}": 1 for i in range(job.elastic.max_workers)}
-    host = StagedHost(nodes, environment)
+    host = StagedHost(nodes)
     folder = RunFolder(folder_url or str(out))
     url = job.checkpoint.url or f"{folder.url}/checkpoints"
     if not keepers:

@@ -58,14 +58,14 @@ def test_a_reader_is_called_off_and_a_long_read_is_no_hang(
             checkpoint={"url": s3.url("checkpoints")},
             elastic={"form_timeout_s": FORM_TIMEOUT_S, "min_workers": 1, "heartbeat_timeout_s": 10},
         )
-        first = run_job(job, tmp_path / "run", environment=environment)
+        first = run_job(job, tmp_path / "run")
         (written,) = first.all("checkpoint_committed")
         (tmp_path / "run" / "result.json").unlink()  # else it is complete, and nothing is started
         stall = StoreFault("stall", methods=("GET",), path=SHARDS, count=WORKERS)
         pace = written["bytes"] / WORKERS / READING_S  # of each of the shards, at once
         proxy.set(stall, StoreFault("slow", methods=("GET",), path=SHARDS, bytes_per_s=pace))
         killer = Killer(proxy)
-        run = run_job(job, tmp_path / "run", watch=killer, environment=environment)
+        run = run_job(job, tmp_path / "run", watch=killer)
     assert run.result["status"] == "completed", run.story()
     assert run.result["state_digest"] == first.result["state_digest"]
     assert killer.survivor is not None and killer.forming_at_s, run.story()

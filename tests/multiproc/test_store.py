@@ -72,11 +72,11 @@ def test_replicas_read_a_checkpoint_once(
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         job = make_job(strategy, steps=3, checkpoint={"url": s3.url("checkpoints")})
-        first = run_job(job, tmp_path / "run", environment=environment)
+        first = run_job(job, tmp_path / "run")
         (committed,) = first.all("checkpoint_committed")
         proxy.downloaded.clear()
         (tmp_path / "run" / "result.json").unlink()  # else it is complete, and nothing is started
-        again = run_job(job, tmp_path / "run", environment=environment)
+        again = run_job(job, tmp_path / "run")
     assert again.result["status"] == "completed", again.story()
     assert again.all("generation_formed")[-1]["source"] == "checkpoint", again.story()
     assert again.result["state_digest"] == first.result["state_digest"]
@@ -94,7 +94,7 @@ def test_training_goes_on_while_the_bucket_is_gone(
         checkpoint = {"url": s3.url("checkpoints"), "every_steps": 3}
         job = make_job("fsdp", steps=4000, workers=2, checkpoint=checkpoint)
         outage = Outage(proxy)
-        run = run_job(job, tmp_path / "run", on_step=outage, environment=environment)
+        run = run_job(job, tmp_path / "run", on_step=outage)
     assert run.result["status"] == "stopped", run.story()
     assert "after the outage" in run.result["reason"], run.story()
     assert run.worlds() == [2], run.story()
@@ -149,7 +149,6 @@ def test_a_stopped_worker_and_a_lost_node_cost_no_step_where_all_is_in_a_bucket(
             faults=[stop],
             on_step=losing,
             watch=gate,
-            environment=s3.env,
             folder_url=s3.url("run"),
         ).check()
     assert losing.lost, run.story()

@@ -111,7 +111,6 @@ def test_losses_are_those_of_one_process(
             sections | {"elastic": {"multiple_of": 1, "heartbeat_timeout_s": SILENT_S}},
             folder_url=f"s3://{server.bucket}/run",
             disasters=disasters,
-            environment=environment,
         )
     assert disasters.came == ["killed", "stopped", "all killed", "store back"], run.story()
     assert run.all("source_unreadable") and not run.all("checkpoint_refused"), run.story()

@@ -59,7 +59,6 @@ def test_it_resumes_at_the_newest_checkpoint(
             tmp_path / "run",
             on_step=outage.on_step,
             watch=outage.watch,
-            environment=environment,
             keepers=False,
         )
     assert run.result["status"] == "stopped", run.story()
