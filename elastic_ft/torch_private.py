@@ -264,6 +264,11 @@ def forget_forwards(runner: torch.nn.parallel.DistributedDataParallel) -> None:
     runner.reducer._reset_state()
 
 
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """What it has noted of optimizers since its last ``update``."""
+    scaler._per_optimizer_states.clear()
+
+
 @contextmanager
 def gloo_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """Each Gloo group that torch makes inside is what ``make`` returns, told how to make it.

@@ -260,6 +260,7 @@ class OwnEngine(OwnStep):
         """Also where all is in place: a step begun in vain has moved what is registered."""
         for kept in self._kept:
             kept.restored()
+        self._scales.put_back(self.own.of_kind(torch.amp.GradScaler))
         self._buffers.put_back()
         self.own.put_back(self._groups.assignment.source.step if self._groups is not None else 0)
         if self._frozen is not None:

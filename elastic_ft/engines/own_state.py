@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
@@ -30,6 +30,7 @@ TENSOR, NUMPY, TUPLE, LARGE, PAIRS = 1, 2, 3, 4, 5  # msgpack's numbers for our 
 CHECKED_BITS = 20  # of the checksum that ranks compare: its squares add up exactly in float64
 WHOLE_EVERY_STEPS = 64  # and at powers of 2: large tensors are compared, too
 Named = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,8 @@ class OwnState:
             raise ConfigError(f"register: {name} comes after the first batch was asked for")
         self._objects[name] = thing
 
-    def has(self, kind: type) -> bool:
-        return any(isinstance(thing, kind) for thing in self._objects.values())
+    def of_kind(self, kind: type[T]) -> list[T]:
+        return [thing for thing in self._objects.values() if isinstance(thing, kind)]
 
     def capture(self) -> None:
         """Raises ConfigError if an object keeps what can't be carried, or more than there is

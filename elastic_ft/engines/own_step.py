@@ -28,6 +28,7 @@ from elastic_ft.engines.own_attempt import Running, check_alike
 from elastic_ft.engines.own_buffers import BufferPlace, Buffers, put_into
 from elastic_ft.engines.own_forward import Routed
 from elastic_ft.engines.own_frozen import Frozen
+from elastic_ft.engines.own_scales import Scales
 from elastic_ft.engines.own_state import OwnState
 from elastic_ft.errors import ConfigError
 from elastic_ft.faults import Reach
@@ -82,6 +83,7 @@ class OwnStep:
         self._first_gradients = FirstGradients()
         self._initial: dict[str, torch.Tensor] = {}
         self._stepping: AbstractContextManager[None] | None = None
+        self._scales = Scales(self.optimizers)
 
     @property
     def blocks(self) -> Sequence[nn.Module]:
@@ -95,6 +97,7 @@ class OwnStep:
     def attempt(self, running: Running) -> None:
         """From now on, what the user's function tells is of this attempt at a step."""
         self.running = running
+        self._scales.begin()
         self._seed(running, BEFORE_ALL)
         self.named.begin()
         self._watch_first_gradients(running.reach)
@@ -184,6 +187,8 @@ class OwnStep:
             running.terms.add(terms)
         divisor = 1 if running.divided else running.divisor
         share = loss * (weight * self._groups.assignment.layout.data_parallel_size / divisor)
+        if scaler is not None:
+            self._scales.use(scaler)
         (share if scaler is None else scaler.scale(share)).backward()
         for routed in self._routed.values():
             routed.is_ahead = False
@@ -346,12 +351,13 @@ class OwnStep:
         """
         running = self.running
         assert running is not None
-        if not running.agreed and running.told and self.own.has(torch.amp.GradScaler):
+        if not running.agreed and running.told and self.own.of_kind(torch.amp.GradScaler):
             self._agree(running)
         if not running.agreed:
             raise ConfigError(
                 "@ctx.step: the function returned without optimizer.step(): nothing was agreed on"
             )
         self._buffers.end()
+        self._scales.end()
         self._seed(running, BEHIND_ALL)
         self.running, self.intact = None, True

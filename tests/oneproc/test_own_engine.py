@@ -23,8 +23,8 @@ from elastic_ft.core.layouts.layout import Layout
 from elastic_ft.core.shares import shares
 from elastic_ft.engines.base import MicroBatch
 from elastic_ft.engines.own import OwnEngine
-from elastic_ft.engines.own_attempt import Running, check_alike
-from elastic_ft.errors import ConfigError, UsageError
+from elastic_ft.engines.own_attempt import Agree, Running, check_alike
+from elastic_ft.errors import ConfigError, GroupBroken, UsageError
 from elastic_ft.groups.groups import Groups
 from elastic_ft.groups.store_links import StoreLinks
 from elastic_ft.state.tensors import LocalState
@@ -435,3 +435,41 @@ def test_one_loader_is_trained_on_or_none() -> None:
     assert sort_out(things).loader is None and sort_out((*things, loaders[0])).loader is loaders[0]
     with pytest.raises(ConfigError, match="expected one DataLoader, found 2: of several that are"):
         sort_out((*things, *loaders))
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_of_a_step_begun_in_vain_is_as_before_it(fused: bool, unscaled: bool) -> None:
+    """It knows what it has unscaled until its ``update``, and leaves its scale on an optimizer that
+    applies it itself (a fused one), to which the next attempt's scale is multiplied."""
+    torch.manual_seed(0)
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    own = Own("ddp", [model], [optimizer])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(agree: Agree) -> None:
+        running = Running(1, [MicroBatch(0, torch.arange(6))], agree, reach)
+        own.engine.attempt(running)
+        for micro_batch in own.engine.micro_batches(running):
+            loss = F.cross_entropy(model(micro_batch.data), micro_batch.data.flip(0))
+            own.engine.backward(loss, None, scaler=scaler)
+        if unscaled:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        own.engine.end_attempt()
+
+    def breaks(*told: object) -> tuple[int, float]:
+        raise GroupBroken("somebody is gone")
+
+    with own.generation(), pytest.raises(GroupBroken):
+        before = model.output.weight.detach().clone()
+        F.cross_entropy(model(torch.arange(6)), torch.arange(6).flip(0)).backward()
+        assert model.output.weight.grad is not None
+        expected = before - 0.1 * model.output.weight.grad
+        model.zero_grad()
+        step(breaks)
+    with own.generation():
+        step(lambda loss, terms, squares, sums: (terms, squares))
+        assert torch.allclose(model.output.weight, expected, rtol=1e-6, atol=1e-7)

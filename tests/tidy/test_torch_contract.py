@@ -202,6 +202,15 @@ def test_ddp_forgets_a_forward_that_no_backward_followed() -> None:
         dist.destroy_process_group()
 
 
+def test_a_scaler_forgets_what_it_has_unscaled() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    torch_private.forget_unscaled(scaler)
+    scaler.unscale_(optimizer)  # else it raises
+
+
 def test_hsdp_tells_what_it_still_keeps() -> None:
     """Of a unit that the micro-batch which sums over replicas does not use."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
