@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -166,12 +167,12 @@ class Buffers:
     ) -> None:
         found = dict(self._find())
         now = _counts([average.part for average in averages])
-        counts = torch.zeros(world_size + 1, len(averages), dtype=torch.int64)
-        counts[rank] = torch.tensor([n - a.count for n, a in zip(now, averages, strict=True)])
+        counts = [[0] * len(averages) for _ in range(world_size + 1)]
+        counts[rank] = [n - a.count for n, a in zip(now, averages, strict=True)]
         if rank == 0:
-            counts[-1] = torch.tensor([average.count for average in averages])
+            counts[-1] = [average.count for average in averages]
         changed = [_differ(found[name], self.kept[name]) for name in self._others]
-        told = torch.cat([counts.reshape(-1), torch.tensor(changed, dtype=torch.int64)]).to(device)
+        told = torch.tensor([*chain(*counts), *changed], dtype=torch.int64, device=device)
         dist.all_reduce(told)
         check()
         *seen, last = told.cpu().split([len(averages)] * (world_size + 1) + [len(changed)])

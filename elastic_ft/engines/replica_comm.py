@@ -201,7 +201,7 @@ class ReplicaComm:
         if name in self._factors:
             return self._factors[name]
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        first = torch.randn(matrix.shape[1], self._rank, generator=generator)
+        first = torch.randn(matrix.shape[1], self._rank, generator=generator, device="cpu")
         return first.to(matrix.device, matrix.dtype)
 
 

@@ -18,6 +18,7 @@ from elastic_ft.training.batch import weighed
 from elastic_ft.training.elsewhere import Elsewhere
 from elastic_ft.training.export import export
 from elastic_ft.training.held_out import evaluating, samples_of
+from elastic_ft.training.here import as_here
 from elastic_ft.worker.agreement import sum_over_members
 from elastic_ft.worker.by_user import step_aside, summed
 from elastic_ft.worker.evaluating import Mean, evaluate
@@ -70,13 +71,11 @@ class Between(Elsewhere, ABC):
         is tried again where the world breaks under it. Of a DataLoader its dataset and
         ``collate_fn`` are taken."""
         own = self._steering("evaluate")
-        held_out = samples_of(dataset, collate_fn)
+        held_out, here = samples_of(dataset, collate_fn), as_here(function)
 
         def run(loop: Loop) -> Mean:
             with evaluating(own.engine.models):
-                found = functools.partial(
-                    summed, lambda micro: function(weighed(micro, own.engine))
-                )
+                found = functools.partial(summed, lambda micro: here(weighed(micro, own.engine)))
                 return evaluate(loop, found, held_out, len(held_out), name)
 
         found: Mean = self._errand(run)
@@ -107,8 +106,8 @@ class Between(Elsewhere, ABC):
         Collectives are allowed in it. It is called again, with another ``rank`` and
         ``world_size``, where the world breaks under it. ``progress()`` says that nothing hangs.
         """
-
-        return self._errand(lambda loop: function(loop.progress))
+        here = as_here(function)
+        return self._errand(lambda loop: here(loop.progress))
 
     def sum(self, *values: float) -> list[float]:
         """Each value's sum over all ranks, in float64, in a step's function, before its

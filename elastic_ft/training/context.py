@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -22,6 +21,7 @@ from elastic_ft.training.between import Between
 from elastic_ft.training.each import MicroTurns, ZeroGrad, as_batch, body_of, not_counted
 from elastic_ft.training.epochs import EpochSpan, begin_loop, check_through, last_step, span_of
 from elastic_ft.training.given import loggable, sort_out
+from elastic_ft.training.here import as_here, plainly
 from elastic_ft.training.loader import (
     Loader,
     bundle_of,
@@ -233,8 +233,7 @@ class Context(Between):
             before, after = args[:at], args[at + 1 :]
             while True:
                 again = Batch(own.engine, self._awaited())
-                variables = contextvars.copy_context()
-                call = functools.partial(variables.run, function, *before, again, *after, **kwargs)
+                call = functools.partial(as_here(function), *before, again, *after, **kwargs)
                 own.body = functools.partial(self._within, call)
                 item = self._next()
                 if isinstance(item, Step):
@@ -394,7 +393,7 @@ class Context(Between):
     def _next(self) -> Any:
         """Lets the job go on until it wants something of this loop. Raises Released."""
         check_outside(self._inside)
-        with self._interrupts:
+        with self._interrupts, plainly():
             item = self.worker.next_item()
         self._inside = False  # who was left behind in a step's function does not say so
         if item is None:

@@ -48,7 +48,7 @@ def sum_over_members(values: list[float], world_size: int) -> list[float]:
     """
     if world_size == 1:
         return [float(value) for value in values]
-    packed = torch.tensor(values, dtype=torch.float64)
+    packed = torch.tensor(values, dtype=torch.float64, device="cpu")
     with WAITS.named("agreement"):
         if world_size > GATHERED_MAX:
             dist.all_reduce(packed)

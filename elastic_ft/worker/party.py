@@ -127,7 +127,7 @@ class Party:
         own = list(map(float, values))
         if self.is_whole:
             return sum_over_members(own, self.world_size)
-        gathered = self._exchanged(torch.tensor(own, dtype=torch.float64))
+        gathered = self._exchanged(torch.tensor(own, dtype=torch.float64, device="cpu"))
         return [float(value) for value in torch.stack(gathered).sum(0)]
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

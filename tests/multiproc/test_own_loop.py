@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import threading
@@ -188,3 +189,17 @@ def test_kills_anywhere_cost_no_step(
     print(f"seed {seed}: {job.parallel.strategy}, {first}, {second}")
     found = run(tmp_path, job, (first, replace(second, after=0)))
     check_steps(tmp_path, found, undisturbed)
+
+
+def test_a_step_runs_as_its_script_does(tmp_path: Path) -> None:
+    """Default device, autocast and whether there are gradients are each thread's own, and a step is
+    made in another than the script's; what is no user's code keeps to the CPU where it must."""
+    script = ROOT / "tests/multiproc/own_here.py"
+    loop = {"script": str(script), "arguments": [str(tmp_path)]}
+    found = run_job(make_job(tmp_path, workers=2, loop=loop, steps=4), tmp_path / "run")
+    assert found.result["status"] == "completed", found.story()
+    lines = [f.read_text().splitlines() for f in tmp_path.iterdir() if f.name.isdigit()]
+    assert len(lines) == 2, found.story()
+    here = "meta True torch.float16"
+    expected = {f"step {here} True", f"evaluate {here} False", f"together {here} False"}
+    assert set(itertools.chain(*lines)) == expected
