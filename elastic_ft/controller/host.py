@@ -16,6 +16,9 @@ WORKER_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a lost peer is no news here: the journal says it
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the watchdog aborts, not torch
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # else nothing ends the making of a communicator
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # else its watchdog ends the process, untold
+    # It sleeps four times that over an error, and the end of its group waits for it: a minute.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # each rank would ask the controller's store every second
     # The first thread does not train. Another's heap is made of pieces that glibc gives back and
     # faults in again with every step: with a model on the CPU that is a tenth of the time.

@@ -127,6 +127,14 @@ def test_making_a_communicator_can_be_broken_off(monkeypatch: pytest.MonkeyPatch
     assert devices.os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"
 
 
+def test_torchs_watchdog_neither_ends_a_worker_nor_keeps_its_teardown_waiting() -> None:
+    """It meets a device's error as the worker does, and would end the process before a word of it
+    is told. Over an error of NCCL's it sleeps four times what a dump may take, a minute, which the
+    end of its group waits for."""
+    assert WORKER_ENVIRONMENT["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
+    assert WORKER_ENVIRONMENT["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "0"
+
+
 @pytest.mark.parametrize(("tf32", "precision"), [(True, "high"), (False, "highest")])
 def test_fp32_uses_tensor_cores_unless_told_not_to(tf32: bool, precision: str) -> None:
     before: Any = torch.get_float32_matmul_precision()

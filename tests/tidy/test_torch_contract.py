@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_ft import torch_private
+from elastic_ft.controller.host import WORKER_ENVIRONMENT
 
 RUNTIME = Path(torch_private.__file__).parent
 CALLABLES = {
@@ -136,6 +137,15 @@ def test_group_backends_can_be_asked_for() -> None:
     assert callable(dist.ProcessGroupGloo.abort)
     if dist.is_nccl_available():
         assert callable(dist.ProcessGroupNCCL.abort)
+
+
+def test_what_workers_tell_nccls_groups_is_read_by_them() -> None:
+    """But for what no header names."""
+    folder = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d"
+    known = (folder / "ProcessGroupNCCL.hpp").read_text()
+    told = {name for name in WORKER_ENVIRONMENT if name.startswith("TORCH_NCCL_")}
+    unnamed = {name for name in told if f'"{name}"' not in known}
+    assert len(told) > 2 and unnamed == {"TORCH_NCCL_USE_COMM_NONBLOCKING"}
 
 
 def test_works_of_collectives_say_their_kind_and_can_be_waited_for() -> None:
