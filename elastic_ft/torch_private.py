@@ -270,12 +270,16 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
 
 
 @contextmanager
-def gloo_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
-    """Each Gloo group that torch makes inside is what ``make`` returns, told how to make it.
+def groups_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    """Each Gloo group that torch makes inside, and each that it splits from another, is what
+    ``make`` returns, told how to make it.
 
     Before that there is nothing to undo: torch knows of a group once it is connected.
     """
-    real = c10d.ProcessGroupGloo
+    real, split = c10d.ProcessGroupGloo, dist.ProcessGroup.split_group
+
+    def split_group(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        return make(lambda: split(self, *args, **kwargs))
 
     class Kind(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -288,10 +292,12 @@ def gloo_made_by(make: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
         """In the place of ``ProcessGroupGloo``, also for who asks what a group is."""
 
     c10d.ProcessGroupGloo = Made  # type: ignore[misc, assignment]
+    dist.ProcessGroup.split_group = split_group  # type: ignore[method-assign]
     try:
         yield
     finally:
         c10d.ProcessGroupGloo = real  # type: ignore[misc]
+        dist.ProcessGroup.split_group = split  # type: ignore[method-assign]
 
 
 def import_lazy_parts() -> None:

@@ -5,7 +5,7 @@ is not a ring neighbour of the dead would wait out its timeout. So ``abort`` shu
 connected sockets, which ends every running and later operation in milliseconds. They are told
 apart from others (Ray's gRPC, the controller's) by the addresses of Gloo's listeners, IP and port,
 which peers exchange while forming: a port number alone means another server on each machine. NCCL
-is aborted through its communicators.
+is aborted through its communicators; who waits for one that is being split is left waiting.
 
 Gloo keeps each connection that it is offered until its group ends, also a stranger's. So once all
 have formed its listeners take no more. NCCL's, which can't be told from them, do: its ranks connect
@@ -192,7 +192,7 @@ class Groups(Rendezvous):
         reach("connecting")
         if self.rank is None:
             return
-        with torch_private.gloo_made_by(self._connected):
+        with torch_private.groups_made_by(self._connected):
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if self.uses_nccl else "gloo",
                 # NCCL's own threads ask the store, where they must not wait for Python.
@@ -203,7 +203,7 @@ class Groups(Rendezvous):
                 device_id=device if self.uses_nccl else None,
             )
             self.mesh = _make_mesh(self.assignment.layout, device)
-            self.context = _make_context(self.assignment.layout)
+            self.context = _make_context(self.assignment.layout, self.uses_nccl)
             self.experts = _share_experts(self.assignment.layout, self.mesh)
 
     def _connected(self, connect: Callable[[], T]) -> T:
@@ -369,13 +369,20 @@ def _share_experts(layout: Layout, mesh: DeviceMesh | None) -> DeviceMesh | None
     return torch_private.split_dimension(mesh, "dp_shard", sizes)
 
 
-def _make_context(layout: Layout) -> dist.ProcessGroup | None:
-    """This rank's group of those that share positions."""
+def _make_context(layout: Layout, split: bool = False) -> dist.ProcessGroup | None:
+    """This rank's group of those that share positions.
+
+    ``split``: from the world's communicator, as the mesh's groups of NCCL are: ``new_group`` would
+    wait for all ranks with the interpreter's lock held, and nobody could break that off.
+    """
     if len(layout.context_of(0)) == 1:
         return None
     sharing = {layout.context_of(rank) for rank in range(layout.world_size)}
     ordered = [list(ranks) for ranks in sorted(sharing, key=lambda ranks: ranks.start)]
-    own, _ = dist.new_subgroups_by_enumeration(ordered)
+    if split:
+        own = dist.split_group(split_ranks=ordered, group_desc="context")
+    else:
+        own, _ = dist.new_subgroups_by_enumeration(ordered)
     assert own is not None
     return own
 

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastic_ft import torch_private
 from elastic_ft.controller.host import WORKER_ENVIRONMENT
+from elastic_ft.errors import GroupBroken
 from elastic_ft.groups import groups as groups_module
 from elastic_ft.groups.groups import Groups
 from elastic_ft.worker import devices
@@ -100,6 +101,53 @@ def test_no_communicator_waits_for_another_to_be_aborted(form: Callable[..., Gro
     assert len(everyone) == together.parties
     groups.teardown()
     assert sorted(ended) == sorted(everyone)
+
+
+def test_who_waits_for_a_group_split_from_the_world_is_woken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All ranks of the world make a split together: where one has died, the others wait in C++ for
+    as long as the making of a communicator may take, whatever is aborted."""
+    reached, ends, broken = threading.Event(), threading.Event(), list[str]()
+
+    def never(*_: Any, **__: Any) -> None:
+        reached.set()
+        ends.wait()
+
+    def split() -> None:
+        with torch_private.groups_made_by(groups._connected):
+            try:
+                world.split_group([0])
+            except GroupBroken as error:
+                broken.append(str(error))
+
+    monkeypatch.setattr(dist.ProcessGroup, "split_group", never)
+    groups, world = make_groups("fsdp", 2), dist.ProcessGroup(dist.HashStore(), 0, 2)
+    thread = threading.Thread(target=split, daemon=True)
+    thread.start()
+    try:
+        assert reached.wait(SOON_S)
+        groups.abort("a peer died")
+        thread.join(SOON_S)
+        assert broken == ["a peer died"]
+    finally:
+        ends.set()
+
+
+def test_who_shares_positions_is_split_from_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As mesh dimensions are: ``new_group`` waits for all ranks with the interpreter's lock held,
+    once for each group, and nobody could break that off."""
+    made: list[Any] = []
+
+    def keep(**given: Any) -> Any:
+        made.append(given["split_ranks"])
+        return "split"
+
+    layout = make_groups("fsdp", 4, cp=2).assignment.layout
+    monkeypatch.setattr(dist, "split_group", keep)
+    monkeypatch.setattr(dist, "new_group", lambda *_, **__: pytest.fail("it is not split"))
+    found: Any = groups_module._make_context(layout, split=True)
+    assert found == "split" and made == [[[0, 1], [2, 3]]]
 
 
 def test_a_communicator_that_can_not_be_aborted_is_named(

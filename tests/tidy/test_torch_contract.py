@@ -135,6 +135,8 @@ def test_the_random_tracker_is_a_module_variable() -> None:
 def test_group_backends_can_be_asked_for() -> None:
     assert callable(dist.ProcessGroup._get_backend)
     assert callable(dist.ProcessGroupGloo.abort)
+    assert callable(dist.ProcessGroup.split_group)  # torch's own function asks it, and may wait
+    assert "parent_pg.split_group(" in inspect.getsource(distributed_c10d.split_group)
     if dist.is_nccl_available():
         assert callable(dist.ProcessGroupNCCL.abort)
 
