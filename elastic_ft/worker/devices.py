@@ -25,6 +25,19 @@ if TYPE_CHECKING:  # a host does without torch, and must not ask CUDA: workers f
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # What libraries say of a device that has failed; torch's own is an AcceleratorError.
 SICK = ("CUDA error", "unhandled cuda error", "CUBLAS_STATUS", "CUDNN_STATUS", "uncorrectable ECC")
+NO_ROOM = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+    # NCCL's last word, behind what looks like a failed device.
+    "Cuda failure 'out of memory'",
+    "Cuda failure 2 'out of memory'",
+    "Failed to CUDA calloc",
+    "Failed to CUDA malloc",
+)
 
 
 def device_of(parallel: ParallelConfig) -> torch.device:
@@ -52,12 +65,11 @@ def set_up(job: Job) -> None:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the device's memory."""
+    """Of the device's memory, which NCCL and compiled kernels take past torch's allocator."""
     import torch
 
-    marks = ("CUDA out of memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
     return any(
-        isinstance(one, torch.OutOfMemoryError) or _says(one, marks) for one in _chain(error)
+        isinstance(one, torch.OutOfMemoryError) or _says(one, NO_ROOM) for one in _chain(error)
     )
 
 

@@ -307,6 +307,13 @@ def explained(
     return sent
 
 
+# What torch makes of it, and then NCCL's own last word.
+NCCL_SAYS = (
+    "NCCL error in: NCCLUtils.cpp:99, unhandled cuda error (run with NCCL_DEBUG=INFO for details), "
+    "NCCL version 2.29.3\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
+)
+
+
 def caused(by: BaseException) -> GroupBroken:
     error = GroupBroken("forming generation 3: it broke")
     error.__cause__ = by
@@ -323,6 +330,7 @@ def caused(by: BaseException) -> GroupBroken:
         RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
         dist.DistBackendError("NCCL error: unhandled cuda error, NCCL version 2.28.9"),
         caused(torch.AcceleratorError("CUDA error: unspecified launch failure")),
+        dist.DistBackendError(NCCL_SAYS + "Cuda failure 719 'unspecified launch failure'"),
     ],
     ids=str,
 )
@@ -367,6 +375,13 @@ def test_users_errors_and_lost_peers_are_what_they_were(
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+        RuntimeError("CUDA driver error: out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
+        dist.DistBackendError(NCCL_SAYS + "Failed to CUDA calloc 6291456 bytes"),
+        dist.DistBackendError(NCCL_SAYS + "Failed to CUDA malloc 2097152 bytes"),
+        caused(dist.DistBackendError(NCCL_SAYS + "Cuda failure 2 'out of memory'")),
+        dist.DistBackendError(NCCL_SAYS + "Cuda failure 'out of memory'"),
     ],
     ids=str,
 )
