@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -69,7 +70,23 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
     } | others
 
 
-def main() -> None:
+def why_failed(options: argparse.Namespace, found: dict[str, Any]) -> str:
+    """What was not as it must be, or ""."""
+    others = options.workers - 1
+    if found["status"] != "completed":
+        return f"the job has ended as {found['status']}"
+    if found["steps"] != STEPS:
+        return f"{found['steps']} of {STEPS} steps"
+    if options.kill and found["pause_s"] is None:
+        return "nobody was killed"
+    if options.kill and found["pids_kept"] != others:
+        return f"{found['pids_kept']} of {others} processes were kept"
+    if options.fault and not found["odd"]:
+        return f"{options.fault} did nothing"
+    return ""
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--backend", default="auto")
@@ -109,29 +126,28 @@ def main() -> None:
     steps, events = read_lines(folder / "steps.jsonl"), read_lines(folder / "events.jsonl")
     after = [s["applied_at_s"] for s in steps if s["applied_at_s"] > killed_at_s > 0]
     times = [step["step_time_s"] for step in steps]
-    print(
-        json.dumps(
-            {
-                "job": values["parallel"],
-                "technique": options.technique,
-                "workers": options.workers,
-                "status": found["status"],
-                "reason": str(found.get("reason"))[:300],
-                "steps": len(steps),
-                "losses": [round(steps[at]["loss"], 4) for at in (0, -1)] if steps else None,
-                "pids_kept": sum(last.get(worker) == pid for worker, pid in pids.items()),
-                "pause_s": round(after[0] - killed_at_s, 3) if after else None,
-                "step_s": round(statistics.median(times), 4) if times else None,
-                "worlds": sorted({step["world_size"] for step in steps}),
-                "odd": [
-                    [line["event"], str(line.get("reason"))[:120]]
-                    for line in events
-                    if line["event"] in ODD
-                ][:6],
-            }
-        )
-    )
+    line = {
+        "job": values["parallel"],
+        "technique": options.technique,
+        "workers": options.workers,
+        "status": found["status"],
+        "reason": str(found.get("reason"))[:300],
+        "steps": len(steps),
+        "losses": [round(steps[at]["loss"], 4) for at in (0, -1)] if steps else None,
+        "pids_kept": sum(last.get(worker) == pid for worker, pid in pids.items()),
+        "pause_s": round(after[0] - killed_at_s, 3) if after else None,
+        "step_s": round(statistics.median(times), 4) if times else None,
+        "worlds": sorted({step["world_size"] for step in steps}),
+        "odd": [
+            [line["event"], str(line.get("reason"))[:120]]
+            for line in events
+            if line["event"] in ODD
+        ][:6],
+    }
+    why = why_failed(options, line)
+    print(json.dumps({"failed": why} | line if why else line))
+    return 1 if why else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import signal
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,7 @@ LIMIT_S = 45.0
 STUCK_S = 25.0
 GENERATIONS = 30
 NUMBERS = 1 << 18
+FILES_MORE, MIB_LESS = 10, 256  # after GENERATIONS: what is left of each shows
 
 
 class Rank:
@@ -174,7 +176,26 @@ def serve(rank: int, options: SimpleNamespace, port: int, answers: Any) -> None:
     os._exit(0)
 
 
-def main() -> None:
+def why_failed(found: dict[int, Any], awaited: int) -> str:
+    """What was not as it must be, or ""."""
+    if len(found) < awaited:
+        return f"{len(found)} of {awaited} ranks answered"
+    for rank, answer in sorted(found.items()):
+        files, free_mib = answer.get("files", [0]), answer.get("free_mib") or [0]
+        for why, failed in (
+            (answer.get("error"), "error" in answer),
+            ("right: the sum is wrong", answer.get("right") is False),
+            ("stuck in forming", answer.get("stuck") is True),
+            ("formed without who died", answer.get("stuck") is False and not answer["why"]),
+            (f"files: {files} are open", files[-1] - files[0] > FILES_MORE),
+            (f"free_mib: {free_mib}", free_mib[0] - free_mib[-1] > MIB_LESS),
+        ):
+            if failed:
+                return f"rank {rank}: {why}"
+    return ""
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mode", choices=("killed", "running", "generations", "init"))
     parser.add_argument("--world", type=int, default=4)
@@ -201,8 +222,11 @@ def main() -> None:
             found[rank] = answer
     for process in ranks:
         process.kill()
-    print(json.dumps({"mode": options.mode, "answered": f"{len(found)}/{awaited}", "ranks": found}))
+    line = {"mode": options.mode, "answered": f"{len(found)}/{awaited}", "ranks": found}
+    why = why_failed(found, awaited)
+    print(json.dumps({"failed": why} | line if why else line))
+    return 1 if why else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

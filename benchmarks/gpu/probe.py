@@ -67,25 +67,25 @@ def rates() -> dict[str, float]:
     return {k: round(v, 1) for k, v in (found | {"to_host_gb_per_s": 1.0737 / copied_s}).items()}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device")
     parser.parse_args()
-    print(
-        json.dumps(
-            {
-                "torch": torch.__version__,
-                "nccl": torch.cuda.nccl.version(),
-                "gpus": torch.cuda.device_count(),
-                "gpu": torch.cuda.get_device_name(0),
-                "kernel": os.uname().release,
-                "forked_clean": after(""),
-                "forked_after_preload": after("import elastic_ft.worker.preload"),
-                **rates(),
-            }
-        )
-    )
+    forked = after("import elastic_ft.worker.preload")
+    line = {
+        "torch": torch.__version__,
+        "nccl": torch.cuda.nccl.version(),
+        "gpus": torch.cuda.device_count(),
+        "gpu": torch.cuda.get_device_name(0),
+        "kernel": os.uname().release,
+        "forked_clean": after(""),
+        "forked_after_preload": forked,
+        **rates(),
+    }
+    why = "" if forked == "ok" else "workers can't use CUDA after the fork server's preload"
+    print(json.dumps({"failed": why} | line if why else line))
+    return 1 if why else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,13 +3,15 @@
     make gpu                                        # or, without make, Ray, or anything downloaded:
     PYTHONPATH=. python benchmarks/gpu/run.py       # --device cpu: a dry run of what can be one
 
-Lines say what was expected and what was found; they and all logs are kept in ``--out``. A step
-that fails ends nothing: the next one is tried. Nothing here changes the GPU's settings.
+Lines say whether the step has passed, what was expected and what was found; they and all logs are
+kept in ``--out``. A step that fails ends nothing: the next one is tried. Exits with 1 if one has
+not passed, or was not reached. Nothing here changes the GPU's settings.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -23,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MINUTES = 30
+LEAST_S = 10  # of a step
 ENVIRONMENT = {
     "NCCL_SOCKET_IFNAME": "lo",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -93,17 +96,28 @@ def run(step: Step, device: str, out: Path, limit_s: float) -> dict[str, Any]:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     lines = log.read_text(errors="replace").splitlines()
-    found = [line for line in lines if line.startswith('{"')]
+    found = told(lines)
     return {
         "step": step.name,
+        "passed": code == 0 and bool(found),
         "ended": code,
         "seconds": round(time.monotonic() - began, 1),
         "expected": step.expected,
-        "found": [json.loads(line) for line in found] or lines[-3:],
+        "found": found or lines[-3:],
     }
 
 
-def main() -> None:
+def told(lines: list[str]) -> list[Any]:
+    """Those that are whole JSON: one that is killed may leave a part."""
+    found = []
+    for line in lines:
+        if line.startswith('{"'):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
@@ -112,19 +126,26 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     until_s = time.monotonic() + 60 * arguments.minutes
+    failed = []
     with (arguments.out / f"{arguments.device}.jsonl").open("a") as record:
         for step in STEPS:
             left_s = until_s - time.monotonic()
             if arguments.only and step.name not in arguments.only:
                 continue
-            if (arguments.device == "cpu" and not step.on_cpu) or left_s < 10:
+            if arguments.device == "cpu" and not step.on_cpu:
                 continue
-            line = run(step, arguments.device, arguments.out, min(step.limit_s, left_s))
+            if left_s < LEAST_S:
+                line: dict[str, Any] = {"step": step.name, "passed": False, "ended": "not reached"}
+            else:
+                line = run(step, arguments.device, arguments.out, min(step.limit_s, left_s))
+            failed += [] if line["passed"] else [step.name]
             text = json.dumps(line, default=str)
             print(text, flush=True)
             record.write(text + "\n")
             record.flush()
+    print(f"not passed: {', '.join(failed)}" if failed else "all passed", flush=True)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
