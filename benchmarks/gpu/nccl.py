@@ -166,6 +166,7 @@ def serve(rank: int, options: SimpleNamespace, port: int, answers: Any) -> None:
     if options.device == "cuda":
         values = {"name": "kit", "steps": 1, "model": {"preset": "decoder-1m"}}
         values |= {"data": {"url": "stdlib:"}, "elastic": {"form_timeout_s": STUCK_S / 2}}
+        devices.set_patience(parse_job(values))
         devices.set_up(parse_job(values))
     torch_private.forget_meshes()
     try:

@@ -54,13 +54,17 @@ def device_of(parallel: ParallelConfig) -> torch.device:
     return torch.device("cpu")
 
 
+def set_patience(job: Job) -> None:
+    """How long NCCL waits for a communicator; before any thread, as it sets what they read."""
+    elastic = job.elastic
+    wait_s = math.ceil(form_s(elastic.form_timeout_s, elastic.max_workers))
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(wait_s))  # torch's: 30 minutes
+
+
 def set_up(job: Job) -> None:
     """What CUDA's libraries are to do in this process, before they do anything."""
     import torch
 
-    elastic = job.elastic
-    wait_s = math.ceil(form_s(elastic.form_timeout_s, elastic.max_workers))
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(wait_s))  # torch's: 30 minutes
     torch.set_float32_matmul_precision("high" if job.precision.tf32 else "highest")
 
 

@@ -165,11 +165,7 @@ def test_making_a_communicator_can_be_broken_off(monkeypatch: pytest.MonkeyPatch
     """Blocking, ncclCommInitRank returns no sooner than all peers are there: one that dies takes
     the others with it."""
     monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
-    before = torch.get_float32_matmul_precision()
-    try:
-        devices.set_up(make_job(elastic={"max_workers": 2, "form_timeout_s": 12.5}))
-    finally:
-        torch.set_float32_matmul_precision(before)
+    devices.set_patience(make_job(elastic={"max_workers": 2, "form_timeout_s": 12.5}))
     assert WORKER_ENVIRONMENT["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
     assert WORKER_ENVIRONMENT["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert devices.os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "13"

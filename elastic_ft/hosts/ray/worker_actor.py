@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 END = "end"  # the concurrency group of the sentinel
 END_CALLS = 8  # at once: those of controllers that are gone wait on
 FLUSH_S = 10.0  # for the controller to fetch the last report
+# What a seat sets, as of a world of one.
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"NODE_RANK": "0"}
 UNASKED_S, LOOKS = 30.0, 6  # after its end a worker unpolled for so long may free its place
 
 
@@ -154,6 +157,7 @@ class ElasticWorker(RayTrainWorker):
 
     def __init__(self) -> None:
         super().__init__()
+        _make_room(ALONE | _own_gpu(str(os.getpid())))
         self._news = threading.Condition()  # guards the next three
         self._called = False  # the controller, which has answered
         self._end: str | None = None  # its training thread's error, "" for none
@@ -332,6 +336,15 @@ class ElasticWorker(RayTrainWorker):
         self._polled_s = time.monotonic()
         while time.monotonic() < self._polled_s + unasked_s or is_led():
             time.sleep(unasked_s / LOOKS)
+
+
+def _make_room(values: Mapping[str, str]) -> None:
+    """So that these names can be set beside threads: a new one moves the environment, which who
+    looks one up meanwhile reads after it was freed (SIGSEGV); another value of a known one does
+    not. Python sees them when they are set."""
+    for name, value in values.items():
+        if name not in os.environ:
+            os.putenv(name, value)
 
 
 def _import_worker() -> None:
