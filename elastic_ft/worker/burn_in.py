@@ -43,11 +43,11 @@ def burn_in(
     thread.join(deadline_s)
     if thread.is_alive():  # nothing can break a kernel off: this process ends with it
         raise DeviceSick(f"{device} has not ended its burn-in in {deadline_s:g} s")
-    torch.cuda.empty_cache()  # what was tried is the job's
     for error in failed:
         if isinstance(error, DeviceSick):
             raise error
         raise DeviceSick(f"{device}: {error}") from error
+    torch.cuda.empty_cache()  # what was tried is the job's
 
 
 def _check_products(device: torch.device) -> None:

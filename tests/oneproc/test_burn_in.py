@@ -135,3 +135,15 @@ def test_it_is_that_workers_own_trouble() -> None:
     trouble.user_raised(DeviceSick("cuda:0: 3 numbers are wrong"))
     (event,) = told
     assert (event.whose, event.usage, event.node) == (ITS_OWN, True, "n0")  # type: ignore[attr-defined]
+
+
+def test_a_device_that_fails_for_good_is_sick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every later call of CUDA fails, too: the one that frees what was tried is no error of ours."""
+
+    def fails(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(module, "_check_memory", fails)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fails)
+    with pytest.raises(DeviceSick, match="cpu: CUDA error: an illegal memory access"):
+        burn_in(CPU, nbytes=1)
