@@ -404,7 +404,7 @@ class _Source:
             self._queued = torch.cuda.current_stream(self._device).record_event()
 
     def copy_to(self, shard: HostShard) -> None:
-        """Returns when ``shard`` has it all."""
+        """Returns when ``shard`` has it all; nothing is copied any more either if it raises."""
         sources = [tensor.local for _, tensor in sorted(self.state.items())]  # as in the schema
         targets = [tensor.local for tensor in shard.state().values()]
         if self._device is None:
@@ -413,9 +413,11 @@ class _Source:
             return
         stream = copy_stream(self._device)
         stream.wait_event(self._queued)
-        with torch.cuda.stream(stream):  # in one call: thousands would keep training from its own
-            torch._foreach_copy_(targets, sources, non_blocking=True)
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):  # in one call: thousands would keep training waiting
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+        finally:  # of some of them, too: both ends are another's then
+            stream.synchronize()
 
 
 @cache

@@ -512,3 +512,27 @@ def test_a_snapshot_waits_for_what_was_queued_and_uses_one_stream(
     each += ["leave copies 0", "synchronize copies 0"]
     assert each * 2 == Stream.log
     assert len(made) == 1 and copied == [(2, True)] * 2
+
+
+def test_a_snapshot_that_breaks_off_leaves_no_copy_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its buffer is another's next, or given back to the keeper, and what is read is freed."""
+
+    def breaks(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the last of them")
+
+    Stream.log.clear()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("training"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("copies"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch, "_foreach_copy_", breaks)
+    snapshot.copy_stream.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        state = {"model.w": StateTensor((4,), Box.whole((4,)), torch.empty(4, device="cuda"))}
+        shard: Any = SimpleNamespace(state=lambda: state)
+        source = snapshot._Source(state)
+        with pytest.raises(RuntimeError, match="the last of them"):
+            source.copy_to(shard)
+    snapshot.copy_stream.cache_clear()
+    assert Stream.log[-1] == "synchronize copies"
